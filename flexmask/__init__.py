@@ -1,0 +1,9 @@
+"""FlexPrefill block masks for FlexAttention."""
+
+from flexmask.attention import flexprefill_attention as flexprefill_attention
+from flexmask.config import FlexPrefillConfig as FlexPrefillConfig
+from flexmask.flexprefill import flexprefill_mask as flexprefill_mask
+from flexmask.stats import FlexPrefillStats as FlexPrefillStats
+
+__all__ = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "flexprefill_mask"]
+__version__ = "0.1.0"

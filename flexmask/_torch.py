@@ -1,0 +1,38 @@
+"""The one place for what differs between releases of torch, and for names that torch keeps private."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+HAS_FLASH_BACKEND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+_FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameters)
+
+
+def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` of two 3-D tensors with float32 sums and a float32 result, whatever their dtype."""
+    return left.float() @ right.float()
+
+
+def block_mask_from_lists(
+    lists: Sequence[Tensor],
+    mask_mod: Callable[..., Tensor],
+    block_size: int,
+    lengths: tuple[int, int],
+    with_gradients: bool = False,
+) -> BlockMask:
+    """A BlockMask from the four tensors of its lists (partial counts and indices, full counts and indices).
+
+    The lists by key block, twice the memory, are made only `with_gradients`: from torch 2.9 the constructor can leave them out.
+    torch 2.5 knows no sequence lengths: there they are the whole blocks that the lists span.
+    """
+    optional: dict[str, Any] = {"seq_lengths": lengths, "compute_q_blocks": with_gradients}
+    known = {name: value for name, value in optional.items() if name in _FROM_KV_BLOCKS}
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **known)

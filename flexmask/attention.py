@@ -1,0 +1,165 @@
+"""flexprefill_attention: mask and block-sparse attention in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask._torch import block_mask_from_lists
+from flexmask.backends import BACKENDS, chosen_backend, run_flex_attention
+from flexmask.checks import check_value
+from flexmask.config import FlexPrefillConfig, check_int, check_word, config_from
+from flexmask.dense import dense_attention
+from flexmask.flexprefill import check_mask_arguments, device_offset, searched
+from flexmask.mask_mods import visible_mask_mod
+from flexmask.stats import FlexPrefillStats
+
+# measured break-even, in tokens of kv_len, by device type; bench/README.md says how
+DENSE_BELOW = {"cpu": 4096, "cuda": 16384}
+
+
+def flexprefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gamma: float = 0.95,
+    tau: float = 0.1,
+    *,
+    block_size: int = 128,
+    min_budget: int = 1024,
+    max_budget: int | None = None,
+    selection: str = "coverage",
+    query_aware: str = "flatten",
+    pattern_queries: str = "last",
+    index_queries: str = "last",
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    attention_mask: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    config: FlexPrefillConfig | None = None,
+    return_stats: bool = False,
+    backend: str = "auto",
+    dense_below: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Causal attention over the blocks that FlexPrefill keeps.
+
+    Makes the mask as `flexprefill_mask` does and runs FlexAttention's compiled block-sparse kernel on it.
+
+    Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 3, algorithm "Sparse Attention".
+
+    Parameters
+    ----------
+    query, key
+        As in `flexprefill_mask`.
+    value
+        (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 256 may differ from head_dim.
+    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, config
+        As in `FlexPrefillConfig`.
+    scale, softcap, window, attention_mask, q_offset, return_stats
+        As in `flexprefill_mask`.
+    backend
+        ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, Hopper or Blackwell, block_size 128,
+        head_dim <= 128, half precision, no softcap, no gradients) or ``"auto"`` (default): flash where it can run, else triton.
+        On CPUs ``"auto"`` is the compiled C++ kernel.
+    dense_below
+        Tokens: with a kv_len below this, and for a single query row, dense attention runs instead. Default None: the measured
+        break-even, 4096 on CPUs and 16384 elsewhere. 0 switches it off (but for a single row).
+    return_lse
+        Also return the log-sum-exp of every row (natural logarithm), (batch, num_heads, q_len) float32; -inf for a row that sees
+        nothing. Not on CPUs, where FlexAttention has none.
+
+    Returns
+    -------
+    Tensor
+        (batch, num_heads, q_len, v_head_dim) in query's dtype; zero for padded rows.
+    Tensor
+        The log-sum-exp, only with `return_lse`.
+    FlexPrefillStats
+        Only with `return_stats`; says whether the call ran dense.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong arguments; and on CPUs for inputs that require gradients while gradients are on.
+    NotImplementedError
+        For `return_lse` on a CPU, unless the call runs dense.
+    RuntimeError
+        If torch.compile is switched off, or its recompilations have run out: the kernel never runs uncompiled.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key, value = (torch.randn(1, 4, 512, 32) for _ in range(3))
+    >>> out = flexprefill_attention(query, key, value, gamma=0.9, block_size=64, min_budget=128, dense_below=0)
+    >>> out.shape
+    torch.Size([1, 4, 512, 32])
+    """
+    config = config_from(
+        config,
+        gamma=gamma,
+        tau=tau,
+        block_size=block_size,
+        min_budget=min_budget,
+        max_budget=max_budget,
+        selection=selection,
+        query_aware=query_aware,
+        pattern_queries=pattern_queries,
+        index_queries=index_queries,
+    )
+    check_mask_arguments(query, key, config, scale, softcap, window, attention_mask, q_offset)
+    check_value(value, key)
+    check_word("backend", backend, BACKENDS)
+    dense_below = _checked_dense_below(dense_below, query.device.type)
+    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    offset = device_offset(q_offset, query, key)
+
+    if query.shape[2] == 1 or key.shape[2] < dense_below:
+        out, lse = dense_attention(query, key, value, scale, softcap, window, attention_mask, offset, return_lse)
+        stats = _dense_stats(query) if return_stats else None
+        return _results(out, lse, stats)
+
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    kernel = chosen_backend(backend, query, value, config.block_size, softcap, grad)
+    if kernel == "cpu" and grad:
+        raise ValueError("query, key and value must not require gradients on a CPU; call under torch.no_grad()")
+    if kernel == "cpu" and return_lse:
+        raise NotImplementedError("return_lse is not there on CPUs: FlexAttention's CPU kernel has no log-sum-exp")
+    result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats)
+    # the lists do the selection here, so that the mask_mod need only cut partial blocks
+    valid = None if attention_mask is None else attention_mask != 0
+    lengths = (query.shape[2], key.shape[2])
+    visible = visible_mask_mod(offset, valid, window)
+    block_mask = block_mask_from_lists(result.lists, visible, config.block_size, lengths, with_gradients=grad)
+    out, lse = run_flex_attention(query, key, value, block_mask, scale, softcap, kernel, return_lse)
+    stats = None if result.stats is None else FlexPrefillStats(*result.stats)
+    return _results(out, lse, stats)
+
+
+def _checked_dense_below(dense_below: int | None, device_type: str) -> int:
+    if dense_below is None:
+        return DENSE_BELOW.get(device_type, DENSE_BELOW["cuda"])
+    check_int("dense_below", dense_below)
+    if dense_below < 0:
+        raise ValueError(f"dense_below must be >= 0 tokens; got {dense_below}")
+    return dense_below
+
+
+def _dense_stats(query: Tensor) -> FlexPrefillStats:
+    heads = query.new_zeros(query.shape[:2], dtype=torch.float32)
+    counts = torch.zeros_like(heads, dtype=torch.int64)
+    return FlexPrefillStats(
+        is_query_aware=heads.bool(),
+        js_distance=torch.full_like(heads, float("nan")),
+        density=heads + 1,
+        num_vertical_blocks=counts,
+        num_slash_blocks=counts,
+        coverage=heads + 1,
+        dense=True,
+    )
+
+
+def _results(out: Tensor, lse: Tensor | None, stats: FlexPrefillStats | None) -> Tensor | tuple[Tensor, ...]:
+    results = (out, *(x for x in (lse, stats) if x is not None))
+    return out if len(results) == 1 else results

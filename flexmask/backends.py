@@ -1,0 +1,125 @@
+"""How the compiled kernel is chosen and called: FlexAttention's backends, their limits and their tile sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from flexmask._torch import HAS_FLASH_BACKEND
+from flexmask.compilation import compiled
+from flexmask.pooling import capped
+
+BACKENDS = ("auto", "triton", "flash")
+_FLASH_BLOCK_SIZE = 128
+_FLASH_HEAD_DIM = 128
+
+
+def flash_available() -> bool:
+    """Whether FlexAttention's FLASH backend can be used: torch >= 2.10 and the flash-attn-4 package."""
+    if not HAS_FLASH_BACKEND or importlib.util.find_spec("flash_attn") is None:
+        return False
+    return importlib.util.find_spec("flash_attn.cute") is not None
+
+
+def chosen_backend(backend: str, query: Tensor, value: Tensor, block_size: int, softcap: float | None, grad: bool) -> str:
+    """Resolve "auto" and refuse what a backend cannot do.
+
+    Returns
+    -------
+    str
+        "cpu", "triton" or "flash".
+
+    Raises
+    ------
+    ValueError
+        If "flash" or "triton" was asked for where it cannot run.
+    """
+    device = query.device.type
+    reasons = []
+    if device != "cuda":
+        reasons.append(f"it needs a CUDA device (got {device})")
+    elif torch.cuda.get_device_capability(query.device)[0] not in (9, 10):
+        reasons.append("it needs a Hopper or Blackwell GPU")
+    if query.dtype == torch.float32:
+        reasons.append("it needs float16 or bfloat16 (got float32)")
+    if block_size != _FLASH_BLOCK_SIZE:
+        reasons.append(f"it needs block_size {_FLASH_BLOCK_SIZE} (got {block_size})")
+    if max(query.shape[3], value.shape[3]) > _FLASH_HEAD_DIM or query.shape[3] != value.shape[3]:
+        reasons.append(f"it needs equal head_dim <= {_FLASH_HEAD_DIM} (got {query.shape[3]} and {value.shape[3]} for value)")
+    if softcap is not None:
+        reasons.append("it is not tested with softcap")
+    if grad:
+        reasons.append("its gradient is not tested; use torch.no_grad()")
+    if backend == "flash":
+        if reasons:
+            raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
+        if not flash_available():
+            raise ValueError('backend="flash" needs torch >= 2.10 and the package flash-attn-4, which is not installed')
+        return "flash"
+    if backend == "triton":
+        if device == "cpu":
+            raise ValueError('backend="triton" needs a GPU; on a CPU use backend="auto"')
+        return "triton"
+    if device == "cpu":
+        return "cpu"
+    return "flash" if not reasons and flash_available() else "triton"
+
+
+def kernel_options(backend: str, block_size: int, head_dim: int) -> dict[str, Any] | None:
+    """Options of the kernel; Triton's tiles must divide the block, so blocks that its defaults do not divide get their own."""
+    if backend == "flash":
+        return {"BACKEND": "FLASH"}
+    if backend == "cpu" or block_size % 128 == 0:
+        return None
+    tile = min(64, block_size & -block_size)  # the largest power of two that divides the block, up to 64
+    return {"BLOCK_M": tile, "BLOCK_N": tile}
+
+
+def run_flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: BlockMask,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Block-sparse attention by the compiled kernel, never by flex_attention's uncompiled path, which ignores block lists."""
+    head_dim = query.shape[3]
+    options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim)
+    variant = (query.device.type, query.dtype, query.shape[1], key.shape[1], head_dim, value.shape[3], softcap, backend)
+    variant = (*variant, scale, return_lse, block_mask.BLOCK_SIZE, torch.is_grad_enabled(), block_mask.mask_mod.__name__)
+    run = compiled(_flex_attention, *variant)
+    return run(query, key, value, block_mask, scale, softcap, options, return_lse)
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: BlockMask,
+    scale: float,
+    softcap: float | None,
+    options: dict[str, Any] | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch.compile is switched off (TORCH_COMPILE_DISABLE, a compiler stance or torch._dynamo.config.disable): "
+            "flex_attention would run uncompiled and ignore the block lists. Switch it on, or call dense attention."
+        )
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return capped(score, softcap)
+
+    score_mod = None if softcap is None else cap
+    enable_gqa = query.shape[1] != key.shape[1]
+    result = flex_attention(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse=return_lse, kernel_options=options
+    )
+    return result if return_lse else (result, None)

@@ -1,0 +1,58 @@
+"""Dense attention with FlexPrefill's visibility, for short prompts and for decoding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexmask.pooling import capped
+from flexmask.visibility import token_validity
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    attention_mask: Tensor | None,
+    offset: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention to every visible key: SDPA where it can, else written out in float32.
+
+    SDPA knows neither soft-capping nor the log-sum-exp. Rows that see nothing give zero and a log-sum-exp of -inf. Written
+    out, it needs num_heads * q_len * kv_len float32 of memory a batch row.
+
+    Returns
+    -------
+    tuple
+        (batch, num_heads, q_len, v_head_dim) in query's dtype; and with `return_lse` (batch, num_heads, q_len) float32, else None.
+    """
+    q_len, kv_len = query.shape[2], key.shape[2]
+    groups = query.shape[1] // key.shape[1]
+    whole = offset is None and q_len == kv_len and window is None and attention_mask is None
+    if whole and softcap is None and not return_lse:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
+        return out, None
+
+    tokens = token_validity(q_len, kv_len, offset, attention_mask, key)
+    position = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
+    distance = position.unsqueeze(-1) - torch.arange(kv_len, device=key.device)
+    visible = (distance >= 0) & tokens.key_valid.unsqueeze(-2) & tokens.row_valid.unsqueeze(-1)
+    if window is not None:
+        visible = visible & (distance < window)
+    visible = visible[:, None]  # (batch or 1, 1, q_len, kv_len)
+    sees = visible.any(-1, keepdim=True)
+    if softcap is None and not return_lse:
+        # a row that sees nothing sees everything instead, so that no NaN comes of it, and is zeroed after
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible | ~sees, scale=scale, enable_gqa=groups > 1)
+        return torch.where(sees, out, 0.0), None
+
+    key, value = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = torch.where(visible, capped(query.float() @ key.transpose(-1, -2) * scale, softcap), float("-inf"))
+    lse = scores.logsumexp(-1)
+    out = torch.where(sees, torch.where(sees, scores, 0.0).softmax(-1) @ value, 0.0)
+    return out.to(query.dtype), lse if return_lse else None

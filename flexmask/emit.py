@@ -1,0 +1,44 @@
+"""From a map of kept blocks to the index lists of a BlockMask."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class BlockLists(NamedTuple):
+    """The four tensors of a BlockMask: contiguous int32, indices ascending, entries past the count 0.
+
+    Partial blocks (``kv_*``) go through mask_mod, full ones (``full_kv_*``) do not; a block is never in both.
+    """
+
+    kv_num_blocks: Tensor  # (batch, num_heads, num_q_blocks)
+    kv_indices: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks)
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+
+
+def block_lists(keep: Tensor, full: Tensor) -> BlockLists:
+    """Index lists of the kept blocks, split into partial and full ones.
+
+    Parameters
+    ----------
+    keep
+        (batch, num_heads, num_q_blocks, num_kv_blocks) bool.
+    full
+        A bool map that broadcasts to it: every existing entry of the block is visible.
+    """
+    return BlockLists(*_ascending_indices(keep & ~full), *_ascending_indices(keep & full))
+
+
+def _ascending_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts and column indices of the True entries of every row."""
+    columns = torch.arange(keep.shape[-1], device=keep.device, dtype=torch.int32)
+    count = keep.sum(-1, dtype=torch.int32)
+    kept_before = keep.cumsum(-1, dtype=torch.int32) - keep.int()
+    # kept entries go to the front in order, the others behind them: a permutation, so no two writes meet
+    place = torch.where(keep, kept_before, count.unsqueeze(-1) + columns - kept_before)
+    indices = torch.zeros_like(kept_before).scatter(-1, place.long(), torch.where(keep, columns, 0))
+    return count, indices

@@ -1,0 +1,223 @@
+"""FlexPrefill's selection as one pure function of tensors (the paper's algorithm "Sparse Attention", up to the index set)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask.emit import BlockLists, block_lists
+from flexmask.pattern import jensen_shannon_distance
+from flexmask.pooling import block_means, masked_softmax, pooled_scores
+from flexmask.published import published_selection
+from flexmask.representative import (
+    PooledAttention,
+    RepresentativeRows,
+    RowSums,
+    fused_row_sums,
+    pooled_attention,
+    representative_attention,
+    representative_rows,
+    summed_attention,
+    take_rows,
+)
+from flexmask.selection import covering_map, fused_covering_map, heaviest_covering, ranks
+from flexmask.vertical_slash import blocks_kept_always, candidate_diagonals, extended_lines, line_counts
+from flexmask.visibility import BlockVisibility, block_visibility, blocks_seen_by_rows, in_blocks, token_validity
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Everything about a selection that is fixed when it is compiled; gamma and tau are not, except at their ends."""
+
+    block_size: int
+    min_blocks: int
+    max_blocks: int | None
+    selection: str
+    query_aware: str
+    pattern_queries: str
+    index_queries: str
+    keep_all: bool  # gamma is 1
+    search_pattern: bool  # tau is not 0
+    scale: float
+    softcap: float | None
+    window: int | None
+    with_stats: bool
+    fused: bool  # Triton kernels do the heavy work (CUDA)
+
+
+class SearchStats(NamedTuple):
+    """The tensors of FlexPrefillStats."""
+
+    is_query_aware: Tensor
+    js_distance: Tensor
+    density: Tensor
+    num_vertical_blocks: Tensor
+    num_slash_blocks: Tensor
+    coverage: Tensor
+
+
+class SearchResult(NamedTuple):
+    """What a search hands on."""
+
+    lists: BlockLists
+    keep: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
+    stats: SearchStats | None
+
+
+class _Choice(NamedTuple):
+    """A selection before the blocks kept always: a bool map, the pattern, its distance and the counts of lines."""
+
+    keep: Tensor
+    is_query_aware: Tensor
+    distance: Tensor
+    num_vertical: Tensor
+    num_slash: Tensor
+
+
+def search(
+    query: Tensor,
+    key: Tensor,
+    gamma: Tensor,
+    tau: Tensor,
+    offset: Tensor | None,
+    attention_mask: Tensor | None,
+    options: SearchOptions,
+) -> SearchResult:
+    """Choose the blocks of every head.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim).
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the dtype and device of query.
+    gamma, tau
+        0-d float64 on the same device.
+    offset
+        Position of query row 0: integer, 0-d or (batch,), or None for bottom-right alignment.
+    attention_mask
+        (batch, kv_len) bool or integer, nonzero = token, or None.
+    options
+        What is fixed.
+    """
+    q_len, kv_len = query.shape[2], key.shape[2]
+    tokens = token_validity(q_len, kv_len, offset, attention_mask, key)
+    seen = block_visibility(tokens, options.block_size, options.window)
+
+    def attend(rows: RepresentativeRows, queries: Tensor) -> tuple[RowSums, Tensor | None]:
+        scores = (options.scale, options.softcap, options.window)
+        if options.fused and options.selection == "coverage":
+            return fused_row_sums(queries, key, rows, tokens, *scores), None
+        attention = representative_attention(queries, key, rows, tokens, *scores)
+        return summed_attention(attention, rows, options.block_size), attention
+
+    rows = representative_rows(options.index_queries, tokens, options.block_size)
+    queries = take_rows(query, rows)
+    sums, attention = attend(rows, queries)
+    pooled = pooled_attention(sums, rows, options.block_size)
+    pattern_rows, pattern_queries, true = rows, queries, pooled.vertical
+    if options.pattern_queries != options.index_queries:
+        pattern_rows = representative_rows(options.pattern_queries, tokens, options.block_size)
+        pattern_queries = take_rows(query, pattern_rows)
+        pattern_sums, _ = attend(pattern_rows, pattern_queries)
+        true = pooled_attention(pattern_sums, pattern_rows, options.block_size).vertical
+
+    taken = pattern_rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
+    query_mean = pattern_queries.float().sum(2, keepdim=True) / taken
+    query_means = block_means(query, tokens.row_valid, options.block_size)
+    key_means = block_means(key, tokens.key_valid, options.block_size)
+    counts = in_blocks(tokens.key_valid, options.block_size, False).sum(-1)
+    if options.selection == "reference":
+        counts = torch.ones_like(counts)
+    pattern_sees = blocks_seen_by_rows(pattern_rows.position, tokens, options.block_size, options.window)
+    pattern_sees = (pattern_sees & pattern_rows.taken.unsqueeze(-1)).any(-2)
+    estimate_scores = pooled_scores(query_mean, key_means, counts, options.scale, options.softcap)
+    estimated = masked_softmax(estimate_scores.squeeze(2), pattern_sees[:, None])
+    estimated = torch.where(pattern_sees[:, None], estimated, 0.0)
+
+    def pooled_map() -> Tensor:
+        scores = pooled_scores(query_means, key_means, counts, options.scale, options.softcap)
+        return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
+
+    if attention is not None and options.selection == "reference":
+        chosen = published_selection(
+            attention, estimated, pooled_map(), gamma, tau, options.block_size, options.min_blocks, options.max_blocks
+        )
+        choice = _Choice(
+            extended_lines(chosen.vertical, chosen.slash, seen) | chosen.query_aware,
+            chosen.is_query_aware,
+            chosen.distance,
+            chosen.num_vertical,
+            chosen.num_slash,
+        )
+    else:
+        distance = jensen_shannon_distance(estimated, true)
+        has_rows = tokens.row_valid.any(-1, keepdim=True)
+        is_query_aware = (distance.double() < tau) & has_rows
+        choice = _covering(pooled, pooled_map if options.search_pattern else None, is_query_aware, distance, gamma, seen, options)
+
+    keep = (choice.keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
+    stats = _statistics(keep, choice, pooled, rows, seen, options.block_size) if options.with_stats else None
+    return SearchResult(block_lists(keep, seen.full[:, None]), keep, stats)
+
+
+def _covering(
+    pooled: PooledAttention,
+    pooled_map,
+    is_query_aware: Tensor,
+    distance: Tensor,
+    gamma: Tensor,
+    seen: BlockVisibility,
+    options: SearchOptions,
+) -> _Choice:
+    """Select by coverage: the fewest key blocks, diagonals or pooled blocks that reach gamma, then floor and cap."""
+    cover = None if options.keep_all else gamma
+    key_blocks = seen.visible.any(-2)[:, None]
+    diagonals = candidate_diagonals(seen)[:, None]
+    num_vertical, vertical_floor = line_counts(pooled.vertical, key_blocks, cover, options.min_blocks, options.max_blocks)
+    num_slash, slash_floor = line_counts(pooled.slash, diagonals, cover, options.min_blocks, options.max_blocks)
+    num_vertical = torch.where(is_query_aware, vertical_floor, num_vertical)
+    num_slash = torch.where(is_query_aware, slash_floor, num_slash)
+    vertical = ranks(pooled.vertical, key_blocks) < num_vertical.unsqueeze(-1)
+    slash = ranks(pooled.slash, diagonals) < num_slash.unsqueeze(-1)
+    keep = extended_lines(vertical, slash, seen)
+
+    if pooled_map is not None:
+        visible = seen.visible[:, None]
+        values = pooled_map()
+        if cover is None:
+            chosen = visible.expand(values.shape)
+        elif options.query_aware == "per_query":
+            chosen = heaviest_covering(values, visible, cover)
+        else:
+            cover_map = fused_covering_map if options.fused else covering_map
+            chosen = cover_map(values, visible, cover, is_query_aware)
+        if options.max_blocks is not None:
+            chosen = chosen & (ranks(values, chosen) < options.max_blocks)
+        keep = keep | (chosen & is_query_aware[..., None, None])
+    return _Choice(keep, is_query_aware, distance, num_vertical, num_slash)
+
+
+def _statistics(
+    keep: Tensor,
+    choice: _Choice,
+    pooled: PooledAttention,
+    rows: RepresentativeRows,
+    seen: BlockVisibility,
+    block_size: int,
+) -> SearchStats:
+    """Density and coverage of the kept blocks, with what was chosen."""
+    visible_blocks = seen.visible.sum((-2, -1)).clamp(min=1)[:, None]
+    q_block = (rows.index // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
+    held = torch.where(keep.gather(2, q_block), pooled.by_row, 0.0).sum((-2, -1))
+    return SearchStats(
+        choice.is_query_aware,
+        choice.distance,
+        keep.sum((-2, -1)) / visible_blocks,
+        choice.num_vertical.expand(keep.shape[:2]).clone(),
+        choice.num_slash.expand(keep.shape[:2]).clone(),
+        held / rows.taken.sum(-1).clamp(min=1)[:, None],
+    )

@@ -1,0 +1,36 @@
+"""What a call of FlexPrefill chose, per head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FlexPrefillStats:
+    """Statistics of one call; every tensor is (batch, num_heads) on the inputs' device.
+
+    Attributes
+    ----------
+    is_query_aware
+        bool: the head follows its pooled map; otherwise it is vertical-slash.
+    js_distance
+        float32: Jensen-Shannon distance of the pooled estimate to the true attention, in [0, sqrt(ln 2)]. NaN in dense calls.
+    density
+        float32: kept blocks / visible blocks.
+    num_vertical_blocks, num_slash_blocks
+        int64: kept key blocks and block diagonals, those kept always not counted (a query-aware head's are its floor).
+    coverage
+        float32: true attention of the representative rows held by the kept blocks of their query blocks.
+    dense
+        Whether the call ran dense attention instead of the selection: density and coverage are 1 then.
+    """
+
+    is_query_aware: Tensor
+    js_distance: Tensor
+    density: Tensor
+    num_vertical_blocks: Tensor
+    num_slash_blocks: Tensor
+    coverage: Tensor
+    dense: bool = False

@@ -1,0 +1,131 @@
+"""Which keys a query row sees, by token and by block: causality, padding, window and the chunk's offset.
+
+A pair (row, key) is visible iff both tokens are valid, ``0 <= position - k`` and, with a window, ``position - k < window``.
+Query row t stands at position ``offset + t``; keys at positions ``>= offset + q_len`` are not filled yet, so not valid.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    """Where the query rows stand and which tokens are valid; the leading size is batch, or 1 where all rows agree."""
+
+    offset: Tensor  # (batch or 1,) int64: position of query row 0
+    key_valid: Tensor  # (batch or 1, kv_len) bool
+    row_valid: Tensor  # (batch or 1, q_len) bool
+    padded: bool  # whether an attention mask was given; without one every query row is valid
+
+
+class BlockVisibility(NamedTuple):
+    """What each query block sees of each key block; the leading size is batch, or 1 where all rows agree."""
+
+    visible: Tensor  # (batch or 1, num_q_blocks, num_kv_blocks) bool: some pair is visible
+    full: Tensor  # the same shape, bool: every existing pair is visible
+    first_diagonal: Tensor  # (batch or 1, num_q_blocks) int64: key block that holds the position of the block's first row
+    last_diagonal: Tensor  # the same for its last row; equal to it where the offset is a multiple of the block
+
+
+def num_blocks(length: int, block_size: int) -> int:
+    """Number of blocks that `length` tokens fill, the last one perhaps in part."""
+    return (length + block_size - 1) // block_size
+
+
+def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mask: Tensor | None, key: Tensor) -> Tokens:
+    """Positions and validity of every token.
+
+    `offset` is None for bottom-right alignment, else integer, 0-d or (batch,); it is clamped to [0, kv_len - q_len] here,
+    so that no value of it can make an index leave its range. `attention_mask` is (batch, kv_len) or None.
+    """
+    if offset is None:
+        offset = torch.full((1,), kv_len - q_len, dtype=torch.int64, device=key.device)
+    else:
+        offset = offset.to(torch.int64).clamp(0, kv_len - q_len).reshape(-1)
+    key_valid = torch.arange(kv_len, device=key.device) < (offset + q_len).unsqueeze(-1)
+    rows = offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
+    if attention_mask is None:
+        return Tokens(offset, key_valid, torch.ones_like(rows, dtype=torch.bool), padded=False)
+    key_valid = key_valid & (attention_mask != 0)
+    row_valid = key_valid.gather(1, rows.expand(key_valid.shape[0], -1))
+    return Tokens(offset.expand(key_valid.shape[0]), key_valid, row_valid, padded=True)
+
+
+def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> BlockVisibility:
+    """Exact visibility of every pair of blocks, without looking at single pairs of tokens.
+
+    A valid row sees its own key, so a query block sees every key block that one of its valid rows stands in. Of an earlier
+    key block, its first valid row sees something iff the block's last valid key lies in that row's window; later rows see
+    no more of it than that.
+    """
+    device = tokens.offset.device
+    kv_len, q_len = tokens.key_valid.shape[1], tokens.row_valid.shape[1]
+    num_kv_blocks, num_q_blocks = num_blocks(kv_len, block_size), num_blocks(q_len, block_size)
+    kv_block = torch.arange(num_kv_blocks, device=device)
+    q_block = torch.arange(num_q_blocks, device=device)
+    far = kv_len  # a distance that no pair reaches
+    offset = tokens.offset.unsqueeze(-1)
+
+    # by key block: (batch or 1, num_kv_blocks)
+    key_valid = in_blocks(tokens.key_valid, block_size, False)
+    key_position = torch.arange(num_kv_blocks * block_size, device=device).view(num_kv_blocks, block_size)
+    last_valid_key = torch.where(key_valid, key_position, -far).amax(-1)
+    last_key = (kv_block * block_size + block_size).clamp(max=kv_len) - 1
+    keys_whole = in_blocks(tokens.key_valid, block_size, True).all(-1)
+
+    # by query block: (batch or 1, num_q_blocks)
+    row_valid = in_blocks(tokens.row_valid, block_size, False)
+    first_row = offset + q_block * block_size
+    last_row = offset + (q_block * block_size + block_size).clamp(max=q_len) - 1
+    row_position = first_row.unsqueeze(-1) + torch.arange(block_size, device=device)
+    first_valid_row = torch.where(row_valid, row_position, 2 * far).amin(-1)
+    rows_whole = in_blocks(tokens.row_valid, block_size, True).all(-1)
+    first_diagonal, last_diagonal = first_row // block_size, last_row // block_size
+    in_first = row_position // block_size == first_diagonal.unsqueeze(-1)
+    stands_in_first = (row_valid & in_first).any(-1)
+    stands_in_last = (row_valid & ~in_first).any(-1)
+
+    # by pair: (batch or 1, num_q_blocks, num_kv_blocks)
+    def by_row(x: Tensor) -> Tensor:
+        return x.unsqueeze(-1)
+
+    def by_key(x: Tensor) -> Tensor:
+        return x.unsqueeze(-2)
+
+    stands_in = (kv_block == by_row(first_diagonal)) & by_row(stands_in_first)
+    stands_in = stands_in | ((kv_block == by_row(last_diagonal)) & by_row(stands_in_last))
+    distance = by_row(first_valid_row) - by_key(last_valid_key)
+    reaches = distance < (far if window is None else min(window, far))
+    earlier = (by_row(first_valid_row) > last_key) & reaches
+    full = by_row(rows_whole) & by_key(keys_whole) & (last_key <= by_row(first_row))
+    if window is not None:
+        full = full & (by_row(last_row) - kv_block * block_size < window)
+    return BlockVisibility(stands_in | earlier, full, first_diagonal, last_diagonal)
+
+
+def blocks_seen_by_rows(positions: Tensor, tokens: Tokens, block_size: int, window: int | None) -> Tensor:
+    """Which key blocks hold a key visible to a valid row at each of `positions` (batch or 1, rows).
+
+    Returns (batch or 1, rows, num_kv_blocks) bool; the rule is that of `block_visibility` for a single row.
+    """
+    kv_len = tokens.key_valid.shape[1]
+    num_kv_blocks = num_blocks(kv_len, block_size)
+    kv_block = torch.arange(num_kv_blocks, device=positions.device)
+    key_position = torch.arange(num_kv_blocks * block_size, device=positions.device).view(num_kv_blocks, block_size)
+    key_valid = in_blocks(tokens.key_valid, block_size, False)
+    last_valid_key = torch.where(key_valid, key_position, -kv_len).amax(-1).unsqueeze(-2)
+    positions = positions.unsqueeze(-1)
+    own = positions // block_size
+    reaches = positions - last_valid_key < (kv_len if window is None else min(window, kv_len))
+    return (kv_block == own) | ((kv_block < own) & reaches)
+
+
+def in_blocks(x: Tensor, block_size: int, fill: bool | float) -> Tensor:
+    """Cut the last dimension into blocks, (..., length) -> (..., num_blocks, block_size), the tail filled with `fill`."""
+    length = x.shape[-1]
+    blocks = num_blocks(length, block_size)
+    return F.pad(x, (0, blocks * block_size - length), value=fill).unflatten(-1, (blocks, block_size))
