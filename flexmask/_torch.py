@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +22,37 @@ def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Float32 products at full precision on CUDA, whatever the program has set; its setting is put back.
+
+    Inside a surrounding ``torch.compile`` it does nothing: there the program's own setting holds.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    name, off = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(matmul, name)
+    if before not in (True, "tf32"):
+        yield
+        return
+    setattr(matmul, name, off)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
+
+
+def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
+    """A view of `tensor` whose size in `dim` torch.compile takes as symbolic from the first compilation on."""
+    view = tensor.detach()
+    torch._dynamo.maybe_mark_dynamic(view, dim)
+    return view
+
+
 def block_mask_from_lists(
-    lists: Sequence[Tensor],
+    lists: tuple[Tensor, Tensor, Tensor, Tensor],
     mask_mod: Callable[..., Tensor],
     block_size: int,
     lengths: tuple[int, int],

@@ -42,7 +42,7 @@ def flexprefill_attention(
     backend: str = "auto",
     dense_below: int | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor | FlexPrefillStats, ...]:
     """Causal attention over the blocks that FlexPrefill keeps.
 
     Makes the mask as `flexprefill_mask` does and runs FlexAttention's compiled block-sparse kernel on it.
@@ -61,8 +61,8 @@ def flexprefill_attention(
         As in `flexprefill_mask`.
     backend
         ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, Hopper or Blackwell, block_size 128,
-        head_dim <= 128, half precision, no softcap, no gradients) or ``"auto"`` (default): flash where it can run, else triton.
-        On CPUs ``"auto"`` is the compiled C++ kernel.
+        head_dim <= 128, half precision; no softcap, gradients or log-sum-exp) or ``"auto"`` (default): flash where it can run,
+        else triton. On CPUs ``"auto"`` is the compiled C++ kernel.
     dense_below
         Tokens: with a kv_len below this, and for a single query row, dense attention runs instead. Default None: the measured
         break-even, 4096 on CPUs and 16384 elsewhere. 0 switches it off (but for a single row).
@@ -121,7 +121,7 @@ def flexprefill_attention(
         return _results(out, lse, stats)
 
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    kernel = chosen_backend(backend, query, value, config.block_size, softcap, grad)
+    kernel = chosen_backend(backend, query, value, config.block_size, softcap, grad, return_lse)
     if kernel == "cpu" and grad:
         raise ValueError("query, key and value must not require gradients on a CPU; call under torch.no_grad()")
     if kernel == "cpu" and return_lse:
@@ -160,6 +160,6 @@ def _dense_stats(query: Tensor) -> FlexPrefillStats:
     )
 
 
-def _results(out: Tensor, lse: Tensor | None, stats: FlexPrefillStats | None) -> Tensor | tuple[Tensor, ...]:
-    results = (out, *(x for x in (lse, stats) if x is not None))
-    return out if len(results) == 1 else results
+def _results(out: Tensor, lse: Tensor | None, stats: FlexPrefillStats | None) -> Tensor | tuple[Tensor | FlexPrefillStats, ...]:
+    extras = tuple(x for x in (lse, stats) if x is not None)
+    return (out, *extras) if extras else out

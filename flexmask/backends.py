@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ def flash_available() -> bool:
     return importlib.util.find_spec("flash_attn.cute") is not None
 
 
-def chosen_backend(backend: str, query: Tensor, value: Tensor, block_size: int, softcap: float | None, grad: bool) -> str:
+def chosen_backend(
+    backend: str, query: Tensor, value: Tensor, block_size: int, softcap: float | None, grad: bool, return_lse: bool
+) -> str:
     """Resolve "auto" and refuse what a backend cannot do.
 
     Returns
@@ -52,6 +55,8 @@ def chosen_backend(backend: str, query: Tensor, value: Tensor, block_size: int, 
         reasons.append(f"it needs equal head_dim <= {_FLASH_HEAD_DIM} (got {query.shape[3]} and {value.shape[3]} for value)")
     if softcap is not None:
         reasons.append("it is not tested with softcap")
+    if return_lse:
+        reasons.append("its log-sum-exp was not that of the kept scores when measured (off by up to 7.6, torch 2.11)")
     if grad:
         reasons.append("its gradient is not tested; use torch.no_grad()")
     if backend == "flash":
@@ -92,9 +97,9 @@ def run_flex_attention(
     """Block-sparse attention by the compiled kernel, never by flex_attention's uncompiled path, which ignores block lists."""
     head_dim = query.shape[3]
     options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim)
-    variant = (query.device.type, query.dtype, query.shape[1], key.shape[1], head_dim, value.shape[3], softcap, backend)
-    variant = (*variant, scale, return_lse, block_mask.BLOCK_SIZE, torch.is_grad_enabled(), block_mask.mask_mod.__name__)
-    run = compiled(_flex_attention, *variant)
+    shapes = (query.device.type, query.dtype, query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE)
+    fixed = (scale, softcap, backend, return_lse, torch.is_grad_enabled(), block_mask.mask_mod.__name__)
+    run = compiled(_flex_attention, *shapes, *fixed)
     return run(query, key, value, block_mask, scale, softcap, options, return_lse)
 
 
@@ -119,7 +124,8 @@ def _flex_attention(
 
     score_mod = None if softcap is None else cap
     enable_gqa = query.shape[1] != key.shape[1]
-    result = flex_attention(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse=return_lse, kernel_options=options
-    )
-    return result if return_lse else (result, None)
+    attend = functools.partial(flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa)
+    if return_lse:
+        out, lse = attend(return_lse=True, kernel_options=cast(Any, options))
+        return out, lse
+    return attend(kernel_options=cast(Any, options)), None

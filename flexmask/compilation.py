@@ -19,8 +19,8 @@ def compiled(function: Callable[..., Any], *variant: Hashable) -> Callable[..., 
         A module-level function that can be traced whole.
     variant
         What its calls have in common besides shapes. Every variant is compiled from a code object of its own, because torch
-        counts recompilations by code object: one model's lengths cannot use up another's share. The first length is compiled as
-        it is, the second with symbolic lengths, which then serve all others.
+        counts recompilations by code object: one model's lengths cannot use up another's share. A size that changes between calls
+        is compiled again once, as symbolic, and then serves all others.
 
     Returns
     -------

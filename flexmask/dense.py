@@ -29,7 +29,7 @@ def dense_attention(
     Returns
     -------
     tuple
-        (batch, num_heads, q_len, v_head_dim) in query's dtype; and with `return_lse` (batch, num_heads, q_len) float32, else None.
+        (batch, num_heads, q_len, v_head_dim) in query's dtype; (batch, num_heads, q_len) float32 with `return_lse`, else None.
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     groups = query.shape[1] // key.shape[1]

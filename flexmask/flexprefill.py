@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import HAS_TRITON, block_mask_from_lists
+from flexmask._torch import HAS_TRITON, block_mask_from_lists, with_dynamic, without_tf32
 from flexmask.checks import (
     check_attention_mask,
     check_published_selection,
@@ -161,9 +161,10 @@ def check_mask_arguments(
 
 
 def device_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """`q_offset` as a clamped (batch,) int64 tensor, without a copy from the host; None where row 0 stands at position 0.
+    """`q_offset` as a clamped (batch,) int32 tensor, without a copy from the host; None where row 0 stands at position 0.
 
-    A tensor, also where the value is known, so that another value is not another compilation.
+    A tensor, also where the value is known, so that another value is not another compilation; int32, as the indices are that
+    kernels hand to a mask_mod (the FLASH backend refuses a mixture).
     """
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     if q_offset is None:
@@ -171,8 +172,8 @@ def device_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) -> 
             return None
         q_offset = kv_len - q_len
     if isinstance(q_offset, Tensor):
-        return q_offset.to(torch.int64).clamp(0, kv_len - q_len).expand(batch).clone()
-    return torch.full((batch,), q_offset, dtype=torch.int64, device=query.device)
+        return q_offset.clamp(0, kv_len - q_len).to(torch.int32).expand(batch).clone()
+    return torch.full((batch,), q_offset, dtype=torch.int32, device=query.device)
 
 
 def searched(
@@ -203,9 +204,15 @@ def searched(
         with_stats=with_stats,
         fused=HAS_TRITON and query.device.type == "cuda",
     )
-    variant = (options, query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[3])
-    with torch.no_grad():
+    with torch.no_grad(), without_tf32():
         gamma, tau = (torch.full((), x, dtype=torch.float64, device=query.device) for x in (config.gamma, config.tau))
-        # not on CPUs: there a compilation takes a minute and gains little, the heavy operations being matrix products
-        run = search if query.device.type == "cpu" else compiled(search, *variant)
-        return run(query.detach(), key.detach(), gamma, tau, offset, attention_mask, options)
+        if query.device.type == "cpu" or torch.compiler.is_compiling():
+            # not compiled on CPUs: it takes a minute there and gains little, the heavy operations being matrix products
+            return search(query.detach(), key.detach(), gamma, tau, offset, attention_mask, options)
+        batch, num_heads, q_len, head_dim = query.shape
+        shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, offset is None, attention_mask is None)
+        run = compiled(search, options, query.device.type, query.dtype, *shape)
+        query, key = with_dynamic(query, 2), with_dynamic(key, 2)
+        if attention_mask is not None:
+            attention_mask = with_dynamic(attention_mask, 1)
+        return run(query, key, gamma, tau, offset, attention_mask, options)

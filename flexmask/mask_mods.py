@@ -15,7 +15,7 @@ def visible_mask_mod(offset: Tensor | None, valid: Tensor | None, window: int | 
     Parameters
     ----------
     offset
-        (batch,) int64 position of query row 0, or None where it is 0 in every batch row.
+        (batch,) int32 position of query row 0, or None where it is 0 in every batch row.
     valid
         (batch, kv_len) bool, True = token, or None where every key is one.
     window
@@ -31,7 +31,7 @@ def visible_mask_mod(offset: Tensor | None, valid: Tensor | None, window: int | 
             mask = mask & valid[b, kv_idx] & valid[b, position]
         return mask
 
-    visible.__name__ = f"visible(window={window}, padded={valid is not None})"
+    visible.__name__ = f"visible(window={window}, padded={valid is not None}, shifted={offset is not None})"
     return visible
 
 

@@ -32,7 +32,7 @@ if HAS_TRITON:
 class RepresentativeRows(NamedTuple):
     """Up to block_size query rows; the leading size is batch, or 1 where all batch rows agree."""
 
-    index: Tensor  # (batch or 1, block_size) int64 rows of query, in range even where not taken
+    row: Tensor  # (batch or 1, block_size) int64 rows of query, in range even where not taken
     taken: Tensor  # (batch or 1, block_size) bool; False where there are fewer valid rows than block_size
     position: Tensor  # (batch or 1, block_size) int64
 
@@ -72,7 +72,7 @@ def representative_rows(which: str, tokens: Tokens, block_size: int) -> Represen
 def take_rows(query: Tensor, rows: RepresentativeRows) -> Tensor:
     """The representative rows of query, (batch, num_heads, block_size, head_dim); zero where a slot is not taken."""
     batch, num_heads, _, head_dim = query.shape
-    index = rows.index[:, None, :, None].expand(batch, num_heads, -1, head_dim)
+    index = rows.row[:, None, :, None].expand(batch, num_heads, -1, head_dim)
     return query.gather(2, index).masked_fill(~rows.taken[:, None, :, None], 0)
 
 
@@ -119,7 +119,7 @@ def fused_row_sums(
     window: int | None,
 ) -> RowSums:
     """`summed_attention` of `representative_attention` in one pass over the keys, by a Triton kernel (CUDA only)."""
-    peak, sums = row_sums(query_rows, key, rows.position, rows.taken, tokens.key_valid, scale, softcap, window)
+    peak, sums = row_sums(query_rows, key, rows.position, rows.taken, tokens.key_valid, tokens.padded, scale, softcap, window)
     highest = peak.amax(-1, keepdim=True)
     weight = torch.exp2(peak - torch.where(highest == float("-inf"), 0.0, highest))
     total = (sums[0] * weight).sum(-1, keepdim=True)

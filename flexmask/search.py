@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from flexmask.representative import (
 )
 from flexmask.selection import covering_map, fused_covering_map, heaviest_covering, ranks
 from flexmask.vertical_slash import blocks_kept_always, candidate_diagonals, extended_lines, line_counts
-from flexmask.visibility import BlockVisibility, block_visibility, blocks_seen_by_rows, in_blocks, token_validity
+from flexmask.visibility import BlockVisibility, block_visibility, blocks_seen_by_rows, token_validity, valid_keys
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ def search(
 
     taken = pattern_rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
     query_mean = pattern_queries.float().sum(2, keepdim=True) / taken
-    query_means = block_means(query, tokens.row_valid, options.block_size)
-    key_means = block_means(key, tokens.key_valid, options.block_size)
-    counts = in_blocks(tokens.key_valid, options.block_size, False).sum(-1)
+    all_heads = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if options.fused else None
+    key_means = block_means(key, tokens.key_valid, options.block_size, all_heads)
+    counts = valid_keys(tokens, options.block_size)
     if options.selection == "reference":
         counts = torch.ones_like(counts)
     pattern_sees = blocks_seen_by_rows(pattern_rows.position, tokens, options.block_size, options.window)
@@ -138,14 +139,16 @@ def search(
     estimated = masked_softmax(estimate_scores.squeeze(2), pattern_sees[:, None])
     estimated = torch.where(pattern_sees[:, None], estimated, 0.0)
 
-    def pooled_map() -> Tensor:
+    def pooled_map(heads: Tensor) -> Tensor:
+        wanted = heads if options.fused else None
+        query_means = block_means(query, tokens.row_valid, options.block_size, wanted)
         scores = pooled_scores(query_means, key_means, counts, options.scale, options.softcap)
         return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
 
     if attention is not None and options.selection == "reference":
-        chosen = published_selection(
-            attention, estimated, pooled_map(), gamma, tau, options.block_size, options.min_blocks, options.max_blocks
-        )
+        every_head = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+        budgets = (options.block_size, options.min_blocks, options.max_blocks)
+        chosen = published_selection(attention, estimated, pooled_map(every_head), gamma, tau, *budgets)
         choice = _Choice(
             extended_lines(chosen.vertical, chosen.slash, seen) | chosen.query_aware,
             chosen.is_query_aware,
@@ -161,12 +164,12 @@ def search(
 
     keep = (choice.keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
     stats = _statistics(keep, choice, pooled, rows, seen, options.block_size) if options.with_stats else None
-    return SearchResult(block_lists(keep, seen.full[:, None]), keep, stats)
+    return SearchResult(block_lists(keep, seen.full, options.fused), keep, stats)
 
 
 def _covering(
     pooled: PooledAttention,
-    pooled_map,
+    pooled_map: Callable[[Tensor], Tensor] | None,
     is_query_aware: Tensor,
     distance: Tensor,
     gamma: Tensor,
@@ -175,19 +178,17 @@ def _covering(
 ) -> _Choice:
     """Select by coverage: the fewest key blocks, diagonals or pooled blocks that reach gamma, then floor and cap."""
     cover = None if options.keep_all else gamma
-    key_blocks = seen.visible.any(-2)[:, None]
-    diagonals = candidate_diagonals(seen)[:, None]
-    num_vertical, vertical_floor = line_counts(pooled.vertical, key_blocks, cover, options.min_blocks, options.max_blocks)
-    num_slash, slash_floor = line_counts(pooled.slash, diagonals, cover, options.min_blocks, options.max_blocks)
-    num_vertical = torch.where(is_query_aware, vertical_floor, num_vertical)
-    num_slash = torch.where(is_query_aware, slash_floor, num_slash)
-    vertical = ranks(pooled.vertical, key_blocks) < num_vertical.unsqueeze(-1)
-    slash = ranks(pooled.slash, diagonals) < num_slash.unsqueeze(-1)
+    # both families of lines at once: (2, batch, num_heads, num_kv_blocks)
+    lines = torch.stack([pooled.vertical, pooled.slash])
+    candidates = torch.stack([seen.visible.any(-2), candidate_diagonals(seen)]).unsqueeze(2)
+    count, floor = line_counts(lines, candidates, cover, options.min_blocks, options.max_blocks)
+    count = torch.where(is_query_aware, floor, count)
+    vertical, slash = (ranks(lines, candidates) < count.unsqueeze(-1)).unbind(0)
     keep = extended_lines(vertical, slash, seen)
 
     if pooled_map is not None:
         visible = seen.visible[:, None]
-        values = pooled_map()
+        values = pooled_map(is_query_aware)
         if cover is None:
             chosen = visible.expand(values.shape)
         elif options.query_aware == "per_query":
@@ -198,7 +199,7 @@ def _covering(
         if options.max_blocks is not None:
             chosen = chosen & (ranks(values, chosen) < options.max_blocks)
         keep = keep | (chosen & is_query_aware[..., None, None])
-    return _Choice(keep, is_query_aware, distance, num_vertical, num_slash)
+    return _Choice(keep, is_query_aware, distance, *count.unbind(0))
 
 
 def _statistics(
@@ -211,7 +212,7 @@ def _statistics(
 ) -> SearchStats:
     """Density and coverage of the kept blocks, with what was chosen."""
     visible_blocks = seen.visible.sum((-2, -1)).clamp(min=1)[:, None]
-    q_block = (rows.index // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
+    q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     held = torch.where(keep.gather(2, q_block), pooled.by_row, 0.0).sum((-2, -1))
     return SearchStats(
         choice.is_query_aware,

@@ -22,7 +22,7 @@ _BLOCKS_PER_PROGRAM = 8
 def _row_sums_kernel(
     query,  # (batch, num_heads, rows, head_dim) contiguous
     key,  # (batch, num_kv_heads, kv_len, head_dim), any strides
-    position,  # (batch, rows) int64
+    position,  # (batch, rows) int32
     taken,  # (batch, rows) int8
     key_valid,  # (batch, kv_len) int8
     peak,  # (batch, num_heads, rows, num_kv_blocks) float32
@@ -46,6 +46,7 @@ def _row_sums_kernel(
     BLOCKS_PER_PROGRAM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    MASK_ALWAYS: tl.constexpr,
 ):
     # the query heads of a group are neighbours in the grid, so that they find the keys in the L2 cache
     tiles: tl.constexpr = BLOCK_SIZE // TILE
@@ -59,7 +60,9 @@ def _row_sums_kernel(
     dims = tl.arange(0, PADDED_DIM)
     row_position = tl.load(position + batch * BLOCK_SIZE + rows)
     row_taken = tl.load(taken + batch * BLOCK_SIZE + rows) != 0
-    row_phase = (row_position % BLOCK_SIZE).to(tl.int32)
+    row_phase = (row_position % BLOCK_SIZE).to(tl.float32)
+    first_position = tl.min(row_position, 0)
+    some_not_taken = tl.sum(row_taken.to(tl.int32), 0) < TILE
     first_row = head.to(tl.int64) * BLOCK_SIZE
     q = tl.load(query + (first_row + rows)[:, None] * HEAD_DIM + dims[None, :], mask=dims[None, :] < HEAD_DIM, other=0.0)
     keys = key + batch.to(tl.int64) * key_stride_batch + kv_head.to(tl.int64) * key_stride_head
@@ -85,17 +88,18 @@ def _row_sums_kernel(
                 capped = softcap * (1 - grown) / (1 + grown)
                 score = tl.where(score < 0, -capped, capped)
             score = score * 1.4426950408889634
-            valid = tl.load(key_valid + batch.to(tl.int64) * kv_len + column, mask=exists, other=0) != 0
-            distance = row_position[:, None] - column[None, :]
-            visible = (distance >= 0) & valid[None, :] & row_taken[:, None]
-            if HAS_WINDOW:
-                visible = visible & (distance < window)
-            score = tl.where(visible, score, float("-inf"))
+            if (((block + 1) * BLOCK_SIZE > first_position) | some_not_taken) | MASK_ALWAYS:
+                valid = tl.load(key_valid + batch.to(tl.int64) * kv_len + column, mask=exists, other=0) != 0
+                distance = row_position[:, None] - column[None, :]
+                visible = (distance >= 0) & valid[None, :] & row_taken[:, None]
+                if HAS_WINDOW:
+                    visible = visible & (distance < window)
+                score = tl.where(visible, score, float("-inf"))
             higher = tl.maximum(highest, tl.max(score, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             shrink = tl.exp2(highest - base)
             weight = tl.exp2(score - base[:, None])
-            lead = (row_phase[:, None] - key_phase[None, :]).to(tl.float32) / BLOCK_SIZE
+            lead = row_phase[:, None] - key_phase[None, :].to(tl.float32)
             total = total * shrink + tl.sum(weight, 1)
             after = after * shrink + tl.sum(weight * tl.maximum(lead, 0.0), 1)
             before = before * shrink + tl.sum(weight * tl.maximum(-lead, 0.0), 1)
@@ -103,8 +107,8 @@ def _row_sums_kernel(
         place = (first_row + rows) * num_kv_blocks + block
         tl.store(peak + place, highest)
         tl.store(sums + place, total)
-        tl.store(sums + sums_stride + place, after)
-        tl.store(sums + 2 * sums_stride + place, before)
+        tl.store(sums + sums_stride + place, after / BLOCK_SIZE)
+        tl.store(sums + 2 * sums_stride + place, before / BLOCK_SIZE)
 
 
 def launch_row_sums(
@@ -113,6 +117,7 @@ def launch_row_sums(
     position: Tensor,
     taken: Tensor,
     key_valid: Tensor,
+    padded: bool,
     scale: float,
     softcap: float | None,
     window: int | None,
@@ -129,9 +134,9 @@ def launch_row_sums(
     _row_sums_kernel[grid](
         query.contiguous(),
         key,
-        position.expand(batch, -1).contiguous(),
-        taken.expand(batch, -1).to(torch.int8),
-        key_valid.expand(batch, -1).to(torch.int8),
+        position.expand(batch, -1).to(torch.int32).contiguous(),
+        taken.expand(batch, -1).contiguous().view(torch.int8),
+        key_valid.expand(batch, -1).contiguous().view(torch.int8),
         peak,
         sums,
         *key.stride(),
@@ -150,6 +155,7 @@ def launch_row_sums(
         BLOCKS_PER_PROGRAM=_BLOCKS_PER_PROGRAM,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
+        MASK_ALWAYS=padded or window is not None,
         num_warps=8 if tile == 128 else 4,
     )
     return peak, sums
@@ -162,6 +168,7 @@ def row_sums(
     position: Tensor,
     taken: Tensor,
     key_valid: Tensor,
+    padded: bool,
     scale: float,
     softcap: float | None,
     window: int | None,
@@ -178,6 +185,8 @@ def row_sums(
         (batch or 1, block_size) int64 and bool.
     key_valid
         (batch or 1, kv_len) bool.
+    padded
+        Whether key_valid has holes before the last representative row.
     scale, softcap, window
         As in attention.
 
@@ -187,11 +196,11 @@ def row_sums(
         Peaks, (batch, num_heads, block_size, num_kv_blocks) float32 in powers of two, -inf where a row sees nothing of a block;
         and the three sums, (3, batch, num_heads, block_size, num_kv_blocks) float32.
     """
-    return launch_row_sums(query, key, position, taken, key_valid, scale, softcap, window)
+    return launch_row_sums(query, key, position, taken, key_valid, padded, scale, softcap, window)
 
 
 @row_sums.register_fake
-def _(query, key, position, taken, key_valid, scale, softcap, window):
+def _(query, key, position, taken, key_valid, padded, scale, softcap, window):
     blocks = num_blocks(key.shape[2], query.shape[2])
     peak = query.new_empty((*query.shape[:3], blocks), dtype=torch.float32)
     return peak, query.new_empty((3, *peak.shape), dtype=torch.float32)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 _DIGIT_BITS = 5
 _PASSES = 6  # 30 bits: values up to 1.0 have the bit pattern 0x3F800000, below 2**30
-_TILE = 2048
-_TILES_PER_CHUNK = 8
+_TILE = 256
+_TILES_PER_CHUNK = 32
 
 
 @triton.jit
@@ -57,8 +57,8 @@ def _digit_pass_kernel(
         if PASS > 0:
             previous = sums + ((PASS - 1) * heads + head) * chunks * DIGITS
             if PASS == 1:
-                part = tl.arange(0, PADDED_CHUNKS)
-                everything = tl.load(previous + part * DIGITS, mask=part < chunks, other=0.0)
+                chunk_of = tl.arange(0, PADDED_CHUNKS)
+                everything = tl.load(previous + chunk_of * DIGITS, mask=chunk_of < chunks, other=0.0)
                 goal = tl.sum(everything.to(tl.float64), 0) * tl.load(gamma)
                 if chunk == 0:
                     tl.store(goals + head, goal)
@@ -68,16 +68,15 @@ def _digit_pass_kernel(
             low = _digit_from_sums(previous, low, goal, chunks, STEP << DIGIT_BITS, DIGITS, PADDED_CHUNKS)
             if chunk == 0:
                 tl.store(lows + PASS * heads + head, low)
-        totals = tl.zeros([DIGITS], tl.float32)
         digit = tl.arange(0, DIGITS)
+        thresholds = low + digit * STEP
+        parts = tl.zeros([DIGITS, TILE], tl.float32)
         for tile in range(TILES_PER_CHUNK):
             place = (chunk * TILES_PER_CHUNK + tile) * TILE + tl.arange(0, TILE)
             value = tl.load(values + head * size + place, mask=place < size, other=0.0)
             bits = value.to(tl.int32, bitcast=True)
-            for threshold in tl.static_range(0, DIGITS):
-                part = tl.sum(tl.where(bits >= low + threshold * STEP, value, 0.0), 0)
-                totals = tl.where(digit == threshold, totals + part, totals)
-        tl.store(sums + ((PASS * heads + head) * chunks + chunk) * DIGITS + digit, totals)
+            parts += tl.where(bits[None, :] >= thresholds[:, None], value[None, :], 0.0)
+        tl.store(sums + ((PASS * heads + head) * chunks + chunk) * DIGITS + digit, tl.sum(parts, 1))
 
 
 @triton.jit

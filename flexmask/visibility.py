@@ -71,23 +71,26 @@ def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> Blo
     offset = tokens.offset.unsqueeze(-1)
 
     # by key block: (batch or 1, num_kv_blocks)
-    key_valid = in_blocks(tokens.key_valid, block_size, False)
-    key_position = torch.arange(num_kv_blocks * block_size, device=device).view(num_kv_blocks, block_size)
-    last_valid_key = torch.where(key_valid, key_position, -far).amax(-1)
     last_key = (kv_block * block_size + block_size).clamp(max=kv_len) - 1
-    keys_whole = in_blocks(tokens.key_valid, block_size, True).all(-1)
+    last_valid_key = last_valid_keys(tokens, block_size)
+    keys_whole = valid_keys(tokens, block_size) == last_key + 1 - kv_block * block_size
 
     # by query block: (batch or 1, num_q_blocks)
-    row_valid = in_blocks(tokens.row_valid, block_size, False)
     first_row = offset + q_block * block_size
     last_row = offset + (q_block * block_size + block_size).clamp(max=q_len) - 1
-    row_position = first_row.unsqueeze(-1) + torch.arange(block_size, device=device)
-    first_valid_row = torch.where(row_valid, row_position, 2 * far).amin(-1)
-    rows_whole = in_blocks(tokens.row_valid, block_size, True).all(-1)
     first_diagonal, last_diagonal = first_row // block_size, last_row // block_size
-    in_first = row_position // block_size == first_diagonal.unsqueeze(-1)
-    stands_in_first = (row_valid & in_first).any(-1)
-    stands_in_last = (row_valid & ~in_first).any(-1)
+    if tokens.padded:
+        row_valid = in_blocks(tokens.row_valid, block_size, False)
+        row_position = first_row.unsqueeze(-1) + torch.arange(block_size, device=device)
+        first_valid_row = torch.where(row_valid, row_position, 2 * far).amin(-1)
+        rows_whole = row_valid.sum(-1) == last_row + 1 - first_row
+        in_first = row_position // block_size == first_diagonal.unsqueeze(-1)
+        stands_in_first = (row_valid & in_first).any(-1)
+        stands_in_last = (row_valid & ~in_first).any(-1)
+    else:
+        first_valid_row = first_row
+        rows_whole = stands_in_first = torch.ones_like(first_row, dtype=torch.bool)
+        stands_in_last = last_diagonal != first_diagonal
 
     # by pair: (batch or 1, num_q_blocks, num_kv_blocks)
     def by_row(x: Tensor) -> Tensor:
@@ -113,15 +116,41 @@ def blocks_seen_by_rows(positions: Tensor, tokens: Tokens, block_size: int, wind
     Returns (batch or 1, rows, num_kv_blocks) bool; the rule is that of `block_visibility` for a single row.
     """
     kv_len = tokens.key_valid.shape[1]
-    num_kv_blocks = num_blocks(kv_len, block_size)
-    kv_block = torch.arange(num_kv_blocks, device=positions.device)
-    key_position = torch.arange(num_kv_blocks * block_size, device=positions.device).view(num_kv_blocks, block_size)
-    key_valid = in_blocks(tokens.key_valid, block_size, False)
-    last_valid_key = torch.where(key_valid, key_position, -kv_len).amax(-1).unsqueeze(-2)
+    kv_block = torch.arange(num_blocks(kv_len, block_size), device=positions.device)
+    last_valid_key = last_valid_keys(tokens, block_size).unsqueeze(-2)
     positions = positions.unsqueeze(-1)
     own = positions // block_size
     reaches = positions - last_valid_key < (kv_len if window is None else min(window, kv_len))
     return (kv_block == own) | ((kv_block < own) & reaches)
+
+
+def valid_keys(tokens: Tokens, block_size: int) -> Tensor:
+    """Number of valid keys in every key block, (batch or 1, num_kv_blocks) int64."""
+    if tokens.padded:
+        return in_blocks(tokens.key_valid, block_size, False).sum(-1)
+    return (_last_filled(tokens, block_size) + 1 - _first_keys(tokens, block_size)).clamp(min=0)
+
+
+def last_valid_keys(tokens: Tokens, block_size: int) -> Tensor:
+    """Position of the last valid key of every key block, (batch or 1, num_kv_blocks) int64; -kv_len where it has none."""
+    first, none = _first_keys(tokens, block_size), -tokens.key_valid.shape[1]
+    if tokens.padded:
+        position = first.unsqueeze(-1) + torch.arange(block_size, device=first.device)
+        return torch.where(in_blocks(tokens.key_valid, block_size, False), position, none).amax(-1)
+    last = _last_filled(tokens, block_size)
+    return torch.where(last >= first, last, none)
+
+
+def _first_keys(tokens: Tokens, block_size: int) -> Tensor:
+    """Position of the first key of every key block, (num_kv_blocks,)."""
+    return torch.arange(num_blocks(tokens.key_valid.shape[1], block_size), device=tokens.offset.device) * block_size
+
+
+def _last_filled(tokens: Tokens, block_size: int) -> Tensor:
+    """Position of the last filled key of every key block, (batch or 1, num_kv_blocks); before the block where it has none."""
+    kv_len, q_len = tokens.key_valid.shape[1], tokens.row_valid.shape[1]
+    filled = (tokens.offset + q_len).clamp(max=kv_len).unsqueeze(-1)
+    return torch.minimum(_first_keys(tokens, block_size) + block_size, filled) - 1
 
 
 def in_blocks(x: Tensor, block_size: int, fill: bool | float) -> Tensor:

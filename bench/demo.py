@@ -1,0 +1,187 @@
+"""Dense attention and FlexPrefill side by side on a trained model: ``python -m bench.demo``, or ``make demo``.
+
+The model reads a long prompt with needles in it and answers questions about them, once after a dense prefill and once
+after a sparse one. Prints one table and draws the masks of two heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bench.retriever.answers import decode_answers, prefill
+from bench.retriever.task import Prompt, make_prompt
+from flexmask import FlexPrefillConfig, FlexPrefillStats
+from flexmask.integrations.huggingface import FlexPrefillRun, flexprefill
+from flexmask.plot import plot_block_mask
+
+MOST_QUESTIONS = 16
+DEFAULTS = FlexPrefillConfig()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one kind of attention gave.
+
+    Attributes
+    ----------
+    logits : Tensor, (vocab_size,)
+        At the end of the prompt, float32 on the CPU.
+    right, asked : int
+        Answers right, and questions.
+    first, second : float
+        Seconds of the first prefill, which may compile, and of the second.
+    """
+
+    logits: Tensor
+    right: int
+    asked: int
+    first: float
+    second: float
+
+
+def load_model(path: Path, device: str) -> PreTrainedModel:
+    """The model in float32 on a CPU, where bfloat16 is slower, and in bfloat16 elsewhere; dense attention is SDPA.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no model at `path`.
+    """
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"no model at {path}; train one with: python -m bench.retriever.train --out DIR")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    transformers.utils.logging.disable_progress_bar()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    model: PreTrainedModel = loaded.to(device).eval()
+    return model
+
+
+def measure(
+    model: PreTrainedModel, prompt: Prompt, config: FlexPrefillConfig | None, bar: tqdm
+) -> tuple[Measured, FlexPrefillRun]:
+    """Prefill twice and answer after the second; dense where `config` is None. Only the first prefill keeps its masks."""
+    name = "dense attention" if config is None else "FlexPrefill"
+    seconds = []
+    with nullcontext(FlexPrefillRun()) if config is None else flexprefill(model, config=config, collect_masks=True) as run:
+        for call in ("first", "second"):
+            bar.set_description(f"{name}: {call} prefill")
+            start = time.perf_counter()
+            logits, cache = prefill(model, prompt)
+            logits = logits.float().cpu()  # waits for the device
+            seconds.append(time.perf_counter() - start)
+            run.collect_masks = False
+            bar.update()
+        bar.set_description(f"{name}: answers")
+        answers = decode_answers(model, prompt, logits, cache)
+        bar.update()
+    right = int((answers == prompt.answers).all(-1).sum())
+    return Measured(logits, right, len(prompt.answers), *seconds), run
+
+
+def table(dense: Measured, sparse: Measured, stats: Sequence[FlexPrefillStats]) -> str:
+    """The rows that are printed; `stats` are those of one prefill, by layer."""
+    difference = (dense.logits - sparse.logits).abs().max().item()
+    largest = dense.logits.abs().max().item()
+    rows = [
+        ("", "dense (SDPA)", "FlexPrefill", ""),
+        ("answers right", f"{dense.right} of {dense.asked}", f"{sparse.right} of {sparse.asked}", "greedy, all four tokens"),
+        ("largest logit difference", "", f"{difference:.2g}", f"at the prompt's end; the largest logit is {largest:.3g}"),
+        (
+            "prefill, first call",
+            f"{dense.first:.2f} s",
+            f"{sparse.first:.2f} s",
+            "FlexPrefill: with compilation, and masks for the picture",
+        ),
+        ("prefill, second call", f"{dense.second:.2f} s", f"{sparse.second:.2f} s", "whole model, not attention alone"),
+    ]
+    for layer, layer_stats in enumerate(stats):
+        query_aware, heads = int(layer_stats.is_query_aware.sum()), layer_stats.is_query_aware.numel()
+        found = f"heads: {query_aware} query-aware, {heads - query_aware} vertical-slash"
+        found = "ran dense: a short prompt" if layer_stats.dense else found
+        rows.append((f"blocks computed, layer {layer}", "100.0%", f"{layer_stats.density.mean():.1%}", found))
+    return "\n".join(f"{name:<26}{left:>14}{right:>14}   {note}".rstrip() for name, left, right, note in rows)
+
+
+def verdict(dense: Measured, sparse: Measured) -> str:
+    """One sentence: which prefill was faster here."""
+    ratio = dense.second / sparse.second
+    if 0.97 < ratio < 1.03:
+        return "Here both prefills took the same time."
+    better, factor = ("FlexPrefill", ratio) if ratio > 1 else ("dense attention", 1 / ratio)
+    return f"Here the prefill with {better} was {factor:.2f} times faster, compilation apart."
+
+
+def draw_two_heads(stats: Sequence[FlexPrefillStats], masks: Sequence[BlockMask], path: Path) -> str:
+    """Draw the head of middle density of each kind, or two heads of the one kind that occurs; returns what was drawn."""
+    heads = []
+    for layer, layer_stats in enumerate(stats):
+        for head, (aware, density) in enumerate(zip(layer_stats.is_query_aware[0], layer_stats.density[0], strict=True)):
+            heads.append((float(density), layer, head, "query-aware" if aware else "vertical-slash"))
+    heads.sort()
+    kinds = [[entry for entry in heads if entry[3] == kind] for kind in ("query-aware", "vertical-slash")]
+    if all(kinds):
+        chosen = [kind[len(kind) // 2] for kind in kinds]
+    else:
+        chosen = [heads[len(heads) // 4], heads[3 * len(heads) // 4]]
+    titles = [f"layer {layer}, head {head}: {kind}" for _, layer, head, kind in chosen]
+    plot_block_mask([masks[layer] for _, layer, _, _ in chosen], [head for _, _, head, _ in chosen], path, titles)
+    return f"Masks of {titles[0]} and {titles[1]}: {path}"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with the defaults that depend on the device filled in."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt-tokens", type=int, help="length of the prompt; 16384 on a CPU, 65536 elsewhere")
+    parser.add_argument("--needles", type=int, default=16, help=f"needles in it; the first {MOST_QUESTIONS} are asked for")
+    parser.add_argument("--gamma", type=float, default=DEFAULTS.gamma, help="share of the attention to keep, 0 to 1")
+    parser.add_argument("--tau", type=float, default=DEFAULTS.tau, help="distance under which a head is query-aware, 0 to 1")
+    parser.add_argument("--min-budget", type=int, default=DEFAULTS.min_budget, help="tokens that every head keeps at least")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompt")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "retriever" / "model", help="its folder")
+    parser.add_argument("--picture", type=Path, default=Path("out/demo_masks.png"), help="file to write")
+    options = parser.parse_args(arguments)
+    if options.prompt_tokens is None:
+        options.prompt_tokens = 16384 if options.device == "cpu" else 65536
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run both, print the table, draw the picture."""
+    options = parse(arguments)
+    config = FlexPrefillConfig(gamma=options.gamma, tau=options.tau, min_budget=options.min_budget)
+    model = load_model(options.model, options.device)
+    prompt = make_prompt(options.prompt_tokens, options.needles, min(options.needles, MOST_QUESTIONS), options.seed)
+    where = f"{torch.get_num_threads()} CPU threads" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
+    print(
+        f"A prompt of {options.prompt_tokens:,} tokens with {options.needles} needles, for {options.model}\n"
+        f"({model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}), on {where}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}.\n"
+        f"FlexPrefill with gamma {config.gamma:g}, tau {config.tau:g}, a floor of {config.min_budget:,} tokens.\n",
+        flush=True,
+    )
+    with tqdm(total=6, leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
+        dense, _ = measure(model, prompt, None, bar)
+        sparse, run = measure(model, prompt, config, bar)
+    stats = [run.stats[layer][1] for layer in sorted(run.stats)]
+    print(table(dense, sparse, stats), verdict(dense, sparse), sep="\n\n")
+    masks = [mask for layer in sorted(run.masks) for mask in run.masks[layer] if mask is not None]
+    if masks:
+        print(draw_two_heads(stats, masks, options.picture))
+
+
+if __name__ == "__main__":
+    main()

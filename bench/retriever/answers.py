@@ -1,0 +1,68 @@
+"""Ask a prefilled model: greedy answers to every question of a prompt, from one cache."""
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from bench.retriever.task import ANSWER_TOKENS, QUESTION_TOKENS, Prompt
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, prompt: Prompt) -> tuple[Tensor, Cache]:
+    """Run the model over the prompt, with whatever attention it is set to.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model of transformers, with the retriever's vocabulary.
+    prompt : Prompt
+        Its ``token_ids`` are prefilled as one row.
+
+    Returns
+    -------
+    logits : Tensor, (vocab_size,)
+        At the last position of the prompt.
+    cache : Cache
+        Keys and values of the whole prompt.
+    """
+    cache = DynamicCache(config=model.config)
+    token_ids = prompt.token_ids.to(model.device)[None]
+    output = model(input_ids=token_ids, past_key_values=cache, logits_to_keep=1)
+    return output.logits[0, -1], cache
+
+
+@torch.no_grad()
+def decode_answers(model: PreTrainedModel, prompt: Prompt, logits: Tensor, cache: Cache) -> Tensor:
+    """Decode the first answer, then ask and answer the other questions, each of the haystack alone.
+
+    Tokens are fed one at a time, so that every pass after the prefill is a decoding step.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    prompt : Prompt
+    logits, cache : Tensor, Cache
+        What ``prefill`` returned. The cache is left holding the haystack without the first question.
+
+    Returns
+    -------
+    Tensor, (num_queries, 4), int64, on the CPU
+        Compare with ``prompt.answers``: an answer is right if all four tokens are.
+    """
+    answers: list[Tensor] = []
+    for question in prompt.questions:
+        if answers:
+            for token in question:
+                logits = _feed(model, token, cache)
+        answer = [logits.argmax().to(model.device)]
+        while len(answer) < ANSWER_TOKENS:
+            logits = _feed(model, answer[-1], cache)
+            answer.append(logits.argmax())
+        answers.append(torch.stack(answer).cpu())
+        cache.crop(-(QUESTION_TOKENS + ANSWER_TOKENS - 1))
+    return torch.stack(answers)
+
+
+def _feed(model: PreTrainedModel, token: Tensor, cache: Cache) -> Tensor:
+    """Logits after one more token, (vocab_size,)."""
+    return model(input_ids=token.to(model.device).view(1, 1), past_key_values=cache).logits[0, -1]

@@ -1,0 +1,77 @@
+"""Dense causal attention as a block mask: every block that holds a visible key, with padding, window and chunk offset."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask._torch import block_mask_from_lists
+from flexmask.config import FlexPrefillConfig
+from flexmask.emit import block_lists
+from flexmask.flexprefill import check_mask_arguments, device_offset
+from flexmask.mask_mods import visible_mask_mod
+from flexmask.visibility import block_visibility, token_validity
+
+
+def causal_mask(
+    query: Tensor,
+    key: Tensor,
+    *,
+    block_size: int = 128,
+    window: int | None = None,
+    attention_mask: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+) -> BlockMask:
+    """The mask of dense causal attention, the same for every head.
+
+    Row t of the queries stands at position ``q_offset + t`` and sees the keys at ``0 <= position - k < window`` that are tokens,
+    not padding. Every other mask here is a part of it and is compared with it. It is found block by block: no map of query rows
+    by keys is ever made.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+        Lengths need not be multiples of the block.
+    block_size
+        Tokens in a block, of queries and of keys alike: a multiple of 16 from 16 to 256, default 128 (FlexAttention's own).
+    window
+        Tokens, >= 1: a row sees itself and the ``window - 1`` positions before it. Default None: all before it.
+    attention_mask
+        (batch, kv_len), bool or integer, nonzero = token, on key's device; padded rows attend to nothing. Default None: all
+        tokens.
+    q_offset
+        Position of query row 0, in [0, kv_len - q_len]: an int (checked) or an integer tensor, 0-d or (batch,), on the same
+        device (clamped there). Default None: kv_len - q_len, so that the last row stands at the last key.
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, 1, q_len, kv_len): the heads agree. Blocks without a hidden pair are in the full list, the others, if
+        they hold a visible pair, in the partial list; the mask_mod says the same without the lists.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> causal_mask(query, key, block_size=64).to_dense()[0, 0, :3]
+    tensor([[1, 0, 0, 0, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    """
+    config = FlexPrefillConfig(block_size=block_size)  # for the range of block_size
+    check_mask_arguments(query, key, config, None, None, window, attention_mask, q_offset)
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    offset = device_offset(q_offset, query, key)
+    seen = block_visibility(token_validity(q_len, kv_len, offset, attention_mask, key), block_size, window)
+    visible = seen.visible[:, None].repeat(batch // seen.visible.shape[0], 1, 1, 1)
+    mask_mod = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window)
+    mask_mod.__name__ = f"causal(window={window}, block_size={block_size})"
+    return block_mask_from_lists(block_lists(visible, seen.full), mask_mod, block_size, (q_len, kv_len))

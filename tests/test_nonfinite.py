@@ -1,0 +1,105 @@
+"""NaN and infinity spoil the head they are in, and nothing else; no index ever leaves its range."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import assert_well_formed, cases, published_cases
+
+VALUES = st.sampled_from([float("nan"), float("inf"), -float("inf")])
+
+
+def assert_others_untouched(before, after, spoiled):
+    """Every list and statistic of heads that are not `spoiled`, (batch, num_heads) bool, is the same to the bit."""
+    for parts in zip((*before.lists, *before.stats), (*after.lists, *after.stats), strict=True):
+        first, second = (part[~spoiled] for part in parts)
+        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+def places(data, length):
+    """Some tokens: one, the last, or all."""
+    one = st.integers(0, length - 1).map(lambda token: [token])
+    return data.draw(one | st.just([length - 1]) | st.just(list(range(length))), label="tokens")
+
+
+def spoil(case, data, name):
+    """Write NaN or infinity into one head of one batch row; returns the case's result before, after, and which heads it may spoil."""
+    before = case.search()
+    batch, num_heads = case.query.shape[:2]
+    inputs = {"query": case.query.clone(), "key": case.key.clone()}
+    b, h = data.draw(st.integers(0, batch - 1)), data.draw(st.integers(0, inputs[name].shape[1] - 1))
+    tokens = places(data, inputs[name].shape[2])
+    dims = data.draw(st.sampled_from([slice(0, 1), slice(None)]))
+    inputs[name][b, h, tokens, dims] = data.draw(VALUES)
+    groups = num_heads // inputs[name].shape[1]
+    spoiled = torch.zeros(batch, num_heads, dtype=torch.bool)
+    spoiled[b, h * groups : (h + 1) * groups] = True
+    return before, case.search(**inputs), spoiled
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_spoils_its_own_head_only(name):
+    @settings(max_examples=60)
+    @given(cases(), st.data())
+    def run(case, data):
+        assume(case.query.shape[2] > 1)
+        before, after, spoiled = spoil(case, data, name)
+        assert_others_untouched(before, after, spoiled)
+        assert_well_formed(after)
+
+    run()
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_spoils_its_own_head_only_in_published_selection(name):
+    @settings(max_examples=20)
+    @given(published_cases(), st.data())
+    def run(case, data):
+        before, after, spoiled = spoil(case, data, name)
+        assert_others_untouched(before, after, spoiled)
+        assert_well_formed(after)
+
+    run()
+
+
+@settings(max_examples=30)
+@given(cases() | published_cases(), VALUES)
+def test_indices_stay_in_range_when_everything_is_spoiled(case, value):
+    result = case.search(torch.full_like(case.query, value), torch.full_like(case.key, value))
+    assert_well_formed(result)
+
+
+@settings(max_examples=30)
+@given(cases(tau=1.0, max_budget=None), VALUES)
+def test_a_spoiled_head_is_not_query_aware_and_keeps_its_diagonal(case, value):
+    result = case.search(torch.full_like(case.query, value))
+    sees = result.stats.density > 0
+    assert (result.stats.js_distance.isnan() | ~sees).all()
+    assert not result.stats.is_query_aware.any()
+    clean = case.with_config(gamma=0.01, tau=0.0, min_budget=0, max_budget=1).search()
+    assert torch.equal(result.keep.any(-1), clean.keep.any(-1))
+
+
+def test_large_finite_values_are_no_infinity():
+    @settings(max_examples=20)
+    @given(cases())
+    def run(case):
+        assert_well_formed(case.search(case.query * 1e30, case.key * 1e30))
+        assert_well_formed(case.search((case.query * 1e4).half(), (case.key * 1e4).half()))
+
+    run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_spoils_its_own_head_only_on_cuda(cuda, name):
+    @settings(max_examples=25, derandomize=True, database=None)
+    @given(cases() | published_cases(), st.data())
+    def run(case, data):
+        before, after, spoiled = spoil(case.to(cuda), data, name)
+        assert_others_untouched(before, after, spoiled.to(cuda))
+        assert_well_formed(after)
+
+    with torch.compiler.set_stance("force_eager"):
+        run()
