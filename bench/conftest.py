@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,11 +26,11 @@ def device() -> str:
 
 
 @pytest.fixture
-def timed(benchmark: Any, device: str) -> Iterator[Callable[..., float]]:
+def timed(benchmark: Any, device: str) -> Callable[..., float]:
     """Time a function: compiled and warm before; returns the median in milliseconds.
 
-    A round is `CALLS` calls in a row and then one wait for the device, as the layers of a model run: the host prepares a call while
-    the device works on the one before. Whatever the host takes longer than the device shows.
+    A round is `CALLS` calls in a row and then one wait for the device, as the layers of a model run: the host prepares a call
+    while the device works on the one before. What the host takes longer than the device shows.
     """
 
     def time(function: Callable[[], Any], **info: Any) -> float:
@@ -60,7 +60,7 @@ def timed(benchmark: Any, device: str) -> Iterator[Callable[..., float]]:
         ROWS.append({**info, "ms": median})
         return median
 
-    yield time
+    return time
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def table(dense: Measured, sparse: Measured, stats: Sequence[FlexPrefillStats]) 
             f"{sparse.first:.2f} s",
             "FlexPrefill: with compilation, and masks for the picture",
         ),
-        ("prefill, second call", f"{dense.second:.2f} s", f"{sparse.second:.2f} s", "whole model, not attention alone"),
+        ("prefill, second call", duration(dense.second), duration(sparse.second), "whole model, not attention alone"),
     ]
     for layer, layer_stats in enumerate(stats):
         query_aware, heads = int(layer_stats.is_query_aware.sum()), layer_stats.is_query_aware.numel()
@@ -113,6 +114,11 @@ def table(dense: Measured, sparse: Measured, stats: Sequence[FlexPrefillStats]) 
         found = "ran dense: a short prompt" if layer_stats.dense else found
         rows.append((f"blocks computed, layer {layer}", "100.0%", f"{layer_stats.density.mean():.1%}", found))
     return "\n".join(f"{name:<26}{left:>14}{right:>14}   {note}".rstrip() for name, left, right, note in rows)
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or milliseconds below one second."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def verdict(dense: Measured, sparse: Measured) -> str:
@@ -173,6 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"FlexPrefill with gamma {config.gamma:g}, tau {config.tau:g}, a floor of {config.min_budget:,} tokens.\n",
         flush=True,
     )
+    # advice that torch's compiler gives to its own users
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
     with tqdm(total=6, leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
         dense, _ = measure(model, prompt, None, bar)
         sparse, run = measure(model, prompt, config, bar)

@@ -14,8 +14,8 @@ from flexmask.flexprefill import check_mask_arguments, device_offset, searched
 from flexmask.mask_mods import visible_mask_mod
 from flexmask.stats import FlexPrefillStats
 
-# measured break-even, in tokens of kv_len, by device type; bench/README.md says how
-DENSE_BELOW = {"cpu": 4096, "cuda": 16384}
+# tokens of kv_len, measured: bench/README.md has the figures
+DENSE_BELOW = 16384
 
 
 def flexprefill_attention(
@@ -64,8 +64,8 @@ def flexprefill_attention(
         head_dim <= 128, half precision; no softcap, gradients or log-sum-exp) or ``"auto"`` (default): flash where it can run,
         else triton. On CPUs ``"auto"`` is the compiled C++ kernel.
     dense_below
-        Tokens: with a kv_len below this, and for a single query row, dense attention runs instead. Default None: the measured
-        break-even, 4096 on CPUs and 16384 elsewhere. 0 switches it off (but for a single row).
+        Tokens: with a kv_len below this, and for a single query row, dense attention runs instead. Default None: 16384,
+        the first measured length at which the call was surely faster. 0 switches it off (but for a single row).
     return_lse
         Also return the log-sum-exp of every row (natural logarithm), (batch, num_heads, q_len) float32; -inf for a row that sees
         nothing. Not on CPUs, where FlexAttention has none.
@@ -111,7 +111,7 @@ def flexprefill_attention(
     check_mask_arguments(query, key, config, scale, softcap, window, attention_mask, q_offset)
     check_value(value, key)
     check_word("backend", backend, BACKENDS)
-    dense_below = _checked_dense_below(dense_below, query.device.type)
+    dense_below = _checked_dense_below(dense_below)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     offset = device_offset(q_offset, query, key)
 
@@ -126,6 +126,9 @@ def flexprefill_attention(
         raise ValueError("query, key and value must not require gradients on a CPU; call under torch.no_grad()")
     if kernel == "cpu" and return_lse:
         raise NotImplementedError("return_lse is not there on CPUs: FlexAttention's CPU kernel has no log-sum-exp")
+    if not grad:
+        # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
+        query, key, value = query.detach(), key.detach(), value.detach()
     result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats)
     # the lists do the selection here, so that the mask_mod need only cut partial blocks
     valid = None if attention_mask is None else attention_mask != 0
@@ -137,9 +140,9 @@ def flexprefill_attention(
     return _results(out, lse, stats)
 
 
-def _checked_dense_below(dense_below: int | None, device_type: str) -> int:
+def _checked_dense_below(dense_below: int | None) -> int:
     if dense_below is None:
-        return DENSE_BELOW.get(device_type, DENSE_BELOW["cuda"])
+        return DENSE_BELOW
     check_int("dense_below", dense_below)
     if dense_below < 0:
         raise ValueError(f"dense_below must be >= 0 tokens; got {dense_below}")

@@ -74,14 +74,19 @@ def chosen_backend(
     return "flash" if not reasons and flash_available() else "triton"
 
 
-def kernel_options(backend: str, block_size: int, head_dim: int) -> dict[str, Any] | None:
-    """Options of the kernel; Triton's tiles must divide the block, so blocks that its defaults do not divide get their own."""
+def kernel_options(backend: str, block_size: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Options of the kernel.
+
+    Triton's tiles must divide the block: blocks that its defaults do not divide get the largest power of two up to 64. Wide rows
+    (float32 with a head_dim over 64) get small tiles too, since queries, keys and values of all stages share 227 KiB.
+    """
     if backend == "flash":
         return {"BACKEND": "FLASH"}
-    if backend == "cpu" or block_size % 128 == 0:
+    row_bytes = head_dim * dtype.itemsize
+    if backend == "cpu" or (block_size % 128 == 0 and row_bytes <= 512):
         return None
-    tile = min(64, block_size & -block_size)  # the largest power of two that divides the block, up to 64
-    return {"BLOCK_M": tile, "BLOCK_N": tile}
+    tile = min(64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, block_size & -block_size)
+    return {"BLOCK_M": tile, "BLOCK_N": tile} | ({"num_stages": 2} if row_bytes > 256 else {})
 
 
 def run_flex_attention(
@@ -96,7 +101,7 @@ def run_flex_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Block-sparse attention by the compiled kernel, never by flex_attention's uncompiled path, which ignores block lists."""
     head_dim = query.shape[3]
-    options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim)
+    options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim, query.dtype)
     shapes = (query.device.type, query.dtype, query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE)
     fixed = (scale, softcap, backend, return_lse, torch.is_grad_enabled(), block_mask.mask_mod.__name__)
     run = compiled(_flex_attention, *shapes, *fixed)

@@ -82,7 +82,7 @@ def plot_block_mask(
     extent = (0, kinds[0].shape[1] * kv_block, kinds[0].shape[0] * q_block, 0)
     for axis, kind, title in zip(axes, kinds, titles, strict=True):
         axis.imshow(kind.numpy(), cmap=ListedColormap(_COLOURS), vmin=0, vmax=3, interpolation="nearest", extent=extent)
-        axis.plot([kv_len - q_len, kv_len], [0, q_len], color="#444444", linewidth=0.5)
+        axis.plot([kv_len - q_len, kv_len], [0, q_len], color="#444444", linewidth=0.4)
         density = (kind >= 2).sum() / (kind >= 1).sum()
         axis.set_title(f"{title}, density {density:.2f}", fontsize=11)
         axis.set_xlabel("key (tokens)")

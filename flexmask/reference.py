@@ -682,9 +682,10 @@ def _published_head(query: Tensor, key: Tensor, prompt: _Prompt, options: _Optio
         count, margin = _published_count(by_unit, options, smallest, largest)
         if is_query_aware:
             count, margin = min(smallest, largest), math.inf
-        # Block 0 takes a place in the count.
+        # Block 0 takes a place in the count, and is there even where the count of a head without a floor is 0: the published
+        # code fills the places that a head leaves over with block 0.
         values = [math.inf, *by_block.tolist()[1:]]
-        places, cut_margin = _fewest(values, all_blocks, 1.0, at_most=count)
+        places, cut_margin = _fewest(values, all_blocks, 1.0, at_most=max(1, count))
         counts.append(count)
         margins.append(min(margin, cut_margin))
         chosen.append(places)

@@ -77,6 +77,10 @@ class Case:
     attention_mask: Tensor | None = None
     q_offset: int | Tensor | None = None
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis prints of a failing case: sizes instead of numbers."""
+        printer.text(f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}, {self}")
+
     def with_config(self, **changes: Any) -> Case:
         """The same call with other options."""
         return replace(self, config=replace(self.config, **changes))
@@ -105,9 +109,7 @@ class Case:
         if isinstance(offset, int):
             offset = torch.full((query.shape[0],), offset, device=query.device)
         scores = {"scale": None, "softcap": None, "window": None, **self.scores}
-        return searched(
-            query, key, self.config, attention_mask=self.attention_mask, offset=offset, with_stats=True, **scores
-        )
+        return searched(query, key, self.config, attention_mask=self.attention_mask, offset=offset, with_stats=True, **scores)
 
     def reference(self) -> ReferenceResult:
         """What the reference decides."""
@@ -116,20 +118,22 @@ class Case:
 
 # Cases drawn by hypothesis
 
+# Attention that is all but even fills whole rows of the pooled map: a whole number of rows must not be what is asked for.
+GAMMAS = (0.31, 0.43, 0.53, 0.61, 0.71, 0.83, 0.91, 0.947)
 PADDINGS = ("none", "left", "right", "holes", "all")
 
 
 @st.composite
-def cases(draw: st.DrawFn, **fixed: Any) -> Case:
+def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
     """Any call: lengths down to 1, chunks, groups of heads, paddings, offsets, score options and every option of the config.
 
     `fixed` sets options of the config instead of drawing them.
     """
-    config = draw(configs([16, 32, 48], st.sampled_from([0.3, 0.5, 0.8, 0.9, 0.95, 1.0]), **fixed))
-    kv_len = draw(st.sampled_from([1, 15, 16, 17, 63, 129, 200, 1000]) | st.integers(1, 300))
+    config = draw(configs([16, 16, 32, 48], st.sampled_from([*GAMMAS, 1.0]), **fixed))
+    kv_len = draw(st.sampled_from([1, 15, 16, 17, 63, 129, 200, 1000]) | st.integers(1, 300) | st.integers(150, 450))
     q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
     batch = 1 if kv_len == 1000 else draw(st.integers(1, 2))
-    case = drawn_inputs(draw, config, batch, q_len, kv_len)
+    case = drawn_inputs(draw, config, batch, q_len, kv_len, sharpness=draw(st.sampled_from([1.0, 5.0])))
     case.attention_mask = draw(attention_masks(batch, kv_len))
     case.q_offset = draw(q_offsets(batch, kv_len - q_len))
     case.scores = draw(score_options(kv_len))
@@ -138,11 +142,10 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
 
 @st.composite
 def sparse_cases(
-    draw: st.DrawFn, padded: bool = True, windowed: bool = True, chunked: bool = True, most_blocks: int = 20, **fixed: Any
+    draw: st.DrawFn, /, padded: bool = True, windowed: bool = True, chunked: bool = True, most_blocks: int = 20, **fixed: Any
 ) -> Case:
     """Calls long enough to drop blocks: at least 12 key blocks, no cap, gammas from .3 to .95."""
-    gammas = st.sampled_from([0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
-    config = draw(configs([16, 32], gammas, **{"max_budget": None, **fixed}))
+    config = draw(configs([16, 32], st.sampled_from(GAMMAS), **{"max_budget": None, **fixed}))
     kv_len = draw(st.integers(12 * config.block_size, most_blocks * config.block_size))
     q_len = draw(st.integers(kv_len // 2, kv_len)) if chunked and draw(st.booleans()) else kv_len
     case = drawn_inputs(draw, config, 1, q_len, kv_len, sharpness=5.0)
@@ -154,13 +157,13 @@ def sparse_cases(
 
 
 @st.composite
-def published_cases(draw: st.DrawFn, **fixed: Any) -> Case:
+def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
     """Calls that the published code can do: whole prompts of a multiple of the block, no more options than it has."""
     published = {"selection": "reference", "query_aware": "flatten", "pattern_queries": "last", "index_queries": "last"}
-    config = draw(configs([16, 32], st.sampled_from([0.3, 0.5, 0.8, 0.9, 0.95]), (1, 2), **published, **fixed))
+    config = draw(configs([16, 32], st.sampled_from(GAMMAS), (1, 2), **published, **fixed))
     length = config.block_size * draw(st.integers(12, 24))
     case = drawn_inputs(draw, config, 1, length, length, sharpness=2.0)
-    case.scores = draw(st.fixed_dictionaries({}, optional={"scale": st.sampled_from([0.05, 0.4])}))
+    case.scores = draw(st.fixed_dictionaries({}, optional={"scale": st.sampled_from([0.05, 0.2])}))
     return case
 
 
@@ -179,16 +182,14 @@ def configs(
         floor=st.sampled_from(floors),
         cap=st.sampled_from([None, None, 3, 5]),
         gamma=gammas,
-        tau=st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.5, 1.0]),
+        tau=st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.6, 1.0]),
         query_aware=st.sampled_from(["flatten", "per_query"]),
         pattern_queries=st.sampled_from(["last", "middle"]),
         index_queries=st.sampled_from(["last", "middle"]),
     )
 
 
-def drawn_inputs(
-    draw: st.DrawFn, config: FlexPrefillConfig, batch: int, q_len: int, kv_len: int, sharpness: float = 1.0
-) -> Case:
+def drawn_inputs(draw: st.DrawFn, config: FlexPrefillConfig, batch: int, q_len: int, kv_len: int, sharpness: float = 1.0) -> Case:
     """A case of fresh inputs and heads, without padding, offset or score options."""
     num_heads, num_kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]))
     head_dim = draw(st.sampled_from([16, 32, 64] if sharpness == 1 else [32, 64]))  # a sharp offset needs many dimensions
@@ -351,9 +352,9 @@ class Drawn:
         self.query_aware += int(expected.is_query_aware.sum())
 
     def check(self) -> None:
-        """At least 80% of heads drop a tenth of their blocks, and a tenth of heads are of either kind."""
+        """At least 80% of heads drop a tenth of their blocks, and both kinds of head occur."""
         assert self.sparse >= 0.8 * self.heads, f"{self.sparse} of {self.heads} heads have a density under .9"
-        assert 0.1 <= self.query_aware / self.heads <= 0.9, f"{self.query_aware} of {self.heads} heads are query-aware"
+        assert 3 <= self.query_aware <= self.heads - 3, f"{self.query_aware} of {self.heads} heads are query-aware"
 
 
 def assert_same_blocks(result: SearchResult, expected: ReferenceResult, margin: float = 1e-5) -> Tensor:
@@ -429,6 +430,8 @@ def assert_honest(block_mask: BlockMask) -> None:
     assert math.isclose(block_mask.sparsity(), 100 * (1 - kept * size**2 / pairs.numel()), abs_tol=1e-3)
 
 
+# FlexAttention runs on CPUs from this release on
+FLEX_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6)
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 

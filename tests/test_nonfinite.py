@@ -24,7 +24,7 @@ def places(data, length):
 
 
 def spoil(case, data, name):
-    """Write NaN or infinity into one head of one batch row; returns the case's result before, after, and which heads it may spoil."""
+    """Write NaN or infinity into one head of one batch row; returns the result before, after, and which heads it may spoil."""
     before = case.search()
     batch, num_heads = case.query.shape[:2]
     inputs = {"query": case.query.clone(), "key": case.key.clone()}

@@ -28,7 +28,7 @@ CALL = (
 SIGNATURES = {
     "flexprefill_mask": f"(query: Tensor, key: Tensor, {SELECTION}, {CALL}) -> BlockMask | tuple[BlockMask, FlexPrefillStats]",
     "flexprefill_attention": f"(query: Tensor, key: Tensor, value: Tensor, {SELECTION}, {CALL}, backend: str = 'auto', "
-    "dense_below: int | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor, ...]",
+    "dense_below: int | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor | FlexPrefillStats, ...]",
     "FlexPrefillConfig": f"({SELECTION.replace('*, ', '')}) -> None",
     "FlexPrefillStats": "(is_query_aware: Tensor, js_distance: Tensor, density: Tensor, num_vertical_blocks: Tensor, "
     "num_slash_blocks: Tensor, coverage: Tensor, dense: bool = False) -> None",

@@ -50,6 +50,17 @@ def test_equals_the_reference_with_caps(case):
 
 
 @settings(max_examples=15)
+@given(published_cases())
+def test_equals_the_reference_where_shares_underflow(case):
+    case.scores = {"scale": 3.0}
+    result, expected = case.search(), case.reference()
+    assert_same_blocks(result, expected)
+    assert_same_statistics(result, expected, underflow=True)
+    underflown = expected.js_distance.isnan()
+    assert not (underflown & result.stats.is_query_aware).any()
+
+
+@settings(max_examples=15)
 @given(published_cases(min_budget=0))
 def test_equals_the_reference_without_a_floor(case):
     result, expected = case.search(), case.reference()
@@ -112,7 +123,8 @@ def test_tokens_become_blocks_by_128_whatever_the_block_is():
 
 
 def test_the_crossing_block_is_left_out_of_a_query_aware_head():
-    # pooled map 1 / .25 .75 / .25 .5 .25; of 3, 1 + .75 stay within 1.8 and the .5 crosses; without a floor nothing is kept always
+    # pooled map 1 / .25 .75 / .25 .5 .25; of 3, 1 + .75 stay within 1.8 and the .5 crosses;
+    # without a floor nothing is kept always
     # but what every row keeps here
     levels = torch.tensor([[1.0, 1, 1], [1, 3, 1], [1, 2, 1]]).log()
     scores = levels.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

@@ -631,10 +631,10 @@ def test_published_slash_block_stands_for_one_diagonal():
 
 
 def test_published_query_aware_leaves_the_crossing_block_out():
-    # Of 3: 1 + .75 stay within 1.8, the .5 crosses. No floor: nothing is kept by right.
+    # Of 3: 1 + .75 stay within 1.8, the .5 crosses. Key block 0 and the diagonal are there without a floor too.
     options: dict[str, Any] = {"selection": "reference", "tau": 1.0}
     result = decide(THREE_ROWS, gamma=0.6, **options)
-    assert blocks(result) == {(0, 0), (1, 1)}
+    assert blocks(result) == lines(3, {0}, {0})
     assert (result.num_vertical_blocks.item(), result.num_slash_blocks.item()) == (0, 0)
     expected = min(0.05 / 1.8, 0.45 / 1.8, 0.25 / 0.75)
     assert result.query_aware_margin.item() == pytest.approx(expected)

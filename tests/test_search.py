@@ -346,9 +346,7 @@ def test_same_inputs_give_the_same_bits(case):
         for name in first.lists._fields:
             assert torch.equal(getattr(first.lists, name), getattr(other.lists, name)), name
         for name in first.stats._fields:
-            torch.testing.assert_close(
-                getattr(first.stats, name), getattr(other.stats, name), rtol=0, atol=0, equal_nan=True
-            )
+            torch.testing.assert_close(getattr(first.stats, name), getattr(other.stats, name), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

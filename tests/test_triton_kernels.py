@@ -1,6 +1,6 @@
 """The Triton kernels against the plain code they stand in for: on a GPU for real, elsewhere in Triton's interpreter.
 
-`tests/conftest.py` switches the interpreter on where there is no GPU. It has no bfloat16 arithmetic, so that is tested on GPUs only.
+`tests/conftest.py` switches the interpreter on where there is no GPU. It has no bfloat16 arithmetic: that is for GPUs only.
 """
 
 from __future__ import annotations

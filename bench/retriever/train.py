@@ -62,7 +62,8 @@ class Trainer:
     def __init__(self, device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)
         self.seed = seed
-        self.model = LlamaForCausalLM(make_config()).to(device)
+        self.model = LlamaForCausalLM(make_config())
+        torch.nn.Module.to(self.model, device)
         self.masters = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.model.bfloat16()
         self.optimizer = torch.optim.AdamW(self.masters, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -81,6 +82,7 @@ class Trainer:
         loss.backward()
         parameters = list(self.model.parameters())
         for master, parameter in zip(self.masters, parameters, strict=True):
+            assert parameter.grad is not None
             master.grad = parameter.grad.float()
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         for group in self.optimizer.param_groups:
@@ -178,7 +180,7 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     model.save_pretrained(folder)
     # Releases of transformers before 5 read the RoPE base from here, later ones from "rope_parameters".
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"rope_theta": model.config.rope_parameters["rope_theta"]}
+    config = json.loads(path.read_text()) | {"rope_theta": dict(model.config.rope_parameters or {})["rope_theta"]}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     save_tokenizer(folder, MAX_TOKENS)
 

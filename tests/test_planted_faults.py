@@ -1,0 +1,168 @@
+"""The comparisons that other tests rely on can fail: a wrong block, planted on purpose, is caught by each of them."""
+
+import pytest
+import torch
+
+from flexmask._torch import block_mask_from_lists
+from flexmask.backends import run_flex_attention
+from flexmask.config import FlexPrefillConfig
+from flexmask.emit import BlockLists, block_lists
+from flexmask.flexprefill import flexprefill_mask
+from flexmask.mask_mods import visible_mask_mod
+from tests.helpers import (
+    FLEX_ON_CPU,
+    Case,
+    assert_honest,
+    assert_same_attention,
+    assert_same_blocks,
+    assert_same_statistics,
+    assert_well_formed,
+    by_block,
+    expanded,
+    masked_attention,
+    structured_inputs,
+    visible_pairs,
+)
+
+BLOCK = 16
+
+
+def case():
+    """A call whose heads are of both kinds and drop blocks, in the common layout: whole, unpadded."""
+    generator = torch.Generator().manual_seed(18)
+    query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
+    return Case(query, key, FlexPrefillConfig(0.5, 0.08, block_size=BLOCK, min_budget=0))
+
+
+CASE = case()
+RESULT = CASE.search()
+EXPECTED = CASE.reference()
+VISIBLE = by_block(visible_pairs(CASE), BLOCK).expand_as(RESULT.keep[0])
+FULL = by_block(visible_pairs(CASE), BLOCK, every=True)
+PICKS = range(6)
+
+
+def pick(candidates, number):
+    """One of the True entries, a different one for every number."""
+    places = candidates.nonzero().tolist()
+    return tuple(places[(number * 7919) % len(places)])
+
+
+def dropped(number):
+    """One kept block dropped."""
+    keep = RESULT.keep.clone()
+    keep[pick(keep, number)] = False
+    return keep, block_lists(keep, FULL)
+
+
+def added(number):
+    """One block added that was not kept."""
+    keep = RESULT.keep.clone()
+    keep[pick(~keep & VISIBLE, number)] = True
+    return keep, block_lists(keep, FULL)
+
+
+def swapped(number):
+    """Full and partial lists swapped."""
+    lists = RESULT.lists
+    return RESULT.keep, BlockLists(*lists[2:], *lists[:2])
+
+
+def relabelled(number):
+    """One partial block listed as full."""
+    full = FULL.expand_as(RESULT.keep).clone()
+    full[pick(RESULT.keep & ~FULL, number)] = True
+    keep = RESULT.keep
+    parts = [block_lists(keep[:, h : h + 1], full[:, h]) for h in range(keep.shape[1])]
+    return keep, BlockLists(*(torch.cat(part, 1).contiguous() for part in zip(*parts, strict=True)))
+
+
+def slash_off_by_one(number):
+    """A kept block diagonal moved one block away from the main one."""
+    keep = RESULT.keep.clone()
+    blocks = keep.shape[-1]
+    found = []
+    for h in range(keep.shape[1]):
+        for c in range(1, blocks - 1):
+            on, beyond = (keep[0, h].diagonal(-offset)[1:] for offset in (c, c + 1))
+            if on.all() and not beyond.all():
+                found.append((h, c))
+    h, c = found[number % len(found)]
+    keep[0, h].diagonal(-c)[1:] = False
+    keep[0, h].diagonal(-c - 1)[1:] = True
+    return keep, block_lists(keep, FULL)
+
+
+FAULTS = [dropped, added, swapped, relabelled, slash_off_by_one]
+faults = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+
+
+def test_the_case_is_fit_for_it():
+    assert not assert_same_blocks(RESULT, EXPECTED).any()
+    assert (EXPECTED.density < 0.9).all()
+    assert EXPECTED.is_query_aware.any()
+    assert not EXPECTED.is_query_aware.all()
+
+
+@faults
+@pytest.mark.parametrize("number", PICKS)
+def test_comparison_with_the_reference_catches(fault, number):
+    keep, lists = fault(number)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_blocks(RESULT._replace(keep=keep, lists=lists), EXPECTED)
+
+
+@pytest.mark.parametrize("fault", [dropped, added, slash_off_by_one], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("number", PICKS)
+def test_comparison_of_lists_with_the_map_catches(fault, number):
+    with pytest.raises(AssertionError):
+        assert_well_formed(RESULT._replace(lists=fault(number)[1]))
+
+
+def test_comparison_of_lists_with_the_map_catches_wrong_layouts():
+    lists = RESULT.lists
+    for wrong in (
+        lists._replace(full_kv_num_blocks=lists.kv_num_blocks, full_kv_indices=lists.kv_indices),  # in both lists
+        lists._replace(full_kv_indices=lists.full_kv_indices.flip(-1)),  # not ascending
+        lists._replace(full_kv_indices=lists.full_kv_indices + 1),  # past the last block
+        lists._replace(full_kv_indices=lists.full_kv_indices.long()),
+        lists._replace(full_kv_indices=lists.full_kv_indices.mT.contiguous().mT),
+    ):
+        with pytest.raises(AssertionError):
+            assert_well_formed(RESULT._replace(lists=wrong))
+
+
+@pytest.mark.parametrize("name", ["density", "coverage", "num_vertical_blocks", "num_slash_blocks", "js_distance"])
+def test_comparison_of_statistics_catches(name):
+    assert_same_statistics(RESULT, EXPECTED)
+    wrong = getattr(RESULT.stats, name).clone()
+    wrong[0, 1] += 1 if "num" in name else 1e-3
+    with pytest.raises(AssertionError):
+        assert_same_statistics(RESULT._replace(stats=RESULT.stats._replace(**{name: wrong})), EXPECTED)
+
+
+@faults
+@pytest.mark.parametrize("number", PICKS)
+def test_comparison_with_the_mask_mod_catches(fault, number):
+    mask = flexprefill_mask(CASE.query, CASE.key, config=CASE.config)
+    assert_honest(mask)
+    faulty = block_mask_from_lists(fault(number)[1], mask.mask_mod, BLOCK, (200, 200))
+    with pytest.raises(AssertionError):
+        assert_honest(faulty)
+
+
+@pytest.mark.skipif(not FLEX_ON_CPU, reason="this torch has no FlexAttention on CPUs")
+@faults
+def test_comparison_of_compiled_attention_catches(fault):
+    value = torch.randn(1, 2, 200, 32, generator=torch.Generator().manual_seed(1))
+    expected, _ = masked_attention(CASE.query, CASE.key, value, expanded(RESULT.keep, CASE))
+
+    def attend(lists):
+        mask = block_mask_from_lists(lists, visible_mask_mod(None, None, None), BLOCK, (200, 200))
+        with torch.no_grad():
+            return run_flex_attention(CASE.query, CASE.key, value, mask, 32**-0.5, None, "cpu", False)[0]
+
+    assert_same_attention(attend(RESULT.lists), expected)
+    for number in PICKS:
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same_attention(attend(fault(number)[1]), expected)
