@@ -102,7 +102,16 @@ def run_flex_attention(
     """Block-sparse attention by the compiled kernel, never by flex_attention's uncompiled path, which ignores block lists."""
     head_dim = query.shape[3]
     options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim, query.dtype)
-    shapes = (query.device.type, query.dtype, query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE)
+    shapes = (
+        query.device.type,
+        query.dtype,
+        query.shape[0],
+        query.shape[1],
+        key.shape[1],
+        head_dim,
+        value.shape[3],
+        block_mask.BLOCK_SIZE,
+    )
     fixed = (scale, softcap, backend, return_lse, torch.is_grad_enabled(), block_mask.mask_mod.__name__)
     run = compiled(_flex_attention, *shapes, *fixed)
     return run(query, key, value, block_mask, scale, softcap, options, return_lse)

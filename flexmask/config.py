@@ -103,6 +103,10 @@ class FlexPrefillConfig:
         return None if self.max_budget is None else -(-self.max_budget // self.block_size)
 
 
+# read once: torch.compile cannot trace dataclasses.fields
+_DEFAULTS = {field.name: field.default for field in fields(FlexPrefillConfig)}
+
+
 def config_from(config: FlexPrefillConfig | None, **keywords: Any) -> FlexPrefillConfig:
     """Return `config`, or one made of `keywords`; both together are refused.
 
@@ -117,7 +121,7 @@ def config_from(config: FlexPrefillConfig | None, **keywords: Any) -> FlexPrefil
         return FlexPrefillConfig(**keywords)
     if not isinstance(config, FlexPrefillConfig):
         raise TypeError(f"config must be a FlexPrefillConfig; got {type(config).__name__}")
-    changed = [field.name for field in fields(FlexPrefillConfig) if keywords[field.name] != field.default]
+    changed = [name for name, default in _DEFAULTS.items() if keywords[name] != default]
     if changed:
         raise ValueError(f"config excludes the keywords that it holds; got config and {', '.join(changed)}")
     return config
@@ -133,7 +137,7 @@ def check_real(name: str, value: object) -> None:
     """Raise TypeError or ValueError unless `value` is a finite int or float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be finite; got {value}")
 
 

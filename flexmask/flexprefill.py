@@ -129,7 +129,9 @@ def flexprefill_mask(
     offset = device_offset(q_offset, query, key)
     result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats)
     visible = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window)
-    name = f"flexprefill(gamma={config.gamma}, tau={config.tau}, block_size={config.block_size})"
+    # inside a surrounding compilation gamma may be symbolic, which no string can be made of
+    traced = torch.compiler.is_compiling()
+    name = "flexprefill" if traced else f"flexprefill(gamma={config.gamma}, tau={config.tau}, block_size={config.block_size})"
     block_mask = block_mask_from_lists(
         result.lists,
         kept_mask_mod(visible, result.keep, config.block_size, name),
