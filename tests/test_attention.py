@@ -108,7 +108,7 @@ VARIANTS = {
 }
 
 
-# torch 2.13: the C++ kernel of a padded chunk, compiled again with symbolic lengths, does not compile; that raises, it is not silent
+# torch 2.13: the C++ kernel of a padded chunk with symbolic lengths does not compile; that raises, it is not silent
 CPP_ERROR = pytest.mark.xfail(reason="torch 2.13's CPU template emits C++ that does not compile for this mask", strict=False)
 
 
