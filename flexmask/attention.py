@@ -129,7 +129,7 @@ def flexprefill_attention(
     if not grad:
         # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
         query, key, value = query.detach(), key.detach(), value.detach()
-    result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats)
+    result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats, with_keep=False)
     # the lists do the selection here, so that the mask_mod need only cut partial blocks
     valid = None if attention_mask is None else attention_mask != 0
     lengths = (query.shape[2], key.shape[2])

@@ -7,11 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON
-
-if HAS_TRITON:
-    from flexmask.triton_lists import lists
-
 
 class BlockLists(NamedTuple):
     """The four tensors of a BlockMask: contiguous int32, indices ascending, entries past the count 0.
@@ -25,7 +20,7 @@ class BlockLists(NamedTuple):
     full_kv_indices: Tensor
 
 
-def block_lists(keep: Tensor, full: Tensor, fused: bool = False) -> BlockLists:
+def block_lists(keep: Tensor, full: Tensor) -> BlockLists:
     """Index lists of the kept blocks, split into partial and full ones.
 
     Parameters
@@ -34,11 +29,7 @@ def block_lists(keep: Tensor, full: Tensor, fused: bool = False) -> BlockLists:
         (batch, num_heads, num_q_blocks, num_kv_blocks) bool.
     full
         (batch or 1, num_q_blocks, num_kv_blocks) bool: every existing entry of the block is visible.
-    fused
-        Whether a Triton kernel writes them (CUDA only).
     """
-    if fused:
-        return BlockLists(*lists(keep, full))
     full = full[:, None]
     return BlockLists(*_ascending_indices(keep & ~full), *_ascending_indices(keep & full))
 

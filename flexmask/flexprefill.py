@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -19,6 +21,9 @@ from flexmask.config import FlexPrefillConfig, config_from
 from flexmask.mask_mods import kept_mask_mod, visible_mask_mod
 from flexmask.search import SearchOptions, SearchResult, search
 from flexmask.stats import FlexPrefillStats
+
+if HAS_TRITON:
+    from flexmask.fused_search import fused_search
 
 
 def flexprefill_mask(
@@ -129,6 +134,7 @@ def flexprefill_mask(
     offset = device_offset(q_offset, query, key)
     result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats)
     visible = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window)
+    assert result.keep is not None
     # inside a surrounding compilation gamma may be symbolic, which no string can be made of
     traced = torch.compiler.is_compiling()
     name = "flexprefill" if traced else f"flexprefill(gamma={config.gamma}, tau={config.tau}, block_size={config.block_size})"
@@ -188,6 +194,7 @@ def searched(
     attention_mask: Tensor | None,
     offset: Tensor | None,
     with_stats: bool,
+    with_keep: bool = True,
 ) -> SearchResult:
     """Run the compiled search, outside of autograd; arguments are checked already."""
     options = SearchOptions(
@@ -204,17 +211,31 @@ def searched(
         softcap=None if softcap is None else float(softcap),
         window=window,
         with_stats=with_stats,
-        fused=HAS_TRITON and query.device.type == "cuda",
+        with_keep=with_keep or with_stats,
     )
+    choose = fused_search if HAS_TRITON and query.is_cuda and config.selection == "coverage" else search
     with torch.no_grad(), without_tf32():
-        gamma, tau = (torch.full((), x, dtype=torch.float64, device=query.device) for x in (config.gamma, config.tau))
+        gamma, tau = _scalar(config.gamma, query.device), _scalar(config.tau, query.device)
         if query.device.type == "cpu" or torch.compiler.is_compiling():
             # not compiled on CPUs: it takes a minute there and gains little, the heavy operations being matrix products
-            return search(query.detach(), key.detach(), gamma, tau, offset, attention_mask, options)
+            return choose(query.detach(), key.detach(), gamma, tau, offset, attention_mask, options)
         batch, num_heads, q_len, head_dim = query.shape
         shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, offset is None, attention_mask is None)
-        run = compiled(search, options, query.device.type, query.dtype, *shape)
+        run = compiled(choose, options, query.device.type, query.dtype, *shape)
         query, key = with_dynamic(query, 2), with_dynamic(key, 2)
         if attention_mask is not None:
             attention_mask = with_dynamic(attention_mask, 1)
         return run(query, key, gamma, tau, offset, attention_mask, options)
+
+
+def _scalar(value: float, device: torch.device) -> Tensor:
+    """`value` as a 0-d float64 tensor; on a GPU one of earlier calls, since to make one is a launch."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return torch.full((), value, dtype=torch.float64, device=device)
+    return _kept_scalar(value, device, torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled())
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_scalar(value: float, device: torch.device, stream: int, inference: bool) -> Tensor:
+    # of one stream, so that none reads it before it is written, and of one mode, which compiled code tells apart
+    return torch.full((), value, dtype=torch.float64, device=device)

@@ -6,14 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON, matmul_float32
+from flexmask._torch import matmul_float32
 from flexmask.visibility import in_blocks, num_blocks
 
-if HAS_TRITON:
-    from flexmask.triton_means import means
 
-
-def block_means(x: Tensor, valid: Tensor, block_size: int, wanted: Tensor | None = None) -> Tensor:
+def block_means(x: Tensor, valid: Tensor, block_size: int) -> Tensor:
     """Mean of every block's valid tokens, zero where it has none.
 
     Parameters
@@ -24,16 +21,12 @@ def block_means(x: Tensor, valid: Tensor, block_size: int, wanted: Tensor | None
         (batch or 1, length) bool. What invalid tokens hold does not matter, NaN included.
     block_size
         Tokens in a block.
-    wanted
-        (batch, heads) bool, on CUDA only: a Triton kernel reads these heads and gives zeros for the others. None: plain torch.
 
     Returns
     -------
     Tensor
         (batch, heads, num_blocks, head_dim) float32.
     """
-    if wanted is not None:
-        return means(x, valid, wanted, block_size)
     length = x.shape[2]
     blocks = num_blocks(length, block_size)
     tokens = torch.where(valid[:, None, :, None], x.float(), 0.0)

@@ -21,12 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON
 from flexmask.pooling import capped, grouped_scores, masked_softmax
 from flexmask.visibility import Tokens, num_blocks
-
-if HAS_TRITON:
-    from flexmask.triton_row_sums import row_sums
 
 
 class RepresentativeRows(NamedTuple):
@@ -107,24 +103,6 @@ def summed_attention(attention: Tensor, rows: RepresentativeRows, block_size: in
     weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)
     weights = torch.where(rows.taken[..., None, None], weights, 0.0)
     return RowSums(*(attention @ weights[:, None]).unbind(-1))
-
-
-def fused_row_sums(
-    query_rows: Tensor,
-    key: Tensor,
-    rows: RepresentativeRows,
-    tokens: Tokens,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> RowSums:
-    """`summed_attention` of `representative_attention` in one pass over the keys, by a Triton kernel (CUDA only)."""
-    peak, sums = row_sums(query_rows, key, rows.position, rows.taken, tokens.key_valid, tokens.padded, scale, softcap, window)
-    highest = peak.amax(-1, keepdim=True)
-    weight = torch.exp2(peak - torch.where(highest == float("-inf"), 0.0, highest))
-    total = (sums[0] * weight).sum(-1, keepdim=True)
-    weight = weight / torch.where(total == 0, 1.0, total)
-    return RowSums(sums[0] * weight, sums[1] * weight, sums[2] * weight)
 
 
 def pooled_attention(sums: RowSums, rows: RepresentativeRows, block_size: int) -> PooledAttention:

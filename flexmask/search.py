@@ -16,17 +16,15 @@ from flexmask.published import published_selection
 from flexmask.representative import (
     PooledAttention,
     RepresentativeRows,
-    RowSums,
-    fused_row_sums,
     pooled_attention,
     representative_attention,
     representative_rows,
     summed_attention,
     take_rows,
 )
-from flexmask.selection import covering_map, fused_covering_map, heaviest_covering, ranks
-from flexmask.vertical_slash import blocks_kept_always, candidate_diagonals, extended_lines, line_counts
-from flexmask.visibility import BlockVisibility, block_visibility, blocks_seen_by_rows, token_validity, valid_keys
+from flexmask.selection import heaviest_covering, ranks
+from flexmask.vertical_slash import blocks_kept_always, candidate_lines, extended_lines, line_counts
+from flexmask.visibility import BlockVisibility, Tokens, block_visibility, blocks_seen_by_rows, token_validity, valid_keys
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class SearchOptions:
     softcap: float | None
     window: int | None
     with_stats: bool
-    fused: bool  # Triton kernels do the heavy work (CUDA)
+    with_keep: bool  # whether the map of kept blocks is wanted, not its lists alone
 
 
 class SearchStats(NamedTuple):
@@ -64,7 +62,7 @@ class SearchResult(NamedTuple):
     """What a search hands on."""
 
     lists: BlockLists
-    keep: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
+    keep: Tensor | None  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
     stats: SearchStats | None
 
 
@@ -108,28 +106,23 @@ def search(
     tokens = token_validity(q_len, kv_len, offset, attention_mask, key)
     seen = block_visibility(tokens, options.block_size, options.window)
 
-    def attend(rows: RepresentativeRows, queries: Tensor) -> tuple[RowSums, Tensor | None]:
-        scores = (options.scale, options.softcap, options.window)
-        if options.fused and options.selection == "coverage":
-            return fused_row_sums(queries, key, rows, tokens, *scores), None
-        attention = representative_attention(queries, key, rows, tokens, *scores)
-        return summed_attention(attention, rows, options.block_size), attention
+    def attend(rows: RepresentativeRows, queries: Tensor) -> Tensor:
+        return representative_attention(queries, key, rows, tokens, options.scale, options.softcap, options.window)
 
     rows = representative_rows(options.index_queries, tokens, options.block_size)
     queries = take_rows(query, rows)
-    sums, attention = attend(rows, queries)
-    pooled = pooled_attention(sums, rows, options.block_size)
+    attention = attend(rows, queries)
+    pooled = pooled_attention(summed_attention(attention, rows, options.block_size), rows, options.block_size)
     pattern_rows, pattern_queries, true = rows, queries, pooled.vertical
     if options.pattern_queries != options.index_queries:
         pattern_rows = representative_rows(options.pattern_queries, tokens, options.block_size)
         pattern_queries = take_rows(query, pattern_rows)
-        pattern_sums, _ = attend(pattern_rows, pattern_queries)
+        pattern_sums = summed_attention(attend(pattern_rows, pattern_queries), pattern_rows, options.block_size)
         true = pooled_attention(pattern_sums, pattern_rows, options.block_size).vertical
 
     taken = pattern_rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
     query_mean = pattern_queries.float().sum(2, keepdim=True) / taken
-    all_heads = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if options.fused else None
-    key_means = block_means(key, tokens.key_valid, options.block_size, all_heads)
+    key_means = block_means(key, tokens.key_valid, options.block_size)
     counts = valid_keys(tokens, options.block_size)
     if options.selection == "reference":
         counts = torch.ones_like(counts)
@@ -139,16 +132,14 @@ def search(
     estimated = masked_softmax(estimate_scores.squeeze(2), pattern_sees[:, None])
     estimated = torch.where(pattern_sees[:, None], estimated, 0.0)
 
-    def pooled_map(heads: Tensor) -> Tensor:
-        wanted = heads if options.fused else None
-        query_means = block_means(query, tokens.row_valid, options.block_size, wanted)
+    def pooled_map() -> Tensor:
+        query_means = block_means(query, tokens.row_valid, options.block_size)
         scores = pooled_scores(query_means, key_means, counts, options.scale, options.softcap)
         return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
 
-    if attention is not None and options.selection == "reference":
-        every_head = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+    if options.selection == "reference":
         budgets = (options.block_size, options.min_blocks, options.max_blocks)
-        chosen = published_selection(attention, estimated, pooled_map(every_head), gamma, tau, *budgets)
+        chosen = published_selection(attention, estimated, pooled_map(), gamma, tau, *budgets)
         choice = _Choice(
             extended_lines(chosen.vertical, chosen.slash, seen) | chosen.query_aware,
             chosen.is_query_aware,
@@ -160,19 +151,22 @@ def search(
         distance = jensen_shannon_distance(estimated, true)
         has_rows = tokens.row_valid.any(-1, keepdim=True)
         is_query_aware = (distance.double() < tau) & has_rows
-        choice = _covering(pooled, pooled_map if options.search_pattern else None, is_query_aware, distance, gamma, seen, options)
+        choice = _covering(
+            pooled, pooled_map if options.search_pattern else None, is_query_aware, distance, gamma, tokens, seen, options
+        )
 
     keep = (choice.keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
     stats = _statistics(keep, choice, pooled, rows, seen, options.block_size) if options.with_stats else None
-    return SearchResult(block_lists(keep, seen.full, options.fused), keep, stats)
+    return SearchResult(block_lists(keep, seen.full), keep, stats)
 
 
 def _covering(
     pooled: PooledAttention,
-    pooled_map: Callable[[Tensor], Tensor] | None,
+    pooled_map: Callable[[], Tensor] | None,
     is_query_aware: Tensor,
     distance: Tensor,
     gamma: Tensor,
+    tokens: Tokens,
     seen: BlockVisibility,
     options: SearchOptions,
 ) -> _Choice:
@@ -180,7 +174,7 @@ def _covering(
     cover = None if options.keep_all else gamma
     # both families of lines at once: (2, batch, num_heads, num_kv_blocks)
     lines = torch.stack([pooled.vertical, pooled.slash])
-    candidates = torch.stack([seen.visible.any(-2), candidate_diagonals(seen)]).unsqueeze(2)
+    candidates = candidate_lines(tokens, options.block_size, options.window).unsqueeze(2)
     count, floor = line_counts(lines, candidates, cover, options.min_blocks, options.max_blocks)
     count = torch.where(is_query_aware, floor, count)
     vertical, slash = (ranks(lines, candidates) < count.unsqueeze(-1)).unbind(0)
@@ -188,14 +182,13 @@ def _covering(
 
     if pooled_map is not None:
         visible = seen.visible[:, None]
-        values = pooled_map(is_query_aware)
+        values = pooled_map()
         if cover is None:
             chosen = visible.expand(values.shape)
         elif options.query_aware == "per_query":
             chosen = heaviest_covering(values, visible, cover)
         else:
-            cover_map = fused_covering_map if options.fused else covering_map
-            chosen = cover_map(values, visible, cover, is_query_aware)
+            chosen = heaviest_covering(values.flatten(2), visible.flatten(2), cover).unflatten(2, values.shape[2:])
         if options.max_blocks is not None:
             chosen = chosen & (ranks(values, chosen) < options.max_blocks)
         keep = keep | (chosen & is_query_aware[..., None, None])

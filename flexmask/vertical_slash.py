@@ -6,7 +6,18 @@ import torch
 from torch import Tensor
 
 from flexmask.selection import fewest_reaching
-from flexmask.visibility import BlockVisibility
+from flexmask.visibility import BlockVisibility, Tokens, block_visibility, num_blocks
+
+
+def candidate_lines(tokens: Tokens, block_size: int, window: int | None) -> Tensor:
+    """Key blocks, then block diagonals, that hold a visible block, (2, batch or 1, num_kv_blocks) bool."""
+    if tokens.padded or window is not None:
+        seen = block_visibility(tokens, block_size, window)
+        return torch.stack([seen.visible.any(-2), candidate_diagonals(seen)])
+    # the last row sees every filled key, and the first key lies as far before it as can be
+    block = torch.arange(num_blocks(tokens.key_valid.shape[1], block_size), device=tokens.offset.device)
+    filled = block * block_size < tokens.offset.unsqueeze(-1) + tokens.row_valid.shape[1]
+    return filled.expand(2, *filled.shape)
 
 
 def candidate_diagonals(seen: BlockVisibility) -> Tensor:

@@ -22,6 +22,24 @@ class Tokens(NamedTuple):
     padded: bool  # whether an attention mask was given; without one every query row is valid
 
 
+class BlockEdges(NamedTuple):
+    """What decides whether a pair of blocks is visible or full, by query block and by key block; the leading size is batch or 1.
+
+    Positions are int64. A valid row sees its own key, so a query block sees every key block that one of its valid rows stands in.
+    Of an earlier key block, its first valid row sees something iff the block's last valid key lies in that row's window; later
+    rows see no more of it than that.
+    """
+
+    first_row: Tensor  # (.., num_q_blocks): position of the block's first row
+    last_row: Tensor  # (.., num_q_blocks): position of its last row
+    first_valid_row: Tensor  # (.., num_q_blocks): position of its first valid row; 2 * kv_len where it has none
+    own_first: Tensor  # (.., num_q_blocks): key block of the first row, if a valid row stands in it, else -1
+    own_last: Tensor  # (.., num_q_blocks): key block of the last row, likewise
+    rows_whole: Tensor  # (.., num_q_blocks) bool: every row is valid
+    last_valid_key: Tensor  # (.., num_kv_blocks): position of the block's last valid key; -kv_len where it has none
+    keys_whole: Tensor  # (.., num_kv_blocks) bool: every key is valid
+
+
 class BlockVisibility(NamedTuple):
     """What each query block sees of each key block; the leading size is batch, or 1 where all rows agree."""
 
@@ -55,59 +73,53 @@ def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mas
     return Tokens(offset.expand(key_valid.shape[0]), key_valid, row_valid, padded=True)
 
 
-def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> BlockVisibility:
-    """Exact visibility of every pair of blocks, without looking at single pairs of tokens.
-
-    A valid row sees its own key, so a query block sees every key block that one of its valid rows stands in. Of an earlier
-    key block, its first valid row sees something iff the block's last valid key lies in that row's window; later rows see
-    no more of it than that.
-    """
+def block_edges(tokens: Tokens, block_size: int) -> BlockEdges:
+    """The edges of all query blocks and key blocks, without looking at pairs of tokens."""
     device = tokens.offset.device
     kv_len, q_len = tokens.key_valid.shape[1], tokens.row_valid.shape[1]
-    num_kv_blocks, num_q_blocks = num_blocks(kv_len, block_size), num_blocks(q_len, block_size)
-    kv_block = torch.arange(num_kv_blocks, device=device)
-    q_block = torch.arange(num_q_blocks, device=device)
-    far = kv_len  # a distance that no pair reaches
-    offset = tokens.offset.unsqueeze(-1)
+    first_key = _first_keys(tokens, block_size)
+    keys_whole = valid_keys(tokens, block_size) == (first_key + block_size).clamp(max=kv_len) - first_key
 
-    # by key block: (batch or 1, num_kv_blocks)
-    last_key = (kv_block * block_size + block_size).clamp(max=kv_len) - 1
-    last_valid_key = last_valid_keys(tokens, block_size)
-    keys_whole = valid_keys(tokens, block_size) == last_key + 1 - kv_block * block_size
-
-    # by query block: (batch or 1, num_q_blocks)
-    first_row = offset + q_block * block_size
-    last_row = offset + (q_block * block_size + block_size).clamp(max=q_len) - 1
-    first_diagonal, last_diagonal = first_row // block_size, last_row // block_size
+    first_slot = torch.arange(num_blocks(q_len, block_size), device=device) * block_size
+    first_row = tokens.offset.unsqueeze(-1) + first_slot
+    last_row = tokens.offset.unsqueeze(-1) + (first_slot + block_size).clamp(max=q_len) - 1
+    own_first, own_last = first_row // block_size, last_row // block_size
     if tokens.padded:
         row_valid = in_blocks(tokens.row_valid, block_size, False)
         row_position = first_row.unsqueeze(-1) + torch.arange(block_size, device=device)
-        first_valid_row = torch.where(row_valid, row_position, 2 * far).amin(-1)
+        first_valid_row = torch.where(row_valid, row_position, 2 * kv_len).amin(-1)
         rows_whole = row_valid.sum(-1) == last_row + 1 - first_row
-        in_first = row_position // block_size == first_diagonal.unsqueeze(-1)
-        stands_in_first = (row_valid & in_first).any(-1)
-        stands_in_last = (row_valid & ~in_first).any(-1)
+        in_first = row_position // block_size == own_first.unsqueeze(-1)
+        own_first = torch.where((row_valid & in_first).any(-1), own_first, -1)
+        own_last = torch.where((row_valid & (row_position // block_size == own_last.unsqueeze(-1))).any(-1), own_last, -1)
     else:
         first_valid_row = first_row
-        rows_whole = stands_in_first = torch.ones_like(first_row, dtype=torch.bool)
-        stands_in_last = last_diagonal != first_diagonal
+        rows_whole = torch.ones_like(first_row, dtype=torch.bool)
+    last_valid_key = last_valid_keys(tokens, block_size)
+    return BlockEdges(first_row, last_row, first_valid_row, own_first, own_last, rows_whole, last_valid_key, keys_whole)
 
-    # by pair: (batch or 1, num_q_blocks, num_kv_blocks)
+
+def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> BlockVisibility:
+    """Exact visibility of every pair of blocks, from their edges."""
+    edges, kv_len = block_edges(tokens, block_size), tokens.key_valid.shape[1]
+    kv_block = torch.arange(num_blocks(kv_len, block_size), device=tokens.offset.device)
+    first_key = kv_block * block_size
+    last_key = (first_key + block_size).clamp(max=kv_len) - 1
+    far = kv_len if window is None else min(window, kv_len)  # a distance that no visible pair reaches
+
     def by_row(x: Tensor) -> Tensor:
         return x.unsqueeze(-1)
 
     def by_key(x: Tensor) -> Tensor:
         return x.unsqueeze(-2)
 
-    stands_in = (kv_block == by_row(first_diagonal)) & by_row(stands_in_first)
-    stands_in = stands_in | ((kv_block == by_row(last_diagonal)) & by_row(stands_in_last))
-    distance = by_row(first_valid_row) - by_key(last_valid_key)
-    reaches = distance < (far if window is None else min(window, far))
-    earlier = (by_row(first_valid_row) > last_key) & reaches
-    full = by_row(rows_whole) & by_key(keys_whole) & (last_key <= by_row(first_row))
+    stands_in = (kv_block == by_row(edges.own_first)) | (kv_block == by_row(edges.own_last))
+    reaches = by_row(edges.first_valid_row) - by_key(edges.last_valid_key) < far
+    earlier = (by_row(edges.first_valid_row) > last_key) & reaches
+    full = by_row(edges.rows_whole) & by_key(edges.keys_whole) & (last_key <= by_row(edges.first_row))
     if window is not None:
-        full = full & (by_row(last_row) - kv_block * block_size < window)
-    return BlockVisibility(stands_in | earlier, full, first_diagonal, last_diagonal)
+        full = full & (by_row(edges.last_row) - first_key < window)
+    return BlockVisibility(stands_in | earlier, full, edges.first_row // block_size, edges.last_row // block_size)
 
 
 def blocks_seen_by_rows(positions: Tensor, tokens: Tokens, block_size: int, window: int | None) -> Tensor:

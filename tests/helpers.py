@@ -395,6 +395,7 @@ def assert_same_statistics(
 
 def assert_well_formed(result: SearchResult) -> None:
     """Index lists as FlexAttention wants them, and as `keep` says: contiguous int32, ascending, 0 past the count, disjoint."""
+    assert result.keep is not None
     shape = result.keep.shape
     for counts, indices in (result.lists[:2], result.lists[2:]):
         assert counts.dtype == indices.dtype == torch.int32

@@ -23,10 +23,12 @@ SIDE_FOLDERS = ("block_masks", "integrations")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_torch", "config", "stats", "compilation"),
     ("checks", "visibility", "mask_mods", "pattern", "published"),
-    ("triton_*",),  # kernels, each imported where there is triton by the module that runs it
+    ("triton_visibility", "triton_fewest"),
+    ("triton_*",),  # kernels and their launches
     ("emit", "selection", "pooling"),
     ("vertical_slash", "representative", "backends", "dense"),
     ("search",),
+    ("fused_search",),  # imported where there is triton
     ("flexprefill",),
     ("attention",),
     ("block_masks.causal",),

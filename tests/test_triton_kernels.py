@@ -1,4 +1,4 @@
-"""The Triton kernels against the plain code they stand in for: on a GPU for real, elsewhere in Triton's interpreter.
+"""Each Triton kernel against the plain code it stands in for: on a GPU for real, elsewhere in Triton's interpreter.
 
 `tests/conftest.py` switches the interpreter on where there is no GPU. It has no bfloat16 arithmetic: that is for GPUs only.
 """
@@ -10,102 +10,197 @@ import torch
 from torch import Tensor
 
 from flexmask.emit import block_lists
-from flexmask.pooling import block_means
-from flexmask.representative import (
-    RowSums,
-    representative_attention,
-    representative_rows,
-    summed_attention,
-    take_rows,
-)
-from flexmask.selection import covering_map
-from flexmask.visibility import token_validity
+from flexmask.pattern import jensen_shannon_distance
+from flexmask.pooling import block_means, masked_softmax, pooled_scores
+from flexmask.representative import pooled_attention, representative_attention, representative_rows, summed_attention, take_rows
+from flexmask.selection import fewest_reaching, heaviest_covering, ranks
+from flexmask.vertical_slash import blocks_kept_always, candidate_lines, extended_lines
+from flexmask.visibility import Tokens, block_visibility, token_validity, valid_keys
 
 pytest.importorskip("triton")
 
-import flexmask.selection
-from flexmask.triton_lists import launch_lists
-from flexmask.triton_means import launch_means
-from flexmask.triton_row_sums import launch_row_sums
-from flexmask.triton_threshold import launch_threshold
+from flexmask import triton_covering
+from flexmask.triton_covering import covering_blocks, covering_rows
+from flexmask.triton_lists import line_lists
+from flexmask.triton_means import wanted_block_means
+from flexmask.triton_pattern import pattern_and_lines
+from flexmask.triton_pooled_map import pooled_map
+from flexmask.triton_representative import block_sums, estimated_scores, line_attention, row_norms
+from flexmask.triton_visibility import packed_edges
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,)
+
+
+@pytest.fixture(autouse=True)
+def _few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one after the other: 64 chunks of rows a pass take it seconds."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton_covering, "_CHUNKS", 4)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def row_sums(case: dict, dtype: torch.dtype) -> tuple[RowSums, RowSums]:
-    """What the kernel gives, rescaled, and what plain code gives."""
-    batch, heads, kv_heads, q_len, kv_len, block_size, head_dim = case["shape"]
-    query = (2 * normal(batch, heads, q_len, head_dim)).to(dtype)
-    key = normal(batch, kv_heads, kv_len, head_dim, seed=1).to(dtype)
-    mask = (torch.rand(batch, kv_len, generator=torch.Generator().manual_seed(2)) < 0.7).to(DEVICE) if case["padded"] else None
-    tokens = token_validity(q_len, kv_len, None, mask, key)
-    rows = representative_rows("last", tokens, block_size)
-    taken = take_rows(query, rows)
-    scores = (head_dim**-0.5, case["softcap"], case["window"])
-    peak, sums = launch_row_sums(taken, key, rows.position, rows.taken, tokens.key_valid, case["padded"], *scores)
-    assert peak.isfinite().logical_or(peak == float("-inf")).all()
-    highest = peak.amax(-1, keepdim=True)
-    weight = torch.exp2(peak - torch.where(highest == float("-inf"), 0.0, highest))
-    total = (sums[0] * weight).sum(-1, keepdim=True)
-    weight = weight / torch.where(total == 0, 1.0, total)
-    expected = summed_attention(representative_attention(taken, key, rows, tokens, *scores), rows, block_size)
-    return RowSums(*(part * weight for part in sums)), expected
+def float64(x: float) -> Tensor:
+    return torch.full((), x, dtype=torch.float64, device=DEVICE)
+
+
+def tokens_of(batch: int, q_len: int, kv_len: int, padded: bool) -> Tokens:
+    mask = (torch.rand(batch, kv_len, generator=torch.Generator().manual_seed(2)) < 0.7).to(DEVICE) if padded else None
+    return token_validity(q_len, kv_len, None, mask, torch.empty(batch, 1, kv_len, 16, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize(
-    "case",
+    ("shape", "softcap", "window", "padded"),
     [
-        {"shape": (1, 2, 1, 70, 70, 16, 32), "softcap": None, "window": None, "padded": False},
-        {"shape": (2, 2, 1, 50, 80, 48, 24), "softcap": 5.0, "window": 40, "padded": True},
-        {"shape": (1, 2, 2, 100, 150, 64, 64), "softcap": None, "window": None, "padded": False},
-        {"shape": (2, 1, 1, 20, 40, 32, 80), "softcap": None, "window": None, "padded": True},
-        {"shape": (1, 1, 1, 130, 140, 128, 128), "softcap": None, "window": 100, "padded": False},
-        {"shape": (1, 1, 1, 1, 33, 256, 16), "softcap": None, "window": None, "padded": False},
+        ((1, 2, 1, 70, 70, 16, 32), None, None, False),
+        ((2, 2, 1, 50, 80, 48, 24), 5.0, 40, True),
+        ((1, 2, 2, 100, 150, 64, 64), None, None, False),
+        ((2, 1, 1, 20, 40, 32, 80), None, None, True),
+        ((1, 1, 1, 130, 140, 128, 128), None, 100, False),
+        ((1, 1, 1, 300, 340, 16, 16), None, None, False),
+        ((1, 1, 1, 1, 33, 256, 16), None, None, False),
     ],
-    ids=lambda case: "x".join(map(str, case["shape"])),
+    ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else str(x),
 )
-def test_row_sums_equal_the_plain_sums(case: dict, dtype: torch.dtype) -> None:
-    got, expected = row_sums(case, dtype)
-    for part, plain in zip(got, expected, strict=True):
-        torch.testing.assert_close(part, plain, atol=3e-6, rtol=1e-4)
+def test_lines_of_the_representative_attention(shape, softcap, window, padded, dtype):
+    batch, heads, kv_heads, q_len, kv_len, block_size, head_dim = shape
+    query = (2 * normal(batch, heads, q_len, head_dim)).to(dtype)
+    key = normal(batch, kv_heads, kv_len, head_dim, seed=1).to(dtype)
+    tokens = tokens_of(batch, q_len, kv_len, padded)
+    if padded:  # what padding holds does not matter
+        key = torch.where(tokens.key_valid[:, None, :, None], key, float("nan"))
+    rows = representative_rows("last", tokens, block_size)
+    candidates = candidate_lines(tokens, block_size, window)
+    scores = (head_dim**-0.5, softcap, window)
+    packed = torch.where(rows.taken, rows.row, -1).int()
+    sums = block_sums(query, key, packed, tokens.offset, tokens.key_valid if padded else None, block_size, *scores)
+    norms = row_norms(sums)
+    vertical, slash = line_attention(sums, norms, packed, tokens.offset, candidates)
+
+    zeros = torch.where(tokens.key_valid[:, None, :, None], key, 0.0)
+    attention = representative_attention(take_rows(query, rows), zeros, rows, tokens, *scores)
+    plain = pooled_attention(summed_attention(attention, rows, block_size), rows, block_size)
+    for line, expected, wanted in zip((vertical, slash), (plain.vertical, plain.slash), candidates[:, :, None], strict=True):
+        torch.testing.assert_close(line, torch.where(wanted, expected, -1.0), atol=3e-6, rtol=1e-4)
+    by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)
+    torch.testing.assert_close(by_row.mT, plain.by_row, atol=3e-6, rtol=1e-4)
+
+    if not padded:
+        means = block_means(key, tokens.key_valid, block_size)
+        mean_row = take_rows(query, rows).float().sum(2, keepdim=True) / rows.taken.sum()
+        torch.testing.assert_close(
+            estimated_scores(query, means, packed, block_size),
+            (mean_row @ means.repeat_interleave(heads // kv_heads, 1).mT).squeeze(2),
+            atol=1e-4,
+            rtol=1e-4,
+        )
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (3, 1100)])
-@pytest.mark.parametrize("shared", [True, False])
-def test_lists_equal_the_plain_lists(rows: int, columns: int, shared: bool) -> None:
-    keep = normal(2, 2, rows, columns) < -0.5
-    full = normal(1 if shared else 2, rows, columns, seed=1) < 0
-    for got, expected in zip(launch_lists(keep, full), block_lists(keep, full), strict=True):
-        assert got.is_contiguous()
-        assert torch.equal(got, expected)
+@pytest.mark.parametrize("blocks", [1, 40, 300])
+@pytest.mark.parametrize(("gamma", "floor", "cap"), [(0.6, 0, None), (0.9, 5, None), (0.9, 0, 3), (1.0, 0, None), (1.0, 2, 7)])
+def test_pattern_and_lines(blocks, gamma, floor, cap):
+    heads = 6
+    lines = normal(2, 1, heads, blocks).softmax(-1)
+    lines[0, 0, 1] = 1 / blocks  # nothing but ties
+    lines[1, 0, 2] = lines[1, 0, 2].round(decimals=2)  # many ties, zeros among them
+    candidates = normal(2, 1, blocks, seed=1) < 1
+    candidates[..., 0] = True
+    values = torch.where(candidates.unsqueeze(2), lines, 0.0)
+    estimate = 2 * normal(1, heads, blocks, seed=3)
+    sees = normal(1, blocks, seed=4) < 1
+    sees[..., 0] = True
+    count = torch.full((1, blocks), 16, dtype=torch.int32, device=DEVICE)
+    count[..., -1] = 3
+    rows = torch.arange(16, device=DEVICE, dtype=torch.int32)[None]
+    tau = float64(0.5)
+    chosen = pattern_and_lines(
+        estimate, values[0], rows, sees, count, torch.where(candidates.unsqueeze(2), lines, -1.0),
+        float64(gamma), tau, floor, cap, 0.7, 4.0,
+    )  # fmt: skip
+
+    scores = 4.0 * torch.tanh(0.7 * estimate / 4.0) + count.log()[:, None]
+    estimated = torch.where(sees[:, None], masked_softmax(scores, sees[:, None]), 0.0)
+    distance = jensen_shannon_distance(estimated, values[0])
+    torch.testing.assert_close(chosen.distance, distance, atol=1e-5, rtol=1e-5)
+    assert torch.equal(chosen.is_query_aware, distance.double() < tau)
+    available = candidates.sum(-1, keepdim=True)
+    number = available if gamma == 1 else fewest_reaching(values, candidates.unsqueeze(2), float64(gamma))
+    number = number.clamp(max=blocks if cap is None else cap)
+    number = torch.where(chosen.is_query_aware, 0, number).maximum(available.clamp(max=floor))
+    assert torch.equal(chosen.number, number)
+    assert torch.equal(chosen.kept.bool(), ranks(lines, candidates.unsqueeze(2)) < number.unsqueeze(-1))
 
 
 @pytest.mark.parametrize(("length", "block_size", "head_dim"), [(100, 16, 24), (97, 48, 64), (256, 128, 32), (1, 64, 16)])
-def test_means_equal_the_plain_means_of_wanted_heads(length: int, block_size: int, head_dim: int) -> None:
+def test_means_of_wanted_heads(length, block_size, head_dim):
     x = normal(2, 3, head_dim, length).transpose(-1, -2)
+    everything = torch.ones(1, length, dtype=torch.bool, device=DEVICE)
+    torch.testing.assert_close(wanted_block_means(x, None, None, block_size), block_means(x, everything, block_size))
     valid = normal(2, length, seed=1) < 0.5
     x = torch.where(valid[:, None, :, None], x, float("nan"))
     wanted = torch.tensor([[True, False, True], [True, True, True]], device=DEVICE)
-    got = launch_means(x, valid, wanted, block_size)
-    torch.testing.assert_close(got, block_means(x, valid, block_size) * wanted[..., None, None])
+    got = wanted_block_means(x, valid, wanted, block_size)
+    torch.testing.assert_close(got[wanted], block_means(x, valid, block_size)[wanted])
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (10, 10), (60, 150)])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "window", "padded"),
+    [(1, 1, None, False), (100, 100, None, False), (90, 150, 60, True)],
+)
 @pytest.mark.parametrize("gamma", [0.3, 0.95])
-def test_threshold_selects_what_a_sort_selects(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, gamma: float) -> None:
-    monkeypatch.setattr(flexmask.selection, "threshold", launch_threshold, raising=False)
-    values = normal(1, 5, rows, columns).sigmoid() ** 6
-    values[0, 1] = values[0, 1].round(decimals=1)  # many ties, zeros among them
-    values[0, 3] = 0.25  # nothing but ties
-    candidates = normal(1, 1, rows, columns, seed=1) < 0.8
-    active = torch.tensor([[True, True, False, True, True]], device=DEVICE)
-    share = torch.tensor(gamma, dtype=torch.float64, device=DEVICE)
-    got = flexmask.selection.fused_covering_map(values, candidates, share, active)
-    assert torch.equal(got, covering_map(values, candidates, share, active))
-    assert not got[0, 2].any()
+def test_pooled_map_and_what_covers_it(q_len, kv_len, window, padded, gamma):
+    size, heads, head_dim = 16, 4, 32
+    tokens = tokens_of(2, q_len, kv_len, padded)
+    edges, seen = packed_edges(tokens, size), block_visibility(tokens, size, window)
+    edges = edges._replace(rows=edges.rows.expand(6, 2, -1).contiguous(), keys=edges.keys.expand(3, 2, -1).contiguous())
+    query_means = normal(2, heads, -(-q_len // size), head_dim)
+    key_means = normal(2, 2, -(-kv_len // size), head_dim, seed=1)
+    active = torch.tensor([[True, True, False, True], [True, False, True, True]], device=DEVICE)
+    scores = (0.5, 6.0, window)
+    values = pooled_map(query_means, key_means, active, edges, kv_len, size, *scores)
+    visible = seen.visible.expand(2, -1, -1)[:, None].expand_as(values)
+    count = valid_keys(tokens, size).expand(2, -1)
+    plain = masked_softmax(pooled_scores(query_means, key_means, count, 0.5, 6.0), visible)
+    written = active[..., None, None] & visible
+    torch.testing.assert_close(values[written], plain[written], atol=1e-6, rtol=1e-5)
+
+    share = float64(gamma)
+    values = torch.where(visible, values, -1.0)
+    values[0, 1] = torch.where(visible[0, 1], 0.25, -1.0)  # nothing but ties
+    values[1, 2] = torch.where(visible[1, 2], values[1, 2].round(decimals=1), -1.0)  # many ties, zeros among them
+    for got, expected in [
+        (covering_blocks(values, active, edges, share, size), heaviest_covering(values.flatten(2), visible.flatten(2), share)),
+        (covering_rows(values, active, edges, share, None, size), heaviest_covering(values, visible, share)),
+        (covering_rows(values, active, edges, float64(1.0), 2, size), (ranks(values, visible) < 2) & visible),
+    ]:
+        assert torch.equal((got != 0) & written, expected.view_as(values) & written)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "window", "padded"),
+    [(1, 1, None, False), (90, 150, 60, True), (100, 2300, None, False), (70, 70, 20, False)],
+)
+@pytest.mark.parametrize("with_chosen", [False, True])
+def test_lists_of_lines_and_blocks(q_len, kv_len, window, padded, with_chosen):
+    size, heads = 16, 3
+    tokens = tokens_of(2, q_len, kv_len, padded)
+    seen = block_visibility(tokens, size, window)
+    shape = (2, heads, seen.visible.shape[1], seen.visible.shape[2])
+    lines = normal(2, 2, heads, shape[3], seed=1) < -1
+    active = torch.tensor([[True, False, True], [False, True, False]], device=DEVICE)
+    chosen = normal(*shape, seed=2) < -1
+    blocks = chosen.to(torch.int8) if with_chosen else None
+    edges = packed_edges(tokens, size)
+    *lists, keep = line_lists(lines.to(torch.int8), active, blocks, edges, kv_len, size, window, True)
+    expected = extended_lines(lines[0], lines[1], seen) | blocks_kept_always(seen)[:, None]
+    if with_chosen:
+        expected = expected | (chosen & active[..., None, None])
+    expected = expected & seen.visible[:, None]
+    assert torch.equal(keep, expected)
+    for got, plain in zip(lists, block_lists(expected, seen.full), strict=True):
+        assert got.is_contiguous()
+        assert torch.equal(got, plain)

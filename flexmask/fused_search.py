@@ -1,0 +1,122 @@
+"""`flexmask.search` for CUDA: the same choices by Triton kernels, without sorts and without maps of more than the blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.emit import BlockLists
+from flexmask.representative import RepresentativeRows, representative_rows
+from flexmask.search import SearchOptions, SearchResult, SearchStats
+from flexmask.triton_covering import covering_blocks, covering_rows
+from flexmask.triton_lists import line_lists
+from flexmask.triton_means import wanted_block_means
+from flexmask.triton_pattern import Lines, pattern_and_lines
+from flexmask.triton_pooled_map import pooled_map
+from flexmask.triton_representative import BlockSums, RowNorms, block_sums, estimated_scores, line_attention, row_norms
+from flexmask.triton_visibility import PackedEdges, packed_edges
+from flexmask.vertical_slash import candidate_lines
+from flexmask.visibility import Tokens, block_visibility, blocks_seen_by_rows, token_validity
+
+
+def fused_search(
+    query: Tensor,
+    key: Tensor,
+    gamma: Tensor,
+    tau: Tensor,
+    offset: Tensor | None,
+    attention_mask: Tensor | None,
+    options: SearchOptions,
+) -> SearchResult:
+    """Choose the blocks of every head, as `flexmask.search.search` does; ``selection="coverage"`` only."""
+    block_size, kv_len = options.block_size, key.shape[2]
+    tokens = token_validity(query.shape[2], kv_len, offset, attention_mask, key)
+    edges = packed_edges(tokens, block_size)
+    candidates = candidate_lines(tokens, block_size, options.window)
+
+    # without padding every query row is valid, and every key unless an offset leaves some unfilled
+    key_valid = tokens.key_valid if tokens.padded or offset is not None else None
+    key_means = wanted_block_means(key, key_valid, None, block_size)
+
+    rows, packed, sums, norms, lines = _attend(options.index_queries, query, key, tokens, candidates, options)
+    pattern_rows, pattern_packed, true = rows, packed, lines[0]
+    if options.pattern_queries != options.index_queries:
+        pattern_rows, pattern_packed, _, _, pattern_lines = _attend(
+            options.pattern_queries, query, key, tokens, candidates, options
+        )
+        true = pattern_lines[0]
+    sees = blocks_seen_by_rows(pattern_rows.position, tokens, block_size, options.window)
+    sees = (sees & pattern_rows.taken.unsqueeze(-1)).any(-2)
+    estimate = estimated_scores(query, key_means, pattern_packed, block_size)
+    decided = (gamma, tau, options.min_blocks, options.max_blocks, options.scale, options.softcap)
+    chosen_lines = pattern_and_lines(estimate, true, pattern_packed, sees, edges.keys[2], lines, *decided)
+
+    blocks = None
+    if options.search_pattern:
+        blocks = _pooled_blocks(query, key_means, tokens, edges, chosen_lines.is_query_aware, gamma, options)
+    *lists, keep = line_lists(
+        chosen_lines.kept, chosen_lines.is_query_aware, blocks, edges, kv_len, block_size, options.window, options.with_keep
+    )
+    stats = _statistics(keep, chosen_lines, rows, sums, norms, tokens, options) if options.with_stats else None
+    return SearchResult(BlockLists(*lists), keep, stats)
+
+
+def _attend(
+    which: str, query: Tensor, key: Tensor, tokens: Tokens, candidates: Tensor, options: SearchOptions
+) -> tuple[RepresentativeRows, Tensor, BlockSums, RowNorms, Tensor]:
+    """The "last" or "middle" rows, as kernels read them too, their attention's sums and softmax, and V and S of it."""
+    rows = representative_rows(which, tokens, options.block_size)
+    key_valid = tokens.key_valid if tokens.padded else None
+    scores = (options.block_size, options.scale, options.softcap, options.window)
+    packed = torch.where(rows.taken, rows.row, -1).int().contiguous()
+    sums = block_sums(query, key, packed, tokens.offset, key_valid, *scores)
+    norms = row_norms(sums)
+    return rows, packed, sums, norms, line_attention(sums, norms, packed, tokens.offset, candidates)
+
+
+def _pooled_blocks(
+    query: Tensor,
+    key_means: Tensor,
+    tokens: Tokens,
+    edges: PackedEdges,
+    is_query_aware: Tensor,
+    gamma: Tensor,
+    options: SearchOptions,
+) -> Tensor:
+    """What query-aware heads keep of their pooled map."""
+    kv_len = tokens.key_valid.shape[1]
+    query_means = wanted_block_means(query, tokens.row_valid if tokens.padded else None, is_query_aware, options.block_size)
+    scores = (options.scale, options.softcap, options.window)
+    values = pooled_map(query_means, key_means, is_query_aware, edges, kv_len, options.block_size, *scores)
+    if options.query_aware == "per_query" or options.keep_all:
+        return covering_rows(values, is_query_aware, edges, gamma, options.max_blocks, options.block_size)
+    blocks = covering_blocks(values, is_query_aware, edges, gamma, options.block_size)
+    if options.max_blocks is None:
+        return blocks
+    within = torch.where(blocks != 0, values, -1.0)
+    return covering_rows(within, is_query_aware, edges, torch.ones_like(gamma), options.max_blocks, options.block_size)
+
+
+def _statistics(
+    keep: Tensor | None,
+    lines: Lines,
+    rows: RepresentativeRows,
+    sums: BlockSums,
+    norms: RowNorms,
+    tokens: Tokens,
+    options: SearchOptions,
+) -> SearchStats:
+    """Density and coverage of the kept blocks, with what was chosen."""
+    assert keep is not None
+    visible = block_visibility(tokens, options.block_size, options.window).visible
+    q_block = (rows.row // options.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
+    by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)
+    held = torch.where(keep.gather(2, q_block), by_row.mT, 0.0).sum((-2, -1))
+    return SearchStats(
+        lines.is_query_aware,
+        lines.distance,
+        keep.sum((-2, -1)) / visible.sum((-2, -1)).clamp(min=1)[:, None],
+        lines.number[0],
+        lines.number[1],
+        held / rows.taken.sum(-1).clamp(min=1)[:, None],
+    )

@@ -1,0 +1,160 @@
+"""The search by Triton kernels against the reference: in Triton's interpreter, and compiled for a GPU that need not be there.
+
+`tests/test_search.py` runs it on a GPU for real. The interpreter is slow, so the cases here are short.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexmask import flexprefill
+from tests.helpers import (
+    Case,
+    Drawn,
+    Tally,
+    assert_same_blocks,
+    assert_same_statistics,
+    assert_well_formed,
+    attention_masks,
+    configs,
+    drawn_inputs,
+    q_offsets,
+    score_options,
+    sparse_cases,
+    structured_inputs,
+)
+
+pytest.importorskip("triton")
+
+from flexmask import triton_covering
+from flexmask.fused_search import fused_search
+
+ROOT = Path(__file__).resolve().parent.parent
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
+
+
+@pytest.fixture(autouse=True)
+def _few_chunks(monkeypatch):
+    """The interpreter runs programs one after the other: 64 chunks of rows a pass take it seconds."""
+    monkeypatch.setattr(triton_covering, "_CHUNKS", 4)
+
+
+@st.composite
+def short_cases(draw):
+    config = draw(configs([16, 32, 48], st.sampled_from([0.43, 0.71, 0.91, 1.0])))
+    kv_len = draw(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 260))
+    q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
+    case = drawn_inputs(draw, config, draw(st.integers(1, 2)), q_len, kv_len, draw(st.sampled_from([1.0, 5.0])))
+    case.attention_mask = draw(attention_masks(case.query.shape[0], kv_len))
+    case.q_offset = draw(q_offsets(case.query.shape[0], kv_len - q_len))
+    case.scores = draw(score_options(kv_len))
+    return case
+
+
+@interpreted
+def test_equals_the_reference(monkeypatch):
+    monkeypatch.setattr(flexprefill, "search", fused_search)
+    tally, drawn = Tally(), Drawn()
+
+    @settings(max_examples=15)
+    @given(short_cases() | sparse_cases(most_blocks=16))
+    def run(case):
+        expected, result = case.reference(), case.search()
+        assert_well_formed(result)
+        assert_same_blocks(result, expected)
+        tally.add_decisions(expected)
+        assert_same_statistics(result, expected)
+        drawn.add(expected)
+
+    run()
+    tally.check()
+    assert drawn.sparse > 0 and drawn.query_aware > 0
+
+
+@interpreted
+@pytest.mark.parametrize("fault", ["block_sums", "covering_blocks", "pattern_and_lines"])
+def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
+    module = sys.modules[fused_search.__module__]
+    generator = torch.Generator().manual_seed(18)
+    query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
+    case = Case(query, key, flexprefill.FlexPrefillConfig(0.5, 0.08, block_size=16, min_budget=0))
+    monkeypatch.setattr(flexprefill, "search", fused_search)
+    expected = case.reference()
+    assert_same_blocks(case.search(), expected)
+    right = getattr(module, fault)
+
+    def wrong(*arguments):
+        result = right(*arguments)
+        if fault == "block_sums":
+            result.blocks[..., 1:, :, 1] = result.blocks[..., :-1, :, 1].clone()  # a row off by one
+        elif fault == "covering_blocks":
+            result = result.clone()
+            result[:, :, 5, 2] ^= 1
+        else:
+            result.kept[1] = result.kept[1].roll(1, -1)  # slashes off by one block
+        return result
+
+    monkeypatch.setattr(module, fault, wrong)
+    with pytest.raises(AssertionError, match="blocks differ"):
+        assert_same_blocks(case.search(), expected)
+
+
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime.jit import JITFunction
+
+NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.int8: "i8", torch.int32: "i32",
+         torch.int64: "i64", torch.bool: "i1"}
+compiled = set()
+
+
+def compile_only(kernel, *arguments, grid, warmup, **keywords):
+    given = dict(zip(kernel.arg_names, arguments)) | {k: v for k, v in keywords.items() if k in kernel.arg_names}
+    options = {k: v for k, v in keywords.items() if k not in kernel.arg_names}
+    signature, constants = {}, {}
+    for parameter in kernel.params:
+        value = given[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + NAMES[value.dtype]
+        else:
+            signature[parameter.name] = "fp64" if isinstance(value, float) else "i32"
+    if kernel.fn.__name__ not in compiled:
+        compiled.add(kernel.fn.__name__)
+        compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+JITFunction.run = compile_only
+from flexmask.fused_search import fused_search
+from flexmask.search import SearchOptions
+
+options = SearchOptions(
+    block_size=64, min_blocks=1, max_blocks=3, selection="coverage", query_aware="flatten", pattern_queries="last",
+    index_queries="last", keep_all=False, search_pattern=True, scale=0.1, softcap=3.0, window=50, with_stats=False,
+    with_keep=True,
+)
+gamma = torch.tensor(0.9, dtype=torch.float64)
+padding = torch.ones(2, 300, dtype=torch.bool)
+query, key = torch.zeros(2, 4, 200, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 300, 64, dtype=torch.bfloat16)
+fused_search(query, key, gamma, gamma, None, padding, options)
+print(len(compiled), "kernels")
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
+    # compilers hand Python's floats over in float64, which the interpreter does not notice
+    surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=surroundings, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split()[0] == "12"
