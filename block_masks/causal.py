@@ -72,6 +72,6 @@ def causal_mask(
     offset = device_offset(q_offset, query, key)
     seen = block_visibility(token_validity(q_len, kv_len, offset, attention_mask, key), block_size, window)
     visible = seen.visible[:, None].repeat(batch // seen.visible.shape[0], 1, 1, 1)
-    mask_mod = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window)
+    mask_mod = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window, query.device)
     mask_mod.__name__ = f"causal(window={window}, block_size={block_size})"
     return block_mask_from_lists(block_lists(visible, seen.full), mask_mod, block_size, (q_len, kv_len))

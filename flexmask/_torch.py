@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-HAS_FLASH_BACKEND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+HAS_FLASH_BACKEND = _RELEASE >= (2, 10)
+# whether FlexAttention's C++ template takes tensors with unbacked sizes: 2.13.0 does, 2.8.0 does not, others were not tried
+CPU_TAKES_UNBACKED_SIZES = _RELEASE >= (2, 13)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameters)
 
@@ -49,6 +52,41 @@ def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
     view = tensor.detach()
     torch._dynamo.maybe_mark_dynamic(view, dim)
     return view
+
+
+def captured(tensor: Tensor) -> Tensor:
+    """`tensor` in the form in which a mask_mod may capture it: itself on accelerators, one that torch can compile on CPUs.
+
+    The template of FlexAttention's C++ kernel (2.8.0, 2.13.0) puts its own variables into the generated code by replacing text:
+    ``ks1`` by ``cur_qSplitSize``. That also makes ``ks12``, the symbolic size s12 of a captured tensor, ``cur_qSplitSize2``,
+    which nothing declares. Sizes marked as unbacked are called ``ku0`` and stay as they are; like symbolic ones they serve all
+    lengths with one compilation. A size of 1 is never symbolic.
+
+    In a surrounding compilation nothing can be marked, and symbolic sizes may still fail. What does fail there at any size is a
+    captured tensor that Inductor would compute in passing: the kernel needs it in memory, where as_strided puts it. Indexing
+    with a range keeps Inductor from taking a constant for what it is and leaving that step out.
+    """
+    if tensor.device.type != "cpu":
+        return tensor
+    if torch.compiler.is_compiling():
+        in_passing = tensor[torch.arange(tensor.shape[0])]
+        return in_passing.as_strided(in_passing.shape, in_passing.stride())
+    view = tensor.detach()
+    if CPU_TAKES_UNBACKED_SIZES:
+        for dim, size in enumerate(view.shape):
+            if size > 1:
+                torch._dynamo.decorators.mark_unbacked(view, dim)
+    return view
+
+
+def captured_int(number: int, device: torch.device) -> int | Tensor:
+    """`number` in the form in which a mask_mod may capture it: on CPUs a tensor.
+
+    Numbers that change from call to call become symbolic and are then called like the sizes in `captured`.
+    """
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return number
+    return torch.tensor(number)
 
 
 def block_mask_from_lists(

@@ -133,7 +133,7 @@ def flexprefill_attention(
     # the lists do the selection here, so that the mask_mod need only cut partial blocks
     valid = None if attention_mask is None else attention_mask != 0
     lengths = (query.shape[2], key.shape[2])
-    visible = visible_mask_mod(offset, valid, window)
+    visible = visible_mask_mod(offset, valid, window, query.device)
     block_mask = block_mask_from_lists(result.lists, visible, config.block_size, lengths, with_gradients=grad)
     out, lse = run_flex_attention(query, key, value, block_mask, scale, softcap, kernel, return_lse)
     stats = None if result.stats is None else FlexPrefillStats(*result.stats)

@@ -114,7 +114,10 @@ def run_flex_attention(
     )
     fixed = (scale, softcap, backend, return_lse, torch.is_grad_enabled(), block_mask.mask_mod.__name__)
     run = compiled(_flex_attention, *shapes, *fixed)
-    return run(query, key, value, block_mask, scale, softcap, options, return_lse)
+    # As text, which is always a constant. A float becomes symbolic once another variant had another one (dynamo remembers values
+    # by their place in the source), and score_mods cannot capture a symbolic float. Traced from outside it may already be one.
+    limit = softcap if softcap is None or torch.compiler.is_compiling() else repr(float(softcap))
+    return run(query, key, value, block_mask, scale, limit, options, return_lse)
 
 
 def _flex_attention(
@@ -123,7 +126,7 @@ def _flex_attention(
     value: Tensor,
     block_mask: BlockMask,
     scale: float,
-    softcap: float | None,
+    limit: float | str | None,
     options: dict[str, Any] | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -132,6 +135,8 @@ def _flex_attention(
             "torch.compile is switched off (TORCH_COMPILE_DISABLE, a compiler stance or torch._dynamo.config.disable): "
             "flex_attention would run uncompiled and ignore the block lists. Switch it on, or call dense attention."
         )
+
+    softcap = None if limit is None else float(limit) if isinstance(limit, str) else limit
 
     def cap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return capped(score, softcap)

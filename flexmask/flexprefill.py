@@ -133,7 +133,7 @@ def flexprefill_mask(
     check_mask_arguments(query, key, config, scale, softcap, window, attention_mask, q_offset)
     offset = device_offset(q_offset, query, key)
     result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats)
-    visible = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window)
+    visible = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window, query.device)
     assert result.keep is not None
     # inside a surrounding compilation gamma may be symbolic, which no string can be made of
     traced = torch.compiler.is_compiling()

@@ -158,7 +158,7 @@ def test_comparison_of_compiled_attention_catches(fault):
     expected, _ = masked_attention(CASE.query, CASE.key, value, expanded(RESULT.keep, CASE))
 
     def attend(lists):
-        mask = block_mask_from_lists(lists, visible_mask_mod(None, None, None), BLOCK, (200, 200))
+        mask = block_mask_from_lists(lists, visible_mask_mod(None, None, None, torch.device("cpu")), BLOCK, (200, 200))
         with torch.no_grad():
             return run_flex_attention(CASE.query, CASE.key, value, mask, 32**-0.5, None, "cpu", False)[0]
 
