@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,13 @@ from flexmask.config import FlexPrefillConfig, check_int, check_word, config_fro
 from flexmask.dense import dense_attention
 from flexmask.flexprefill import check_mask_arguments, device_offset, searched
 from flexmask.mask_mods import visible_mask_mod
+from flexmask.memory import HeadGroup, head_groups, mask_bytes
 from flexmask.stats import FlexPrefillStats
 
 # tokens of kv_len, measured: bench/README.md has the figures
 DENSE_BELOW = 16384
+MAX_MASK_BYTES = 2**30
+_STATISTICS = ("is_query_aware", "js_distance", "density", "num_vertical_blocks", "num_slash_blocks", "coverage")
 
 
 def flexprefill_attention(
@@ -42,6 +47,7 @@ def flexprefill_attention(
     backend: str = "auto",
     dense_below: int | None = None,
     return_lse: bool = False,
+    max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> Tensor | tuple[Tensor | FlexPrefillStats, ...]:
     """Causal attention over the blocks that FlexPrefill keeps.
 
@@ -69,6 +75,9 @@ def flexprefill_attention(
     return_lse
         Also return the log-sum-exp of every row (natural logarithm), (batch, num_heads, q_len) float32; -inf for a row that sees
         nothing. Not on CPUs, where FlexAttention has none.
+    max_mask_bytes
+        Bytes, > 0, that masks may take at one time: where all heads need more, groups of heads are masked and attended to one
+        after the other. Default 2**30. A single head may exceed it: at a million tokens and blocks of 128 it takes 0.9 GB.
 
     Returns
     -------
@@ -112,8 +121,12 @@ def flexprefill_attention(
     check_value(value, key)
     check_word("backend", backend, BACKENDS)
     dense_below = _checked_dense_below(dense_below)
+    check_int("max_mask_bytes", max_mask_bytes)
+    if max_mask_bytes <= 0:
+        raise ValueError(f"max_mask_bytes must be > 0 bytes; got {max_mask_bytes}")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    offset = device_offset(q_offset, query, key)
+    # a single row at the end sees every key: no offset has to be looked at
+    offset = None if q_offset is None and query.shape[2] == 1 else device_offset(q_offset, query, key)
 
     if query.shape[2] == 1 or key.shape[2] < dense_below:
         out, lse = dense_attention(query, key, value, scale, softcap, window, attention_mask, offset, return_lse)
@@ -129,15 +142,48 @@ def flexprefill_attention(
     if not grad:
         # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
         query, key, value = query.detach(), key.detach(), value.detach()
-    result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats, with_keep=False)
+    batch, num_heads, q_len, _ = query.shape
+    num_kv_heads, kv_len = key.shape[1], key.shape[2]
+    one_head = mask_bytes(q_len, kv_len, config.block_size, config.tau > 0)
+    groups = head_groups(batch, num_heads, num_kv_heads, max_mask_bytes // one_head)
     # the lists do the selection here, so that the mask_mod need only cut partial blocks
     valid = None if attention_mask is None else attention_mask != 0
-    lengths = (query.shape[2], key.shape[2])
-    visible = visible_mask_mod(offset, valid, window, query.device)
-    block_mask = block_mask_from_lists(result.lists, visible, config.block_size, lengths, with_gradients=grad)
-    out, lse = run_flex_attention(query, key, value, block_mask, scale, softcap, kernel, return_lse)
-    stats = None if result.stats is None else FlexPrefillStats(*result.stats)
-    return _results(out, lse, stats)
+
+    def attend(group: HeadGroup) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
+        q, k, v = query[group.batch, group.query], key[group.batch, group.key], value[group.batch, group.key]
+        padding, token, first = (None if x is None else x[group.batch] for x in (attention_mask, valid, offset))
+        found = searched(q, k, config, scale, softcap, window, padding, first, return_stats, with_keep=False)
+        visible = visible_mask_mod(first, token, window, query.device)
+        block_mask = block_mask_from_lists(found.lists, visible, config.block_size, (q_len, kv_len), with_gradients=grad)
+        out, lse = run_flex_attention(q, k, v, block_mask, scale, softcap, kernel, return_lse)
+        return out, lse, None if found.stats is None else FlexPrefillStats(*found.stats)
+
+    if len(groups) == 1:
+        return _results(*attend(groups[0]))
+    return _results(*_joined(query, value, groups, attend))
+
+
+def _joined(
+    query: Tensor,
+    value: Tensor,
+    groups: list[HeadGroup],
+    attend: Callable[[HeadGroup], tuple[Tensor, Tensor | None, FlexPrefillStats | None]],
+) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
+    """Attention of all heads, group by group, each written to its place before the next is begun."""
+    out = query.new_empty((*query.shape[:3], value.shape[3]))
+    lse: Tensor | None = None
+    stats: FlexPrefillStats | None = None
+    for group in groups:
+        part, part_lse, part_stats = attend(group)
+        out[group.batch, group.query] = part
+        if part_lse is not None:
+            lse = part_lse.new_empty(query.shape[:3]) if lse is None else lse
+            lse[group.batch, group.query] = part_lse
+        if part_stats is not None:
+            stats = _dense_stats(query, dense=False) if stats is None else stats
+            for name in _STATISTICS:
+                getattr(stats, name)[group.batch, group.query] = getattr(part_stats, name)
+    return out, lse, stats
 
 
 def _checked_dense_below(dense_below: int | None) -> int:
@@ -149,7 +195,7 @@ def _checked_dense_below(dense_below: int | None) -> int:
     return dense_below
 
 
-def _dense_stats(query: Tensor) -> FlexPrefillStats:
+def _dense_stats(query: Tensor, dense: bool = True) -> FlexPrefillStats:
     heads = query.new_zeros(query.shape[:2], dtype=torch.float32)
     counts = torch.zeros_like(heads, dtype=torch.int64)
     return FlexPrefillStats(
@@ -157,9 +203,9 @@ def _dense_stats(query: Tensor) -> FlexPrefillStats:
         js_distance=torch.full_like(heads, float("nan")),
         density=heads + 1,
         num_vertical_blocks=counts,
-        num_slash_blocks=counts,
+        num_slash_blocks=counts.clone(),
         coverage=heads + 1,
-        dense=True,
+        dense=dense,
     )
 
 

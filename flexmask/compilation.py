@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
+from flexmask._torch import options_for_launches
 
-def compiled(function: Callable[..., Any], *variant: Hashable) -> Callable[..., Any]:
+_log = logging.getLogger("flexmask")
+
+
+def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = False) -> Callable[..., Any]:
     """`function` compiled with fullgraph, once per `variant`.
 
     Parameters
@@ -21,22 +26,39 @@ def compiled(function: Callable[..., Any], *variant: Hashable) -> Callable[..., 
         What its calls have in common besides shapes. Every variant is compiled from a code object of its own, because torch
         counts recompilations by code object: one model's lengths cannot use up another's share. A size that changes between calls
         is compiled again once, as symbolic, and then serves all others.
+    launched
+        Whether `function` launches Triton kernels of ours, which torch can then launch without Triton's slower way of it.
 
     Returns
     -------
     callable
-        Inside a surrounding ``torch.compile`` the plain function, which inlines there. Running out of recompilations raises
+        Inside a surrounding ``torch.compile`` the plain function, which inlines there. Its first call says on the logger
+        "flexmask" that it compiles. Running out of recompilations raises
         (``torch._dynamo.exc.FailOnRecompileLimitHit``) rather than running uncompiled.
     """
     if torch.compiler.is_compiling():
         return function
-    return _compile(function, variant)
+    return _compile(function, variant, launched)
 
 
 @functools.cache
-def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launched: bool) -> Callable[..., Any]:
     own = types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     own.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(own, fullgraph=True)
+    options: dict[str, Any] = (
+        {"options": options_for_launches()} if launched else {}
+    )  # tests put a backend in torch.compile that takes none
+    run: Callable[..., Any] = torch.compile(own, fullgraph=True, **options)
+    announced = False
+
+    def call(*arguments: Any) -> Any:
+        nonlocal announced
+        if not announced:
+            announced = True
+            what = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
+            _log.warning("flexmask: compiling %s (%s), once; this takes seconds to a minute", function.__name__, what)
+        return run(*arguments)
+
+    return call

@@ -33,9 +33,10 @@ def dense_attention(
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     groups = query.shape[1] // key.shape[1]
-    whole = offset is None and q_len == kv_len and window is None and attention_mask is None
+    whole = offset is None and q_len in (1, kv_len) and window is None and attention_mask is None
     if whole and softcap is None and not return_lse:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
+        causal = q_len > 1  # a single row at the end sees every key
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=groups > 1)
         return out, None
 
     tokens = token_validity(q_len, kv_len, offset, attention_mask, key)

@@ -19,11 +19,14 @@ from flexmask.checks import (
 from flexmask.compilation import compiled
 from flexmask.config import FlexPrefillConfig, config_from
 from flexmask.mask_mods import kept_mask_mod, visible_mask_mod
+from flexmask.memory import mask_bytes
 from flexmask.search import SearchOptions, SearchResult, search
 from flexmask.stats import FlexPrefillStats
 
 if HAS_TRITON:
     from flexmask.fused_search import fused_search
+
+MOST_BYTES = 16 * 2**30
 
 
 def flexprefill_mask(
@@ -94,7 +97,7 @@ def flexprefill_mask(
         so that ``to_dense()``, ``sparsity()`` and flex_attention without compilation agree with the compiled kernel. It has no
         lists by key block, which only the backward pass needs: use `flexprefill_attention` for gradients. Memory: two int32 lists
         and a bool map of batch * num_heads * num_q_blocks * num_kv_blocks entries, 9 bytes an entry (0.3 GB for 32 heads at 128k
-        tokens in blocks of 128).
+        tokens in blocks of 128); up to 14 bytes while it is made.
     FlexPrefillStats
         Only with `return_stats`.
 
@@ -102,7 +105,8 @@ def flexprefill_mask(
     ------
     TypeError, ValueError
         For wrong types, shapes, dtypes, devices or ranges, before anything is computed. The values of tensors are not read:
-        there is no host synchronisation, and NaN or infinity spoil their own head only.
+        there is no host synchronisation, and NaN or infinity spoil their own head only. Also for a mask that would take more
+        than 16 GiB (32 heads at a million tokens): `flexprefill_attention` goes through the heads in groups.
 
     Notes
     -----
@@ -131,6 +135,12 @@ def flexprefill_mask(
         index_queries=index_queries,
     )
     check_mask_arguments(query, key, config, scale, softcap, window, attention_mask, q_offset)
+    needed = query.shape[0] * query.shape[1] * mask_bytes(query.shape[2], key.shape[2], config.block_size, config.tau > 0)
+    if needed > MOST_BYTES:
+        raise ValueError(
+            f"query and key need a mask of at most {MOST_BYTES / 2**30:.0f} GiB; got one of {needed / 2**30:.0f} GiB. Make it "
+            "for fewer heads at a time, or call flexprefill_attention, which does"
+        )
     offset = device_offset(q_offset, query, key)
     result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats)
     visible = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window, query.device)
@@ -221,7 +231,7 @@ def searched(
             return choose(query.detach(), key.detach(), gamma, tau, offset, attention_mask, options)
         batch, num_heads, q_len, head_dim = query.shape
         shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, offset is None, attention_mask is None)
-        run = compiled(choose, options, query.device.type, query.dtype, *shape)
+        run = compiled(choose, options, query.device.type, query.dtype, *shape, launched=HAS_TRITON and query.is_cuda)
         query, key = with_dynamic(query, 2), with_dynamic(key, 2)
         if attention_mask is not None:
             attention_mask = with_dynamic(attention_mask, 1)

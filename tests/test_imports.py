@@ -21,8 +21,10 @@ SIDE_FOLDERS = ("block_masks", "integrations")
 # From the bottom up. A module imports from lines above its own only, never from its neighbours. Names are relative to flexmask;
 # a side folder alone is its __init__.py. A new core module has to be given its place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_torch", "config", "stats", "compilation"),
+    ("_torch", "config", "stats"),
+    ("compilation",),
     ("checks", "visibility", "mask_mods", "pattern", "published"),
+    ("memory",),
     ("triton_visibility", "triton_fewest"),
     ("triton_*",),  # kernels and their launches
     ("emit", "selection", "pooling"),
@@ -31,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fused_search",),  # imported where there is triton
     ("flexprefill",),
     ("attention",),
+    ("warmup",),
     ("block_masks.causal",),
     ("block_masks.*",),
     ("block_masks",),

@@ -15,7 +15,7 @@ import flexmask
 from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_attention, flexprefill_mask
 from flexmask.block_masks import MASKS
 
-PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "flexprefill_mask"]
+PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "flexprefill_mask", "warmup"]
 
 SELECTION = (
     "gamma: float = 0.95, tau: float = 0.1, *, block_size: int = 128, min_budget: int = 1024, max_budget: int | None = None, "
@@ -28,7 +28,10 @@ CALL = (
 SIGNATURES = {
     "flexprefill_mask": f"(query: Tensor, key: Tensor, {SELECTION}, {CALL}) -> BlockMask | tuple[BlockMask, FlexPrefillStats]",
     "flexprefill_attention": f"(query: Tensor, key: Tensor, value: Tensor, {SELECTION}, {CALL}, backend: str = 'auto', "
-    "dense_below: int | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor | FlexPrefillStats, ...]",
+    "dense_below: int | None = None, return_lse: bool = False, max_mask_bytes: int = 1073741824) "
+    "-> Tensor | tuple[Tensor | FlexPrefillStats, ...]",
+    "warmup": "(num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: dtype, device: device | str, "
+    "v_head_dim: int | None = None, batch: int = 1, chunked: bool = False, padded: bool = False, **options: Any) -> float",
     "FlexPrefillConfig": f"({SELECTION.replace('*, ', '')}) -> None",
     "FlexPrefillStats": "(is_query_aware: Tensor, js_distance: Tensor, density: Tensor, num_vertical_blocks: Tensor, "
     "num_slash_blocks: Tensor, coverage: Tensor, dense: bool = False) -> None",

@@ -1,0 +1,46 @@
+"""What a mask costs in memory, and how attention is cut into groups of heads so that it stays within a limit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexmask.visibility import num_blocks
+
+
+class HeadGroup(NamedTuple):
+    """Batch rows, query heads and key heads that are searched and attended to in one go."""
+
+    batch: slice
+    query: slice
+    key: slice
+
+
+def mask_bytes(q_len: int, kv_len: int, block_size: int, search_pattern: bool) -> int:
+    """Bytes that the mask of one head of one batch row takes at its peak, by the kernels that run on CUDA.
+
+    Each pair of blocks takes two int32 list entries and a byte of the map of kept blocks; where heads may be query-aware, a
+    float32 of the pooled map and another byte. Each representative row takes four float32 by key block.
+    """
+    num_q_blocks, num_kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
+    return num_kv_blocks * (num_q_blocks * (14 if search_pattern else 9) + block_size * 16)
+
+
+def head_groups(batch: int, num_heads: int, num_kv_heads: int, at_once: int) -> list[HeadGroup]:
+    """Groups of equal size of at most `at_once` heads; at least one query head each.
+
+    Batch rows are parted first, then key heads with their query heads, then the query heads of one key head.
+    """
+    groups = num_heads // num_kv_heads
+    rows = _largest_divisor(batch, at_once // num_heads)
+    keys = num_kv_heads if at_once >= num_heads else _largest_divisor(num_kv_heads, at_once // groups)
+    queries = keys * groups if at_once >= groups else _largest_divisor(groups, at_once)
+    return [
+        HeadGroup(slice(b, b + rows), slice(h, h + queries), slice(h // groups, h // groups + keys))
+        for b in range(0, batch, rows)
+        for h in range(0, num_heads, queries)
+    ]
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """Largest divisor of `number` that is at most `limit`; 1 where the limit is less."""
+    return max((d for d in range(1, number + 1) if number % d == 0 and d <= limit), default=1)

@@ -1,0 +1,88 @@
+"""warmup: compile before the first prompt comes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from flexmask.attention import flexprefill_attention
+from flexmask.config import check_int
+
+# tokens: two lengths, so that what is static in a first call is not in the next; neither a multiple of a block
+_LENGTHS = (1100, 2300)
+
+
+def warmup(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    v_head_dim: int | None = None,
+    batch: int = 1,
+    chunked: bool = False,
+    padded: bool = False,
+    **options: Any,
+) -> float:
+    """Compile what `flexprefill_attention` needs for one shape of model, so that no later call has to.
+
+    Compiled code is kept for the process, and serves all lengths. It is tied to the numbers of heads, head_dim, dtype, batch
+    size, the options but gamma and tau, the tensors' memory layout (here: contiguous), and to whether a call has padding or an
+    offset: a server that takes chunks of prompts besides whole ones warms up both ways. Across processes Inductor keeps compiled
+    code on disk (TORCHINDUCTOR_CACHE_DIR).
+
+    Parameters
+    ----------
+    num_heads, num_kv_heads, head_dim
+        Of the model's attention, as in `flexprefill_attention`.
+    dtype, device
+        Of query, key and value.
+    v_head_dim
+        Default None: head_dim.
+    batch
+        Batch size of the calls to come, >= 1. Default 1.
+    chunked
+        Whether to warm up for chunks (``q_len < kv_len``) instead of whole prompts. Default False.
+    padded
+        Whether to warm up for calls with an attention mask. Default False.
+    **options
+        Any other keyword of `flexprefill_attention` that the calls will have, such as gamma, config, window or backend;
+        `dense_below` is ignored, attention_mask, q_offset and return_stats are not taken.
+
+    Returns
+    -------
+    float
+        Seconds it took.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `flexprefill_attention` does.
+
+    Examples
+    --------
+    >>> import torch
+    >>> seconds = warmup(4, 2, 32, dtype=torch.float32, device="cpu", gamma=0.9, block_size=64)
+    >>> seconds > 0
+    True
+    """
+    check_int("batch", batch)
+    for name in ("attention_mask", "q_offset", "return_stats"):
+        if name in options:
+            raise TypeError(f"{name} is not an option of warmup; see its arguments chunked and padded")
+    options["dense_below"] = 0
+    start = time.perf_counter()
+    with torch.no_grad():
+        for length in _LENGTHS:
+            q_len = length // 2 if chunked else length
+            query = torch.randn(batch, num_heads, q_len, head_dim, dtype=dtype, device=device)
+            key = torch.randn(batch, num_kv_heads, length, head_dim, dtype=dtype, device=device)
+            value = torch.randn(batch, num_kv_heads, length, v_head_dim or head_dim, dtype=dtype, device=device)
+            mask = torch.ones(batch, length, dtype=torch.bool, device=device) if padded else None
+            flexprefill_attention(query, key, value, attention_mask=mask, **options)
+    if query.is_cuda:
+        torch.cuda.synchronize(query.device)
+    return time.perf_counter() - start

@@ -1,0 +1,40 @@
+"""warmup compiles what later calls need."""
+
+import logging
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from flexmask import flexprefill_attention, warmup
+
+
+def call(length, device, chunked, padded, **options):
+    query, key, value = (torch.randn(1, h, length, 32, device=device) for h in (4, 2, 2))
+    query = query[:, :, length // 3 :].contiguous() if chunked else query
+    mask = torch.arange(length, device=device)[None] >= 5 if padded else None
+    with torch.no_grad():
+        return flexprefill_attention(query, key, value, attention_mask=mask, dense_below=0, **options)
+
+
+@pytest.mark.attention
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunked", "padded"), [(False, False), (True, True)])
+def test_no_call_compiles_after_it(device, chunked, padded, caplog):
+    options = {"block_size": 64, "min_budget": 64, "scale": 0.17 + chunked}
+    with caplog.at_level(logging.WARNING, logger="flexmask"):
+        seconds = warmup(4, 2, 32, dtype=torch.float32, device=device, chunked=chunked, padded=padded, gamma=0.7, **options)
+    assert seconds > 0
+    assert any("compiling" in record.message for record in caplog.records)
+    caplog.clear()
+    before = counters["stats"]["unique_graphs"]
+    for length in (1000, 333, 2048, 777):
+        call(length, device, chunked, padded, gamma=0.8, **options)
+    assert counters["stats"]["unique_graphs"] == before
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "q_offset", "return_stats"])
+def test_what_it_does_not_take_is_refused(name):
+    with pytest.raises(TypeError, match=f"{name} is not an option of warmup"):
+        warmup(1, 1, 16, dtype=torch.float32, device="cpu", **{name: None})
