@@ -49,17 +49,9 @@ def without_tf32() -> Iterator[None]:
 
 def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
     """A view of `tensor` whose size in `dim` torch.compile takes as symbolic from the first compilation on."""
-    view = tensor.view_as(tensor)
+    view = tensor.detach()
     torch._dynamo.maybe_mark_dynamic(view, dim)
     return view
-
-
-def mark_lists_dynamic(block_mask: BlockMask) -> None:
-    """Make torch.compile take the numbers of blocks of a fresh BlockMask as symbolic."""
-    for counts in (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks):
-        torch._dynamo.maybe_mark_dynamic(counts, 2)
-    for indices in (block_mask.kv_indices, block_mask.full_kv_indices):
-        torch._dynamo.maybe_mark_dynamic(indices, (2, 3))
 
 
 def options_for_launches() -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flexmask._torch import HAS_FLASH_BACKEND, mark_lists_dynamic, with_dynamic
+from flexmask._torch import HAS_FLASH_BACKEND
 from flexmask.compilation import compiled
 from flexmask.pooling import capped
 
@@ -116,9 +116,6 @@ def run_flex_attention(
     run = compiled(_flex_attention, *shapes, *fixed)
     # As text, which is always a constant. A float becomes symbolic once another variant had another one (dynamo remembers values
     # by their place in the source), and score_mods cannot capture a symbolic float. Traced from outside it may already be one.
-    if query.is_cuda and not torch.compiler.is_compiling():
-        query, key, value = (with_dynamic(x, 2) for x in (query, key, value))
-        mark_lists_dynamic(block_mask)
     limit = softcap if softcap is None or torch.compiler.is_compiling() else repr(float(softcap))
     return run(query, key, value, block_mask, scale, limit, options, return_lse)
 

@@ -13,10 +13,17 @@ from flexmask.triton_lists import line_lists
 from flexmask.triton_means import wanted_block_means
 from flexmask.triton_pattern import Lines, pattern_and_lines
 from flexmask.triton_pooled_map import pooled_map
-from flexmask.triton_representative import BlockSums, RowNorms, block_sums, estimated_scores, line_attention, row_norms
+from flexmask.triton_representative import (
+    BlockSums,
+    RowNorms,
+    block_sums,
+    estimated_scores,
+    line_attention,
+    packed_rows,
+    row_norms,
+)
 from flexmask.triton_visibility import PackedEdges, packed_edges
-from flexmask.vertical_slash import candidate_lines
-from flexmask.visibility import Tokens, block_visibility, blocks_seen_by_rows, token_validity
+from flexmask.visibility import Tokens, block_visibility, token_validity
 
 
 def fused_search(
@@ -31,25 +38,20 @@ def fused_search(
     """Choose the blocks of every head, as `flexmask.search.search` does; ``selection="coverage"`` only."""
     block_size, kv_len = options.block_size, key.shape[2]
     tokens = token_validity(query.shape[2], kv_len, offset, attention_mask, key)
-    edges = packed_edges(tokens, block_size)
-    candidates = candidate_lines(tokens, block_size, options.window)
+    edges = packed_edges(tokens, block_size, options.window)
 
     # without padding every query row is valid, and every key unless an offset leaves some unfilled
     key_valid = tokens.key_valid if tokens.padded or offset is not None else None
     key_means = wanted_block_means(key, key_valid, None, block_size)
 
-    rows, packed, sums, norms, lines = _attend(options.index_queries, query, key, tokens, candidates, options)
-    pattern_rows, pattern_packed, true = rows, packed, lines[0]
+    rows, packed, sums, norms, lines = _attend(options.index_queries, query, key, tokens, edges, options)
+    pattern_rows, attended = packed, lines[0]
     if options.pattern_queries != options.index_queries:
-        pattern_rows, pattern_packed, _, _, pattern_lines = _attend(
-            options.pattern_queries, query, key, tokens, candidates, options
-        )
-        true = pattern_lines[0]
-    sees = blocks_seen_by_rows(pattern_rows.position, tokens, block_size, options.window)
-    sees = (sees & pattern_rows.taken.unsqueeze(-1)).any(-2)
-    estimate = estimated_scores(query, key_means, pattern_packed, block_size)
+        _, pattern_rows, _, _, pattern_lines = _attend(options.pattern_queries, query, key, tokens, edges, options)
+        attended = pattern_lines[0]
+    estimate = estimated_scores(query, key_means, pattern_rows, edges.keys[0], kv_len, block_size, options.window)
     decided = (gamma, tau, options.min_blocks, options.max_blocks, options.scale, options.softcap)
-    chosen_lines = pattern_and_lines(estimate, true, pattern_packed, sees, edges.keys[2], lines, *decided)
+    chosen_lines = pattern_and_lines(estimate, attended, pattern_rows, edges.keys[2], lines, *decided)
 
     blocks = None
     if options.search_pattern:
@@ -62,16 +64,16 @@ def fused_search(
 
 
 def _attend(
-    which: str, query: Tensor, key: Tensor, tokens: Tokens, candidates: Tensor, options: SearchOptions
+    which: str, query: Tensor, key: Tensor, tokens: Tokens, edges: PackedEdges, options: SearchOptions
 ) -> tuple[RepresentativeRows, Tensor, BlockSums, RowNorms, Tensor]:
     """The "last" or "middle" rows, as kernels read them too, their attention's sums and softmax, and V and S of it."""
     rows = representative_rows(which, tokens, options.block_size)
     key_valid = tokens.key_valid if tokens.padded else None
     scores = (options.block_size, options.scale, options.softcap, options.window)
-    packed = torch.where(rows.taken, rows.row, -1).int().contiguous()
-    sums = block_sums(query, key, packed, tokens.offset, key_valid, *scores)
+    packed = packed_rows(rows, tokens.offset)
+    sums = block_sums(query, key, packed, key_valid, *scores)
     norms = row_norms(sums)
-    return rows, packed, sums, norms, line_attention(sums, norms, packed, tokens.offset, candidates)
+    return rows, packed, sums, norms, line_attention(sums, norms, packed, edges.keys[3:])
 
 
 def _pooled_blocks(

@@ -22,12 +22,13 @@ class Lines(NamedTuple):
 
 
 @triton.jit
-def _estimate(scores, sees, key_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def _estimate(scores, key_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Pooled scores of key blocks, -inf where no row sees any of it."""
     exists = block < num_kv_blocks
-    score = tl.load(scores + block, mask=exists, other=0.0) * scale
+    raw = tl.load(scores + block, mask=exists, other=float("-inf"))
     count = tl.load(key_count + block, mask=exists, other=0)
-    seen = (tl.load(sees + block, mask=exists, other=0) != 0) & (count > 0)
+    seen = (raw != float("-inf")) & (count > 0)
+    score = tl.where(seen, raw, 0.0) * scale
     if HAS_SOFTCAP:
         grown = tl.exp2(-2 * 1.4426950408889634 * tl.abs(score / softcap))
         capped = softcap * (1 - grown) / (1 + grown)
@@ -43,10 +44,9 @@ def _relative_entropy(p, q):
 
 @triton.jit
 def _pattern_kernel(
-    estimate,  # (batch, num_heads, num_kv_blocks) float32: unscaled scores
+    estimate,  # (batch, num_heads, num_kv_blocks) float32: unscaled scores; -inf: no pattern row sees any of the block
     attended,  # (batch, num_heads, num_kv_blocks) float32: V of the pattern rows; -1: no candidate
-    rows,  # (batch or 1, block_size) int32: the pattern rows, -1 where not taken
-    sees,  # (batch or 1, num_kv_blocks) int8: whether a pattern row sees something of the block
+    rows,  # (batch or 1, 1 + block_size) int32: an offset, then the pattern rows, -1 where not taken
     key_count,  # (batch or 1, num_kv_blocks) int32
     lines,  # (2, batch, num_heads, num_kv_blocks) float32; -1: no candidate
     gamma,  # 0-d float64
@@ -76,16 +76,15 @@ def _pattern_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
     slot = tl.arange(0, PADDED_SIZE)
-    num_taken = tl.sum((tl.load(rows + batch * rows_stride + slot, mask=slot < BLOCK_SIZE, other=-1) >= 0).to(tl.int32), 0)
+    num_taken = tl.sum((tl.load(rows + batch * rows_stride + 1 + slot, mask=slot < BLOCK_SIZE, other=-1) >= 0).to(tl.int32), 0)
 
     scores = estimate + head * num_kv_blocks
-    row_sees = sees + batch * block_stride
     row_count = key_count + batch * block_stride
     lane = tl.arange(0, TILE)
     highest = float("-inf")
     total = 0.0
     for start in range(0, num_kv_blocks, TILE):
-        score = _estimate(scores, row_sees, row_count, start + lane, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
+        score = _estimate(scores, row_count, start + lane, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
         higher = tl.maximum(highest, tl.max(score, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - base) + tl.sum(tl.exp(score - base), 0)
@@ -95,7 +94,7 @@ def _pattern_kernel(
     divergence = tl.zeros([TILE], tl.float32)
     for start in range(0, num_kv_blocks, TILE):
         block = start + lane
-        score = _estimate(scores, row_sees, row_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
+        score = _estimate(scores, row_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
         estimated = tl.exp(score - base) / total
         held = tl.load(attended + head * num_kv_blocks + block, mask=block < num_kv_blocks, other=0.0)
         held = tl.where(held < 0, 0.0, held)
@@ -119,7 +118,6 @@ def pattern_and_lines(
     estimate: Tensor,
     attended: Tensor,
     rows: Tensor,
-    sees: Tensor,
     key_count: Tensor,
     lines: Tensor,
     gamma: Tensor,
@@ -134,13 +132,11 @@ def pattern_and_lines(
     Parameters
     ----------
     estimate
-        (batch, num_heads, num_kv_blocks) float32: unscaled scores of the mean pattern row with the mean of each key block.
+        (batch, num_heads, num_kv_blocks) float32, from `estimated_scores` of the pattern rows.
     attended
         (batch, num_heads, num_kv_blocks) float32: V of the pattern rows, likewise.
     rows
-        (batch or 1, block_size) int32: the pattern rows, -1 where there are fewer.
-    sees
-        (batch or 1, num_kv_blocks) bool: key blocks in which a pattern row sees a key.
+        (batch or 1, 1 + block_size) int32: the pattern rows, from `packed_rows`.
     key_count
         (batch or 1, num_kv_blocks) int32: valid keys.
     lines
@@ -154,7 +150,7 @@ def pattern_and_lines(
     """
     _, batch, num_heads, blocks = lines.shape
     heads = batch * num_heads
-    block_size = rows.shape[1]
+    block_size = rows.shape[1] - 1
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)
     distance = lines.new_empty((batch, num_heads))
     kept = lines.new_empty(lines.shape, dtype=torch.int8)
@@ -163,7 +159,6 @@ def pattern_and_lines(
         estimate,
         attended,
         rows,
-        sees.to(torch.int8),
         key_count,
         lines,
         gamma,
@@ -172,7 +167,7 @@ def pattern_and_lines(
         distance,
         kept,
         count,
-        block_size if rows.shape[0] > 1 else 0,
+        1 + block_size if rows.shape[0] > 1 else 0,
         blocks if key_count.shape[0] > 1 else 0,
         heads,
         num_heads,

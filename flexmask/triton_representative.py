@@ -15,10 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.representative import RepresentativeRows
 from flexmask.visibility import num_blocks
 
 _BLOCKS_PER_PROGRAM = 16
 _LINES_PER_PROGRAM = 8
+
+
+def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
+    """The representative rows as kernels read them, (batch or 1, 1 + block_size) int32.
+
+    First the position of query row 0, `offset` (batch or 1,), then the rows of query, -1 where there are fewer. One tensor,
+    because a compiler would compute each of two again for every kernel.
+    """
+    rows_taken = torch.where(rows.taken, rows.row, -1)
+    return torch.cat([offset.unsqueeze(-1).expand(rows_taken.shape[0], 1), rows_taken], -1).int()
 
 
 class BlockSums(NamedTuple):
@@ -27,7 +38,8 @@ class BlockSums(NamedTuple):
     # (batch, num_heads, num_kv_blocks, block_size, 4) float32, by key block and row: the peak score in powers of two, -inf where
     # the row sees nothing of the block; then the sums, plain, after and before
     blocks: Tensor
-    # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks and row: peak and plain sum
+    # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks and row: peak and plain sum; flat, since
+    # num_chunks is often 1, a size that compilers take as a constant
     chunks: Tensor
 
 
@@ -42,13 +54,11 @@ class RowNorms(NamedTuple):
 def _block_sums_kernel(
     query,  # (batch, num_heads, q_len, head_dim), any strides
     key,  # (batch, num_kv_heads, kv_len, head_dim), any strides
-    rows,  # (batch or 1, block_size) int32: rows of query, -1 where not taken
-    offset,  # (batch or 1,) int64
+    rows,  # (batch or 1, 1 + block_size) int32: position of query row 0, then rows of query, -1 where not taken
     key_valid,  # (batch, kv_len) int8, read only if PADDED
     sums,  # (batch, num_heads, num_kv_blocks, block_size, 4) float32
-    chunks,  # (batch, num_heads, num_chunks, block_size, 2) float32
+    chunks,  # (batch, num_heads, num_chunks, block_size, 2) float32, flat
     rows_stride,  # between batch rows; 0 where all agree
-    offset_stride,
     query_stride_batch,
     query_stride_head,
     query_stride_token,
@@ -90,9 +100,9 @@ def _block_sums_kernel(
 
     slot = row_tile * TILE + tl.arange(0, TILE)
     dims = tl.arange(0, PADDED_DIM)
-    row = tl.load(rows + batch * rows_stride + slot)
+    row = tl.load(rows + batch * rows_stride + 1 + slot)
     row_taken = row >= 0
-    first_position = tl.load(offset + batch * offset_stride).to(tl.int32)
+    first_position = tl.load(rows + batch * rows_stride)
     row_position = first_position + row
     filled = first_position + q_len
     row_phase = (row_position % BLOCK_SIZE).to(tl.float32)
@@ -168,7 +178,6 @@ def block_sums(
     query: Tensor,
     key: Tensor,
     rows: Tensor,
-    offset: Tensor,
     key_valid: Tensor | None,
     block_size: int,
     scale: float,
@@ -184,9 +193,7 @@ def block_sums(
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype.
     rows
-        (batch or 1, block_size) int32: the representative rows of query, -1 where there are fewer.
-    offset
-        (batch or 1,) int64: position of query row 0.
+        (batch or 1, 1 + block_size) int32, from `packed_rows`.
     key_valid
         (batch, kv_len) bool where there is padding, else None: every filled key is valid.
     scale, softcap, window
@@ -199,18 +206,16 @@ def block_sums(
     groups = num_heads // num_kv_heads
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
     num_chunks = triton.cdiv(blocks, _BLOCKS_PER_PROGRAM)
-    chunks = query.new_empty((batch, num_heads, num_chunks, block_size, 2), dtype=torch.float32)
+    chunks = query.new_empty(batch * num_heads * num_chunks * block_size * 2, dtype=torch.float32)
     grid = (groups * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
         query,
         key,
         rows,
-        offset,
         rows if key_valid is None else key_valid.to(torch.int8).contiguous(),
         sums,
         chunks,
-        block_size if rows.shape[0] > 1 else 0,
-        offset.stride(0) if offset.shape[0] > 1 else 0,
+        1 + block_size if rows.shape[0] > 1 else 0,
         *query.stride(),
         *key.stride(),
         num_kv_heads,
@@ -258,7 +263,8 @@ def _row_norms_kernel(chunks, base, factor, num_chunks, ROWS: tl.constexpr, TILE
 
 def row_norms(sums: BlockSums) -> RowNorms:
     """The softmax of every representative row."""
-    batch, num_heads, num_chunks, block_size, _ = sums.chunks.shape
+    batch, num_heads, blocks, block_size, _ = sums.blocks.shape
+    num_chunks = triton.cdiv(blocks, _BLOCKS_PER_PROGRAM)
     base, factor = (sums.chunks.new_empty((batch, num_heads, block_size)) for _ in range(2))
     _row_norms_kernel[(block_size // 16, batch * num_heads)](
         sums.chunks, base, factor, num_chunks, ROWS=16, TILE=32, BLOCK_SIZE=block_size
@@ -271,12 +277,10 @@ def _lines_kernel(
     sums,
     base,
     factor,
-    rows,  # (batch or 1, block_size) int32, -1 where not taken
-    offset,  # (batch or 1,) int64
-    candidates,  # (2, batch or 1, num_kv_blocks) int8
+    rows,  # (batch or 1, 1 + block_size) int32, as above
+    candidates,  # (2, batch or 1, num_kv_blocks) int32
     lines,  # (2, batch, num_heads, num_kv_blocks) float32
     rows_stride,
-    offset_stride,
     candidates_stride,
     candidates_stride_batch,
     num_heads,
@@ -293,10 +297,10 @@ def _lines_kernel(
     exists = slot < BLOCK_SIZE
     row_base = tl.load(base + head * BLOCK_SIZE + slot, mask=exists, other=0.0)[None, :]
     row_factor = tl.load(factor + head * BLOCK_SIZE + slot, mask=exists, other=0.0)[None, :]
-    row = tl.load(rows + batch * rows_stride + slot, mask=exists, other=-1)
+    row = tl.load(rows + batch * rows_stride + 1 + slot, mask=exists, other=-1)
     num_taken = tl.maximum(tl.sum((row >= 0).to(tl.int32), 0), 1).to(tl.float32)
     # what rows that are not taken hold is 0, wherever they stand
-    own = ((tl.load(offset + batch * offset_stride).to(tl.int32) + tl.maximum(row, 0)) // BLOCK_SIZE)[None, :]
+    own = ((tl.load(rows + batch * rows_stride) + tl.maximum(row, 0)) // BLOCK_SIZE)[None, :]
 
     here = (line < num_kv_blocks) & exists[None, :]
     place = sums + ((head * num_kv_blocks + line) * BLOCK_SIZE + slot[None, :]) * 4
@@ -329,10 +333,11 @@ def _lines_kernel(
     tl.store(out + lines_stride, tl.where(in_slash, tl.sum(slash, 1) / num_taken, -1.0), mask=inside)
 
 
-def line_attention(sums: BlockSums, norms: RowNorms, rows: Tensor, offset: Tensor, candidates: Tensor) -> Tensor:
+def line_attention(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor) -> Tensor:
     """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32 (see `flexmask.representative`).
 
-    `candidates` is (2, batch or 1, num_kv_blocks) bool: the key blocks and block diagonals that some row sees; others get -1.
+    `candidates` is (2, batch or 1, num_kv_blocks) int32: nonzero for key blocks and block diagonals that some row sees; others
+    get -1.
     """
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
@@ -341,11 +346,9 @@ def line_attention(sums: BlockSums, norms: RowNorms, rows: Tensor, offset: Tenso
         norms.base,
         norms.factor,
         rows,
-        offset,
-        candidates.to(torch.int8),
+        candidates,
         lines,
-        block_size if rows.shape[0] > 1 else 0,
-        offset.stride(0) if offset.shape[0] > 1 else 0,
+        1 + block_size if rows.shape[0] > 1 else 0,
         candidates.shape[1] * blocks,
         blocks if candidates.shape[1] > 1 else 0,
         num_heads,
@@ -362,15 +365,18 @@ def line_attention(sums: BlockSums, norms: RowNorms, rows: Tensor, offset: Tenso
 def _estimate_kernel(
     query,  # (batch, num_heads, q_len, head_dim), any strides
     key_means,  # (batch, num_kv_heads, num_kv_blocks, head_dim) float32
-    rows,  # (batch or 1, block_size) int32, -1 where not taken
+    rows,  # (batch or 1, 1 + block_size) int32, as above
+    last_valid_key,  # (batch or 1, num_kv_blocks) int32
     estimate,  # (batch, num_heads, num_kv_blocks) float32
     rows_stride,
+    keys_stride,
     query_stride_batch,
     query_stride_head,
     query_stride_token,
     query_stride_dim,
     num_heads,
     num_kv_blocks,
+    far,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -382,27 +388,38 @@ def _estimate_kernel(
     batch = head // num_heads
     dims = tl.arange(0, PADDED_DIM)
     queries = query + batch * query_stride_batch + (head % num_heads) * query_stride_head
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    last_key = tl.load(last_valid_key + batch * keys_stride + block, mask=block < num_kv_blocks, other=0)[:, None]
+    first_position = tl.load(rows + batch * rows_stride)
     total = tl.zeros([PADDED_DIM], tl.float32)
+    seen = tl.zeros([TILE], tl.int32)
     num_taken = 0
     for start in tl.static_range(0, BLOCK_SIZE, ROWS):
-        row = tl.load(rows + batch * rows_stride + start + tl.arange(0, ROWS))
+        row = tl.load(rows + batch * rows_stride + 1 + start + tl.arange(0, ROWS))
         place = queries + row[:, None].to(tl.int64) * query_stride_token + dims[None, :] * query_stride_dim
         q = tl.load(place, mask=(row >= 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         total += tl.sum(q.to(tl.float32), 0)
         num_taken += tl.sum((row >= 0).to(tl.int32), 0)
+        # a row sees its own key, and an earlier key block by its last valid key
+        position = (first_position + row)[None, :]
+        own = position // BLOCK_SIZE
+        sees = (block[:, None] == own) | ((block[:, None] < own) & (position - last_key < far))
+        seen = tl.maximum(seen, tl.max((sees & (row >= 0)[None, :]).to(tl.int32), 1))
     mean = total / tl.maximum(num_taken, 1).to(tl.float32)
-    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     key_head = batch * (num_heads // GROUPS) + (head % num_heads) // GROUPS
     place = key_means + (key_head * num_kv_blocks + block)[:, None] * HEAD_DIM + dims[None, :]
     k = tl.load(place, mask=(block < num_kv_blocks)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    tl.store(estimate + head * num_kv_blocks + block, tl.sum(k * mean[None, :], 1), mask=block < num_kv_blocks)
+    score = tl.where(seen != 0, tl.sum(k * mean[None, :], 1), float("-inf"))
+    tl.store(estimate + head * num_kv_blocks + block, score, mask=block < num_kv_blocks)
 
 
-def estimated_scores(query: Tensor, key_means: Tensor, rows: Tensor, block_size: int) -> Tensor:
+def estimated_scores(
+    query: Tensor, key_means: Tensor, rows: Tensor, last_valid_key: Tensor, kv_len: int, block_size: int, window: int | None
+) -> Tensor:
     """Unscaled scores of the mean representative row with the mean of each key block, (batch, num_heads, num_kv_blocks) float32.
 
-    `key_means` is (batch, num_kv_heads, num_kv_blocks, head_dim) float32; `rows` (batch or 1, block_size) int32 as in
-    `block_sums`.
+    -inf for key blocks of which no representative row sees anything. `last_valid_key` is (batch or 1, num_kv_blocks) int32 as in
+    `BlockEdges`; `key_means` is (batch, num_kv_heads, num_kv_blocks, head_dim) float32; `rows` as in `block_sums`.
     """
     batch, num_heads, _, head_dim = query.shape
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
@@ -411,11 +428,14 @@ def estimated_scores(query: Tensor, key_means: Tensor, rows: Tensor, block_size:
         query,
         key_means,
         rows,
+        last_valid_key,
         estimate,
-        block_size if rows.shape[0] > 1 else 0,
+        1 + block_size if rows.shape[0] > 1 else 0,
+        blocks if last_valid_key.shape[0] > 1 else 0,
         *query.stride(),
         num_heads,
         blocks,
+        kv_len if window is None else min(window, kv_len),
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, 1 << (head_dim - 1).bit_length()),
         BLOCK_SIZE=block_size,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.vertical_slash import candidate_lines
 from flexmask.visibility import Tokens, block_edges, valid_keys
 
 
@@ -16,15 +17,17 @@ class PackedEdges(NamedTuple):
     """`BlockEdges` in two int32 tensors; the size after the planes is batch, or 1 where all rows agree."""
 
     rows: Tensor  # (6, batch or 1, num_q_blocks), in the order of `row_edges`
-    keys: Tensor  # (3, batch or 1, num_kv_blocks): last_valid_key, whether the block is whole, number of valid keys
+    # (5, batch or 1, num_kv_blocks): last_valid_key, whether the block is whole, number of valid keys; whether the key block, and
+    # whether the block diagonal of that number, hold a visible block
+    keys: Tensor
 
 
-def packed_edges(tokens: Tokens, block_size: int) -> PackedEdges:
+def packed_edges(tokens: Tokens, block_size: int, window: int | None) -> PackedEdges:
     """The edges of all blocks; ``whole_to`` is the position up to which key blocks are full, -1 where none is."""
     edges = block_edges(tokens, block_size)
     whole_to = torch.where(edges.rows_whole, edges.first_row, -1)
     rows = (edges.last_row, edges.first_row, edges.first_valid_row, edges.own_first, edges.own_last, whole_to)
-    keys = (edges.last_valid_key, edges.keys_whole, valid_keys(tokens, block_size))
+    keys = (edges.last_valid_key, edges.keys_whole, valid_keys(tokens, block_size), *candidate_lines(tokens, block_size, window))
     return PackedEdges(torch.stack([x.int() for x in rows]), torch.stack([x.int() for x in keys]))
 
 

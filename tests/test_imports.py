@@ -25,12 +25,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compilation",),
     ("checks", "visibility", "mask_mods", "pattern", "published"),
     ("memory",),
-    ("triton_visibility", "triton_fewest"),
-    ("triton_*",),  # kernels and their launches
     ("emit", "selection", "pooling"),
     ("vertical_slash", "representative", "backends", "dense"),
+    ("triton_visibility", "triton_fewest"),
+    ("triton_*",),  # kernels and their launches, imported where there is triton
     ("search",),
-    ("fused_search",),  # imported where there is triton
+    ("fused_search",),
     ("flexprefill",),
     ("attention",),
     ("warmup",),
@@ -165,7 +165,7 @@ def test_imports_go_downward_only():
         ("pooling", "from flexmask import FlexPrefillConfig"),
         ("pooling", "import numpy"),
         ("pooling", "if True:\n    import triton"),
-        ("triton_sums", "from flexmask.pooling import anything"),
+        ("pooling", "from flexmask.triton_sums import anything"),
         ("pooling", "def later():\n    import transformers"),
         ("emit", "from flexmask.selection import anything"),
         ("emit", "from flexmask.reference import anything"),
@@ -191,7 +191,7 @@ def test_upward_import_is_caught(module, source):
     [
         ("pooling", "import math\nimport torch.nn.functional as F\nfrom flexmask import _torch"),
         ("attention", "from flexmask.flexprefill import flexprefill_mask\nfrom .checks import check_qkv"),
-        ("pooling", "if True:\n    from flexmask.triton_sums import sums"),
+        ("fused_search", "if True:\n    from flexmask.triton_sums import sums"),
         ("triton_sums", "import triton.language as tl\nfrom flexmask.visibility import num_blocks"),
         ("plot", "def draw():\n    import matplotlib.pyplot"),
         ("plot", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import matplotlib.pyplot"),

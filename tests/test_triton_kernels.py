@@ -15,7 +15,7 @@ from flexmask.pooling import block_means, masked_softmax, pooled_scores
 from flexmask.representative import pooled_attention, representative_attention, representative_rows, summed_attention, take_rows
 from flexmask.selection import fewest_reaching, heaviest_covering, ranks
 from flexmask.vertical_slash import blocks_kept_always, candidate_lines, extended_lines
-from flexmask.visibility import Tokens, block_visibility, token_validity, valid_keys
+from flexmask.visibility import Tokens, block_visibility, blocks_seen_by_rows, token_validity, valid_keys
 
 pytest.importorskip("triton")
 
@@ -25,7 +25,7 @@ from flexmask.triton_lists import line_lists
 from flexmask.triton_means import wanted_block_means
 from flexmask.triton_pattern import pattern_and_lines
 from flexmask.triton_pooled_map import pooled_map
-from flexmask.triton_representative import block_sums, estimated_scores, line_attention, row_norms
+from flexmask.triton_representative import block_sums, estimated_scores, line_attention, packed_rows, row_norms
 from flexmask.triton_visibility import packed_edges
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,10 +76,10 @@ def test_lines_of_the_representative_attention(shape, softcap, window, padded, d
     rows = representative_rows("last", tokens, block_size)
     candidates = candidate_lines(tokens, block_size, window)
     scores = (head_dim**-0.5, softcap, window)
-    packed = torch.where(rows.taken, rows.row, -1).int()
-    sums = block_sums(query, key, packed, tokens.offset, tokens.key_valid if padded else None, block_size, *scores)
+    packed = packed_rows(rows, tokens.offset)
+    sums = block_sums(query, key, packed, tokens.key_valid if padded else None, block_size, *scores)
     norms = row_norms(sums)
-    vertical, slash = line_attention(sums, norms, packed, tokens.offset, candidates)
+    vertical, slash = line_attention(sums, norms, packed, candidates.int().contiguous())
 
     zeros = torch.where(tokens.key_valid[:, None, :, None], key, 0.0)
     attention = representative_attention(take_rows(query, rows), zeros, rows, tokens, *scores)
@@ -91,10 +91,12 @@ def test_lines_of_the_representative_attention(shape, softcap, window, padded, d
 
     if not padded:
         means = block_means(key, tokens.key_valid, block_size)
+        edges = packed_edges(tokens, block_size, window)
+        sees = (blocks_seen_by_rows(rows.position, tokens, block_size, window) & rows.taken.unsqueeze(-1)).any(-2)
         mean_row = take_rows(query, rows).float().sum(2, keepdim=True) / rows.taken.sum()
         torch.testing.assert_close(
-            estimated_scores(query, means, packed, block_size),
-            (mean_row @ means.repeat_interleave(heads // kv_heads, 1).mT).squeeze(2),
+            estimated_scores(query, means, packed, edges.keys[0], kv_len, block_size, window),
+            torch.where(sees[:, None], (mean_row @ means.repeat_interleave(heads // kv_heads, 1).mT).squeeze(2), float("-inf")),
             atol=1e-4,
             rtol=1e-4,
         )
@@ -115,11 +117,11 @@ def test_pattern_and_lines(blocks, gamma, floor, cap):
     sees[..., 0] = True
     count = torch.full((1, blocks), 16, dtype=torch.int32, device=DEVICE)
     count[..., -1] = 3
-    rows = torch.arange(16, device=DEVICE, dtype=torch.int32)[None]
+    rows = torch.arange(-1, 16, device=DEVICE, dtype=torch.int32)[None]  # an offset goes first
     tau = float64(0.5)
     chosen = pattern_and_lines(
-        estimate, values[0], rows, sees, count, torch.where(candidates.unsqueeze(2), lines, -1.0),
-        float64(gamma), tau, floor, cap, 0.7, 4.0,
+        torch.where(sees[:, None], estimate, float("-inf")), values[0], rows, count,
+        torch.where(candidates.unsqueeze(2), lines, -1.0), float64(gamma), tau, floor, cap, 0.7, 4.0,
     )  # fmt: skip
 
     scores = 4.0 * torch.tanh(0.7 * estimate / 4.0) + count.log()[:, None]
@@ -155,8 +157,8 @@ def test_means_of_wanted_heads(length, block_size, head_dim):
 def test_pooled_map_and_what_covers_it(q_len, kv_len, window, padded, gamma):
     size, heads, head_dim = 16, 4, 32
     tokens = tokens_of(2, q_len, kv_len, padded)
-    edges, seen = packed_edges(tokens, size), block_visibility(tokens, size, window)
-    edges = edges._replace(rows=edges.rows.expand(6, 2, -1).contiguous(), keys=edges.keys.expand(3, 2, -1).contiguous())
+    edges, seen = packed_edges(tokens, size, window), block_visibility(tokens, size, window)
+    edges = edges._replace(rows=edges.rows.expand(6, 2, -1).contiguous(), keys=edges.keys.expand(5, 2, -1).contiguous())
     query_means = normal(2, heads, -(-q_len // size), head_dim)
     key_means = normal(2, 2, -(-kv_len // size), head_dim, seed=1)
     active = torch.tensor([[True, True, False, True], [True, False, True, True]], device=DEVICE)
@@ -194,7 +196,7 @@ def test_lists_of_lines_and_blocks(q_len, kv_len, window, padded, with_chosen):
     active = torch.tensor([[True, False, True], [False, True, False]], device=DEVICE)
     chosen = normal(*shape, seed=2) < -1
     blocks = chosen.to(torch.int8) if with_chosen else None
-    edges = packed_edges(tokens, size)
+    edges = packed_edges(tokens, size, window)
     *lists, keep = line_lists(lines.to(torch.int8), active, blocks, edges, kv_len, size, window, True)
     expected = extended_lines(lines[0], lines[1], seen) | blocks_kept_always(seen)[:, None]
     if with_chosen:
