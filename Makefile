@@ -6,6 +6,8 @@
 
 VENV ?= .venv
 PYTHON ?= python3
+# what `make bench` measures for the report; none: the short benchmark
+PART ?=
 # more words for the command that a target runs, as in  make test ARGS="-k pooling"
 ARGS ?=
 
@@ -18,7 +20,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test style format bench test-versions clean
+.PHONY: help install demo test style format bench bench-report test-versions clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,8 +48,11 @@ format: $(READY) ## sort imports and format, in place
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: $(READY) ## speed and memory, on a GPU where there is one
-	$(RUN) -m pytest bench --benchmark-only $(ARGS)
+bench: $(READY) ## speed in brief; PART=latency|breakeven|stages|memory|compile|long measures that for the report, on a GPU
+	$(if $(PART),$(RUN) -m bench.parts $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
+
+bench-report: $(READY) ## bench/REPORT.md from what make bench PART=... has measured, without a GPU
+	$(RUN) -m bench.report $(ARGS)
 
 test-versions: $(READY) ## the mask tests on the oldest torch, one between and the newest (gigabytes)
 	$(RUN) tests/run_versions.py $(ARGS)

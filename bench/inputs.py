@@ -7,16 +7,33 @@ key group take the recipes of `RECIPES` in turn, so that a quarter of all heads 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 RECIPES = ("heavy", "bands", "topics", "heavy")
-_BLOCK = 128
+ALL_TOPICS = ("topics",)
+# tokens that are made at once: no float32 tensor is longer
+CHUNK = 65536
 _POSITION_DIMS = 32
 _TOPIC_DIMS = 64
 _HEAVY_DIM, _SINK_DIM = 32, 33
+_LEAST_HEAD_DIM = _SINK_DIM + 1 + _TOPIC_DIMS
 _MASS = 0.99  # share of a row's attention that its recipe gets; the rest is spread over all keys
+# A head is query-aware if its block means predict its last rows. They err on the diagonal block, which is half visible, by about
+# 0.2 / sqrt(blocks of the topic) in Jensen-Shannon distance: with eight blocks 0.07, under the 0.1 of the default tau.
+_LEAST_TOPIC_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What the heads of one key group share."""
+
+    heavy: Tensor  # (num_heavy,) positions
+    offsets: Tensor  # (num_bands,) distances
+    topics: Tensor  # (num_topics, topic_dims)
+    topic_of_segment: Tensor  # (num_segments,)
 
 
 def structured_prompt(
@@ -27,23 +44,30 @@ def structured_prompt(
     num_kv_heads: int = 8,
     head_dim: int = 128,
     recipes: tuple[str, ...] = RECIPES,
+    block_size: int = 128,
     seed: int = 0,
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of one prompt on which gamma = 0.9 keeps about `density` of the visible blocks.
+    """Query, key and value of one prompt on which gamma = 0.9 keeps very roughly `density` of the visible blocks.
+
+    `bench.calibration` finds the value to give here, so that a wanted density is met. Tensors are made in chunks of `CHUNK`
+    tokens, so that a million tokens need no memory beyond the result.
 
     Parameters
     ----------
     length
         Tokens.
     density
-        Share of the visible blocks to aim at, for blocks of 128 tokens; what a run measures is printed beside its times.
+        > 0. More of it means more heavy keys and bands, and fewer topics. Counts are fractional: with 2.5 every second key
+        group has 3 and the others 2.
     num_heads, num_kv_heads, head_dim
-        Default: the shape of Llama-3.1-8B.
+        Default: the shape of Llama-3.1-8B. head_dim >= 98.
     recipes
         Kinds of head, by turns within each group: "heavy" (a few keys that all rows attend to), "bands" (keys at certain
         distances), "topics" (keys of the row's own topic).
+    block_size
+        Tokens in a block; heavy keys and topics are laid out by it.
     seed, device, dtype
         Of the tensors.
 
@@ -52,58 +76,83 @@ def structured_prompt(
     tuple of Tensor
         query (1, num_heads, length, head_dim), key and value (1, num_kv_heads, length, head_dim).
     """
+    if head_dim < _LEAST_HEAD_DIM:
+        raise ValueError(f"head_dim must be >= {_LEAST_HEAD_DIM}, to hold positions and topics side by side; got {head_dim}")
     generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator, device=device)
-
-    blocks = math.ceil(length / _BLOCK)
-    position = torch.arange(length, device=device)
-    groups = num_heads // num_kv_heads
-    # a heavy key costs one key block and, its offsets running over a whole block of rows, two block diagonals
-    num_heavy = max(2, round(density * blocks / 2.6))
-    num_bands = max(1, round(density * blocks / 26))
-    num_topics = max(2, round(0.92 / density))
-    segment = position // (5 * _BLOCK)
-
-    frequencies = 2 * math.pi / torch.logspace(math.log10(8 * _BLOCK), math.log10(4 * length), _POSITION_DIMS // 2)
-    angles = position[:, None] * frequencies.to(device)
-    code = torch.cat([angles.cos(), angles.sin()], -1)
-    topics = torch.sign(normal(num_topics, _TOPIC_DIMS)) / math.sqrt(_TOPIC_DIMS)
+    wavelengths = torch.logspace(math.log10(8 * block_size), math.log10(4 * length), _POSITION_DIMS // 2)
+    frequencies = (2 * math.pi / wavelengths).to(device)
+    per_group = num_heads // num_kv_heads
 
     query = torch.empty(1, num_heads, length, head_dim, dtype=dtype, device=device)
     key = torch.empty(1, num_kv_heads, length, head_dim, dtype=dtype, device=device)
+    value = torch.empty_like(key)
     for kv_head in range(num_kv_heads):
-        features = normal(length, head_dim) * 0.02
-        features[:, :_POSITION_DIMS] += code
-        heavy_blocks = uniform(blocks).argsort()[:num_heavy]
-        heavy = (heavy_blocks * _BLOCK + (uniform(num_heavy) * _BLOCK).long()).clamp(max=length - 1)
-        features[heavy, _HEAVY_DIM] += 1
-        features[:4, _SINK_DIM] += 1
-        topic_of = (uniform(int(segment[-1]) + 1) * num_topics).long()[segment]
-        features[:, -_TOPIC_DIMS:] += topics[topic_of]
-        key[0, kv_head] = features
+        group = _group(length, density, block_size, (kv_head + 0.5) / num_kv_heads, generator)
+        for first in range(0, length, CHUNK):
+            position = torch.arange(first, min(first + CHUNK, length), device=device)
+            topic = group.topics[group.topic_of_segment[position // (2 * block_size)]]  # (chunk, topic_dims)
+            here = slice(first, first + len(position))
 
-        for member in range(groups):
-            recipe = recipes[member % len(recipes)]
-            # scores are multiplied by 1 / sqrt(head_dim) in attention
-            odds = _MASS / (1 - _MASS)
-            row = normal(length, head_dim) * 0.02
-            if recipe == "heavy":
-                row[:, _HEAVY_DIM] += math.sqrt(head_dim) * math.log(odds * length / num_heavy)
-                row[:, _SINK_DIM] += math.sqrt(head_dim) * math.log(length / num_heavy)
-            elif recipe == "bands":
-                offsets = (uniform(num_bands) ** 2 * length * 0.8).long()
-                for offset in [0, *offsets.tolist()]:
-                    row[:, :_POSITION_DIMS] += 2.0 * code[(position - offset).clamp(min=0)]
-                row[:, :_POSITION_DIMS] *= math.sqrt(head_dim) * 0.5
-            elif recipe == "topics":
-                row[:, -_TOPIC_DIMS:] += math.sqrt(head_dim) * math.log(odds * num_topics) * topics[topic_of]
-            else:
-                raise ValueError(f"recipes must hold 'heavy', 'bands' or 'topics'; got {recipe!r}")
-            query[0, kv_head * groups + member] = row
-    value = normal(1, num_kv_heads, length, head_dim).to(dtype)
+            features = _noise(position, head_dim, generator)
+            features[:, :_POSITION_DIMS] += _code(position, frequencies)
+            features[:, _HEAVY_DIM] += torch.isin(position, group.heavy)
+            features[:, _SINK_DIM] += position < 4
+            features[:, -_TOPIC_DIMS:] += topic
+            key[0, kv_head, here] = features
+            value[0, kv_head, here] = _noise(position, head_dim, generator) * 50
+
+            for member in range(per_group):
+                row = _noise(position, head_dim, generator)
+                _add_recipe(recipes[member % len(recipes)], row, position, topic, group, frequencies, length)
+                query[0, kv_head * per_group + member, here] = row
     return query, key, value
+
+
+def _group(length: int, density: float, block_size: int, rounding: float, generator: torch.Generator) -> _Group:
+    device = generator.device
+    blocks = math.ceil(length / block_size)
+
+    def uniform(count: int) -> Tensor:
+        return torch.rand(count, generator=generator, device=device)
+
+    # a heavy key costs one key block and, its offsets running over a whole block of rows, two block diagonals
+    num_heavy = min(blocks, max(1, int(density * blocks / 2.6 + rounding)))
+    num_bands = max(1, int(density * blocks / 26 + rounding))
+    num_topics = max(1, min(int(0.92 / density + rounding), blocks // _LEAST_TOPIC_BLOCKS))
+    heavy_blocks = uniform(blocks).argsort()[:num_heavy]
+    heavy = (heavy_blocks * block_size + (uniform(num_heavy) * block_size).long()).clamp(max=length - 1)
+    offsets = (uniform(num_bands) ** 2 * length * 0.8).long()
+    topics = torch.randn(num_topics, _TOPIC_DIMS, generator=generator, device=device).sign() / math.sqrt(_TOPIC_DIMS)
+    # Segments of two blocks, shared out evenly among the topics; the last segment's topic is among those with the most.
+    num_segments = math.ceil(blocks / 2)
+    order = uniform(num_segments).argsort()
+    topic_of_segment = (order - order[-1]) % num_segments % num_topics
+    return _Group(heavy, offsets, topics, topic_of_segment)
+
+
+def _noise(position: Tensor, head_dim: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(len(position), head_dim, generator=generator, device=position.device) * 0.02
+
+
+def _code(position: Tensor, frequencies: Tensor) -> Tensor:
+    """Positions as cosines and sines, (chunk, _POSITION_DIMS)."""
+    angles = position.unsqueeze(-1) * frequencies
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+def _add_recipe(
+    recipe: str, row: Tensor, position: Tensor, topic: Tensor, group: _Group, frequencies: Tensor, length: int
+) -> None:
+    """Let the queries `row` (chunk, head_dim) look at what `recipe` says, in place."""
+    # scores are multiplied by 1 / sqrt(head_dim) in attention
+    root, odds = math.sqrt(row.shape[1]), _MASS / (1 - _MASS)
+    if recipe == "heavy":
+        row[:, _HEAVY_DIM] += root * math.log(odds * length / len(group.heavy))
+        row[:, _SINK_DIM] += root * math.log(length / len(group.heavy))
+    elif recipe == "bands":
+        for offset in [0, *group.offsets.tolist()]:
+            row[:, :_POSITION_DIMS] += root * _code((position - offset).clamp(min=0), frequencies)
+    elif recipe == "topics":
+        row[:, -_TOPIC_DIMS:] += root * math.log(odds * max(2, len(group.topics))) * topic
+    else:
+        raise ValueError(f"recipes must hold 'heavy', 'bands' or 'topics'; got {recipe!r}")

@@ -1,0 +1,87 @@
+"""What is compared: dense attention four ways, FlexPrefill by backend, its mask and its kernel alone, other masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask import flexprefill_attention, flexprefill_mask
+from flexmask.backends import flash_available, run_flex_attention
+from flexmask.block_masks import MASKS, causal_mask
+from flexmask.mask_mods import visible_mask_mod
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+ON_GPU = torch.cuda.is_available()
+# the dense method that ratios are to, and the backends of flex_attention that are there
+DENSE = "dense cuDNN" if ON_GPU else "dense SDPA"
+BACKENDS = ("flash", "triton") if ON_GPU and flash_available() else ("triton",) if ON_GPU else ("cpu",)
+# flexprefill_mask is measured by itself, in more ways
+OTHER_MASKS = tuple(name for name in MASKS if name != "flexprefill")
+
+
+def dense_sdpa(tensors: Tensors, backend: SDPBackend | None = None) -> Callable[[], Tensor]:
+    """Dense causal attention by SDPA; the backend of `DENSE` if none is given."""
+    if backend is None:
+        backend = SDPBackend.CUDNN_ATTENTION if ON_GPU else SDPBackend.FLASH_ATTENTION
+    query, key, value = tensors
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    return run
+
+
+def kernel(tensors: Tensors, block_mask: BlockMask, backend: str) -> Callable[[], Tensor]:
+    """The attention kernel alone over a mask's lists.
+
+    Lists do the selection in compiled attention, so partial blocks need the causal edge only: the mask_mod is
+    `flexprefill_attention`'s.
+    """
+    query, key, value = tensors
+    block_mask.mask_mod = visible_mask_mod(None, None, None, query.device)
+    return lambda: run_flex_attention(query, key, value, block_mask, query.shape[3] ** -0.5, None, backend, False)[0]
+
+
+def dense_flex(tensors: Tensors, backend: str) -> Callable[[], Tensor]:
+    """Dense causal attention by flex_attention, its mask made beforehand."""
+    return kernel(tensors, causal_mask(*tensors[:2]), backend)
+
+
+def call(tensors: Tensors, backend: str, gamma: float, min_budget: int) -> Callable[[], Tensor]:
+    """The whole call: mask and attention."""
+    backend = "auto" if backend == "cpu" else backend
+    options: dict[str, Any] = {"min_budget": min_budget, "backend": backend, "dense_below": 0}
+    return lambda: cast(Tensor, flexprefill_attention(*tensors, gamma, **options))
+
+
+def mask(tensors: Tensors, gamma: float, min_budget: int) -> Callable[[], BlockMask]:
+    """flexprefill_mask alone."""
+    return lambda: cast(BlockMask, flexprefill_mask(*tensors[:2], gamma, min_budget=min_budget))
+
+
+def other_mask(tensors: Tensors, name: str) -> Callable[[], BlockMask]:
+    """A mask of `flexmask.block_masks` with its defaults."""
+    return lambda: cast(BlockMask, MASKS[name](*tensors[:2]))
+
+
+def other_call(tensors: Tensors, name: str, backend: str) -> Callable[[], Tensor]:
+    """A mask of `flexmask.block_masks` with its defaults, and attention over it."""
+    return lambda: kernel(tensors, other_mask(tensors, name)(), backend)()
+
+
+def warm(method: Callable[[Tensors], Callable[[], Any]], tensors: Tensors) -> None:
+    """Run a method once on a short piece of the prompt.
+
+    torch compiles for one length first and for all lengths at the second one. What is measured is the second compilation, which
+    a program runs on whose prompts differ in length.
+    """
+    short = min(1536, tensors[0].shape[2] // 2)
+    method(cast(Tensors, tuple(x[:, :, :short].contiguous() for x in tensors)))()
