@@ -15,7 +15,7 @@ ON_GPU = torch.cuda.is_available()
 ROUNDS = 9 if ON_GPU else 3
 _MOST_CALLS = 10 if ON_GPU else 1
 # seconds: a round of calls is about this long, where that is within 1 to _MOST_CALLS calls
-_ROUND = 0.2
+_ROUND = 0.1
 
 
 def synchronize() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from matplotlib.axes import Axes
 
 Points = Sequence[tuple[float, float]]
 
-_SIZE = (8.0, 5.0)
+_SIZE = (8.0, 5.5)
+_MOST_TICKS = 12
 
 
 def thousands(tokens: float) -> str:
@@ -26,6 +28,8 @@ def thousands(tokens: float) -> str:
 
 def _token_axis(axes: Axes, points: Sequence[float]) -> None:
     ticks = sorted({*points})
+    if len(ticks) > _MOST_TICKS:
+        ticks = [2.0**power for power in range(math.floor(math.log2(ticks[0])), math.ceil(math.log2(ticks[-1])) + 1)]
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [thousands(tick) for tick in ticks])
     axes.minorticks_off()
@@ -46,7 +50,7 @@ def lines(
     series: Mapping[str, Points], path: Path, title: str, unit: str, *, log: bool = True, level: float | None = None
 ) -> None:
     """Lines over lengths, one per method; `level` draws a horizontal line."""
-    _figure, axes = pyplot.subplots(figsize=_SIZE, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=_SIZE, layout="constrained")
     colours = iter([*pyplot.get_cmap("tab20").colors] * 3)  # type: ignore[attr-defined]
     for name, points in series.items():
         ordered = sorted(points)
@@ -57,7 +61,7 @@ def lines(
         axes.axhline(level, color="black", linewidth=0.8)
     axes.set_ylabel(unit)
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=7, ncols=2)
+    figure.legend(fontsize=7, ncols=3, loc="outside lower center")
     _save(path)
 
 
@@ -78,7 +82,7 @@ def curves(series: Mapping[str, Points], path: Path, title: str, x_label: str, y
 
 def stacked(bars: Mapping[str, Mapping[str, float]], path: Path, title: str) -> None:
     """Shares of a whole, one bar per name; parts in the order of the first bar, the whole in milliseconds beside it."""
-    _figure, axes = pyplot.subplots(figsize=(_SIZE[0], 1.2 + 0.45 * len(bars)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(_SIZE[0], 1.4 + 0.45 * len(bars)), layout="constrained")
     names = list(bars)
     left = [0.0] * len(names)
     totals = [sum(bars[name].values()) or 1.0 for name in names]
@@ -93,7 +97,7 @@ def stacked(bars: Mapping[str, Mapping[str, float]], path: Path, title: str) -> 
     axes.set_xlabel("share of kernel time")
     axes.tick_params(axis="y", labelsize=7)
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=6)
+    figure.legend(fontsize=7, ncols=6, loc="outside lower center")
     _save(path)
 
 

@@ -7,10 +7,23 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.cost_sections import compile_section, errors_section, inputs_section, memory_section, stages_section
+from bench.markdown import Device
 from bench.rows import FOLDER
-from bench.sections import SECTIONS, Device, published_section
+from bench.timing_sections import break_even_section, growth_section, latency_section, published_section, targets_section
 
 OUT = Path(__file__).parent / "REPORT.md"
+SECTIONS = (
+    targets_section,
+    latency_section,
+    break_even_section,
+    stages_section,
+    memory_section,
+    compile_section,
+    growth_section,
+    inputs_section,
+    errors_section,
+)
 
 
 def report(results: Path, out: Path) -> str:

@@ -14,9 +14,9 @@ from bench.inputs import ALL_TOPICS, CHUNK, structured_prompt
 from bench.prompts import floor_of, named_density
 from bench.report import main as write_report
 from bench.rows import Results
-from bench.sections import break_even
 from bench.stages import grouped
 from bench.targets import verdicts
+from bench.timing_sections import break_even
 
 SMALL = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32, "block_size": 32}
 CALLS = {"block_size": 32, "min_budget": 64}
