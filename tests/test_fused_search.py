@@ -57,7 +57,18 @@ def short_cases(draw):
     return case
 
 
+@pytest.fixture
+def _poisoned():
+    """Memory that nothing was written to holds NaN, the largest number or True, so that reading it shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(100).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @interpreted
+@pytest.mark.usefixtures("_poisoned")
 def test_equals_the_reference(monkeypatch):
     monkeypatch.setattr(flexprefill, "search", fused_search)
     tally, drawn = Tally(), Drawn()
