@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import block_mask_from_lists
+from flexmask._torch import block_mask_from_lists, named
 from flexmask.config import FlexPrefillConfig
 from flexmask.emit import block_lists
 from flexmask.flexprefill import check_mask_arguments, device_offset
@@ -73,5 +73,5 @@ def causal_mask(
     seen = block_visibility(token_validity(q_len, kv_len, offset, attention_mask, key), block_size, window)
     visible = seen.visible[:, None].repeat(batch // seen.visible.shape[0], 1, 1, 1)
     mask_mod = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window, query.device)
-    mask_mod.__name__ = f"causal(window={window}, block_size={block_size})"
+    mask_mod = named(mask_mod, f"causal(window={window}, block_size={block_size})")
     return block_mask_from_lists(block_lists(visible, seen.full), mask_mod, block_size, (q_len, kv_len))

@@ -6,16 +6,18 @@ import contextlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-HAS_FLASH_BACKEND = _RELEASE >= (2, 10)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+HAS_FLASH_BACKEND = RELEASE >= (2, 10)
 # whether FlexAttention's C++ template takes tensors with unbacked sizes: 2.13.0 does, 2.8.0 does not, others were not tried
-CPU_TAKES_UNBACKED_SIZES = _RELEASE >= (2, 13)
+CPU_TAKES_UNBACKED_SIZES = RELEASE >= (2, 13)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameters)
 
@@ -25,15 +27,17 @@ def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-@contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
+def without_tf32() -> contextlib.AbstractContextManager[None]:
     """Float32 products at full precision on CUDA, whatever the program has set; its setting is put back.
 
     Inside a surrounding ``torch.compile`` it does nothing: there the program's own setting holds.
     """
-    if torch.compiler.is_compiling():
-        yield
-        return
+    # not within the generator: torch 2.5 traces no context manager that is one
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _without_tf32()
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     name, off = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
     before = getattr(matmul, name)
@@ -98,6 +102,16 @@ def captured_int(number: int, device: torch.device) -> int | Tensor:
     if device.type != "cpu" or torch.compiler.is_compiling():
         return number
     return torch.tensor(number)
+
+
+def named(function: _Function, name: str) -> _Function:
+    """`function` with another ``__name__``; in a surrounding compilation only where torch can trace that.
+
+    2.8.0 can, 2.5.1 cannot, others were not tried.
+    """
+    if RELEASE >= (2, 8) or not torch.compiler.is_compiling():
+        function.__name__ = name
+    return function
 
 
 def block_mask_from_lists(

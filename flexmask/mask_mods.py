@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexmask._torch import captured, captured_int
+from flexmask._torch import captured, captured_int, named
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -40,8 +40,7 @@ def visible_mask_mod(offset: Tensor | None, valid: Tensor | None, window: int | 
             mask = mask & valid[b, kv_idx] & valid[b, position]
         return mask
 
-    visible.__name__ = name
-    return visible
+    return named(visible, name)
 
 
 def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int, name: str) -> MaskMod:
@@ -55,5 +54,4 @@ def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int, name: str) ->
     def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return keep[b, h, q_idx // side, kv_idx // side] & visible(b, h, q_idx, kv_idx)
 
-    kept.__name__ = name
-    return kept
+    return named(kept, name)

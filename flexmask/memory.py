@@ -43,4 +43,5 @@ def head_groups(batch: int, num_heads: int, num_kv_heads: int, at_once: int) -> 
 
 def _largest_divisor(number: int, limit: int) -> int:
     """Largest divisor of `number` that is at most `limit`; 1 where the limit is less."""
-    return max((d for d in range(1, number + 1) if number % d == 0 and d <= limit), default=1)
+    # a list: torch 2.8 does not trace max of a generator with a default
+    return max([d for d in range(1, number + 1) if number % d == 0 and d <= max(1, limit)])
