@@ -114,6 +114,22 @@ def named(function: _Function, name: str) -> _Function:
     return function
 
 
+def recompile_limit() -> str:
+    """What torch._dynamo.config calls the number of recompilations that a function may have."""
+    import torch._dynamo.config as dynamo
+
+    return "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+
+
+def ran_out_of_recompilations(error: Exception) -> bool:
+    """Whether ``torch.compile(fullgraph=True)`` raised `error` because a function has used up its recompilations.
+
+    No release runs such a function uncompiled, but the errors are not related: torch 2.8 and 2.13 raise the first, 2.6 the
+    second, 2.5 the third.
+    """
+    return type(error).__name__ in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit", "CacheLimitExceeded")
+
+
 def block_mask_from_lists(
     lists: tuple[Tensor, Tensor, Tensor, Tensor],
     mask_mod: Callable[..., Tensor],

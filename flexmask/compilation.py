@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flexmask._torch import options_for_launches
+from flexmask._torch import options_for_launches, ran_out_of_recompilations, recompile_limit
 
 _log = logging.getLogger("flexmask")
 
@@ -33,8 +33,7 @@ def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = 
     -------
     callable
         Inside a surrounding ``torch.compile`` the plain function, which inlines there. Its first call says on the logger
-        "flexmask" that it compiles. Running out of recompilations raises
-        (``torch._dynamo.exc.FailOnRecompileLimitHit``) rather than running uncompiled.
+        "flexmask" that it compiles. Running out of recompilations raises RuntimeError rather than running uncompiled.
     """
     if torch.compiler.is_compiling():
         return function
@@ -59,6 +58,14 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
             announced = True
             what = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
             _log.warning("flexmask: compiling %s (%s), once; this takes seconds to a minute", function.__name__, what)
-        return run(*arguments)
+        try:
+            return run(*arguments)
+        except Exception as error:
+            if not ran_out_of_recompilations(error):
+                raise
+            raise RuntimeError(
+                f"torch.compile has used up its recompilations of {function.__name__}, which never runs uncompiled: raise "
+                f"torch._dynamo.config.{recompile_limit()}, or call torch.compiler.reset() if what was compiled is not needed"
+            ) from error
 
     return call
