@@ -16,6 +16,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HAS_FLASH_BACKEND = RELEASE >= (2, 10)
+# whether FlexAttention has a kernel for CPUs
+HAS_CPU_KERNEL = RELEASE >= (2, 6)
 # whether FlexAttention's C++ template takes tensors with unbacked sizes: 2.13.0 does, 2.8.0 does not, others were not tried
 CPU_TAKES_UNBACKED_SIZES = RELEASE >= (2, 13)
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexmask._torch import block_mask_from_lists
+from flexmask._torch import HAS_CPU_KERNEL, block_mask_from_lists
 from flexmask.backends import BACKENDS, chosen_backend, run_flex_attention
 from flexmask.checks import check_value
 from flexmask.config import FlexPrefillConfig, check_int, check_word, config_from
@@ -93,7 +93,7 @@ def flexprefill_attention(
     TypeError, ValueError
         For wrong arguments; and on CPUs for inputs that require gradients while gradients are on.
     NotImplementedError
-        For `return_lse` on a CPU, unless the call runs dense.
+        For `return_lse` on a CPU, and on a CPU with torch 2.5, unless the call runs dense.
     RuntimeError
         If torch.compile is switched off, or its recompilations have run out: the kernel never runs uncompiled.
 
@@ -139,6 +139,11 @@ def flexprefill_attention(
         raise ValueError("query, key and value must not require gradients on a CPU; call under torch.no_grad()")
     if kernel == "cpu" and return_lse:
         raise NotImplementedError("return_lse is not there on CPUs: FlexAttention's CPU kernel has no log-sum-exp")
+    if kernel == "cpu" and not HAS_CPU_KERNEL:
+        raise NotImplementedError(
+            f"FlexAttention runs on CPUs from torch 2.6 on; got torch {torch.__version__}. "
+            "Use a newer torch or a GPU, or let the call run dense by dense_below"
+        )
     if not grad:
         # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
         query, key, value = query.detach(), key.detach(), value.detach()

@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask
+from flexmask import FlexPrefillConfig, attention, flexprefill_attention, flexprefill_mask
 from tests.helpers import structured_inputs
 
 LAYOUT = {
@@ -273,6 +273,13 @@ def test_gradients_on_a_cpu_are_refused(name):
 def test_log_sum_exp_on_a_cpu_is_refused():
     with pytest.raises(NotImplementedError, match="return_lse is not there on CPUs"):
         flexprefill_attention(**right(), dense_below=0, return_lse=True)
+
+
+def test_a_cpu_is_refused_where_torch_has_no_kernel_for_it(monkeypatch):
+    monkeypatch.setattr(attention, "HAS_CPU_KERNEL", False)
+    with pytest.raises(NotImplementedError, match=r"FlexAttention runs on CPUs from torch 2\.6 on; got torch .* dense_below"):
+        flexprefill_attention(**right(), dense_below=0)
+    assert flexprefill_attention(**right()).shape == (2, 4, 64, 48)
 
 
 @pytest.mark.parametrize(
