@@ -22,6 +22,8 @@ HAS_CPU_KERNEL = RELEASE >= (2, 6)
 CPU_TAKES_UNBACKED_SIZES = RELEASE >= (2, 13)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameters)
+# whether a BlockMask knows the lengths that it was made for; without, its shape and sparsity count whole blocks
+KNOWS_LENGTHS = "seq_lengths" in _FROM_KV_BLOCKS
 
 
 def matmul_float32(left: Tensor, right: Tensor) -> Tensor:

@@ -97,7 +97,8 @@ def flexprefill_mask(
         so that ``to_dense()``, ``sparsity()`` and flex_attention without compilation agree with the compiled kernel. It has no
         lists by key block, which only the backward pass needs: use `flexprefill_attention` for gradients. Memory: two int32 lists
         and a bool map of batch * num_heads * num_q_blocks * num_kv_blocks entries, 9 bytes an entry (0.3 GB for 32 heads at 128k
-        tokens in blocks of 128); up to 14 bytes while it is made.
+        tokens in blocks of 128); up to 14 bytes while it is made. torch 2.5's BlockMask knows
+        whole blocks only: its shape and sparsity round the lengths up to them.
     FlexPrefillStats
         Only with `return_stats`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask._torch import KNOWS_LENGTHS
 from flexmask.config import FlexPrefillConfig
 from flexmask.flexprefill import searched
 from flexmask.reference import ReferenceResult, reference_flexprefill
@@ -278,12 +280,23 @@ def expanded(keep: Tensor, case: Case) -> Tensor:
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None, softcap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    product_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention under a mask of pairs, and its log-sum-exp, in float64; rows that see nothing give 0 and -inf."""
+    """Dense attention under a mask of pairs, and its log-sum-exp, in float64; rows that see nothing give 0 and -inf.
+
+    The products of queries and keys may be rounded to another `product_dtype`.
+    """
     groups = query.shape[1] // key.shape[1]
-    key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
-    scores = query.double() @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    value = value.double()
+    products = query.to(product_dtype) @ key.to(product_dtype).transpose(-1, -2)
+    scores = products.double() * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -math.inf)
@@ -413,10 +426,19 @@ def assert_well_formed(result: SearchResult) -> None:
     assert torch.equal(partial | full, result.keep)
 
 
-def assert_honest(block_mask: BlockMask) -> None:
-    """A BlockMask's lists, to_dense(), sparsity() and mask_mod must say the same, pair by pair."""
+def known_lengths(q_len: int, kv_len: int, block_size: int) -> tuple[int, int]:
+    """The lengths that a BlockMask has in its shape and counts in sparsity(): torch 2.5 knows whole blocks only."""
+    if KNOWS_LENGTHS:
+        return q_len, kv_len
+    return q_len + -q_len % block_size, kv_len + -kv_len % block_size
+
+
+def assert_honest(block_mask: BlockMask, lengths: Sequence[int]) -> None:
+    """A BlockMask of a query and a key of `lengths`: its lists, to_dense(), sparsity() and mask_mod agree, pair by pair."""
     size = block_mask.BLOCK_SIZE[0]
-    batch, num_heads, q_len, kv_len = block_mask.shape
+    q_len, kv_len = lengths
+    batch, num_heads, *known = block_mask.shape
+    assert tuple(known) == known_lengths(q_len, kv_len, size)
     device = block_mask.kv_indices.device
     index = (torch.arange(n, device=device) for n in (batch, num_heads, q_len, kv_len))
     b, h, q, k = (x.view([-1 if i == place else 1 for i in range(4)]) for place, x in enumerate(index))
@@ -428,11 +450,10 @@ def assert_honest(block_mask: BlockMask) -> None:
     assert torch.equal(partial, by_block(pairs, size) & ~full), "partial blocks are not those with pairs of both kinds"
     assert torch.equal(block_mask.to_dense().bool(), partial | full)
     kept = int((partial | full).sum())
-    assert math.isclose(block_mask.sparsity(), 100 * (1 - kept * size**2 / pairs.numel()), abs_tol=1e-3)
+    counted = batch * num_heads * math.prod(known)
+    assert math.isclose(block_mask.sparsity(), 100 * (1 - kept * size**2 / counted), abs_tol=1e-3)
 
 
-# FlexAttention runs on CPUs from this release on
-FLEX_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6)
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 

@@ -130,11 +130,13 @@ def check(call, device="cpu", **keywords):
 CPP_ERROR = pytest.mark.xfail(not CPU_TAKES_UNBACKED_SIZES, reason="this torch writes C++ that does not compile", strict=False)
 
 
+@pytest.mark.attention
 @pytest.mark.parametrize("name", [pytest.param(x, marks=CPP_ERROR) if "padded chunk" in x else x for x in VARIANTS])
 def test_is_dense_attention_under_the_mask(name):
     check(call(**VARIANTS[name]))
 
 
+@pytest.mark.attention
 def test_is_dense_attention_at_gamma_one():
     whole = call()
     query, key, value = whole.case.query, whole.case.key, whole.value
@@ -143,10 +145,12 @@ def test_is_dense_attention_at_gamma_one():
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.attention
 def test_published_selection_runs_too():
     check(call(q_len=304, selection="reference", tau=0.3, min_budget=16))
 
 
+@pytest.mark.attention
 def test_other_lengths_and_masks_of_a_variant_are_right_as_well():
     for length in (300, 129, 63, 257):
         for seed in (1, 2):
@@ -154,6 +158,7 @@ def test_other_lengths_and_masks_of_a_variant_are_right_as_well():
             assert_same_attention(other.attend(), other.under(other.case.search().keep)[0])
 
 
+@pytest.mark.attention
 def test_nan_in_one_head_stays_there():
     clean, spoiled = call(), call()
     before = clean.attend()
@@ -170,6 +175,7 @@ def own_flex_attention(query, key, value, block_mask):
     return flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
 
 
+@pytest.mark.attention
 @pytest.mark.parametrize("name", ["groups", "bfloat16, padded chunk"])
 def test_the_mask_gives_users_the_same_with_and_without_compilation(name):
     it = call(**VARIANTS[name])
@@ -225,6 +231,7 @@ def test_short_prompts_and_single_rows_run_dense(keywords):
     torch.testing.assert_close(got.double(), lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.attention
 def test_dense_below_is_a_length_in_tokens():
     it = call(q_len=129, heads=(2, 2), head_dims=(16, 16))
     for dense_below, dense in ((130, True), (129, False), (0, False)):
@@ -258,6 +265,7 @@ def test_log_sum_exp_is_refused_on_cpus():
         call().attend(return_lse=True)
 
 
+@pytest.mark.attention
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_gradients_are_refused_on_cpus(which):
     it = call()
@@ -304,12 +312,14 @@ GPU_VARIANTS = {
 FLASH = pytest.param("flash", marks=pytest.mark.skipif(not flash_available(), reason="flash-attn-4 is not installed"))
 
 
+@pytest.mark.attention
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_VARIANTS)
 def test_is_dense_attention_under_the_mask_on_cuda(cuda, name):
     check(call(**GPU_VARIANTS[name]), cuda, backend="triton")
 
 
+@pytest.mark.attention
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "bfloat16, ragged chunk", "float16, padded, window"])
 @pytest.mark.parametrize("backend", [FLASH])
@@ -317,6 +327,7 @@ def test_flash_is_dense_attention_under_the_mask(cuda, name, backend):
     check(call(**GPU_VARIANTS[name]), cuda, backend=backend)
 
 
+@pytest.mark.attention
 @pytest.mark.gpu
 def test_log_sum_exp_is_that_of_kept_scores(cuda):
     it = call(q_len=700, block_size=64, head_dims=(64, 64), batch=2, attention_mask=padding(700, ("left", 100), ("left", 0)))
@@ -328,6 +339,7 @@ def test_log_sum_exp_is_that_of_kept_scores(cuda):
     assert (lse[0, :, :100] == float("-inf")).all()
 
 
+@pytest.mark.attention
 @pytest.mark.gpu
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_gradients_are_those_of_dense_attention_under_the_mask(cuda, padded):

@@ -71,8 +71,8 @@ def traced(function: Callable[..., Any], backend: str = "eager", **options: Any)
 
 def dense_under(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Dense attention under the mask written out; rows that see nothing give zero."""
-    batch, heads, q_len, kv_len = mask.shape
-    pairs = create_mask(mask.mask_mod, batch, heads, q_len, kv_len, device=query.device)
+    batch, heads = mask.shape[:2]
+    pairs = create_mask(mask.mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)
     sees = pairs.any(-1, keepdim=True)
     return torch.where(sees, F.scaled_dot_product_attention(query, key, value, attn_mask=pairs | ~sees, enable_gqa=True), 0.0)
 
@@ -136,6 +136,7 @@ def test_mask_has_no_mutation_that_a_compiler_must_undo():
     assert_same_lists(run(QUERY, KEY), flexprefill_mask(QUERY, KEY, **SPARSE))
 
 
+@pytest.mark.attention
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device"),
@@ -166,6 +167,7 @@ def test_mask_and_attention_are_compiled_whole(name, device):
 # A handful of compilations
 
 
+@pytest.mark.attention
 def test_mask_and_attention_in_one_function_serve_all_lengths():
     def attend(query, key, value):
         mask = flexprefill_mask(query, key, **SPARSE)
@@ -181,6 +183,7 @@ def test_mask_and_attention_in_one_function_serve_all_lengths():
     assert counter.frame_count <= 2
 
 
+@pytest.mark.attention
 def test_attention_inside_another_compilation_is_one_graph():
     run, counter = traced(lambda *inputs: flexprefill_attention(*inputs, **SPARSE, dense_below=0))
     assert run(*cut(200)).shape == (2, 4, 200, 24)
@@ -194,11 +197,14 @@ def test_changing_numbers_are_not_compiled_each():
     run, counter = traced(mask)
     query = QUERY[:, :, :100].contiguous()
     for step in range(1, 8):
-        numbers = step / 10, step / 20, 61 * step
+        # torch 2.5 takes every float for a constant
+        floats = (0.6, 0.1) if torch._dynamo.config.specialize_float else (step / 10, step / 20)
+        numbers = *floats, 61 * step
         assert_same_lists(run(query, KEY, *numbers), mask(query, KEY, *numbers))
     assert counter.frame_count <= 2
 
 
+@pytest.mark.attention
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, pytest.param(True, marks=CPP_ERROR)], ids=["whole", "padded"])
 def test_attention_called_plainly_serves_all_lengths(padded):
@@ -213,6 +219,7 @@ def test_attention_called_plainly_serves_all_lengths(padded):
     assert 1 <= graphs["unique_graphs"] - before <= 5
 
 
+@pytest.mark.attention
 @pytest.mark.slow
 @CPP_ERROR
 def test_masks_in_a_compilation_of_the_user_serve_all_lengths():
@@ -234,6 +241,7 @@ def counting(monkeypatch):
     return counter
 
 
+@pytest.mark.attention
 def test_calls_of_all_kinds_share_the_compilations_of_one_model(counting):
     for batch in (1, 2):
         for length in LENGTHS[:8]:
@@ -245,6 +253,7 @@ def test_calls_of_all_kinds_share_the_compilations_of_one_model(counting):
     assert counting.frame_count <= getattr(torch._dynamo.config, _torch.recompile_limit())
 
 
+@pytest.mark.attention
 def test_one_model_does_not_use_up_the_compilations_of_another(counting):
     with torch._dynamo.config.patch({_torch.recompile_limit(): 2}):
         for head_dim in (16, 32, 48, 64):
@@ -262,6 +271,7 @@ def test_mask_on_a_cpu_compiles_nothing(counting):
 # Dense attention without a word: where flex_attention would ignore the block lists
 
 
+@pytest.mark.attention
 def test_recompilations_that_run_out_raise(counting):
     inputs = cut(200)
     query, key, value = cut(300)
@@ -277,7 +287,8 @@ def test_recompilations_that_run_out_raise(counting):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_uncompiled_flex_attention_ignores_the_lists_but_not_an_honest_mask_mod():
-    inputs = cut(200)
+    query, key, value = cut(200)
+    inputs = query, key, value[..., :16]  # torch 2.5 takes powers of two only
     mask = flexprefill_mask(*inputs[:2], **SPARSE)
     expected = dense_under(mask, *inputs)
     torch.testing.assert_close(flex_attention(*inputs, block_mask=mask, enable_gqa=True), expected, atol=2e-5, rtol=0)
@@ -285,6 +296,7 @@ def test_uncompiled_flex_attention_ignores_the_lists_but_not_an_honest_mask_mod(
     assert (flex_attention(*inputs, block_mask=mask, enable_gqa=True) - expected).abs().max() > 0.1
 
 
+@pytest.mark.attention
 @pytest.mark.parametrize("switch", ["stance", "configuration"])
 def test_attention_raises_where_compilation_is_switched_off(switch):
     off = torch.compiler.set_stance("force_eager") if switch == "stance" else torch._dynamo.config.patch(disable=True)
@@ -320,6 +332,7 @@ SWITCHED_OFF = """
 """
 
 
+@pytest.mark.attention
 def test_attention_raises_and_the_mask_works_under_torch_compile_disable():
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SWITCHED_OFF)],
@@ -337,6 +350,7 @@ def test_attention_raises_and_the_mask_works_under_torch_compile_disable():
 # A bad call leaves no trace
 
 
+@pytest.mark.attention
 def test_refused_call_leaves_later_ones_as_they_were():
     inputs = cut(200)
     query, key, value = inputs
@@ -354,7 +368,9 @@ def test_refused_call_leaves_later_ones_as_they_were():
 
 def test_refused_call_inside_a_compilation_leaves_later_ones_as_they_were():
     run, counter = traced(lambda query, key: flexprefill_mask(query, key, **SPARSE))
-    with pytest.raises(Unsupported, match="q_len must be at most key's kv_len 600; got 601"):
+    # torch 2.5 and 2.8 pass on that an exception was raised, but not what it says
+    says = _torch.RELEASE >= (2, 13)
+    with pytest.raises(Unsupported, match="q_len must be at most key's kv_len 600; got 601" if says else "Observed exception"):
         run(F.pad(QUERY, (0, 0, 0, 1)), KEY)
     assert_same_lists(run(QUERY, KEY), flexprefill_mask(QUERY, KEY, **SPARSE))
     assert counter.frame_count == 1

@@ -27,6 +27,7 @@ def test_every_head_is_in_one_group(heads, at_once):
     assert len({(g.batch.stop - g.batch.start, g.query.stop - g.query.start) for g in groups}) == 1
 
 
+@pytest.mark.attention
 @pytest.mark.parametrize("at_once", [1, 2, 4, 8])
 def test_groups_give_what_all_heads_give(at_once):
     query, key = structured_inputs(torch.Generator().manual_seed(1), 2, 4, 2, 300, 330, 32, 5.0)

@@ -10,7 +10,6 @@ from flexmask.emit import BlockLists, block_lists
 from flexmask.flexprefill import flexprefill_mask
 from flexmask.mask_mods import visible_mask_mod
 from tests.helpers import (
-    FLEX_ON_CPU,
     Case,
     assert_honest,
     assert_same_attention,
@@ -145,13 +144,13 @@ def test_comparison_of_statistics_catches(name):
 @pytest.mark.parametrize("number", PICKS)
 def test_comparison_with_the_mask_mod_catches(fault, number):
     mask = flexprefill_mask(CASE.query, CASE.key, config=CASE.config)
-    assert_honest(mask)
+    assert_honest(mask, (200, 200))
     faulty = block_mask_from_lists(fault(number)[1], mask.mask_mod, BLOCK, (200, 200))
     with pytest.raises(AssertionError):
-        assert_honest(faulty)
+        assert_honest(faulty, (200, 200))
 
 
-@pytest.mark.skipif(not FLEX_ON_CPU, reason="this torch has no FlexAttention on CPUs")
+@pytest.mark.attention
 @faults
 def test_comparison_of_compiled_attention_catches(fault):
     value = torch.randn(1, 2, 200, 32, generator=torch.Generator().manual_seed(1))

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from flexmask import flexprefill_attention, warmup
+from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 
 
 def call(length, device, chunked, padded, **options):
@@ -20,7 +21,9 @@ def call(length, device, chunked, padded, **options):
 @pytest.mark.attention
 @pytest.mark.slow
 @pytest.mark.parametrize(("chunked", "padded"), [(False, False), (True, True)])
-def test_no_call_compiles_after_it(device, chunked, padded, caplog):
+def test_no_call_compiles_after_it(device, chunked, padded, caplog, request):
+    if padded and device.type == "cpu" and not CPU_TAKES_UNBACKED_SIZES:
+        request.applymarker(pytest.mark.xfail(reason="this torch writes C++ that does not compile: flexmask._torch"))
     options = {"block_size": 64, "min_budget": 64, "scale": 0.17 + chunked}
     with caplog.at_level(logging.WARNING, logger="flexmask"):
         seconds = warmup(4, 2, 32, dtype=torch.float32, device=device, chunked=chunked, padded=padded, gamma=0.7, **options)
