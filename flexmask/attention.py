@@ -155,8 +155,10 @@ def flexprefill_attention(
     valid = None if attention_mask is None else attention_mask != 0
 
     def attend(group: HeadGroup) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
-        q, k, v = query[group.batch, group.query], key[group.batch, group.key], value[group.batch, group.key]
-        padding, token, first = (None if x is None else x[group.batch] for x in (attention_mask, valid, offset))
+        q, k, v, padding, token, first = query, key, value, attention_mask, valid, offset
+        if len(groups) > 1:
+            q, k, v = query[group.batch, group.query], key[group.batch, group.key], value[group.batch, group.key]
+            padding, token, first = (None if x is None else x[group.batch] for x in (attention_mask, valid, offset))
         found = searched(q, k, config, scale, softcap, window, padding, first, return_stats, with_keep=False)
         visible = visible_mask_mod(first, token, window, query.device)
         block_mask = block_mask_from_lists(found.lists, visible, config.block_size, (q_len, kv_len), with_gradients=grad)

@@ -46,9 +46,8 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     own.__kwdefaults__ = function.__kwdefaults__
-    options: dict[str, Any] = (
-        {"options": options_for_launches()} if launched else {}
-    )  # tests put a backend in torch.compile that takes none
+    # given only where they matter: other backends than Inductor take none
+    options: dict[str, Any] = {"options": options_for_launches()} if launched else {}
     run: Callable[..., Any] = torch.compile(own, fullgraph=True, **options)
     announced = False
 

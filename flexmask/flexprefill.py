@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import HAS_TRITON, block_mask_from_lists, with_dynamic, without_tf32
+from flexmask._torch import block_mask_from_lists, without_tf32
 from flexmask.checks import (
     check_attention_mask,
     check_published_selection,
@@ -16,15 +16,12 @@ from flexmask.checks import (
     check_query_key,
     check_scores,
 )
-from flexmask.compilation import compiled
+from flexmask.compiled_search import run_search
 from flexmask.config import FlexPrefillConfig, config_from
 from flexmask.mask_mods import kept_mask_mod, visible_mask_mod
 from flexmask.memory import mask_bytes
-from flexmask.search import SearchOptions, SearchResult, search
+from flexmask.search import SearchOptions, SearchResult
 from flexmask.stats import FlexPrefillStats
-
-if HAS_TRITON:
-    from flexmask.fused_search import fused_search
 
 MOST_BYTES = 16 * 2**30
 
@@ -207,7 +204,7 @@ def searched(
     with_stats: bool,
     with_keep: bool = True,
 ) -> SearchResult:
-    """Run the compiled search, outside of autograd; arguments are checked already."""
+    """Run the search, outside of autograd; arguments are checked already."""
     options = SearchOptions(
         block_size=config.block_size,
         min_blocks=config.min_blocks,
@@ -224,19 +221,9 @@ def searched(
         with_stats=with_stats,
         with_keep=with_keep or with_stats,
     )
-    choose = fused_search if HAS_TRITON and query.is_cuda and config.selection == "coverage" else search
     with torch.no_grad(), without_tf32():
         gamma, tau = _scalar(config.gamma, query.device), _scalar(config.tau, query.device)
-        if query.device.type == "cpu" or torch.compiler.is_compiling():
-            # not compiled on CPUs: it takes a minute there and gains little, the heavy operations being matrix products
-            return choose(query.detach(), key.detach(), gamma, tau, offset, attention_mask, options)
-        batch, num_heads, q_len, head_dim = query.shape
-        shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, offset is None, attention_mask is None)
-        run = compiled(choose, options, query.device.type, query.dtype, *shape, launched=HAS_TRITON and query.is_cuda)
-        query, key = with_dynamic(query, 2), with_dynamic(key, 2)
-        if attention_mask is not None:
-            attention_mask = with_dynamic(attention_mask, 1)
-        return run(query, key, gamma, tau, offset, attention_mask, options)
+        return run_search(query.detach(), key.detach(), gamma, tau, offset, attention_mask, options)
 
 
 def _scalar(value: float, device: torch.device) -> Tensor:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask import flexprefill
+from flexmask import compiled_search, flexprefill
 from tests.helpers import (
     Case,
     Drawn,
@@ -70,7 +71,7 @@ def _poisoned():
 @interpreted
 @pytest.mark.usefixtures("_poisoned")
 def test_equals_the_reference(monkeypatch):
-    monkeypatch.setattr(flexprefill, "search", fused_search)
+    monkeypatch.setattr(compiled_search, "search", fused_search)
     tally, drawn = Tally(), Drawn()
 
     @settings(max_examples=15)
@@ -95,7 +96,7 @@ def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
     generator = torch.Generator().manual_seed(18)
     query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
     case = Case(query, key, flexprefill.FlexPrefillConfig(0.5, 0.08, block_size=16, min_budget=0))
-    monkeypatch.setattr(flexprefill, "search", fused_search)
+    monkeypatch.setattr(compiled_search, "search", fused_search)
     expected = case.reference()
     assert_same_blocks(case.search(), expected)
     right = getattr(module, fault)
@@ -169,3 +170,19 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
     run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=surroundings, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.split()[0] == "12"
+
+
+@interpreted
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_operator_has_the_shapes_that_it_declares(with_stats):
+    # what a surrounding compilation is told, against what it gets
+    query, key = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
+    number = torch.tensor(0.7, dtype=torch.float64)
+    options = (16, 1, None, "coverage", "flatten", "last", "last", False, True, 0.25, None, None, with_stats, True)
+    with FakeTensorMode() as mode:
+        declared = compiled_search.search_operator(
+            *(mode.from_tensor(x) for x in (query, key, number, number)), None, None, *options
+        )
+    found = compiled_search.search_operator(query, key, number, number, None, None, *options)
+    assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in found]
+    assert len(found) == (11 if with_stats else 5)

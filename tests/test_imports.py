@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("triton_*",),  # kernels and their launches, imported where there is triton
     ("search",),
     ("fused_search",),
+    ("compiled_search",),
     ("flexprefill",),
     ("attention",),
     ("warmup",),
