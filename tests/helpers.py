@@ -352,17 +352,26 @@ class Tally:
 
 @dataclass
 class Drawn:
-    """What drawn cases turned out to be: worthless for a comparison if everything is kept or all heads are alike."""
+    """What drawn cases turned out to be: worthless for a comparison if everything is kept or all heads are alike.
+
+    Heads met before do not count again: hypothesis likes to vary what it tried already.
+    """
 
     heads: int = 0
     sparse: int = 0
     query_aware: int = 0
+    known: set[tuple[float, float]] = field(default_factory=set)
 
     def add(self, expected: ReferenceResult) -> None:
-        sees = expected.density > 0
-        self.heads += int(sees.sum())
-        self.sparse += int((expected.density[sees] < 0.9).sum())
-        self.query_aware += int(expected.is_query_aware.sum())
+        heads = zip(expected.density.flatten(), expected.js_distance.flatten(), expected.is_query_aware.flatten(), strict=True)
+        for density, distance, query_aware in heads:
+            head = (float(density), float(distance))
+            if density == 0 or head in self.known:
+                continue
+            self.known.add(head)
+            self.heads += 1
+            self.sparse += int(density < 0.9)
+            self.query_aware += int(query_aware)
 
     def check(self) -> None:
         """At least 80% of heads drop a tenth of their blocks, and both kinds of head occur."""
