@@ -9,6 +9,8 @@ from torch import Tensor
 from flexmask.pooling import capped
 from flexmask.visibility import token_validity
 
+_MOST_SCORES = 2**28  # a float32 each, where attention is written out
+
 
 def dense_attention(
     query: Tensor,
@@ -24,7 +26,7 @@ def dense_attention(
     """Attention to every visible key: SDPA where it can, else written out in float32.
 
     SDPA knows neither soft-capping nor the log-sum-exp. Rows that see nothing give zero and a log-sum-exp of -inf. Written
-    out, it needs num_heads * q_len * kv_len float32 of memory a batch row.
+    out, it goes through the query rows in parts whose scores take a GiB at most; inside a surrounding compilation in one.
 
     Returns
     -------
@@ -53,7 +55,12 @@ def dense_attention(
         return torch.where(sees, out, 0.0), None
 
     key, value = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
-    scores = torch.where(visible, capped(query.float() @ key.transpose(-1, -2) * scale, softcap), float("-inf"))
-    lse = scores.logsumexp(-1)
-    out = torch.where(sees, torch.where(sees, scores, 0.0).softmax(-1) @ value, 0.0)
-    return out.to(query.dtype), lse if return_lse else None
+    rows = q_len
+    if not torch.compiler.is_compiling():
+        rows = max(1, _MOST_SCORES // (query.shape[0] * query.shape[1] * kv_len))
+    outs, lses = [], []
+    for q, seen, some in zip(query.split(rows, 2), visible.split(rows, 2), sees.split(rows, 2), strict=True):
+        scores = torch.where(seen, capped(q.float() @ key.transpose(-1, -2) * scale, softcap), float("-inf"))
+        lses.append(scores.logsumexp(-1))
+        outs.append(torch.where(some, torch.where(some, scores, 0.0).softmax(-1) @ value, 0.0).to(query.dtype))
+    return torch.cat(outs, 2), torch.cat(lses, 2) if return_lse else None

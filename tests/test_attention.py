@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_attention, flexprefill_mask
+from flexmask import FlexPrefillConfig, FlexPrefillStats, dense, flexprefill_attention, flexprefill_mask
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.backends import flash_available
 from tests.helpers import (
@@ -231,11 +231,19 @@ def test_short_prompts_and_single_rows_run_dense(keywords):
     torch.testing.assert_close(got.double(), lse, atol=1e-5, rtol=1e-5)
 
 
+def test_dense_in_parts_is_dense_in_one(monkeypatch):
+    it = call(q_len=70, kv_len=100, scores={"softcap": 2.0, "window": 40}, attention_mask=padding(100, ("left", 50)))
+    whole = it.attend(dense_below=101, return_lse=True)
+    monkeypatch.setattr(dense, "_MOST_SCORES", it.case.query.shape[1] * 100 * 13)  # 13 rows at a time
+    for got, expected in zip(it.attend(dense_below=101, return_lse=True), whole, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+
+
 @pytest.mark.attention
 def test_dense_below_is_a_length_in_tokens():
     it = call(q_len=129, heads=(2, 2), head_dims=(16, 16))
-    for dense_below, dense in ((130, True), (129, False), (0, False)):
-        assert it.attend(dense_below=dense_below, return_stats=True)[1].dense is dense
+    for dense_below, ran_dense in ((130, True), (129, False), (0, False)):
+        assert it.attend(dense_below=dense_below, return_stats=True)[1].dense is ran_dense
     # a measured break-even by default, far above this length
     assert it.attend(dense_below=None, return_stats=True)[1].dense is True
 
