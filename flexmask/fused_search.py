@@ -8,20 +8,14 @@ from torch import Tensor
 from flexmask.emit import BlockLists
 from flexmask.representative import RepresentativeRows, representative_rows
 from flexmask.search import SearchOptions, SearchResult, SearchStats
+from flexmask.triton_block_sums import BlockSums, block_sums, packed_rows
 from flexmask.triton_covering import covering_blocks, covering_rows
+from flexmask.triton_estimate import estimated_scores
+from flexmask.triton_line_attention import RowNorms, line_attention, row_norms
 from flexmask.triton_lists import line_lists
 from flexmask.triton_means import wanted_block_means
 from flexmask.triton_pattern import Lines, pattern_and_lines
 from flexmask.triton_pooled_map import pooled_map
-from flexmask.triton_representative import (
-    BlockSums,
-    RowNorms,
-    block_sums,
-    estimated_scores,
-    line_attention,
-    packed_rows,
-    row_norms,
-)
 from flexmask.triton_visibility import PackedEdges, packed_edges
 from flexmask.visibility import Tokens, block_visibility, token_validity
 

@@ -20,12 +20,14 @@ from flexmask.visibility import Tokens, block_visibility, blocks_seen_by_rows, t
 pytest.importorskip("triton")
 
 from flexmask import triton_covering
+from flexmask.triton_block_sums import block_sums, packed_rows
 from flexmask.triton_covering import covering_blocks, covering_rows
+from flexmask.triton_estimate import estimated_scores
+from flexmask.triton_line_attention import line_attention, row_norms
 from flexmask.triton_lists import line_lists
 from flexmask.triton_means import wanted_block_means
 from flexmask.triton_pattern import pattern_and_lines
 from flexmask.triton_pooled_map import pooled_map
-from flexmask.triton_representative import block_sums, estimated_scores, line_attention, packed_rows, row_norms
 from flexmask.triton_visibility import packed_edges
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
