@@ -77,7 +77,8 @@ def flexprefill_attention(
         nothing. Not on CPUs, where FlexAttention has none.
     max_mask_bytes
         Bytes, > 0, that masks may take at one time: where all heads need more, groups of heads are masked and attended to one
-        after the other. Default 2**30. A single head may exceed it: at a million tokens and blocks of 128 it takes 0.9 GB.
+        after the other. Default 2**30. A single head may exceed it: at a million tokens and blocks of 128 it takes 0.9 GB. It
+        does not bound what gradients keep until the backward pass, nor ``selection="reference"``.
 
     Returns
     -------
@@ -130,7 +131,7 @@ def flexprefill_attention(
 
     if query.shape[2] == 1 or key.shape[2] < dense_below:
         out, lse = dense_attention(query, key, value, scale, softcap, window, attention_mask, offset, return_lse)
-        stats = _dense_stats(query) if return_stats else None
+        stats = _empty_stats(query, dense=True) if return_stats else None
         return _results(out, lse, stats)
 
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -149,7 +150,7 @@ def flexprefill_attention(
         query, key, value = query.detach(), key.detach(), value.detach()
     batch, num_heads, q_len, _ = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
-    one_head = mask_bytes(q_len, kv_len, config.block_size, config.tau > 0)
+    one_head = mask_bytes(q_len, kv_len, config)
     groups = head_groups(batch, num_heads, num_kv_heads, max_mask_bytes // one_head)
     # the lists do the selection here, so that the mask_mod need only cut partial blocks
     valid = None if attention_mask is None else attention_mask != 0
@@ -187,7 +188,7 @@ def _joined(
             lse = part_lse.new_empty(query.shape[:3]) if lse is None else lse
             lse[group.batch, group.query] = part_lse
         if part_stats is not None:
-            stats = _dense_stats(query, dense=False) if stats is None else stats
+            stats = _empty_stats(query, dense=False) if stats is None else stats
             for name in _STATISTICS:
                 getattr(stats, name)[group.batch, group.query] = getattr(part_stats, name)
     return out, lse, stats
@@ -202,7 +203,7 @@ def _checked_dense_below(dense_below: int | None) -> int:
     return dense_below
 
 
-def _dense_stats(query: Tensor, dense: bool = True) -> FlexPrefillStats:
+def _empty_stats(query: Tensor, dense: bool) -> FlexPrefillStats:
     heads = query.new_zeros(query.shape[:2], dtype=torch.float32)
     counts = torch.zeros_like(heads, dtype=torch.int64)
     return FlexPrefillStats(

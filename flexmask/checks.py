@@ -8,6 +8,7 @@ from torch import Tensor
 from flexmask.config import FlexPrefillConfig, check_int, check_real
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
 
 
 def check_query_key(query: Tensor, key: Tensor) -> None:
@@ -29,6 +30,8 @@ def check_query_key(query: Tensor, key: Tensor) -> None:
         raise ValueError(f"query's num_heads must be a multiple of key's num_kv_heads {num_kv_heads}; got {num_heads}")
     if q_len > kv_len:
         raise ValueError(f"query's q_len must be at most key's kv_len {kv_len}; got {q_len}")
+    if query.is_cuda and batch * num_heads > _MOST_HEADS:
+        raise ValueError(f"query must have at most {_MOST_HEADS} heads in all batch rows on CUDA; got {batch} * {num_heads}")
 
 
 def check_value(value: Tensor, key: Tensor) -> None:

@@ -104,13 +104,13 @@ def flexprefill_mask(
     TypeError, ValueError
         For wrong types, shapes, dtypes, devices or ranges, before anything is computed. The values of tensors are not read:
         there is no host synchronisation, and NaN or infinity spoil their own head only. Also for a mask that would take more
-        than 16 GiB (32 heads at a million tokens): `flexprefill_attention` goes through the heads in groups.
+        than 16 GiB while it is made (32 heads at a million tokens): `flexprefill_attention` goes through the heads in groups.
 
     Notes
     -----
     On accelerators it compiles itself on first use, once per head count, head_dim, dtype and set of options; on CPUs it runs as
     it is, since there a compilation takes a minute and gains little. Inside ``torch.compile(fullgraph=True)`` it is traced with
-    the rest. Gradients do not flow through a mask.
+    the rest; on CUDA it is one operator there. Gradients do not flow through a mask.
 
     Examples
     --------
@@ -133,11 +133,11 @@ def flexprefill_mask(
         index_queries=index_queries,
     )
     check_mask_arguments(query, key, config, scale, softcap, window, attention_mask, q_offset)
-    needed = query.shape[0] * query.shape[1] * mask_bytes(query.shape[2], key.shape[2], config.block_size, config.tau > 0)
+    needed = query.shape[0] * query.shape[1] * mask_bytes(query.shape[2], key.shape[2], config)
     if needed > MOST_BYTES:
         raise ValueError(
-            f"query and key need a mask of at most {MOST_BYTES / 2**30:.0f} GiB; got one of {needed / 2**30:.0f} GiB. Make it "
-            "for fewer heads at a time, or call flexprefill_attention, which does"
+            f"query and key need a mask of at most {MOST_BYTES / 2**30:.1f} GiB while it is made; got {needed / 2**30:.1f} GiB. "
+            "Make it for fewer heads at a time, or call flexprefill_attention, which does"
         )
     offset = device_offset(q_offset, query, key)
     result = searched(query, key, config, scale, softcap, window, attention_mask, offset, return_stats)

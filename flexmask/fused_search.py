@@ -112,7 +112,7 @@ def _statistics(
         lines.is_query_aware,
         lines.distance,
         keep.sum((-2, -1)) / visible.sum((-2, -1)).clamp(min=1)[:, None],
-        lines.number[0],
-        lines.number[1],
+        lines.number[0].clone(),  # an operator's results must not share memory
+        lines.number[1].clone(),
         held / rows.taken.sum(-1).clamp(min=1)[:, None],
     )

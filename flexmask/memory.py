@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flexmask.config import FlexPrefillConfig
 from flexmask.visibility import num_blocks
 
 
@@ -15,14 +16,16 @@ class HeadGroup(NamedTuple):
     key: slice
 
 
-def mask_bytes(q_len: int, kv_len: int, block_size: int, search_pattern: bool) -> int:
-    """Bytes that the mask of one head of one batch row takes at its peak, by the kernels that run on CUDA.
+def mask_bytes(q_len: int, kv_len: int, config: FlexPrefillConfig) -> int:
+    """Bytes that the mask of one head of one batch row takes while it is made, by the kernels that run on CUDA.
 
     Each pair of blocks takes two int32 list entries and a byte of the map of kept blocks; where heads may be query-aware, a
-    float32 of the pooled map and another byte. Each representative row takes four float32 by key block.
+    float32 of the pooled map and another byte. Each representative row takes four float32 by key block. Not counted: the lists by
+    key block that gradients need, and ``selection="reference"``, which runs in plain torch and holds whole rows of attention.
     """
-    num_q_blocks, num_kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
-    return num_kv_blocks * (num_q_blocks * (14 if search_pattern else 9) + block_size * 16)
+    num_q_blocks, num_kv_blocks = num_blocks(q_len, config.block_size), num_blocks(kv_len, config.block_size)
+    rows = config.block_size * (1 if config.pattern_queries == config.index_queries else 2)
+    return num_kv_blocks * (num_q_blocks * (14 if config.tau > 0 else 9) + rows * 16)
 
 
 def head_groups(batch: int, num_heads: int, num_kv_heads: int, at_once: int) -> list[HeadGroup]:

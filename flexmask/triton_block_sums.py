@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.representative import RepresentativeRows
+from flexmask.triton_scores import soft_capped
 from flexmask.visibility import num_blocks
 
 BLOCKS_PER_PROGRAM = 16
@@ -102,7 +103,7 @@ def _block_sums_kernel(
     lowest_position = first_position + lowest_row
     queries = query + batch.to(tl.int64) * query_stride_batch + q_head.to(tl.int64) * query_stride_head
     q = tl.load(
-        queries + row[:, None].to(tl.int64) * query_stride_token + dims[None, :] * query_stride_dim,
+        queries + row[:, None].to(tl.int64) * query_stride_token + dims[None, :].to(tl.int64) * query_stride_dim,
         mask=row_taken[:, None] & (dims[None, :] < HEAD_DIM),
         other=0.0,
     )
@@ -120,15 +121,13 @@ def _block_sums_kernel(
             key_phase = start + tl.arange(0, KEYS)
             column = block * BLOCK_SIZE + key_phase
             k = tl.load(
-                keys + column[None, :].to(tl.int64) * key_stride_token + dims[:, None] * key_stride_dim,
+                keys + column[None, :].to(tl.int64) * key_stride_token + dims[:, None].to(tl.int64) * key_stride_dim,
                 mask=(column[None, :] < kv_len) & (dims[:, None] < HEAD_DIM),
                 other=0.0,
             )
             score = tl.dot(q, k, input_precision="ieee")
             if HAS_SOFTCAP:
-                grown = tl.exp2(-2 * 1.4426950408889634 * tl.abs(score * scale / softcap))
-                capped = softcap * (1 - grown) / (1 + grown)
-                score = tl.where(score < 0, -capped, capped)
+                score = soft_capped(score * scale, softcap)
             if ((block + 1) * BLOCK_SIZE > lowest_position) | some_not_taken | PADDED | HAS_WINDOW:
                 # what stands in keys that are not valid does not matter, NaN included
                 distance = row_position[:, None] - column[None, :]

@@ -42,7 +42,7 @@ def _estimate_kernel(
     num_taken = 0
     for start in tl.static_range(0, BLOCK_SIZE, ROWS):
         row = tl.load(rows + batch * rows_stride + 1 + start + tl.arange(0, ROWS))
-        place = queries + row[:, None].to(tl.int64) * query_stride_token + dims[None, :] * query_stride_dim
+        place = queries + row[:, None].to(tl.int64) * query_stride_token + dims[None, :].to(tl.int64) * query_stride_dim
         q = tl.load(place, mask=(row >= 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         total += tl.sum(q.to(tl.float32), 0)
         num_taken += tl.sum((row >= 0).to(tl.int32), 0)

@@ -93,7 +93,8 @@ def _entries(values, index, size):
 
 @triton.jit
 def missing_entries(bits, gap):
-    """How many entries of one bit pattern fill a gap, int32; a great number where they are worth nothing."""
+    """How many entries of one bit pattern fill a gap, int32: none without a gap, a great number if they are worth nothing."""
     value = bits.to(tl.float32, bitcast=True).to(tl.float64)
     number = tl.where(value > 0, tl.ceil(gap / tl.where(value > 0, value, 1.0)), 1e9)
+    number = tl.where(gap <= 0, 0.0, number)
     return tl.minimum(tl.maximum(number, 0.0), 1e9).to(tl.int32)

@@ -48,7 +48,7 @@ def _means_kernel(
             if HAS_VALID:
                 present = tl.load(valid_row + token, mask=present, other=0) != 0
             x = tl.load(
-                base + token[:, None].to(tl.int64) * stride_token + dims[None, :] * stride_dim,
+                base + token[:, None].to(tl.int64) * stride_token + dims[None, :].to(tl.int64) * stride_dim,
                 mask=present[:, None] & (dims[None, :] < HEAD_DIM),
                 other=0.0,
             )

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.triton_fewest import keep_fewest
+from flexmask.triton_scores import soft_capped
 
 
 class Lines(NamedTuple):
@@ -22,7 +23,7 @@ class Lines(NamedTuple):
 
 
 @triton.jit
-def _estimate(scores, key_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def _weighted_scores(scores, key_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Pooled scores of key blocks, -inf where no row sees any of it."""
     exists = block < num_kv_blocks
     raw = tl.load(scores + block, mask=exists, other=float("-inf"))
@@ -30,9 +31,7 @@ def _estimate(scores, key_count, block, num_kv_blocks, scale, softcap, HAS_SOFTC
     seen = (raw != float("-inf")) & (count > 0)
     score = tl.where(seen, raw, 0.0) * scale
     if HAS_SOFTCAP:
-        grown = tl.exp2(-2 * 1.4426950408889634 * tl.abs(score / softcap))
-        capped = softcap * (1 - grown) / (1 + grown)
-        score = tl.where(score < 0, -capped, capped)
+        score = soft_capped(score, softcap)
     return tl.where(seen, score + tl.log(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
 
 
@@ -84,7 +83,7 @@ def _pattern_kernel(
     highest = float("-inf")
     total = 0.0
     for start in range(0, num_kv_blocks, TILE):
-        score = _estimate(scores, row_count, start + lane, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
+        score = _weighted_scores(scores, row_count, start + lane, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
         higher = tl.maximum(highest, tl.max(score, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - base) + tl.sum(tl.exp(score - base), 0)
@@ -94,7 +93,7 @@ def _pattern_kernel(
     divergence = tl.zeros([TILE], tl.float32)
     for start in range(0, num_kv_blocks, TILE):
         block = start + lane
-        score = _estimate(scores, row_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
+        score = _weighted_scores(scores, row_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
         estimated = tl.exp(score - base) / total
         held = tl.load(attended + head * num_kv_blocks + block, mask=block < num_kv_blocks, other=0.0)
         held = tl.where(held < 0, 0.0, held)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.triton_scores import soft_capped
 from flexmask.triton_visibility import PackedEdges, row_edges, sees
 
 _ROWS = 32
@@ -25,9 +26,7 @@ def _scores(
     )
     score = tl.dot(q, k, input_precision="tf32x3") * scale
     if HAS_SOFTCAP:
-        grown = tl.exp2(-2 * 1.4426950408889634 * tl.abs(score / softcap))
-        capped = softcap * (1 - grown) / (1 + grown)
-        score = tl.where(score < 0, -capped, capped)
+        score = soft_capped(score, softcap)
     last_valid_key = tl.load(keys + columns, mask=exists, other=0)[None, :]
     count = tl.load(keys + 2 * keys_stride + columns, mask=exists, other=0)
     score = score * 1.4426950408889634 + tl.log2(tl.maximum(count, 1).to(tl.float32))[None, :]

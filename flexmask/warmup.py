@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexmask.attention import flexprefill_attention
-from flexmask.config import check_int
+from flexmask.config import FlexPrefillConfig, check_int
 
 # tokens: two lengths, so that what is static in a first call is not in the next; neither a multiple of a block
 _LENGTHS = (1100, 2300)
@@ -31,8 +31,9 @@ def warmup(
 
     Compiled code is kept for the process, and serves all lengths. It is tied to the numbers of heads, head_dim, dtype, batch
     size, the options but gamma and tau, the tensors' memory layout (here: contiguous), and to whether a call has padding or an
-    offset: a server that takes chunks of prompts besides whole ones warms up both ways. Across processes Inductor keeps compiled
-    code on disk (TORCHINDUCTOR_CACHE_DIR).
+    offset: a server that takes chunks of prompts besides whole ones warms up both ways. Prompts so long that the heads are cut
+    into groups (`max_mask_bytes`; from about 190k tokens for 32 heads) compile again for every size of group. Across processes
+    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR).
 
     Parameters
     ----------
@@ -74,9 +75,13 @@ def warmup(
         if name in options:
             raise TypeError(f"{name} is not an option of warmup; see its arguments chunked and padded")
     options["dense_below"] = 0
+    fields = {name: options[name] for name in ("block_size", "selection") if name in options}
+    config = options.get("config") or FlexPrefillConfig(**fields)
+    # what the published code does, it does for whole blocks only
+    block = config.block_size if config.selection == "reference" else 1
     start = time.perf_counter()
     with torch.no_grad():
-        for length in _LENGTHS:
+        for length in (-(-length // block) * block for length in _LENGTHS):
             q_len = length // 2 if chunked else length
             query = torch.randn(batch, num_heads, q_len, head_dim, dtype=dtype, device=device)
             key = torch.randn(batch, num_kv_heads, length, head_dim, dtype=dtype, device=device)

@@ -48,7 +48,7 @@ def _few_chunks(monkeypatch):
 
 @st.composite
 def short_cases(draw):
-    config = draw(configs([16, 32, 48], st.sampled_from([0.43, 0.71, 0.91, 1.0])))
+    config = draw(configs([16, 32, 48], st.sampled_from([0.43, 0.71, 0.91, 1.0]), (0, 1, 4)))
     kv_len = draw(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 260))
     q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
     case = drawn_inputs(draw, config, draw(st.integers(1, 2)), q_len, kv_len, draw(st.sampled_from([1.0, 5.0])))
@@ -118,6 +118,8 @@ def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
 
 
 COMPILE = """
+from dataclasses import replace
+
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -140,8 +142,9 @@ def compile_only(kernel, *arguments, grid, warmup, **keywords):
             signature[parameter.name] = "*" + NAMES[value.dtype]
         else:
             signature[parameter.name] = "fp64" if isinstance(value, float) else "i32"
-    if kernel.fn.__name__ not in compiled:
-        compiled.add(kernel.fn.__name__)
+    variant = kernel.fn.__name__, str(constants)
+    if variant not in compiled:
+        compiled.add(variant)
         compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -158,7 +161,10 @@ gamma = torch.tensor(0.9, dtype=torch.float64)
 padding = torch.ones(2, 300, dtype=torch.bool)
 query, key = torch.zeros(2, 4, 200, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 300, 64, dtype=torch.bfloat16)
 fused_search(query, key, gamma, gamma, None, padding, options)
-print(len(compiled), "kernels")
+plain = replace(options, max_blocks=None, softcap=None, window=None, with_keep=False)
+fused_search(query, key[:, :, :200], gamma, gamma, None, None, plain)
+fused_search(query, key, gamma, gamma, None, None, replace(plain, query_aware="per_query", search_pattern=False))
+print(len({name for name, _ in compiled}), len(compiled))
 """
 
 
@@ -169,12 +175,15 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
     surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=surroundings, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split()[0] == "12"
+    kernels, variants = map(int, run.stdout.split())
+    assert kernels == 12
+    assert variants > 2 * kernels
 
 
 @interpreted
 @pytest.mark.parametrize("with_stats", [False, True])
-def test_operator_has_the_shapes_that_it_declares(with_stats):
+def test_operator_has_the_shapes_that_it_declares(monkeypatch, with_stats):
+    monkeypatch.setattr(compiled_search, "search", fused_search)
     # what a surrounding compilation is told, against what it gets
     query, key = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
     number = torch.tensor(0.7, dtype=torch.float64)

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("emit", "selection", "pooling"),
     ("vertical_slash", "representative", "backends", "dense"),
+    ("triton_scores",),
     ("triton_visibility", "triton_fewest", "triton_block_sums"),
     ("triton_*",),  # kernels and their launches, imported where there is triton
     ("search",),

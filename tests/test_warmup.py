@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from flexmask import flexprefill_attention, warmup
+from flexmask import FlexPrefillConfig, flexprefill_attention, warmup
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 
 
@@ -35,6 +35,13 @@ def test_no_call_compiles_after_it(device, chunked, padded, caplog, request):
         call(length, device, chunked, padded, gamma=0.8, **options)
     assert counters["stats"]["unique_graphs"] == before
     assert not caplog.records
+
+
+@pytest.mark.attention
+def test_published_selection_is_warmed_up_with_whole_blocks():
+    shape = {"dtype": torch.float32, "device": "cpu", "block_size": 64}
+    assert warmup(2, 2, 16, **shape, selection="reference") > 0
+    assert warmup(2, 2, 16, dtype=torch.float32, device="cpu", config=FlexPrefillConfig(selection="reference")) > 0
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "q_offset", "return_stats"])
