@@ -53,8 +53,8 @@ def _as_one_operator(
 ) -> SearchResult:
     """`run_search` as an operator that a surrounding compilation does not look into.
 
-    Traced into, our kernels and flex_attention's in one graph gave wrong results (torch 2.11): what a template reads was not
-    ordered after the kernels that write it.
+    Traced into, our kernels and flex_attention's in one graph gave wrong results (torch 2.11, which as far as we can tell does
+    not order what flex_attention's template reads after the kernels that write it).
     """
     found = search_operator(query, key, gamma, tau, offset, attention_mask, *_fields(options))
     keep = found[4] if options.with_keep else None
