@@ -195,3 +195,21 @@ def test_operator_has_the_shapes_that_it_declares(monkeypatch, with_stats):
     found = compiled_search.search_operator(query, key, number, number, None, None, *options)
     assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in found]
     assert len(found) == (11 if with_stats else 5)
+
+
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_operator_gives_the_search_inside_a_compilation(with_stats):
+    # CUDA's way; here plain code stands behind the operator
+    query, key = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 230, 32)
+    share, tau = (torch.tensor(x, dtype=torch.float64) for x in (0.5, 0.1))
+    values = (16, 0, None, "coverage", "flatten", "last", "last", False, True, 0.2, None, None, with_stats, with_stats)
+    options = compiled_search.SearchOptions(*values)
+    inside = torch.compile(compiled_search._as_one_operator, fullgraph=True, backend="aot_eager")
+    found = inside(query, key, share, tau, None, None, options)
+    expected = compiled_search.search(query, key, share, tau, None, None, options)
+    assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
+    if with_stats:
+        assert torch.equal(found.keep, expected.keep)
+        assert all(torch.equal(*pair) for pair in zip(found.stats, expected.stats, strict=True))
+    else:
+        assert found.keep is None and found.stats is None
