@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import HAS_CPU_KERNEL, block_mask_from_lists
 from flexmask.backends import BACKENDS, chosen_backend, run_flex_attention
-from flexmask.checks import check_value
+from flexmask.checks import check_sinks, check_value
 from flexmask.config import FlexPrefillConfig, check_int, check_word, config_from
 from flexmask.dense import dense_attention
 from flexmask.flexprefill import check_mask_arguments, device_offset, searched
 from flexmask.mask_mods import visible_mask_mod
 from flexmask.memory import HeadGroup, head_groups, mask_bytes
-from flexmask.stats import FlexPrefillStats
+from flexmask.stats import FlexPrefillStats, empty_stats
 
 # tokens of kv_len: above 8,192, where the call was 1.2 times as fast as dense attention at gamma .9 on one input (README.md)
 DENSE_BELOW = 16384
@@ -42,6 +43,7 @@ def flexprefill_attention(
     window: int | None = None,
     attention_mask: Tensor | None = None,
     q_offset: int | Tensor | None = None,
+    sinks: Tensor | None = None,
     config: FlexPrefillConfig | None = None,
     return_stats: bool = False,
     backend: str = "auto",
@@ -65,6 +67,9 @@ def flexprefill_attention(
         As in `FlexPrefillConfig`.
     scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
+    sinks
+        (num_heads,) floating, on query's device: a logit per head that takes part in the softmax and brings no value (attention
+        sinks, as in gpt-oss). The selection does not see them: `gamma` is a share of the attention to keys. Default None.
     backend
         ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, Hopper or Blackwell, block_size 128,
         head_dim <= 128, half precision; no softcap, gradients or log-sum-exp) or ``"auto"`` (default): flash where it can run,
@@ -74,8 +79,8 @@ def flexprefill_attention(
         one step above 8,192, where it was 1.2 times as fast as dense attention on an H200, with room for denser inputs than
         those measured. 0 switches it off (but for a single row).
     return_lse
-        Also return the log-sum-exp of every row (natural logarithm), (batch, num_heads, q_len) float32; -inf for a row that sees
-        nothing. Not on CPUs, where FlexAttention has none.
+        Also return the log-sum-exp of every row (natural logarithm) over its keys, sinks not counted, (batch, num_heads, q_len)
+        float32; -inf for a row that sees nothing. Not on CPUs, where FlexAttention has none.
     max_mask_bytes
         Bytes, > 0, that masks may take at one time: where all heads need more, groups of heads are masked and attended to one
         after the other. Default 2**30. A single head may exceed it: at a million tokens and blocks of 128 it takes 0.9 GB. It
@@ -121,6 +126,7 @@ def flexprefill_attention(
     )
     check_mask_arguments(query, key, config, scale, softcap, window, attention_mask, q_offset)
     check_value(value, key)
+    check_sinks(sinks, query)
     check_word("backend", backend, BACKENDS)
     dense_below = _checked_dense_below(dense_below)
     check_int("max_mask_bytes", max_mask_bytes)
@@ -131,12 +137,46 @@ def flexprefill_attention(
     offset = None if q_offset is None and query.shape[2] == 1 else device_offset(q_offset, query, key)
 
     if query.shape[2] == 1 or key.shape[2] < dense_below:
-        out, lse = dense_attention(query, key, value, scale, softcap, window, attention_mask, offset, return_lse)
-        stats = _empty_stats(query, dense=True) if return_stats else None
+        out, lse = dense_attention(query, key, value, scale, softcap, window, attention_mask, offset, sinks, return_lse)
+        stats = empty_stats(query, dense=True) if return_stats else None
         return _results(out, lse, stats)
 
+    valid = None if attention_mask is None else attention_mask != 0
+
+    def masked(group: HeadGroup, q: Tensor, k: Tensor, grad: bool) -> tuple[BlockMask, FlexPrefillStats | None]:
+        padding, token, first = (None if x is None else x[group.batch] for x in (attention_mask, valid, offset))
+        found = searched(q, k, config, scale, softcap, window, padding, first, return_stats, with_keep=False)
+        # the lists do the selection here, so that the mask_mod need only cut partial blocks
+        visible = visible_mask_mod(first, token, window, q.device)
+        lengths = (q.shape[2], k.shape[2])
+        block_mask = block_mask_from_lists(found.lists, visible, config.block_size, lengths, with_gradients=grad)
+        return block_mask, None if found.stats is None else FlexPrefillStats(*found.stats)
+
+    one_head = mask_bytes(query.shape[2], key.shape[2], config)
+    at_once = max_mask_bytes // one_head
+    kernel = (scale, softcap, sinks, backend, return_lse)
+    return _results(*attention_by_groups(masked, query, key, value, config.block_size, at_once, *kernel))
+
+
+def attention_by_groups(
+    masked: Callable[[HeadGroup, Tensor, Tensor, bool], tuple[BlockMask, FlexPrefillStats | None]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_size: int,
+    at_once: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
+    """Block-sparse attention, `at_once` heads at a time, under what `masked` makes for each group.
+
+    `masked` takes a group, its query and key, and whether gradients will be asked for; it gives a mask, and statistics or None.
+    """
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    kernel = chosen_backend(backend, query, value, config.block_size, softcap, grad, return_lse)
+    kernel = chosen_backend(backend, query, value, block_size, softcap, grad, return_lse or sinks is not None)
     if kernel == "cpu" and grad:
         raise ValueError("query, key and value must not require gradients on a CPU; call under torch.no_grad()")
     if kernel == "cpu" and return_lse:
@@ -149,27 +189,19 @@ def flexprefill_attention(
     if not grad:
         # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
         query, key, value = query.detach(), key.detach(), value.detach()
-    batch, num_heads, q_len, _ = query.shape
-    num_kv_heads, kv_len = key.shape[1], key.shape[2]
-    one_head = mask_bytes(q_len, kv_len, config)
-    groups = head_groups(batch, num_heads, num_kv_heads, max_mask_bytes // one_head)
-    # the lists do the selection here, so that the mask_mod need only cut partial blocks
-    valid = None if attention_mask is None else attention_mask != 0
+        sinks = None if sinks is None else sinks.detach()
+    groups = head_groups(query.shape[0], query.shape[1], key.shape[1], at_once)
 
     def attend(group: HeadGroup) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
-        q, k, v, padding, token, first = query, key, value, attention_mask, valid, offset
+        q, k, v, sink = query, key, value, sinks
         if len(groups) > 1:
             q, k, v = query[group.batch, group.query], key[group.batch, group.key], value[group.batch, group.key]
-            padding, token, first = (None if x is None else x[group.batch] for x in (attention_mask, valid, offset))
-        found = searched(q, k, config, scale, softcap, window, padding, first, return_stats, with_keep=False)
-        visible = visible_mask_mod(first, token, window, query.device)
-        block_mask = block_mask_from_lists(found.lists, visible, config.block_size, (q_len, kv_len), with_gradients=grad)
-        out, lse = run_flex_attention(q, k, v, block_mask, scale, softcap, kernel, return_lse)
-        return out, lse, None if found.stats is None else FlexPrefillStats(*found.stats)
+            sink = None if sinks is None else sinks[group.query]
+        block_mask, stats = masked(group, q, k, grad)
+        out, lse = run_flex_attention(q, k, v, block_mask, scale, softcap, kernel, return_lse, sink)
+        return out, lse, stats
 
-    if len(groups) == 1:
-        return _results(*attend(groups[0]))
-    return _results(*_joined(query, value, groups, attend))
+    return attend(groups[0]) if len(groups) == 1 else _joined(query, value, groups, attend)
 
 
 def _joined(
@@ -189,7 +221,7 @@ def _joined(
             lse = part_lse.new_empty(query.shape[:3]) if lse is None else lse
             lse[group.batch, group.query] = part_lse
         if part_stats is not None:
-            stats = _empty_stats(query, dense=False) if stats is None else stats
+            stats = empty_stats(query, dense=False) if stats is None else stats
             for name in _STATISTICS:
                 getattr(stats, name)[group.batch, group.query] = getattr(part_stats, name)
     return out, lse, stats
@@ -202,20 +234,6 @@ def _checked_dense_below(dense_below: int | None) -> int:
     if dense_below < 0:
         raise ValueError(f"dense_below must be >= 0 tokens; got {dense_below}")
     return dense_below
-
-
-def _empty_stats(query: Tensor, dense: bool) -> FlexPrefillStats:
-    heads = query.new_zeros(query.shape[:2], dtype=torch.float32)
-    counts = torch.zeros_like(heads, dtype=torch.int64)
-    return FlexPrefillStats(
-        is_query_aware=heads.bool(),
-        js_distance=torch.full_like(heads, float("nan")),
-        density=heads + 1,
-        num_vertical_blocks=counts,
-        num_slash_blocks=counts.clone(),
-        coverage=heads + 1,
-        dense=dense,
-    )
 
 
 def _results(out: Tensor, lse: Tensor | None, stats: FlexPrefillStats | None) -> Tensor | tuple[Tensor | FlexPrefillStats, ...]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flexmask._torch import HAS_FLASH_BACKEND
+from flexmask._torch import HAS_FLASH_BACKEND, captured
 from flexmask.compilation import compiled
 from flexmask.pooling import capped
+from flexmask.sinks import with_sink_block, with_sinks
 
 BACKENDS = ("auto", "triton", "flash")
 _FLASH_BLOCK_SIZE = 128
@@ -97,9 +98,17 @@ def run_flex_attention(
     scale: float,
     softcap: float | None,
     backend: str,
-    return_lse: bool,
+    return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Block-sparse attention by the compiled kernel, never by flex_attention's uncompiled path, which ignores block lists."""
+    """Block-sparse attention by the compiled kernel, never by flex_attention's uncompiled path, which ignores block lists.
+
+    With `sinks`, (num_heads,), by the log-sum-exp of the kernel; on CPUs, where there is none, by one more block of keys.
+    """
+    on_cpu = backend == "cpu"
+    if sinks is not None and on_cpu:
+        key, value, block_mask = with_sink_block(key, value, block_mask)
+        sinks = captured(sinks.float())
     head_dim = query.shape[3]
     options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim, query.dtype)
     shapes = (
@@ -112,12 +121,16 @@ def run_flex_attention(
         value.shape[3],
         block_mask.BLOCK_SIZE,
     )
-    fixed = (scale, softcap, backend, return_lse, torch.is_grad_enabled(), block_mask.mask_mod.__name__)
+    needs_lse = return_lse or (sinks is not None and not on_cpu)
+    fixed = (scale, softcap, backend, needs_lse, torch.is_grad_enabled(), block_mask.mask_mod.__name__)
     run = compiled(_flex_attention, *shapes, *fixed)
     # As text, which is always a constant. A float becomes symbolic once another variant had another one (dynamo remembers values
     # by their place in the source), and score_mods cannot capture a symbolic float. Traced from outside it may already be one.
     limit = softcap if softcap is None or torch.compiler.is_compiling() else repr(float(softcap))
-    return run(query, key, value, block_mask, scale, limit, options, return_lse)
+    out, lse = run(query, key, value, block_mask, scale, limit, options, needs_lse, sinks if on_cpu else None)
+    if sinks is not None and lse is not None:
+        out = with_sinks(out, lse, sinks)
+    return out, lse if return_lse else None
 
 
 def _flex_attention(
@@ -129,6 +142,7 @@ def _flex_attention(
     limit: float | str | None,
     options: dict[str, Any] | None,
     return_lse: bool,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     if not torch.compiler.is_compiling():
         raise RuntimeError(
@@ -141,7 +155,11 @@ def _flex_attention(
     def cap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return capped(score, softcap)
 
-    score_mod = None if softcap is None else cap
+    def cap_and_sink(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert sinks is not None
+        return torch.where(kv_idx == 0, sinks[h], capped(score, softcap))
+
+    score_mod = cap_and_sink if sinks is not None else None if softcap is None else cap
     enable_gqa = query.shape[1] != key.shape[1]
     attend = functools.partial(flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa)
     if return_lse:

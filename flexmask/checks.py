@@ -46,6 +46,20 @@ def check_value(value: Tensor, key: Tensor) -> None:
         raise ValueError(f"value must have a v_head_dim from 16 to 256; got {value.shape[3]}")
 
 
+def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    """Check attention sinks: (num_heads,), floating, on query's device."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
+    if tuple(sinks.shape) != (query.shape[1],):
+        raise ValueError(f"sinks must be (num_heads,) = ({query.shape[1]},); got {tuple(sinks.shape)}")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating; got {sinks.dtype}")
+    if sinks.device != query.device:
+        raise ValueError(f"sinks must be on query's device {query.device}; got {sinks.device}")
+
+
 def check_scores(scale: float | None, softcap: float | None, window: int | None) -> None:
     """Check the options that change a score or its visibility."""
     for name, number in (("scale", scale), ("softcap", softcap)):

@@ -10,6 +10,7 @@ from flexmask.pooling import capped
 from flexmask.visibility import token_validity
 
 _MOST_SCORES = 2**28  # a float32 each, where attention is written out
+_MOST_VISIBLE = 2**26  # a bool each, and what SDPA makes of it
 
 
 def dense_attention(
@@ -21,46 +22,76 @@ def dense_attention(
     window: int | None,
     attention_mask: Tensor | None,
     offset: Tensor | None,
-    return_lse: bool,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention to every visible key: SDPA where it can, else written out in float32.
 
-    SDPA knows neither soft-capping nor the log-sum-exp. Rows that see nothing give zero and a log-sum-exp of -inf. Written
-    out, it goes through the query rows in parts whose scores take a GiB at most; inside a surrounding compilation in one.
+    SDPA knows neither soft-capping nor sinks nor the log-sum-exp. Rows that see nothing give zero and a log-sum-exp of -inf. What
+    needs a map of visible keys goes through the query rows in parts: 64 MiB of map, or a GiB of scores where attention is written
+    out, at a time; inside a surrounding compilation in one.
 
     Returns
     -------
     tuple
         (batch, num_heads, q_len, v_head_dim) in query's dtype; (batch, num_heads, q_len) float32 with `return_lse`, else None.
+        The log-sum-exp is of the keys alone, without the sinks.
     """
-    q_len, kv_len = query.shape[2], key.shape[2]
-    groups = query.shape[1] // key.shape[1]
+    batch, num_heads, q_len = query.shape[:3]
+    kv_len = key.shape[2]
+    written_out = softcap is not None or sinks is not None or return_lse
     whole = offset is None and q_len in (1, kv_len) and window is None and attention_mask is None
-    if whole and softcap is None and not return_lse:
+    if whole and not written_out:
         causal = q_len > 1  # a single row at the end sees every key
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=groups > 1)
-        return out, None
+        gqa = num_heads != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=gqa), None
 
     tokens = token_validity(q_len, kv_len, offset, attention_mask, key)
-    position = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
-    distance = position.unsqueeze(-1) - torch.arange(kv_len, device=key.device)
-    visible = (distance >= 0) & tokens.key_valid.unsqueeze(-2) & tokens.row_valid.unsqueeze(-1)
-    if window is not None:
-        visible = visible & (distance < window)
-    visible = visible[:, None]  # (batch or 1, 1, q_len, kv_len)
-    sees = visible.any(-1, keepdim=True)
-    if softcap is None and not return_lse:
-        # a row that sees nothing sees everything instead, so that no NaN comes of it, and is zeroed after
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible | ~sees, scale=scale, enable_gqa=groups > 1)
-        return torch.where(sees, out, 0.0), None
-
-    key, value = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
+    row = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
+    column = torch.arange(kv_len, device=key.device)
     rows = q_len
     if not torch.compiler.is_compiling():
-        rows = max(1, _MOST_SCORES // (query.shape[0] * query.shape[1] * kv_len))
+        most = _MOST_SCORES // (batch * num_heads) if written_out else _MOST_VISIBLE // batch
+        rows = max(1, most // kv_len)
     outs, lses = [], []
-    for q, seen, some in zip(query.split(rows, 2), visible.split(rows, 2), sees.split(rows, 2), strict=True):
-        scores = torch.where(seen, capped(q.float() @ key.transpose(-1, -2) * scale, softcap), float("-inf"))
-        lses.append(scores.logsumexp(-1))
-        outs.append(torch.where(some, torch.where(some, scores, 0.0).softmax(-1) @ value, 0.0).to(query.dtype))
-    return torch.cat(outs, 2), torch.cat(lses, 2) if return_lse else None
+    for part, position, row_valid in zip(query.split(rows, 2), row.split(rows, 1), tokens.row_valid.split(rows, 1), strict=True):
+        visible = (column <= position.unsqueeze(-1)) & tokens.key_valid.unsqueeze(-2) & row_valid.unsqueeze(-1)
+        if window is not None:
+            visible = visible & (column > position.unsqueeze(-1) - window)
+        out, lse = attention_to_visible(part, key, value, visible[:, None], scale, softcap, sinks, return_lse)
+        outs.append(out)
+        lses.append(lse)
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    return torch.cat(outs, 2), torch.cat([lse for lse in lses if lse is not None], 2) if return_lse else None
+
+
+def attention_to_visible(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention under a map of visible keys, (batch or 1, num_heads or 1, q_len, kv_len) bool; as `dense_attention` otherwise."""
+    batch, num_heads, q_len = query.shape[:3]
+    num_kv_heads, kv_len = key.shape[1], key.shape[2]
+    sees = visible.any(-1, keepdim=True)
+    if softcap is None and sinks is None and not return_lse:
+        # a row that sees nothing sees everything instead, so that no NaN comes of it, and is zeroed after
+        seen, gqa = visible | ~sees, num_heads != num_kv_heads
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=gqa)
+        return torch.where(sees, out, 0.0), None
+
+    # the rows of all query heads of a key head side by side, so that keys and values need no copy a query head
+    rows = query.float().reshape(batch, num_kv_heads, num_heads // num_kv_heads * q_len, -1)
+    scores = capped(rows @ key.float().mT * scale, softcap).reshape(batch, num_heads, q_len, kv_len)
+    scores = torch.where(visible, scores, float("-inf"))
+    lse = scores.logsumexp(-1)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.float()[:, None])
+    weights = torch.exp(scores - torch.where(sees, total.unsqueeze(-1), 0.0))
+    out = weights.reshape(batch, num_kv_heads, -1, kv_len) @ value.float()
+    return out.reshape(batch, num_heads, q_len, -1).to(query.dtype), lse if return_lse else None

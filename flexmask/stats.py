@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -34,3 +35,18 @@ class FlexPrefillStats:
     num_slash_blocks: Tensor
     coverage: Tensor
     dense: bool = False
+
+
+def empty_stats(query: Tensor, dense: bool) -> FlexPrefillStats:
+    """The statistics of a dense call, or room for those of a sparse one."""
+    heads = query.new_zeros(query.shape[:2], dtype=torch.float32)
+    counts = torch.zeros_like(heads, dtype=torch.int64)
+    return FlexPrefillStats(
+        is_query_aware=heads.bool(),
+        js_distance=torch.full_like(heads, float("nan")),
+        density=heads + 1,
+        num_vertical_blocks=counts,
+        num_slash_blocks=counts.clone(),
+        coverage=heads + 1,
+        dense=dense,
+    )

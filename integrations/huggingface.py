@@ -2,109 +2,121 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
-import transformers
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from flexmask.attention import flexprefill_attention
-from flexmask.config import FlexPrefillConfig, config_from
-from flexmask.flexprefill import flexprefill_mask
-from flexmask.stats import FlexPrefillStats
+from flexmask.integrations.attention_call import RUNS, FlexPrefillRun, attention_call
+from flexmask.integrations.prefill_mask import HookedMask, PrefillMask, prefill_mask
+from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings, saved_settings
+from flexmask.integrations.versions import check_release
+
+__all__ = [
+    "FlexPrefillRun",
+    "PrefillSettings",
+    "configure",
+    "flexprefill",
+    "hook_flex_attention",
+    "register",
+    "unhook_flex_attention",
+]
 
 NAME = "flexprefill"
-
-# what models hand to attention that does not change its result; anything else that is set is refused
-_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict"})
-
-
-@dataclass
-class FlexPrefillRun:
-    """The settings of one model, and what its prefill calls chose.
-
-    Attributes
-    ----------
-    config, dense_below, backend, collect_masks
-        As in `flexprefill`.
-    stats
-        By layer index: the statistics of each prefill call, in order. Decoding steps, which are dense, leave none.
-    masks
-        By layer index, only with `collect_masks`: the mask of each prefill call, None for a call that ran dense.
-    """
-
-    config: FlexPrefillConfig = field(default_factory=FlexPrefillConfig)
-    dense_below: int | None = None
-    backend: str = "auto"
-    collect_masks: bool = False
-    stats: dict[int, list[FlexPrefillStats]] = field(default_factory=dict)
-    masks: dict[int, list[BlockMask | None]] = field(default_factory=dict)
-
-
-# by attention module rather than by config object, which several models may share
-_RUNS: WeakKeyDictionary[nn.Module, FlexPrefillRun] = WeakKeyDictionary()
+_STOCK = "flex_attention"
 
 
 def register() -> None:
     """Make ``"flexprefill"`` a name that ``set_attn_implementation`` and ``from_pretrained(attn_implementation=...)`` know.
 
-    A model that is set to the name outside of `flexprefill` runs with the default settings.
+    A model that is set to the name outside of `flexprefill` runs with what `configure` wrote into its config, else with the
+    defaults.
 
     Raises
     ------
     ImportError
-        With a transformers older than 5.4, which calls mask functions in another way.
+        With a transformers older than 4.54 or newer than 5.23.
 
     Examples
     --------
     >>> register()
     """
-    if "q_length" not in inspect.signature(sdpa_mask).parameters:
-        raise ImportError(f"flexprefill needs transformers >= 5.4; got {transformers.__version__}")
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    check_release()
+    AttentionInterface.register(NAME, attention_call)
+    AttentionMaskInterface.register(NAME, prefill_mask)
+
+
+def configure(model: PreTrainedModel, **options: Any) -> PrefillSettings:
+    """Write options into a model's config, where ``save_pretrained`` keeps them: ``flexprefill_config`` in ``config.json``.
+
+    They hold wherever the model runs with ``attn_implementation="flexprefill"``, but for a `flexprefill` block with options of
+    its own. Without options: the defaults, which replace what was there.
+
+    Parameters
+    ----------
+    model
+        A model of transformers.
+    options
+        The fields of FlexPrefillConfig, or one as `config`, and those of PrefillSettings; `method` by name only.
+
+    Returns
+    -------
+    PrefillSettings
+        What was written.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a `model` that is no PreTrainedModel, for unknown options, values out of their range, layers that it does not have.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
+    >>> settings = configure(model, gamma=0.9, dense_layers=(0,))
+    >>> model.config.flexprefill_config
+    {'gamma': 0.9, 'dense_layers': [0]}
+    """
+    settings = _checked(model, PrefillSettings.from_options(**options))
+    setattr(_text_config(model), CONFIG_KEY, settings.to_dict())
+    return settings
 
 
 @contextmanager
 def flexprefill(
     model: PreTrainedModel,
-    gamma: float = 0.95,
-    tau: float = 0.1,
+    gamma: float | None = None,
+    tau: float | None = None,
     *,
-    block_size: int = 128,
-    min_budget: int = 1024,
-    max_budget: int | None = None,
-    selection: str = "coverage",
-    query_aware: str = "flatten",
-    pattern_queries: str = "last",
-    index_queries: str = "last",
-    config: FlexPrefillConfig | None = None,
-    dense_below: int | None = None,
-    backend: str = "auto",
+    collect_stats: bool = True,
     collect_masks: bool = False,
+    **options: Any,
 ) -> Iterator[FlexPrefillRun]:
     """Run a model's prefill with FlexPrefill inside a ``with`` block, and set the model back after it, also after an error.
 
-    Calls `register`, whose names stay. Blocks may be nested; settings belong to the model, so that two models do not mix.
+    Calls `register`, whose names stay. Blocks may be nested; settings belong to the model, so that two models do not mix. Of a
+    model with other parts than text (``config.text_config``) the text part is switched.
 
     Parameters
     ----------
     model
-        A causal language model of transformers without padding, sliding window, soft cap or dropout, with a DynamicCache or none.
-    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, config
-        As in `FlexPrefillConfig`; `config` instead of the others.
-    dense_below, backend
-        As in `flexprefill_attention`.
+        A decoder of transformers that goes through its attention interface.
+    gamma, tau
+        As in `FlexPrefillConfig`.
+    collect_stats
+        Fill ``run.stats``; costs a little time. Default True.
     collect_masks
         Also keep the BlockMask of every prefill call. It is made a second time and held until the run is dropped: for
         pictures and tests, not for speed. Default False.
+    options
+        The other fields of FlexPrefillConfig, or one as `config`, and those of PrefillSettings: `dense_below`, `dense_layers`,
+        `layers`, `backend`, `max_mask_bytes`, `method`. With no option at all, gamma and tau included: what `configure` wrote
+        into the model's config, else the defaults.
 
     Yields
     ------
@@ -113,10 +125,13 @@ def flexprefill(
 
     Raises
     ------
+    ImportError
+        As `register`.
     TypeError, ValueError
-        For a `model` that is no PreTrainedModel or cannot change its attention, and for options as in `FlexPrefillConfig`.
+        For a `model` that is no PreTrainedModel or cannot change its attention, for unknown options, values out of their range
+        and layers that the model does not have.
     NotImplementedError
-        In the model's forward, for what is not served: padding, a static cache, and so on.
+        In the model's forward, for what is not served: see the README of this folder.
 
     Examples
     --------
@@ -129,110 +144,143 @@ def flexprefill(
     >>> run.stats[1][0].dense  # layer 1, first prefill: 64 tokens are too few to gain from a mask
     True
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
-    config = config_from(
-        config,
-        gamma=gamma,
-        tau=tau,
-        block_size=block_size,
-        min_budget=min_budget,
-        max_budget=max_budget,
-        selection=selection,
-        query_aware=query_aware,
-        pattern_queries=pattern_queries,
-        index_queries=index_queries,
-    )
+    settings = _settings(model, gamma, tau, options)
     register()
-    run = FlexPrefillRun(config, dense_below, backend, collect_masks)
+    run = FlexPrefillRun(settings, collect_stats, collect_masks)
     modules = list(model.modules())
-    previous_runs = {module: _RUNS.get(module) for module in modules}
+    previous_runs = {module: RUNS.get(module) for module in modules}
     configs = {id(module.config): module.config for module in modules if isinstance(module, PreTrainedModel)}
     previous_names = [(part, part._attn_implementation) for part in configs.values()]
+    text = _text_config(model)
     try:
-        model.set_attn_implementation(NAME)
-        if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
+        if text._attn_implementation != NAME:
             raise ValueError(
                 f"model must go through transformers' attention interface; got {type(model).__name__}, which does not"
             )
-        _RUNS.update(dict.fromkeys(modules, run))
+        RUNS.update(dict.fromkeys(modules, run))
         yield run
     finally:
         # a model's own config comes before those of its parts, which setting it overwrites
         for part, name in previous_names:
             part._attn_implementation = name
         for module, previous in previous_runs.items():
-            _RUNS.pop(module, None)
+            RUNS.pop(module, None)
             if previous is not None:
-                _RUNS[module] = previous
+                RUNS[module] = previous
 
 
-def _mask(
+def hook_flex_attention(
+    model: PreTrainedModel,
+    gamma: float | None = None,
+    tau: float | None = None,
     *,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    **kwargs: Any,
-) -> None:
-    """Refuse every mask but the plain causal one, which needs none: without this, transformers would drop padding silently."""
-    if isinstance(q_offset, Tensor) or kv_offset != 0 or kv_length != q_offset + q_length:
-        raise _refusal("this cache (a static or sliding one, or keys beyond the prompt)", "a DynamicCache")
-    if local_size is not None:
-        raise _refusal("a sliding window or chunked attention", 'attn_implementation="sdpa"')
-    if mask_function is not causal_mask_function:
-        raise _refusal("a mask that is not plainly causal (packed sequences, a bidirectional part)", 'attn_implementation="sdpa"')
-    if attention_mask is not None and not attention_mask.all():
-        raise _refusal("padding (zeros in attention_mask)", 'prompts of equal length, or attn_implementation="sdpa"')
+    collect_stats: bool = True,
+    collect_masks: bool = False,
+    **options: Any,
+) -> FlexPrefillRun:
+    """Run the prefill of a model that is loaded with ``attn_implementation="flex_attention"`` with FlexPrefill, under that name.
+
+    The name and Hugging Face's mask stay; the selection and the compiled attention are ours, and decoding is dense. The functions
+    behind ``"flex_attention"`` are replaced by ones that hand every model that was not hooked to the former ones.
+    `unhook_flex_attention` ends it.
+
+    Parameters
+    ----------
+    model
+        A decoder whose ``config._attn_implementation`` is ``"flex_attention"``.
+    gamma, tau, collect_stats, collect_masks, options
+        As in `flexprefill`.
+
+    Returns
+    -------
+    FlexPrefillRun
+        Its ``stats`` fill while the model runs.
+
+    Raises
+    ------
+    ImportError, TypeError, ValueError
+        As `flexprefill`, and ValueError for a model with another attention.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="flex_attention"))
+    >>> run = hook_flex_attention(model, gamma=0.9)
+    >>> unhook_flex_attention(model)
+    """
+    settings = _settings(model, gamma, tau, options)
+    check_release()
+    text = _text_config(model)
+    if text._attn_implementation != _STOCK:
+        raise ValueError(f'model must be loaded with attn_implementation="{_STOCK}"; got "{text._attn_implementation}"')
+    _replace_stock()
+    run = FlexPrefillRun(settings, collect_stats, collect_masks)
+    _HOOKED[id(text)] = text
+    RUNS.update(dict.fromkeys(model.modules(), run))
+    return run
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention call of transformers: heads first in, (batch, q_len, num_heads, head_dim) out."""
-    if attention_mask is not None:
-        raise _refusal("a 4-D attention_mask", 'attn_implementation="sdpa"')
-    if dropout != 0:
-        raise _refusal(f"dropout {dropout}", "model.eval()")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise _refusal("bidirectional or cross attention", 'attn_implementation="sdpa"')
-    for name, argument in kwargs.items():
-        if name not in _HARMLESS and argument is not None and argument is not False:
-            raise _refusal(f"the argument {name}", 'attn_implementation="eager"')
-
-    run = _RUNS.get(module, FlexPrefillRun())
-    collects = module in _RUNS and query.shape[2] > 1
-    result: Any = flexprefill_attention(
-        query,
-        key,
-        value,
-        scale=scaling,
-        config=run.config,
-        dense_below=run.dense_below,
-        backend=run.backend,
-        return_stats=collects,
-    )
-    out: Tensor = result[0] if collects else result
-    if collects:
-        layer, stats = int(getattr(module, "layer_idx", -1)), result[1]
-        run.stats.setdefault(layer, []).append(stats)
-        if run.collect_masks:
-            # with statistics again: that search is compiled already
-            made: Any = None if stats.dense else flexprefill_mask(query, key, scale=scaling, config=run.config, return_stats=True)
-            run.masks.setdefault(layer, []).append(made and made[0])
-    return out.transpose(1, 2).contiguous(), None
+def unhook_flex_attention(model: PreTrainedModel) -> None:
+    """Give a hooked model its own attention back; does nothing to a model that is not hooked."""
+    _HOOKED.pop(id(_text_config(model)), None)
+    for module in model.modules():
+        RUNS.pop(module, None)
 
 
-def _refusal(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f"flexprefill attention does not serve {what} yet; use {instead}")
+# configs of hooked models, by identity: configs are not hashable, and mask functions know nothing else of their model
+_HOOKED: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def _replace_stock() -> None:
+    """Put ours in front of the functions behind "flex_attention", once, also where a program has put in its own since."""
+    attention, mask = AttentionInterface()[_STOCK], AttentionMaskInterface()[_STOCK]
+    if getattr(attention, "hooked_by", None) != NAME:
+
+        def hooked_attention(
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | BlockMask | None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            own = module in RUNS and id(getattr(module, "config", None)) in _HOOKED
+            return (attention_call if own else attention)(module, query, key, value, attention_mask, *args, **kwargs)
+
+        hooked_attention.hooked_by = NAME  # type: ignore[attr-defined]
+        AttentionInterface.register(_STOCK, hooked_attention)
+    if getattr(mask, "hooked_by", None) != NAME:
+
+        def hooked_mask(**arguments: Any) -> Any:
+            if id(arguments.get("config")) not in _HOOKED:
+                return mask(**arguments)
+            own = prefill_mask(**arguments)
+            if not isinstance(own, PrefillMask) or own.refusal is not None:
+                return own
+            return HookedMask(own, mask(**arguments))
+
+        hooked_mask.hooked_by = NAME  # type: ignore[attr-defined]
+        AttentionMaskInterface.register(_STOCK, hooked_mask)
+
+
+def _settings(model: PreTrainedModel, gamma: float | None, tau: float | None, options: dict[str, Any]) -> PrefillSettings:
+    options = {**options, **{name: value for name, value in (("gamma", gamma), ("tau", tau)) if value is not None}}
+    settings = None if options else saved_settings(_text_config(model))
+    return _checked(model, settings or PrefillSettings.from_options(**options))
+
+
+def _checked(model: PreTrainedModel, settings: PrefillSettings) -> PrefillSettings:
+    number = getattr(_text_config(model), "num_hidden_layers", None)
+    if number is not None:
+        settings.check_layers(number)
+    return settings
+
+
+def _text_config(model: PreTrainedModel) -> Any:
+    """The config that a model's attention layers have: its own, or that of its text part."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
+    return getattr(model.config, "text_config", model.config)

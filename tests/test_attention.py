@@ -191,6 +191,69 @@ def test_the_mask_gives_users_the_same_with_and_without_compilation(name):
     assert_same_attention(plain, expected)
 
 
+# Sinks
+
+
+def under_with_sinks(it, keep, sinks):
+    """Dense attention under a block map with one more logit per head, as a last key of no value, in float64."""
+    case, scores = it.case, it.case.scores
+    groups = case.query.shape[1] // case.key.shape[1]
+    key, value = (x.double().repeat_interleave(groups, 1) for x in (case.key, it.value))
+    logits = case.query.double() @ key.mT * scores.get("scale", case.query.shape[-1] ** -0.5)
+    if "softcap" in scores:
+        logits = scores["softcap"] * torch.tanh(logits / scores["softcap"])
+    logits = logits.masked_fill(~expanded(keep, case), float("-inf"))
+    sink = sinks.double()[:, None, None].expand(*logits.shape[:3], 1)
+    return torch.cat([logits, sink], -1).softmax(-1)[..., :-1] @ value
+
+
+SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
+WITH_SINKS = ["groups", "chunk inside a block", "window", "softcap", "everything", "bfloat16, padded chunk"]
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("name", WITH_SINKS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sinks_are_one_more_logit(name, device):
+    it = call(**VARIANTS[name])
+    keep = it.case.to(device).search().keep
+    out, stats = it.attend(device, sinks=SINKS.to(device), return_stats=True)
+    assert (stats.density < 1).any()
+    assert_same_attention(out, under_with_sinks(it, keep, SINKS))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_attention(out, it.under(keep)[0])
+
+
+@pytest.mark.attention
+def test_sinks_go_with_their_heads_through_head_groups():
+    it = call(**VARIANTS["everything"])
+    expected = it.attend(sinks=SINKS)
+    torch.testing.assert_close(it.attend(sinks=SINKS, max_mask_bytes=1), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 170])
+def test_dense_path_has_sinks(rows):
+    it = call(**VARIANTS["everything"])
+    it.case.query = it.case.query[:, :, :rows]
+    keep = torch.ones(3, 4, -(-rows // 16), 18, dtype=torch.bool)
+    assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), under_with_sinks(it, keep, SINKS))
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error"),
+    [
+        (torch.zeros(3), ValueError),
+        (torch.zeros(2, 4), ValueError),
+        (torch.zeros(4, dtype=torch.int64), TypeError),
+        (torch.zeros(4, device="meta"), ValueError),
+        ([0.0] * 4, TypeError),
+    ],
+)
+def test_refuses_sinks_that_are_not_one_a_head(sinks, error):
+    with pytest.raises(error, match="sinks must be"):
+        call().attend(sinks=sinks)
+
+
 # The dense path
 
 
@@ -231,12 +294,22 @@ def test_short_prompts_and_single_rows_run_dense(keywords):
     torch.testing.assert_close(got.double(), lse, atol=1e-5, rtol=1e-5)
 
 
-def test_dense_in_parts_is_dense_in_one(monkeypatch):
-    it = call(q_len=70, kv_len=100, scores={"softcap": 2.0, "window": 40}, attention_mask=padding(100, ("left", 50)))
-    whole = it.attend(dense_below=101, return_lse=True)
+@pytest.mark.parametrize("keywords", [{"return_lse": True}, {"return_stats": True}], ids=["written out", "SDPA"])
+def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
+    scores = {"window": 40} if "return_stats" in keywords else {"softcap": 2.0, "window": 40}
+    it = call(q_len=70, kv_len=100, scores=scores, attention_mask=padding(100, ("left", 50)))
+    whole = it.attend(dense_below=101, **keywords)
+    calls = []
     monkeypatch.setattr(dense, "_MOST_SCORES", it.case.query.shape[1] * 100 * 13)  # 13 rows at a time
-    for got, expected in zip(it.attend(dense_below=101, return_lse=True), whole, strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+    monkeypatch.setattr(dense, "_MOST_VISIBLE", 100 * 13)
+    monkeypatch.setattr(
+        dense, "attention_to_visible", lambda *args, run=dense.attention_to_visible: calls.append(1) or run(*args)
+    )
+    parts = it.attend(dense_below=101, **keywords)
+    assert len(calls) == 6
+    torch.testing.assert_close(parts[0], whole[0], atol=1e-6, rtol=0)
+    if "return_lse" in keywords:
+        torch.testing.assert_close(parts[1], whole[1], atol=1e-6, rtol=0)
 
 
 @pytest.mark.attention

@@ -23,7 +23,7 @@ SIDE_FOLDERS = ("block_masks", "integrations")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_torch", "config", "stats"),
     ("compilation",),
-    ("checks", "visibility", "mask_mods", "pattern", "published"),
+    ("checks", "visibility", "mask_mods", "pattern", "published", "sinks"),
     ("memory",),
     ("emit", "selection", "pooling"),
     ("vertical_slash", "representative", "backends", "dense"),
@@ -39,6 +39,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("block_masks.causal",),
     ("block_masks.*",),
     ("block_masks",),
+    ("integrations.versions", "integrations.settings"),
+    ("integrations.prefill_mask",),
+    ("integrations.attention_call",),
     ("integrations.*",),
     ("integrations",),
 )

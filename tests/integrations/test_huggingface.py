@@ -1,10 +1,14 @@
-"""The adapter for transformers, on tiny random models."""
+"""The adapter for transformers, on tiny random models: what users do with it. test_matrix.py has the families and caches."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,45 +22,33 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     StaticCache,
 )
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import FlexPrefillConfig, flexprefill_mask
-from flexmask.integrations.huggingface import flexprefill
+from flexmask.block_masks import MASKS, causal_mask
+from flexmask.integrations import versions
+from flexmask.integrations.attention_call import RUNS
+from flexmask.integrations.prefill_mask import PrefillMask, prefill_mask
+from flexmask.integrations.settings import PrefillSettings
+from tests.integrations.families import FAMILIES, VOCABULARY
+
+# transformers calls torch's create_block_mask in a way that torch deprecates, and that compiles with a warning of torch's own
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:_compile flag on create_block_mask:DeprecationWarning",
+    "ignore:.*torch.autograd.function.Function.*should not be instantiated:DeprecationWarning",
+)
 
 # one shape for all that runs compiled: each further one costs a compilation
 BATCH, LENGTH = 2, 530
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "eos_token_id": None,
-}
 KEEP_ALL: dict[str, Any] = {"gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
-SPARSE: dict[str, Any] = {"gamma": 0.6, "tau": 0.3, "block_size": 32, "min_budget": 0, "dense_below": 0}
+SPARSE: dict[str, Any] = {"gamma": 0.6, "tau": 0.12, "block_size": 32, "min_budget": 0, "dense_below": 0}
 
 
-def make_model(seed=0, model_class=LlamaForCausalLM, config_class=LlamaConfig, **options):
-    """A model whose heads attend unevenly: large query and key weights make sharp attention."""
-    torch.manual_seed(seed)
-    model = model_class(config_class(**{**SIZES, **options})).eval()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for heads, strength in zip(layer.self_attn.q_proj.weight.split(32), (4.0, 40.0), strict=True):
-                heads *= strength
-            layer.self_attn.k_proj.weight *= 8
-    return model
+def make_model(family="Llama", seed=0, **options):
+    return FAMILIES[family].make(seed, **options)
 
 
 @pytest.fixture
@@ -66,13 +58,24 @@ def model():
 
 @pytest.fixture
 def tokens():
-    return torch.randint(SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    return torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
 def no_gradients():
     with torch.no_grad():
         yield
+
+
+def padded(tokens, number=70):
+    mask = torch.ones_like(tokens)
+    mask[1, :number] = 0
+    return mask
+
+
+def enter(block):
+    with block:
+        pytest.fail("entered")
 
 
 def masked_attention(masks):
@@ -93,7 +96,7 @@ def masked_attention(masks):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_equals_sdpa_at_gamma_one(model, tokens, mode):
     expected = model(tokens).logits
-    with mode(), flexprefill(model, **KEEP_ALL) as run:
+    with mode(), flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
         logits = model(tokens).logits
     assert (logits - expected).abs().max() < 1e-4
     assert [stats.dense for layer in run.stats.values() for stats in layer] == [False, False]
@@ -101,7 +104,7 @@ def test_equals_sdpa_at_gamma_one(model, tokens, mode):
 
 def test_equals_dense_attention_under_its_masks(model, tokens):
     dense = model(tokens).logits
-    with flexprefill(model, **SPARSE, collect_masks=True) as run:
+    with flexmask_hf.flexprefill(model, **SPARSE, collect_masks=True) as run:
         logits = model(tokens).logits
     density = torch.stack([run.stats[layer][0].density for layer in (0, 1)])
     query_aware = torch.stack([run.stats[layer][0].is_query_aware for layer in (0, 1)])
@@ -109,6 +112,10 @@ def test_equals_dense_attention_under_its_masks(model, tokens):
     assert query_aware.any()
     assert not query_aware.all()
     assert (logits - dense).abs().max() > 1e-2
+    rows = run.rows()
+    assert len(rows) == query_aware.numel()
+    assert {row["pattern"] for row in rows} == {"query-aware", "vertical-slash"}
+    assert torch.tensor([row["density"] for row in rows]).equal(density.flatten())
 
     AttentionInterface.register("masked", masked_attention({layer: run.masks[layer][0] for layer in (0, 1)}))
     model.set_attn_implementation("masked")
@@ -130,7 +137,7 @@ def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
     query, key, scale = seen[0]
     mask, stats = flexprefill_mask(query, key, **options, scale=scale, return_stats=True)
 
-    with flexprefill(model, **SPARSE, collect_masks=True) as run:
+    with flexmask_hf.flexprefill(model, **SPARSE, collect_masks=True) as run:
         model(tokens)
     assert torch.equal(run.masks[0][0].to_dense(), mask.to_dense())
     assert torch.equal(run.stats[0][0].density, stats.density)
@@ -139,25 +146,25 @@ def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
 def test_generates_as_sdpa_does_at_gamma_one(model, tokens):
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
     expected = model.generate(tokens, **options)
-    with flexprefill(model, **KEEP_ALL) as run:
+    with flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
         assert torch.equal(model.generate(tokens, **options), expected)
         assert torch.equal(model.generate(tokens, **options), expected)
     # a row per prefill, none for the decoding steps
     assert {layer: len(stats) for layer, stats in run.stats.items()} == {0: 2, 1: 2}
 
 
-def test_later_chunk_sees_the_cache(model, tokens):
+def test_rows_that_do_not_fill_a_block_run_dense(model, tokens):
     expected = model(tokens).logits
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache()
     model(tokens[:, :500], past_key_values=cache)
-    with flexprefill(model, dense_below=1 << 20) as run:
+    with flexmask_hf.flexprefill(model, **SPARSE) as run:
         logits = model(tokens[:, 500:], past_key_values=cache).logits
     assert (logits - expected[:, 500:]).abs().max() < 1e-4
     assert run.stats[0][0].dense
 
 
 def test_short_prompt_runs_dense(model, tokens):
-    with flexprefill(model, collect_masks=True) as run:
+    with flexmask_hf.flexprefill(model, collect_masks=True) as run:
         model(tokens)
     assert run.stats[1][0].dense
     assert run.masks[1] == [None]
@@ -182,19 +189,19 @@ assert all("flexprefill" in interface().valid_keys() for interface in (Attention
 @pytest.mark.parametrize("error", [None, KeyError])
 def test_is_undone_on_exit(model, tokens, error):
     expected = model(tokens).logits
-    with pytest.raises(error) if error else nullcontext(), flexprefill(model, **SPARSE):
+    with pytest.raises(error) if error else nullcontext(), flexmask_hf.flexprefill(model, **SPARSE):
         model(tokens)
         assert model.config._attn_implementation == "flexprefill"
         if error:
             raise error
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(tokens).logits, expected)
-    assert not any(module in flexmask_hf._RUNS for module in model.modules())
+    assert not any(module in RUNS for module in model.modules())
 
 
 def test_inner_block_gives_back_the_outer_settings(model, tokens):
-    with flexprefill(model, **SPARSE) as outer:
-        with flexprefill(model, **KEEP_ALL) as inner:
+    with flexmask_hf.flexprefill(model, **SPARSE) as outer:
+        with flexmask_hf.flexprefill(model, **KEEP_ALL) as inner:
             model(tokens)
         model(tokens)
     assert [len(run.stats[0]) for run in (outer, inner)] == [1, 1]
@@ -208,7 +215,7 @@ def test_two_models_do_not_mix(model, tokens, shares_config):
     if shares_config:
         other = LlamaForCausalLM(model.config).eval()
     expected = model(tokens).logits
-    with flexprefill(model, **KEEP_ALL) as run, flexprefill(other, **SPARSE) as other_run:
+    with flexmask_hf.flexprefill(model, **KEEP_ALL) as run, flexmask_hf.flexprefill(other, **SPARSE) as other_run:
         other(tokens)
         logits = model(tokens).logits
     assert (logits - expected).abs().max() < 1e-4
@@ -225,94 +232,359 @@ def test_name_alone_runs_with_the_defaults(model, tokens):
     assert (model(tokens).logits - expected).abs().max() < 1e-4
 
 
-# What it refuses
+# Options
 
 
-def padded(tokens):
-    mask = torch.ones_like(tokens)
-    mask[1, :3] = 0
-    return mask
-
-
-FORWARD_REFUSALS = {
-    "padding": lambda model, tokens: {"attention_mask": padded(tokens)},
-    "cache": lambda model, tokens: {"past_key_values": StaticCache(config=model.config, max_cache_len=LENGTH + 8)},
-    "4-D": lambda model, tokens: {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
-    "packed": lambda model, tokens: {"position_ids": torch.arange(LENGTH)[None] % 265, "use_cache": False},
-    "output_attentions": lambda model, tokens: {"output_attentions": True},
-    "softcap": lambda model, tokens: {"softcap": 30.0},
-}
-
-
-@pytest.mark.parametrize("what", FORWARD_REFUSALS)
-def test_forward_refuses(model, tokens, what):
-    with flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match=f"does not serve .*{what}"):
-        model(tokens, **FORWARD_REFUSALS[what](model, tokens))
-
-
-@pytest.mark.parametrize(
-    ("what", "options"),
-    [
-        ("cache", lambda tokens: {"cache_implementation": "static"}),
-        ("padding", lambda tokens: {"attention_mask": padded(tokens)}),
-    ],
-)
-def test_generate_refuses(model, tokens, what, options):
-    with flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match=f"does not serve .*{what}"):
-        model.generate(tokens, max_new_tokens=2, pad_token_id=0, **options(tokens))
-
-
-@pytest.mark.parametrize(
-    ("what", "model_class", "config_class", "options"),
-    [
-        ("sliding", MistralForCausalLM, MistralConfig, {"sliding_window": 64}),
-        ("sliding|softcap", Gemma2ForCausalLM, Gemma2Config, {"sliding_window": 4096}),
-        ("bidirectional", LlamaForCausalLM, LlamaConfig, {"is_causal": False}),
-    ],
-)
-def test_model_is_refused(tokens, what, model_class, config_class, options):
-    other = make_model(0, model_class, config_class, **options)
-    with flexprefill(other, **KEEP_ALL), pytest.raises(NotImplementedError, match=what):
-        other(tokens)
-
-
-def test_dropout_is_refused(tokens):
-    model = make_model(attention_dropout=0.1).train()
-    with flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="dropout"):
+def test_layers_have_options_of_their_own(model, tokens):
+    with flexmask_hf.flexprefill(model, **SPARSE, layers={1: {"gamma": 1.0}}) as run:
         model(tokens)
+    assert run.stats[0][0].density.max() < 1
+    assert run.stats[1][0].density.min() == 1
+    assert not run.stats[1][0].dense
 
 
-def test_gradients_on_a_cpu_are_refused(model, tokens):
-    with flexprefill(model, **KEEP_ALL), torch.enable_grad(), pytest.raises(ValueError, match="no_grad"):
+@pytest.mark.parametrize("attention_mask", [None, padded], ids=["unpadded", "padded"])
+def test_dense_layers_are_dense(model, tokens, attention_mask):
+    mask = None if attention_mask is None else attention_mask(tokens)
+    expected = model(tokens, attention_mask=mask).logits
+    with flexmask_hf.flexprefill(model, **SPARSE, dense_layers=(0, 1)) as run:
+        logits = model(tokens, attention_mask=mask).logits
+    assert (logits - expected)[torch.ones_like(tokens) != 0 if mask is None else mask != 0].abs().max() < 1e-4
+    assert [calls[0].dense for calls in run.stats.values()] == [True, True]
+
+
+def test_windows_below_the_break_even_stay_exact(tokens):
+    model = make_model("Gemma3")
+    with flexmask_hf.flexprefill(model, **{**SPARSE, "dense_below": 300}) as run:
         model(tokens)
+    assert run.stats[0][0].dense  # a window of 200
+    assert not run.stats[1][0].dense
+    assert run.stats[1][0].density.max() < 1
 
 
+@pytest.mark.parametrize("method", ["causal", causal_mask])
+@pytest.mark.parametrize("family", ["Llama", "GptOss"])
+def test_takes_another_method(tokens, family, method):
+    model = make_model(family)
+    model.set_attn_implementation(FAMILIES[family].dense)
+    mask = padded(tokens)
+    expected = model(tokens, attention_mask=mask).logits
+    with flexmask_hf.flexprefill(model, method=method, block_size=32, dense_below=0, collect_masks=True) as run:
+        logits = model(tokens, attention_mask=mask).logits
+    assert (logits - expected)[mask != 0].abs().max() < 1e-4
+    assert run.stats == {}
+    assert [len(run.masks[layer]) for layer in (0, 1)] == [1, 1]
+
+
+def test_method_gets_its_own_options_and_the_scores(model, tokens):
+    seen = []
+
+    def method(query, key, *, block_size, keep, scale=None, **visibility):
+        seen.append((query.shape, block_size, keep, scale, set(visibility)))
+        return causal_mask(query, key, block_size=block_size, **visibility)
+
+    one_head = 14 * 17 * 17 + 16 * 32 * 17  # bytes of a mask: so that heads come one by one
+    with flexmask_hf.flexprefill(model, method=partial(method, keep=3), block_size=32, dense_below=0, max_mask_bytes=one_head):
+        model(tokens)
+    assert seen == [((1, 1, LENGTH, 16), 32, 3, 0.25, {"window", "attention_mask", "q_offset"})] * 16
+
+
+def test_masks_too_large_go_through_head_groups(model, tokens):
+    mask = padded(tokens)
+    with flexmask_hf.flexprefill(model, **SPARSE) as whole:
+        expected = model(tokens, attention_mask=mask).logits
+    with flexmask_hf.flexprefill(model, **SPARSE, max_mask_bytes=1) as parts:
+        logits = model(tokens, attention_mask=mask).logits
+    assert (logits - expected).abs().max() < 1e-5
+    assert torch.equal(whole.stats[1][0].density, parts.stats[1][0].density)
+
+
+def test_options_are_saved_with_the_model(model, tokens, tmp_path):
+    settings = flexmask_hf.configure(model, **SPARSE, layers={1: {"gamma": 0.7}}, dense_layers=[0])
+    assert settings.of_layer(1).gamma == 0.7
+    model.save_pretrained(tmp_path)
+    flexmask_hf.register()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="flexprefill")
+    assert PrefillSettings.from_dict(loaded.config.flexprefill_config) == settings
+    by_name = loaded(tokens).logits
+    with flexmask_hf.flexprefill(model) as run:  # no options: the model's own
+        assert torch.equal(model(tokens).logits, by_name)
+    assert run.settings == settings
+    assert [calls[0].dense for calls in run.stats.values()] == [True, False]
+    assert run.stats[1][0].density.max() < 1
+
+
+@pytest.mark.parametrize("method", [lambda: flexmask_hf.configure, lambda: flexmask_hf.flexprefill])
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("options", "error", "message"),
     [
         ({"gamma": 1.5}, ValueError, "gamma"),
         ({"config": FlexPrefillConfig(), "gamma": 0.9}, ValueError, "config"),
         ({"config": {"gamma": 0.9}}, TypeError, "config"),
+        ({"gama": 0.9}, TypeError, "gama"),
+        ({"dense_layers": (2,)}, ValueError, "dense_layers.* below 2.* got 2"),
+        ({"dense_layers": (-1,)}, ValueError, "dense_layers"),
+        ({"layers": {7: {"gamma": 0.9}}}, ValueError, "layers.* got 7"),
+        ({"layers": {0: {"dense_below": 9}}}, TypeError, "dense_below"),
+        ({"layers": {0: {"tau": 3}}}, ValueError, "tau"),
+        ({"layers": [0]}, TypeError, "layers"),
+        ({"dense_below": -1}, ValueError, "dense_below"),
+        ({"backend": "cudnn"}, ValueError, "backend"),
+        ({"max_mask_bytes": 0}, ValueError, "max_mask_bytes"),
+        ({"method": "dense"}, ValueError, "method"),
     ],
 )
-def test_wrong_options_change_nothing(model, arguments, error, message):
-    with pytest.raises(error, match=message), flexprefill(model, **arguments):
-        pytest.fail("entered")
+def test_wrong_options_change_nothing(model, method, options, error, message):
+    with pytest.raises(error, match=message):
+        enter(method()(model, **options))
     assert model.config._attn_implementation == "sdpa"
+    assert not hasattr(model.config, "flexprefill_config")
+
+
+def test_function_cannot_be_saved(model):
+    with pytest.raises(ValueError, match="method must be a name"):
+        flexmask_hf.configure(model, method=causal_mask)
+
+
+# What users do next
+
+
+def test_settings_of_two_generations(model, tokens):
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens[:, :500])}
+    expected = model.generate(tokens[:, :500], **options)
+    short = model.generate(tokens[:, :310], **{**options, "attention_mask": None})
+    with flexmask_hf.flexprefill(model, **SPARSE) as sparse:
+        model.generate(tokens[:, :500], **options)
+    with flexmask_hf.flexprefill(model, **KEEP_ALL) as whole:
+        assert torch.equal(model.generate(tokens[:, :500], **options), expected)
+        assert torch.equal(model.generate(tokens[:, :310], **{**options, "attention_mask": None}), short)
+    assert sparse.stats[0][0].density.max() < 1
+    assert [len(whole.stats[0]), len(sparse.stats[0])] == [2, 1]
+
+
+def test_ragged_batch_is_its_prompts_one_by_one(model, tokens):
+    lengths = (530, 341)
+    mask = torch.stack([torch.arange(LENGTH) >= LENGTH - length for length in lengths]).long()
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with flexmask_hf.flexprefill(model, **SPARSE):
+        together = model.generate(tokens * mask, attention_mask=mask, **options)[:, -4:]
+        alone = [
+            model.generate(tokens[row : row + 1, LENGTH - length :], **options)[0, -4:] for row, length in enumerate(lengths)
+        ]
+    assert torch.equal(together[0], alone[0])
+    # blocks lie elsewhere in a padded prompt, so that what is kept may differ: at gamma 1 it may not
+    with flexmask_hf.flexprefill(model, **KEEP_ALL):
+        together = model.generate(tokens * mask, attention_mask=mask, **options)[:, -4:]
+        alone = [
+            model.generate(tokens[row : row + 1, LENGTH - length :], **options)[0, -4:] for row, length in enumerate(lengths)
+        ]
+    assert torch.equal(together, torch.stack(alone))
+
+
+def test_pipeline(model):
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", padding_side="left")
+    pipe = pipeline("text-generation", model=model, tokenizer=wrapped)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [
+        " ".join(f"w{number}" for number in torch.randint(2, VOCABULARY, (length,), generator=generator)) for length in (400, 300)
+    ]
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "batch_size": 2, "return_full_text": False}
+    expected = pipe(prompts, **options)
+    with flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
+        assert pipe(prompts, **options) == expected
+    assert not run.stats[0][0].dense
+
+
+def test_model_is_pickled_and_copied_inside_the_block(model, tokens):
+    flexmask_hf.configure(model, **SPARSE)
+    with flexmask_hf.flexprefill(model):
+        expected = model(tokens).logits
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(tokens).logits, expected)  # by its name and its config
+
+
+def test_two_models_generate_in_two_threads(tokens):
+    models = [make_model(seed=seed) for seed in (0, 1)]
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    settings = ({**SPARSE, "gamma": 0.4}, KEEP_ALL)
+
+    def one_by_one(number):
+        with flexmask_hf.flexprefill(models[number], **settings[number]) as run:
+            return models[number].generate(tokens, **options), run.stats[1][0].density
+
+    expected = [one_by_one(number) for number in (0, 1)]
+    results: dict[int, list[Any]] = {0: [], 1: []}
+    threads = [threading.Thread(target=lambda n=n: results[n].extend(one_by_one(n) for _ in range(3))) for n in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, (sequence, density) in enumerate(expected):
+        assert len(results[number]) == 3
+        assert all(torch.equal(each[0], sequence) and torch.equal(each[1], density) for each in results[number])
+
+
+def test_static_decode_compiles_whole(model, tokens):
+    """A decoding step over a static cache is one graph, without breaks, and right."""
+    expected = model(tokens).logits[:, -1]
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 8)
+    with flexmask_hf.flexprefill(model, **KEEP_ALL):
+        model(tokens[:, :-1], past_key_values=cache, attention_mask=torch.ones_like(tokens[:, :-1]))
+        step = torch.compile(model, fullgraph=True, backend="eager")
+        logits = step(tokens[:, -1:], past_key_values=cache, position_ids=torch.full((BATCH, 1), LENGTH - 1)).logits[:, -1]
+    assert (logits - expected).abs().max() < 1e-4
+
+
+def test_mask_moves_with_the_model():
+    padding = torch.ones(1, 4, dtype=torch.bool)
+    moved = PrefillMask((1, 1, 4, 4), torch.tensor(0), padding, 3).to("meta", non_blocking=True)
+    assert moved.offset.device.type == moved.attention_mask.device.type == "meta"
+    assert (moved.window, moved.shape) == (3, (1, 1, 4, 4))
+
+
+# Models loaded with "flex_attention"
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_hooked_model_selects_and_others_do_not(tokens, family):
+    model, other = (make_model(family, attn_implementation=name) for name in ("sdpa", "flex_attention"))
+    mask = padded(tokens)
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
+    expected, generated = model(tokens).logits, model.generate(tokens, **options)
+    model.set_attn_implementation("flex_attention")
+    before = other(tokens).logits
+    run = flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
+    try:
+        assert model.config._attn_implementation == "flex_attention"
+        assert (model(tokens).logits - expected).abs().max() < 1e-4
+        assert torch.equal(model.generate(tokens, **options), generated)
+        # transformers' own path cannot: its mask has no contiguous()
+        assert torch.equal(model.generate(tokens, cache_implementation="static", **options), generated)
+        assert [len(run.stats[layer]) for layer in (0, 1)] == [3, 3]
+        run.settings = PrefillSettings.from_options(**SPARSE)
+        assert (model(tokens).logits - expected).abs().max() > 1e-2
+        assert torch.equal(other(tokens).logits, before)
+        assert len(run.stats[0]) == 4
+    finally:
+        flexmask_hf.unhook_flex_attention(model)
+    assert (model(tokens).logits - expected).abs().max() < 1e-4
+    assert len(run.stats[0]) == 4
+
+
+def test_hooked_model_keeps_the_mask_of_hugging_face(tokens):
+    model = make_model("Llama", attn_implementation="flex_attention")
+    flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
+    seen = []
+    handle = model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    model(tokens, attention_mask=padded(tokens))
+    handle.remove()
+    flexmask_hf.unhook_flex_attention(model)
+    rows = torch.arange(LENGTH)
+    visible = (rows[:, None] >= rows) & (padded(tokens)[:, None, None] != 0)
+    assert torch.equal(create_mask(seen[0].mask_mod, BATCH, 1, LENGTH, LENGTH, device="cpu"), visible)
+    assert seen[0].kv_num_blocks.shape[:2] == (BATCH, 1)
+
+
+def test_only_flex_attention_is_hooked(model):
+    with pytest.raises(ValueError, match=r'flex_attention.*got "sdpa"'):
+        flexmask_hf.hook_flex_attention(model)
+
+
+# What it refuses
+
+
+FORWARD_REFUSALS = {
+    "4-D": lambda model, tokens: {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
+    "packed": lambda model, tokens: {"position_ids": torch.arange(LENGTH)[None] % 265, "use_cache": False},
+    "output_attentions": lambda model, tokens: {"output_attentions": True},
+    "position_bias": lambda model, tokens: {"position_bias": torch.zeros(1)},
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("what", FORWARD_REFUSALS)
+def test_forward_refuses(tokens, what, hooked):
+    model = make_model(attn_implementation="flex_attention" if hooked else "sdpa")
+    with nullcontext() if hooked else flexmask_hf.flexprefill(model, **KEEP_ALL):
+        if hooked:
+            flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
+        with pytest.raises(NotImplementedError, match=f"does not serve .*{what}.*; use "):
+            model(tokens, **FORWARD_REFUSALS[what](model, tokens))
+
+
+def test_bidirectional_attention_is_refused(tokens):
+    model = make_model(is_causal=False)
+    with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="bidirectional"):
+        model(tokens)
+
+
+def test_encoder_is_refused(tokens):
+    from transformers import BertConfig, BertModel
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
+    encoder = BertModel(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)).eval()
+    with flexmask_hf.flexprefill(encoder, **KEEP_ALL), pytest.raises(NotImplementedError, match="bidirectional"):
+        encoder(tokens)
+
+
+def test_cross_attention_is_refused(tokens):
+    from transformers import BartConfig, BartModel
+
+    sizes = {f"{part}_{what}": number for part in ("encoder", "decoder") for what, number in (("layers", 1), ("ffn_dim", 64))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 64, "dropout": 0.0}
+    config = BartConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH + 8, **sizes, **heads)
+    model = BartModel(config).eval()
+    with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match=r"bidirectional|cross"):
+        model(tokens)
+
+
+def test_dropout_is_refused(tokens):
+    model = make_model(attention_dropout=0.1).train()
+    with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="dropout"):
+        model(tokens)
+
+
+def test_gradients_on_a_cpu_are_refused(model, tokens):
+    with flexmask_hf.flexprefill(model, **KEEP_ALL), torch.enable_grad(), pytest.raises(ValueError, match="no_grad"):
+        model(tokens)
+
+
+def test_continuous_batching_is_refused(model, tokens):
+    flexmask_hf.register()
+    model.set_attn_implementation("flexprefill")
+    if not hasattr(model, "generate_batch"):
+        pytest.skip("this transformers has no continuous batching")
+    with pytest.raises((ValueError, NotImplementedError), match=r"not supported|does not serve"):
+        model.generate_batch([[1, 2, 3]])
 
 
 def test_model_must_be_one():
-    with pytest.raises(TypeError, match="PreTrainedModel"), flexprefill(torch.nn.Linear(2, 2)):
+    with pytest.raises(TypeError, match="PreTrainedModel"), flexmask_hf.flexprefill(torch.nn.Linear(2, 2)):
         pytest.fail("entered")
 
 
-def test_old_transformers_is_named(monkeypatch):
-    monkeypatch.setattr(flexmask_hf, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
-    with pytest.raises(ImportError, match=r"transformers >= 5\.4"):
+@pytest.mark.parametrize("release", ["4.53.3", "5.24.0", "6.0.0"])
+def test_other_transformers_are_named(monkeypatch, release):
+    monkeypatch.setattr(versions.transformers, "__version__", release)
+    with pytest.raises(ImportError, match=rf"transformers 4\.54 to 5\.23; got {release}"):
         flexmask_hf.register()
 
 
 def test_mask_interface_is_registered_too():
     flexmask_hf.register()
     # without a mask function transformers would hand over None, padding or not
-    assert AttentionMaskInterface()["flexprefill"] is flexmask_hf._mask
+    assert AttentionMaskInterface()["flexprefill"] is prefill_mask
+
+
+def test_every_method_of_the_gallery_has_the_signature_that_the_adapter_calls():
+    query = key = torch.randn(1, 1, 64, 16)
+    for method in MASKS.values():
+        method(query, key, block_size=32, window=None, attention_mask=None, q_offset=None)

@@ -1,0 +1,39 @@
+"""Attention sinks: one more logit per head in the softmax, which has no key and brings no value (gpt-oss)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask._torch import block_mask_from_lists, captured_int
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention `out` with log-sum-exp `lse` (batch, num_heads, q_len), as it is with `sinks` (num_heads,) in the softmax."""
+    return out * torch.sigmoid(lse - sinks.float()[:, None]).unsqueeze(-1).to(out.dtype)
+
+
+def with_sink_block(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask]:
+    """Key, value and mask with one more block in front, whose first key stands for the sinks.
+
+    Every row sees that key, and its value is zero. For kernels without a log-sum-exp, whose score_mod then gives it the sinks as
+    its scores. Copies keys and values.
+    """
+    block_size = block_mask.BLOCK_SIZE[1]
+    side = captured_int(block_size, key.device)
+    visible = block_mask.mask_mod
+
+    def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx == 0) | ((kv_idx >= side) & visible(b, h, q_idx, (kv_idx - side).clamp(min=0)))
+
+    seen.__name__ = f"sinks and {visible.__name__}"
+    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+    full_counts, full_indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    if full_counts is None or full_indices is None:
+        full_counts, full_indices = torch.zeros_like(counts), torch.zeros_like(indices)
+    lists = (counts + 1, F.pad(indices + 1, (1, 0)), full_counts, F.pad(full_indices + 1, (0, 1)))
+    q_len = block_mask.seq_lengths[0]
+    shifted = block_mask_from_lists(lists, seen, block_size, (q_len, key.shape[2] + block_size))
+    return F.pad(key, (0, 0, block_size, 0)), F.pad(value, (0, 0, block_size, 0)), shifted

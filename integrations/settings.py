@@ -1,0 +1,157 @@
+"""The options of one model: those of FlexPrefill, by layer where wanted, and what runs instead of it and when."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.attention import DENSE_BELOW, MAX_MASK_BYTES
+from flexmask.backends import BACKENDS
+from flexmask.block_masks import MASKS
+from flexmask.config import FlexPrefillConfig, check_int, check_word
+
+CONFIG_KEY = "flexprefill_config"
+_OPTIONS = tuple(item.name for item in fields(FlexPrefillConfig))
+
+
+@dataclass(frozen=True)
+class PrefillSettings:
+    """How a model's prefill runs; every value is checked on creation.
+
+    Parameters
+    ----------
+    config
+        The options of FlexPrefill, for all layers.
+    layers
+        By layer index: options of FlexPrefillConfig that differ there, as ``{3: {"gamma": 0.99}}``. Default: none.
+    dense_layers
+        Layer indices whose attention is dense. Default: none.
+    dense_below
+        Tokens, >= 0: dense attention runs below this kv_len, and in layers whose sliding window is shorter. Default None: as in
+        `flexprefill_attention`.
+    backend, max_mask_bytes
+        As in `flexprefill_attention`.
+    method
+        ``"flexprefill"`` (default), another name in `flexmask.block_masks.MASKS`, or a function of query and key with that
+        registry's keywords (`block_size`, `window`, `attention_mask`, `q_offset`, and `scale` and `softcap` if it has them) that
+        gives a BlockMask. Of `config` such a method gets `block_size` only: bind its own options with functools.partial.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a value of the wrong type or out of its range.
+    """
+
+    config: FlexPrefillConfig = field(default_factory=FlexPrefillConfig)
+    layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    dense_layers: tuple[int, ...] = ()
+    dense_below: int | None = None
+    backend: str = "auto"
+    max_mask_bytes: int = MAX_MASK_BYTES
+    method: str | Callable[..., BlockMask] = "flexprefill"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, FlexPrefillConfig):
+            raise TypeError(f"config must be a FlexPrefillConfig; got {type(self.config).__name__}")
+        if not isinstance(self.layers, Mapping):
+            raise TypeError(f"layers must be a dict of layer index to options; got {type(self.layers).__name__}")
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
+        for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
+            for index in indices:
+                check_int(name, index)
+                if index < 0:
+                    raise ValueError(f"{name} must hold layer indices >= 0; got {index}")
+        for index, options in self.layers.items():
+            _check_options(options, _OPTIONS, f"layers[{index}]")
+            replace(self.config, **options)
+        if self.dense_below is not None:
+            check_int("dense_below", self.dense_below)
+            if self.dense_below < 0:
+                raise ValueError(f"dense_below must be >= 0 tokens; got {self.dense_below}")
+        check_word("backend", self.backend, BACKENDS)
+        check_int("max_mask_bytes", self.max_mask_bytes)
+        if self.max_mask_bytes <= 0:
+            raise ValueError(f"max_mask_bytes must be > 0 bytes; got {self.max_mask_bytes}")
+        if not callable(self.method):
+            check_word("method", self.method, tuple(MASKS))
+
+    @property
+    def break_even(self) -> int:
+        """`dense_below` with its default filled in."""
+        return DENSE_BELOW if self.dense_below is None else self.dense_below
+
+    def of_layer(self, layer: int) -> FlexPrefillConfig:
+        """The options of FlexPrefill in one layer."""
+        return replace(self.config, **self.layers[layer]) if layer in self.layers else self.config
+
+    def check_layers(self, number: int) -> None:
+        """Refuse indices of layers that a model of `number` layers does not have."""
+        for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
+            beyond = [index for index in indices if index >= number]
+            if beyond:
+                raise ValueError(f"{name} must hold layer indices below {number}, the model's layers; got {beyond[0]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, in types that JSON has.
+
+        Raises
+        ------
+        ValueError
+            For a method that is a function: only names can be saved.
+        """
+        if callable(self.method):
+            raise ValueError("method must be a name to be saved, of flexmask.block_masks.MASKS; got a function")
+        default = PrefillSettings()
+        saved = {name: value for name in _OPTIONS if (value := getattr(self.config, name)) != getattr(default.config, name)}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name != "config" and value != getattr(default, item.name):
+                saved[item.name] = value
+        if self.layers:
+            saved["layers"] = {str(index): dict(options) for index, options in self.layers.items()}
+        if self.dense_layers:
+            saved["dense_layers"] = list(self.dense_layers)
+        return saved
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> PrefillSettings:
+        """The settings that `to_dict` made the dict of."""
+        options = {**saved}
+        if "layers" in options:
+            options["layers"] = {int(index): each for index, each in options["layers"].items()}
+        return cls.from_options(**options)
+
+    @classmethod
+    def from_options(cls, config: FlexPrefillConfig | None = None, **options: Any) -> PrefillSettings:
+        """Settings from the fields of this class and of FlexPrefillConfig, side by side."""
+        own = tuple(item.name for item in fields(cls) if item.name != "config")
+        _check_options(options, (*_OPTIONS, *own), "the options")
+        chosen = {name: value for name, value in options.items() if name in _OPTIONS}
+        if config is not None and chosen:
+            raise ValueError(f"config must come without options of its own; got {sorted(chosen)} too")
+        rest = {name: value for name, value in options.items() if name in own}
+        return cls(FlexPrefillConfig(**chosen) if config is None else config, **rest)
+
+
+def saved_settings(config: Any) -> PrefillSettings | None:
+    """The settings in a model's config, as ``config.json`` keeps them, or None."""
+    saved = getattr(config, CONFIG_KEY, None)
+    return None if saved is None else _parsed(json.dumps(saved, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(saved: str) -> PrefillSettings:
+    return PrefillSettings.from_dict(json.loads(saved))
+
+
+def _check_options(options: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    if not isinstance(options, Mapping):
+        raise TypeError(f"{where} must be a dict of options; got {type(options).__name__}")
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(f"{where} must be of {', '.join(known)}; got {unknown[0]!r}")

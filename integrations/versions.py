@@ -1,0 +1,79 @@
+"""What differs between the releases of transformers that the adapter serves, and the check that the installed one is of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
+from transformers.masking_utils import sliding_window_causal_mask_function as window_function
+
+OLDEST, NEWEST = (4, 54), (5, 23)
+
+
+def check_release() -> None:
+    """Refuse a transformers outside of the releases that were tested.
+
+    Raises
+    ------
+    ImportError
+        With the release that is installed and those that are served.
+    """
+    release = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
+    if not OLDEST <= release <= NEWEST:
+        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+        raise ImportError(f"flexprefill serves transformers {oldest} to {newest}; got {transformers.__version__}")
+
+
+def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
+    """How many query rows a mask function is called for, and the position of the first.
+
+    From 5.4 on transformers says so (`q_length`, `q_offset`), before that it gives all positions (`cache_position`). A tensor may
+    be the cache's own, which it moves on before attention runs: the copy stays.
+    """
+    positions = arguments.get("cache_position")
+    length, offset = (
+        (positions.shape[0], positions[0]) if positions is not None else (arguments["q_length"], arguments["q_offset"])
+    )
+    return length, offset.clone() if isinstance(offset, Tensor) else offset
+
+
+def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None]:
+    """Whether `mask_function` is causality and nothing else, or within a sliding window, and that window.
+
+    It is compared by its code with what transformers makes for these cases. Before release 5 a prompt that is not packed is
+    said to be packed into one sequence, where there is neither a cache nor an attention_mask.
+    """
+    expected = causal_mask_function if local_size is None else window_function(local_size)
+    if _same(mask_function, expected):
+        return True, local_size
+    for packed in _tensors(mask_function):
+        if _same(mask_function, and_masks(expected, packed_sequence_mask_function(packed))) and not packed.any():
+            return True, local_size
+    return False, None
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two functions have the same code and, all the way down, the same captured values; tensors: the same ones."""
+    if left is right:
+        return True
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if callable(left) and callable(right):
+        code = getattr(left, "__code__", None)
+        return code is not None and code is getattr(right, "__code__", None) and _same(_captured(left), _captured(right))
+    return isinstance(left, int) and isinstance(right, int) and left == right
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value if isinstance(value, tuple) else _captured(value) if callable(value) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _captured(function: Any) -> tuple[Any, ...]:
+    return tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
