@@ -71,7 +71,7 @@ def load_model(path: Path, device: str) -> PreTrainedModel:
 
 
 def measure(
-    model: PreTrainedModel, prompt: Prompt, config: FlexPrefillConfig | None, bar: tqdm
+    model: PreTrainedModel, prompt: Prompt, config: FlexPrefillConfig | None, chunk: int | None, bar: tqdm
 ) -> tuple[Measured, FlexPrefillRun]:
     """Prefill twice and answer after the second; dense where `config` is None. Only the first prefill keeps its masks."""
     name = "dense attention" if config is None else "FlexPrefill"
@@ -80,7 +80,7 @@ def measure(
         for call in ("first", "second"):
             bar.set_description(f"{name}: {call} prefill")
             start = time.perf_counter()
-            logits, cache = prefill(model, prompt)
+            logits, cache = prefill(model, prompt, chunk)
             logits = logits.float().cpu()  # waits for the device
             seconds.append(time.perf_counter() - start)
             run.collect_masks = False
@@ -152,6 +152,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-tokens", type=int, help="length of the prompt; 16384 on a CPU, 65536 elsewhere")
     parser.add_argument("--needles", type=int, default=16, help=f"needles in it; the first {MOST_QUESTIONS} are asked for")
+    parser.add_argument("--chunk", type=int, help="prefill in chunks of so many tokens; the blocks shown are the last chunk's")
     parser.add_argument("--gamma", type=float, default=DEFAULTS.gamma, help="share of the attention to keep, 0 to 1")
     parser.add_argument("--tau", type=float, default=DEFAULTS.tau, help="distance under which a head is query-aware, 0 to 1")
     parser.add_argument("--min-budget", type=int, default=DEFAULTS.min_budget, help="tokens that every head keeps at least")
@@ -182,9 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # advice that torch's compiler gives to its own users
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
     with tqdm(total=6, leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
-        dense, _ = measure(model, prompt, None, bar)
-        sparse, run = measure(model, prompt, config, bar)
-    stats = [run.stats[layer][1] for layer in sorted(run.stats)]
+        dense, _ = measure(model, prompt, None, options.chunk, bar)
+        sparse, run = measure(model, prompt, config, options.chunk, bar)
+    # of the last chunk
+    stats = [run.stats[layer][-1] for layer in sorted(run.stats)]
     print(table(dense, sparse, stats), verdict(dense, sparse), sep="\n\n")
     masks = [mask for layer in sorted(run.masks) for mask in run.masks[layer] if mask is not None]
     if masks:

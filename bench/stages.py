@@ -64,7 +64,7 @@ def stage_fields(method: Callable[[], Any]) -> dict[str, Any]:
     if "error" in times:
         return times
     # the first profile sets the profiler up
-    calls = [_kernels(method) for _ in range(1 + _CALLS)][1:]
+    calls = [kernels_of(method) for _ in range(1 + _CALLS)][1:]
     stages, glue = grouped(calls)
     for name, milliseconds in list(glue.items())[:_MOST_GLUE]:
         print(f"    no stage: {milliseconds:.4f} ms {name[:100]}", flush=True)
@@ -73,7 +73,7 @@ def stage_fields(method: Callable[[], Any]) -> dict[str, Any]:
     return times | {"stages_ms": stages, "glue_kernels_ms": shown, "kernels": max(kernels), "kernel_ms": sum(stages.values())}
 
 
-def _kernels(method: Callable[[], Any]) -> list[tuple[str, float]]:
+def kernels_of(method: Callable[[], Any]) -> list[tuple[str, float]]:
     """The kernels of one call in order: name and microseconds."""
     synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -8,7 +8,7 @@ from bench.retriever.task import ANSWER_TOKENS, QUESTION_TOKENS, Prompt
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, prompt: Prompt) -> tuple[Tensor, Cache]:
+def prefill(model: PreTrainedModel, prompt: Prompt, chunk: int | None = None) -> tuple[Tensor, Cache]:
     """Run the model over the prompt, with whatever attention it is set to.
 
     Parameters
@@ -17,6 +17,8 @@ def prefill(model: PreTrainedModel, prompt: Prompt) -> tuple[Tensor, Cache]:
         A causal language model of transformers, with the retriever's vocabulary.
     prompt : Prompt
         Its ``token_ids`` are prefilled as one row.
+    chunk : int, optional
+        Tokens: prefill in chunks of so many, one after the other over the same cache. Default: all at once.
 
     Returns
     -------
@@ -27,8 +29,9 @@ def prefill(model: PreTrainedModel, prompt: Prompt) -> tuple[Tensor, Cache]:
     """
     cache = DynamicCache(config=model.config)
     token_ids = prompt.token_ids.to(model.device)[None]
-    output = model(input_ids=token_ids, past_key_values=cache, logits_to_keep=1)
-    return output.logits[0, -1], cache
+    for part in token_ids.split(chunk or token_ids.shape[1], 1):
+        logits = model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits
+    return logits[0, -1], cache
 
 
 @torch.no_grad()

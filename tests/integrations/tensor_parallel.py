@@ -1,0 +1,40 @@
+"""One process of test_tensor_parallel.py: a model that is spread over all of them, dense and with FlexPrefill.
+
+Run by torchrun with a model's folder, a file of tokens and the file that process 0 writes its results to.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from flexmask.integrations.huggingface import flexprefill
+
+
+def main(model_folder: str, tokens_file: str, results_file: str) -> None:
+    """Load the local part, run, write what process 0 saw."""
+    on_gpu = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, tp_plan="auto").eval()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    data = torch.load(tokens_file)
+    tokens = data["tokens"].to(device)
+    results = {"processes": dist.get_world_size(), "dense": model(tokens).logits.cpu()}
+    for name, options in data["options"].items():
+        with torch.no_grad(), flexprefill(model, **options) as run:
+            results[name] = model(tokens).logits.cpu()
+            results[f"{name}, generated"] = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0).cpu()
+        results[f"{name}, density"] = run.stats[1][0].density.cpu()
+    if dist.get_rank() == 0:
+        torch.save(results, results_file)
+        print(json.dumps({name: list(x.shape) for name, x in results.items() if isinstance(x, torch.Tensor)}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main(*sys.argv[1:])
