@@ -64,7 +64,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _RETRIEVER = Path(__file__).parent / "retriever" / "model"
-_PREFILLS = 3
+_PREFILLS = 2
 
 
 @dataclass
@@ -76,13 +76,13 @@ class Measured:
     method : str
     prompt_tokens : int
     seconds : float
-        Time to first token: median of three prefills, after one that compiles.
+        Time to first token: median of two prefills, after one that compiles.
     first_seconds : float
         Of the prefill that compiles.
     attention_ms, mask_ms, rest_ms : float or None
         GPU time of one prefill: attention kernels, FlexPrefill's, all others. None without a GPU.
     peak_gb : float or None
-        Peak device memory of a prefill, weights included.
+        Peak device memory, weights and the first generated tokens included.
     density : float or None
         Kept share of the visible blocks, mean of layers and heads.
     tokens : list of int
@@ -163,9 +163,8 @@ def prefill(model: Any, ids: Tensor, chunk: int | None = None) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def generated(model: Any, ids: Tensor, chunk: int | None, number: int) -> list[int]:
-    """The next `number` tokens, greedily."""
-    logits, cache = prefill(model, ids, chunk)
+def generated(model: Any, logits: Tensor, cache: DynamicCache, number: int) -> list[int]:
+    """The next `number` tokens after a prefill, greedily."""
     tokens = [logits.argmax(-1, keepdim=True)]
     while len(tokens) < number:
         logits = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True).logits[:, -1]
@@ -176,14 +175,18 @@ def generated(model: Any, ids: Tensor, chunk: int | None, number: int) -> list[i
 def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> Measured:
     """Everything about the attention that the model is set to, but for the density."""
     on_gpu = ids.is_cuda
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(1 + _PREFILLS):
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
         synchronize()
         start = time.perf_counter()
-        prefill(model, ids, options.chunk)[0].argmax().item()
+        logits, cache = prefill(model, ids, options.chunk)
+        logits.argmax().item()
         times.append(time.perf_counter() - start)
+        if len(times) == 1:
+            tokens = generated(model, logits, cache, options.new_tokens)
+        del logits, cache
     peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
     stages = dict[str, float]()
     if on_gpu:
@@ -198,7 +201,7 @@ def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> 
         stages.get(GLUE),
         peak,
         None,
-        generated(model, ids, options.chunk, options.new_tokens),
+        tokens,
     )
 
 
@@ -218,7 +221,8 @@ def ways(model: Any, options: argparse.Namespace) -> Iterator[tuple[str, Callabl
     """Each way of attention: its name, and the block that switches it on and yields the run, or None."""
     if torch.cuda.is_available():
         yield "dense (SDPA, cuDNN)", lambda: _dense(SDPBackend.CUDNN_ATTENTION)
-    yield "dense (SDPA)", nullcontext
+    if not torch.cuda.is_available() or options.default_sdpa:
+        yield "dense (SDPA)", nullcontext
     if not options.density or not options.shape:
         name = f"FlexPrefill, gamma {options.gamma:g}"
         yield name, partial(flexprefill, model, options.gamma, options.tau, collect_stats=False, **below(options))
@@ -261,6 +265,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tau", type=float, default=0.1)
     parser.add_argument("--density", type=float, nargs="*", default=[], help="densities to force by random blocks")
     parser.add_argument("--dense-below", type=int, help="as in flexprefill_attention")
+    parser.add_argument("--default-sdpa", action="store_true", help="also dense attention by the backend that torch chooses")
     parser.add_argument("--new-tokens", type=int, default=8, help="tokens to generate and compare")
     parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")

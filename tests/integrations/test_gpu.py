@@ -1,0 +1,81 @@
+"""The adapter on GPUs: every family once, decoding that transformers compiles by itself, models over two devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import flexmask.integrations.huggingface as flexmask_hf
+from tests.integrations.families import FAMILIES, VOCABULARY
+
+pytestmark = pytest.mark.gpu
+LENGTH = 530
+KEEP_ALL: dict[str, Any] = {"gamma": 1.0, "block_size": 64, "min_budget": 0, "dense_below": 0}
+SPARSE: dict[str, Any] = {"gamma": 0.6, "tau": 0.12, "block_size": 64, "min_budget": 0, "dense_below": 0}
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_computes_what_a_cpu_does(cuda, tokens, family):
+    """Dense at gamma 1, and with a sparse mask what the CPU has under the same selection."""
+    model = FAMILIES[family].make()
+    model.set_attn_implementation(FAMILIES[family].dense)
+    mask = torch.ones_like(tokens)
+    mask[1, :70] = 0
+    dense = model(tokens, attention_mask=mask).logits
+    with flexmask_hf.flexprefill(model, **SPARSE) as on_cpu:
+        sparse = model(tokens, attention_mask=mask).logits
+    model.to(cuda)
+    tokens, mask = tokens.to(cuda), mask.to(cuda)
+    for options, expected in ((KEEP_ALL, dense), (SPARSE, sparse)):
+        with flexmask_hf.flexprefill(model, **options) as run:
+            logits = model(tokens, attention_mask=mask).logits.cpu()
+        assert (logits - expected)[mask.cpu() != 0].abs().max() < 1e-3
+    assert torch.equal(run.stats[1][0].density.cpu(), on_cpu.stats[1][0].density)
+    assert (sparse - dense).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "GptOss"])
+def test_static_cache_generates_as_a_dynamic_one(cuda, tokens, family):
+    """Transformers compiles the decoding steps over a static cache by itself."""
+    model = FAMILIES[family].make().to(cuda)
+    model.set_attn_implementation(FAMILIES[family].dense)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(tokens).to(cuda)
+    expected = model.generate(tokens.to(cuda), **options)
+    with flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
+        got = model.generate(tokens.to(cuda), cache_implementation="static", **options)
+    assert torch.equal(got, expected)
+    assert not run.stats[1][0].dense
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_model_over_two_gpus(tokens, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = FAMILIES["Llama"].make()
+    mask = torch.ones_like(tokens)
+    mask[1, :70] = 0
+    expected = model(tokens, attention_mask=mask).logits
+    model.save_pretrained(tmp_path)
+    layers = {f"model.layers.{layer}": layer for layer in (0, 1)}
+    parts = {"model.embed_tokens": 0, "model.rotary_emb": 0, **layers, "model.norm": 1, "lm_head": 1}
+    spread = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=parts).eval()
+    with flexmask_hf.flexprefill(spread, **KEEP_ALL) as run:
+        logits = spread(tokens.to("cuda:0"), attention_mask=mask.to("cuda:0")).logits.cpu()
+    assert (logits - expected)[mask != 0].abs().max() < 1e-3
+    assert {run.stats[layer][0].density.device.index for layer in (0, 1)} == {0, 1}
