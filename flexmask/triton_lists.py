@@ -14,16 +14,17 @@ _TILE = 128
 
 @triton.jit
 def _lists_kernel(
+    # num_heads counts selections here: each is written COPIES times, for the heads that share it
     kept,  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
     active,  # (batch, num_heads) bool: query-aware
     chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, read in active heads if HAS_CHOSEN
     rows,  # edges, see PackedEdges
     keys,
-    partial_count,  # (batch, num_heads, num_q_blocks) int32
-    partial_indices,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int32
+    partial_count,  # (batch, num_heads * COPIES, num_q_blocks) int32
+    partial_indices,  # (batch, num_heads * COPIES, num_q_blocks, num_kv_blocks) int32
     full_count,
     full_indices,
-    keep,  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool, written if WRITE_KEEP
+    keep,  # (batch, num_heads * COPIES, num_q_blocks, num_kv_blocks) bool, written if WRITE_KEEP
     rows_stride,  # between planes
     keys_stride,
     rows_stride_batch,  # 0 where all agree
@@ -39,6 +40,7 @@ def _lists_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_CHOSEN: tl.constexpr,
     WRITE_KEEP: tl.constexpr,
+    COPIES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     # long rows first, so that short ones fill the gaps at the end
@@ -57,6 +59,7 @@ def _lists_kernel(
     query_aware = tl.load(active + head) != 0
 
     line = (head * num_q_blocks + row) * num_kv_blocks
+    first_copy = head * COPIES * num_q_blocks + row  # row of the map that the first copy writes
     lane = tl.arange(0, TILE)
     num_partial = 0
     num_full = 0
@@ -81,25 +84,30 @@ def _lists_kernel(
         # both counts in one number, so that one running sum places both
         either = tl.where(on, tl.where(whole, 65536, 1), 0)
         place = tl.cumsum(either, 0) - either
-        tl.store(full_indices + line + num_full + (place >> 16), column, mask=on & whole)
-        tl.store(partial_indices + line + num_partial + (place & 65535), column, mask=on & (whole == 0))
-        if WRITE_KEEP:
-            tl.store(keep + line + column, on, mask=exists)
+        for copy in range(COPIES):
+            to_line = (first_copy + copy * num_q_blocks) * num_kv_blocks
+            tl.store(full_indices + to_line + num_full + (place >> 16), column, mask=on & whole)
+            tl.store(partial_indices + to_line + num_partial + (place & 65535), column, mask=on & (whole == 0))
+            if WRITE_KEEP:
+                tl.store(keep + to_line + column, on, mask=exists)
         number = tl.sum(either, 0)
         num_full += number >> 16
         num_partial += number & 65535
-    for start in range(tl.minimum(num_full, num_partial) // TILE * TILE, num_kv_blocks, TILE):
-        column = start + lane
-        exists = column < num_kv_blocks
-        zero = tl.zeros([TILE], tl.int32)
-        tl.store(full_indices + line + column, zero, mask=exists & (column >= num_full))
-        tl.store(partial_indices + line + column, zero, mask=exists & (column >= num_partial))
-    if WRITE_KEEP:
-        for start in range(to // TILE * TILE, num_kv_blocks, TILE):
+    for copy in range(COPIES):
+        to_row = first_copy + copy * num_q_blocks
+        to_line = to_row * num_kv_blocks
+        for start in range(tl.minimum(num_full, num_partial) // TILE * TILE, num_kv_blocks, TILE):
             column = start + lane
-            tl.store(keep + line + column, column < 0, mask=(column >= to) & (column < num_kv_blocks))
-    tl.store(full_count + head * num_q_blocks + row, num_full)
-    tl.store(partial_count + head * num_q_blocks + row, num_partial)
+            exists = column < num_kv_blocks
+            zero = tl.zeros([TILE], tl.int32)
+            tl.store(full_indices + to_line + column, zero, mask=exists & (column >= num_full))
+            tl.store(partial_indices + to_line + column, zero, mask=exists & (column >= num_partial))
+        if WRITE_KEEP:
+            for start in range(to // TILE * TILE, num_kv_blocks, TILE):
+                column = start + lane
+                tl.store(keep + to_line + column, column < 0, mask=(column >= to) & (column < num_kv_blocks))
+        tl.store(full_count + to_row, num_full)
+        tl.store(partial_count + to_row, num_partial)
 
 
 def line_lists(
@@ -111,6 +119,7 @@ def line_lists(
     block_size: int,
     window: int | None,
     with_keep: bool,
+    copies: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Counts and ascending indices of partial and of full blocks, entries past the count 0, and the map of kept blocks.
 
@@ -126,10 +135,12 @@ def line_lists(
         What each block sees.
     with_keep
         Whether to write the map of kept blocks too.
+    copies
+        Neighbouring heads that share each selection: the lists are of ``num_heads * copies`` heads.
     """
     batch, num_heads, num_kv_blocks = kept.shape[1:]
     num_q_blocks = edges.rows.shape[2]
-    shape = (batch, num_heads, num_q_blocks)
+    shape = (batch, num_heads * copies, num_q_blocks)
     partial_count, full_count = (kept.new_empty(shape, dtype=torch.int32) for _ in range(2))
     partial_indices, full_indices = (kept.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
     keep = kept.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
@@ -160,6 +171,7 @@ def line_lists(
         HAS_WINDOW=window is not None,
         HAS_CHOSEN=chosen is not None,
         WRITE_KEEP=keep is not None,
+        COPIES=copies,
         TILE=_TILE,
         num_warps=1,
     )

@@ -23,11 +23,14 @@ class Lines(NamedTuple):
 
 
 @triton.jit
-def _weighted_scores(scores, key_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Pooled scores of key blocks, -inf where no row sees any of it."""
+def _weighted_scores(
+    scores, key_count, member, block, num_kv_blocks, scale, softcap, MEMBERS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    """Pooled scores of key blocks by member, -inf where no row sees any of it."""
     exists = block < num_kv_blocks
-    raw = tl.load(scores + block, mask=exists, other=float("-inf"))
-    count = tl.load(key_count + block, mask=exists, other=0)
+    place = member[:, None] * num_kv_blocks + block[None, :]
+    raw = tl.load(scores + place, mask=(member < MEMBERS)[:, None] & exists[None, :], other=float("-inf"))
+    count = tl.load(key_count + block, mask=exists, other=0)[None, :]
     seen = (raw != float("-inf")) & (count > 0)
     score = tl.where(seen, raw, 0.0) * scale
     if HAS_SOFTCAP:
@@ -43,7 +46,9 @@ def _relative_entropy(p, q):
 
 @triton.jit
 def _pattern_kernel(
-    estimate,  # (batch, num_heads, num_kv_blocks) float32: unscaled scores; -inf: no pattern row sees any of the block
+    # (batch, num_heads * MEMBERS, num_kv_blocks) float32: unscaled scores; -inf: no pattern row sees any of the block. A head
+    # here stands for MEMBERS neighbours, whose estimates it takes the mean of
+    estimate,
     attended,  # (batch, num_heads, num_kv_blocks) float32: V of the pattern rows; -1: no candidate
     rows,  # (batch or 1, 1 + block_size) int32: an offset, then the pattern rows, -1 where not taken
     key_count,  # (batch or 1, num_kv_blocks) int32
@@ -64,6 +69,8 @@ def _pattern_kernel(
     scale,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PADDED_MEMBERS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -77,24 +84,29 @@ def _pattern_kernel(
     slot = tl.arange(0, PADDED_SIZE)
     num_taken = tl.sum((tl.load(rows + batch * rows_stride + 1 + slot, mask=slot < BLOCK_SIZE, other=-1) >= 0).to(tl.int32), 0)
 
-    scores = estimate + head * num_kv_blocks
+    member = tl.arange(0, PADDED_MEMBERS)
+    scores = estimate + head * MEMBERS * num_kv_blocks
     row_count = key_count + batch * block_stride
     lane = tl.arange(0, TILE)
-    highest = float("-inf")
-    total = 0.0
+    highest = tl.full([PADDED_MEMBERS], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED_MEMBERS], tl.float32)
     for start in range(0, num_kv_blocks, TILE):
-        score = _weighted_scores(scores, row_count, start + lane, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
-        higher = tl.maximum(highest, tl.max(score, 0))
+        score = _weighted_scores(
+            scores, row_count, member, start + lane, num_kv_blocks, scale, softcap, MEMBERS=MEMBERS, HAS_SOFTCAP=HAS_SOFTCAP
+        )
+        higher = tl.maximum(highest, tl.max(score, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(highest - base) + tl.sum(tl.exp(score - base), 0)
+        total = total * tl.exp(highest - base) + tl.sum(tl.exp(score - base[:, None]), 1)
         highest = higher
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.where(total == 0, 1.0, total)
     divergence = tl.zeros([TILE], tl.float32)
     for start in range(0, num_kv_blocks, TILE):
         block = start + lane
-        score = _weighted_scores(scores, row_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
-        estimated = tl.exp(score - base) / total
+        score = _weighted_scores(
+            scores, row_count, member, block, num_kv_blocks, scale, softcap, MEMBERS=MEMBERS, HAS_SOFTCAP=HAS_SOFTCAP
+        )
+        estimated = tl.sum(tl.exp(score - base[:, None]) / total[:, None], 0) / MEMBERS
         held = tl.load(attended + head * num_kv_blocks + block, mask=block < num_kv_blocks, other=0.0)
         held = tl.where(held < 0, 0.0, held)
         middle = (estimated + held) / 2
@@ -128,10 +140,12 @@ def pattern_and_lines(
 ) -> Lines:
     """Decide each head's pattern and keep its lines; a query-aware head keeps the floor of lines alone.
 
+    Where the heads of a group share a mask by their mean, a head here is a group, and `attended` and `lines` are means already.
+
     Parameters
     ----------
     estimate
-        (batch, num_heads, num_kv_blocks) float32, from `estimated_scores` of the pattern rows.
+        (batch, num_heads * members, num_kv_blocks) float32, from `estimated_scores` of the pattern rows, by member.
     attended
         (batch, num_heads, num_kv_blocks) float32: V of the pattern rows, likewise.
     rows
@@ -148,7 +162,7 @@ def pattern_and_lines(
         As in attention.
     """
     _, batch, num_heads, blocks = lines.shape
-    heads = batch * num_heads
+    heads, members = batch * num_heads, estimate.shape[1] // num_heads
     block_size = rows.shape[1] - 1
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)
     distance = lines.new_empty((batch, num_heads))
@@ -176,6 +190,8 @@ def pattern_and_lines(
         scale,
         1.0 if softcap is None else softcap,
         HAS_SOFTCAP=softcap is not None,
+        MEMBERS=members,
+        PADDED_MEMBERS=1 << (members - 1).bit_length(),
         BLOCK_SIZE=block_size,
         PADDED_SIZE=1 << (block_size - 1).bit_length(),
         TILE=64,
