@@ -38,6 +38,7 @@ def flexprefill_attention(
     query_aware: str = "flatten",
     pattern_queries: str = "last",
     index_queries: str = "last",
+    share_kv_heads: str | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
@@ -63,7 +64,7 @@ def flexprefill_attention(
         As in `flexprefill_mask`.
     value
         (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 256 may differ from head_dim.
-    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, config
+    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, share_kv_heads, config
         As in `FlexPrefillConfig`.
     scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
@@ -83,8 +84,9 @@ def flexprefill_attention(
         float32; -inf for a row that sees nothing. Not on CPUs, where FlexAttention has none.
     max_mask_bytes
         Bytes, > 0, that masks may take at one time: where all heads need more, groups of heads are masked and attended to one
-        after the other. Default 2**30. A single head may exceed it: at a million tokens and blocks of 128 it takes 0.9 GB. It
-        does not bound what gradients keep until the backward pass, nor ``selection="reference"``.
+        after the other. Default 2**30. A single head may exceed it, at a million tokens and blocks of 128 it takes 0.9 GB; so may
+        the heads of one key head where they share a mask (`share_kv_heads`). It does not bound what gradients keep until the
+        backward pass, nor ``selection="reference"``.
 
     Returns
     -------
@@ -123,6 +125,7 @@ def flexprefill_attention(
         query_aware=query_aware,
         pattern_queries=pattern_queries,
         index_queries=index_queries,
+        share_kv_heads=share_kv_heads,
     )
     check_mask_arguments(query, key, config, scale, softcap, window, attention_mask, q_offset)
     check_value(value, key)
@@ -155,7 +158,7 @@ def flexprefill_attention(
     one_head = mask_bytes(query.shape[2], key.shape[2], config)
     at_once = max_mask_bytes // one_head
     kernel = (scale, softcap, sinks, backend, return_lse)
-    return _results(*attention_by_groups(masked, query, key, value, config.block_size, at_once, *kernel))
+    return _results(*attention_by_groups(masked, query, key, value, config, at_once, *kernel))
 
 
 def attention_by_groups(
@@ -163,7 +166,7 @@ def attention_by_groups(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    block_size: int,
+    config: FlexPrefillConfig,
     at_once: int,
     scale: float,
     softcap: float | None,
@@ -176,7 +179,7 @@ def attention_by_groups(
     `masked` takes a group, its query and key, and whether gradients will be asked for; it gives a mask, and statistics or None.
     """
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    kernel = chosen_backend(backend, query, value, block_size, softcap, grad, return_lse or sinks is not None)
+    kernel = chosen_backend(backend, query, value, config.block_size, softcap, grad, return_lse or sinks is not None)
     if kernel == "cpu" and grad:
         raise ValueError("query, key and value must not require gradients on a CPU; call under torch.no_grad()")
     if kernel == "cpu" and return_lse:
@@ -190,7 +193,8 @@ def attention_by_groups(
         # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
         query, key, value = query.detach(), key.detach(), value.detach()
         sinks = None if sinks is None else sinks.detach()
-    groups = head_groups(query.shape[0], query.shape[1], key.shape[1], at_once)
+    shared = config.share_kv_heads is not None
+    groups = head_groups(query.shape[0], query.shape[1], key.shape[1], at_once, shared)
 
     def attend(group: HeadGroup) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
         q, k, v, sink = query, key, value, sinks

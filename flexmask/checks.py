@@ -131,6 +131,11 @@ def check_published_selection(
             'selection="reference" needs pattern_queries="last", index_queries="last" and query_aware="flatten"; '
             f"got {config.pattern_queries!r}, {config.index_queries!r} and {config.query_aware!r}"
         )
+    if config.share_kv_heads == "mean":
+        raise ValueError(
+            'selection="reference" keeps what the published code keeps of each head, which takes no share_kv_heads="mean"; '
+            'use "union" or selection="coverage"'
+        )
     q_len, kv_len = query.shape[2], key.shape[2]
     if q_len != kv_len or q_len % config.block_size != 0:
         raise ValueError(

@@ -71,6 +71,7 @@ def _fields(options: SearchOptions) -> tuple[int | float | bool | str | None, ..
         options.query_aware,
         options.pattern_queries,
         options.index_queries,
+        options.share_kv_heads,
         options.keep_all,
         options.search_pattern,
         options.scale,
@@ -84,8 +85,9 @@ def _fields(options: SearchOptions) -> tuple[int | float | bool | str | None, ..
 # written out, because older releases of torch cannot read it off the annotations
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor gamma, Tensor tau, Tensor? offset, Tensor? attention_mask, int block_size, "
-    "int min_blocks, int? max_blocks, str selection, str query_aware, str pattern_queries, str index_queries, bool keep_all, "
-    "bool search_pattern, float scale, float? softcap, int? window, bool with_stats, bool with_keep) -> Tensor[]"
+    "int min_blocks, int? max_blocks, str selection, str query_aware, str pattern_queries, str index_queries, "
+    "str? share_kv_heads, bool keep_all, bool search_pattern, float scale, float? softcap, int? window, bool with_stats, "
+    "bool with_keep) -> Tensor[]"
 )
 
 
@@ -104,6 +106,7 @@ def search_operator(
     query_aware: str,
     pattern_queries: str,
     index_queries: str,
+    share_kv_heads: str | None,
     keep_all: bool,
     search_pattern: bool,
     scale: float,
@@ -114,8 +117,8 @@ def search_operator(
 ) -> list[Tensor]:
     """The four tensors of the lists, the map of kept blocks (empty unless asked for), then the statistics if asked for."""
     options = SearchOptions(
-        block_size, min_blocks, max_blocks, selection, query_aware, pattern_queries, index_queries, keep_all, search_pattern,
-        scale, softcap, window, with_stats, with_keep,
+        block_size, min_blocks, max_blocks, selection, query_aware, pattern_queries, index_queries, share_kv_heads, keep_all,
+        search_pattern, scale, softcap, window, with_stats, with_keep,
     )  # fmt: skip
     result = run_search(query, key, gamma, tau, offset, attention_mask, options)
     keep = query.new_empty(0, dtype=torch.bool) if result.keep is None else result.keep

@@ -9,6 +9,7 @@ from typing import Any
 SELECTIONS = ("coverage", "reference")
 QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
+SHARED_MASKS = (None, "union", "mean")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ class FlexPrefillConfig:
     pattern_queries, index_queries
         Which query rows decide a head's pattern, and which rows the vertical-slash index is read from:
         ``"last"`` (default, as the paper) or ``"middle"`` (the paper's appendix on the representative query subset).
+    share_kv_heads
+        Whether the query heads that share a key head get one mask. None (default, as the paper): a mask each. ``"union"``: the
+        heads of a group keep every block that one of them keeps, so that gamma holds for each; `max_budget` bounds what each
+        chooses, not the union. ``"mean"``: the mean of their attention maps decides, of the pooled estimate as of the
+        representative attention, so that gamma is of the mean and one head may get less. NaN in one head spoils its group.
+
+        Differs from the paper, where every head has a mask of its own. A shared mask is denser (``"union"``) or misses more of a
+        head's attention (``"mean"``); bench/README.md has both in figures.
 
     Raises
     ------
@@ -67,6 +76,7 @@ class FlexPrefillConfig:
     query_aware: str = "flatten"
     pattern_queries: str = "last"
     index_queries: str = "last"
+    share_kv_heads: str | None = None
 
     def __post_init__(self) -> None:
         check_real("gamma", self.gamma)
@@ -91,6 +101,7 @@ class FlexPrefillConfig:
         check_word("query_aware", self.query_aware, QUERY_AWARE_RULES)
         check_word("pattern_queries", self.pattern_queries, QUERY_SUBSETS)
         check_word("index_queries", self.index_queries, QUERY_SUBSETS)
+        check_word("share_kv_heads", self.share_kv_heads, SHARED_MASKS)
 
     @property
     def min_blocks(self) -> int:
@@ -121,7 +132,7 @@ def config_from(config: FlexPrefillConfig | None, **keywords: Any) -> FlexPrefil
         return FlexPrefillConfig(**keywords)
     if not isinstance(config, FlexPrefillConfig):
         raise TypeError(f"config must be a FlexPrefillConfig; got {type(config).__name__}")
-    changed = [name for name, default in _DEFAULTS.items() if keywords[name] != default]
+    changed = [name for name, value in keywords.items() if value != _DEFAULTS[name]]
     if changed:
         raise ValueError(f"config excludes the keywords that it holds; got config and {', '.join(changed)}")
     return config
@@ -141,7 +152,7 @@ def check_real(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite; got {value}")
 
 
-def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
+def check_word(name: str, value: object, words: tuple[str | None, ...]) -> None:
     """Raise ValueError unless `value` is one of `words`."""
     if value not in words:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}; got {value!r}")

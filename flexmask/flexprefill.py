@@ -39,6 +39,7 @@ def flexprefill_mask(
     query_aware: str = "flatten",
     pattern_queries: str = "last",
     index_queries: str = "last",
+    share_kv_heads: str | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
@@ -58,7 +59,8 @@ def flexprefill_mask(
     "Vertical Slash Index Search" and "Query Aware Index Search".
 
     Differs from the paper: selection is by block (a slash counts for the two block diagonals it crosses), short and padded
-    blocks weigh by the number of their keys, and prompts may be padded, chunked, windowed or soft-capped.
+    blocks weigh by the number of their keys, prompts may be padded, chunked, windowed or soft-capped, and heads that share keys
+    may share a mask (`share_kv_heads`).
 
     Parameters
     ----------
@@ -67,7 +69,7 @@ def flexprefill_mask(
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA) and
         q_len <= kv_len. Lengths need not be multiples of the block.
-    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries
+    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, share_kv_heads
         As in `FlexPrefillConfig`, which holds their units, ranges and defaults.
     scale
         Factor of the scores, > 0. Default None: 1 / sqrt(head_dim).
@@ -103,8 +105,9 @@ def flexprefill_mask(
     ------
     TypeError, ValueError
         For wrong types, shapes, dtypes, devices or ranges, before anything is computed. The values of tensors are not read:
-        there is no host synchronisation, and NaN or infinity spoil their own head only. Also for a mask that would take more
-        than 16 GiB while it is made (32 heads at a million tokens): `flexprefill_attention` goes through the heads in groups.
+        there is no host synchronisation, and NaN or infinity spoil their own head only, or its group where that shares a mask.
+        Also for a mask that would take more than 16 GiB while it is made (32 heads at a million tokens): `flexprefill_attention`
+        goes through the heads in groups.
 
     Notes
     -----
@@ -131,6 +134,7 @@ def flexprefill_mask(
         query_aware=query_aware,
         pattern_queries=pattern_queries,
         index_queries=index_queries,
+        share_kv_heads=share_kv_heads,
     )
     check_mask_arguments(query, key, config, scale, softcap, window, attention_mask, q_offset)
     needed = query.shape[0] * query.shape[1] * mask_bytes(query.shape[2], key.shape[2], config)
@@ -213,6 +217,8 @@ def searched(
         query_aware=config.query_aware,
         pattern_queries=config.pattern_queries,
         index_queries=config.index_queries,
+        # a head that shares its keys with no other has nothing to join
+        share_kv_heads=config.share_kv_heads if query.shape[1] != key.shape[1] else None,
         keep_all=config.gamma == 1,
         search_pattern=config.tau > 0,
         scale=query.shape[3] ** -0.5 if scale is None else float(scale),

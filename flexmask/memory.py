@@ -28,15 +28,16 @@ def mask_bytes(q_len: int, kv_len: int, config: FlexPrefillConfig) -> int:
     return num_kv_blocks * (num_q_blocks * (14 if config.tau > 0 else 9) + rows * 16)
 
 
-def head_groups(batch: int, num_heads: int, num_kv_heads: int, at_once: int) -> list[HeadGroup]:
+def head_groups(batch: int, num_heads: int, num_kv_heads: int, at_once: int, shared: bool = False) -> list[HeadGroup]:
     """Groups of equal size of at most `at_once` heads; at least one query head each.
 
-    Batch rows are parted first, then key heads with their query heads, then the query heads of one key head.
+    Batch rows are parted first, then key heads with their query heads, then the query heads of one key head; these stay together
+    where they share a mask (`shared`), even if they are more than `at_once`.
     """
     groups = num_heads // num_kv_heads
     rows = _largest_divisor(batch, at_once // num_heads)
     keys = num_kv_heads if at_once >= num_heads else _largest_divisor(num_kv_heads, at_once // groups)
-    queries = keys * groups if at_once >= groups else _largest_divisor(groups, at_once)
+    queries = keys * groups if shared or at_once >= groups else _largest_divisor(groups, at_once)
     return [
         HeadGroup(slice(b, b + rows), slice(h, h + queries), slice(h // groups, h // groups + keys))
         for b in range(0, batch, rows)

@@ -93,6 +93,7 @@ def reference_flexprefill(
     query_aware: str = "flatten",
     pattern_queries: str = "last",
     index_queries: str = "last",
+    share_kv_heads: str | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
@@ -137,6 +138,9 @@ def reference_flexprefill(
         Whether a Query-Aware head keeps ``gamma`` of the whole map or of each query block.
     pattern_queries, index_queries : {"last", "middle"}
         Representative rows for the pattern and for the vertical-slash index.
+    share_kv_heads : {None, "union", "mean"}
+        One mask for the query heads of each key head: every block that one of them keeps, or what
+        the mean of their attention and of their estimates decides. Default ours: a mask each.
     scale : float, optional
         Score multiplier, ``1 / sqrt(head_dim)`` unless given.
     softcap : float, optional
@@ -174,6 +178,7 @@ def reference_flexprefill(
         ("query_aware", query_aware, ("flatten", "per_query")),
         ("pattern_queries", pattern_queries, ("last", "middle")),
         ("index_queries", index_queries, ("last", "middle")),
+        ("share_kv_heads", share_kv_heads, (None, "union", "mean")),
     ):
         if value not in words:
             raise ValueError(f"{name} must be one of {words}; got {value!r}")
@@ -187,6 +192,7 @@ def reference_flexprefill(
             softcap is None and window is None,
             attention_mask is None,
             q_offset is None or (isinstance(q_offset, int) and q_offset == 0),
+            share_kv_heads != "mean",
         )
     options = _Options(
         gamma=gamma,
@@ -200,22 +206,26 @@ def reference_flexprefill(
         scale=1 / math.sqrt(head_dim) if scale is None else scale,
         softcap=softcap,
     )
-    decide = _coverage_head if selection == "coverage" else _published_head
-    heads = []
+    decide = _coverage_heads if selection == "coverage" else _published_heads
+    members = num_heads // num_kv_heads
+    heads: list[dict[str, object]] = []
     for b, offset in enumerate(_offsets(q_offset, batch, kv_len - q_len)):
         if attention_mask is None:
             is_token = torch.ones(kv_len, dtype=torch.bool)
         else:
             is_token = attention_mask[b].cpu() != 0
         prompt = _prompt(q_len, offset, is_token, window, block_size)
-        for h in range(num_heads):
-            query_head = query[b, h].detach().cpu().double()
-            key_head = key[b, h * num_kv_heads // num_heads].detach().cpu().double()
-            if prompt.valid_rows:
-                head = decide(query_head, key_head, prompt, options)
-            else:
-                head = _empty_head(prompt)
-            heads.append(head)
+        for g in range(num_kv_heads):
+            if not prompt.valid_rows:
+                heads += [_empty_head(prompt) for _ in range(members)]
+                continue
+            key_head = key[b, g].detach().cpu().double()
+            queries = [query[b, g * members + m].detach().cpu().double() for m in range(members)]
+            if share_kv_heads == "mean":
+                heads += decide(queries, key_head, prompt, options)
+                continue
+            group = [decide([query_head], key_head, prompt, options)[0] for query_head in queries]
+            heads += _united(group, queries, key_head, prompt, options) if share_kv_heads == "union" else group
     stacked = {}
     for field in fields(ReferenceResult):
         values = torch.stack([torch.as_tensor(head[field.name]) for head in heads])
@@ -230,6 +240,7 @@ def _refuse_unpublished(
     plain_scores: bool,
     unpadded: bool,
     from_start: bool,
+    own_masks: bool,
 ) -> None:
     """Raise for what the published code cannot do."""
     for possible, what in (
@@ -239,6 +250,7 @@ def _refuse_unpublished(
         (plain_scores, "softcap=None and window=None"),
         (unpadded, "attention_mask=None"),
         (from_start, "q_offset=None"),
+        (own_masks, 'share_kv_heads=None or "union"'),
     ):
         if not possible:
             raise ValueError(f'selection="reference" needs {what}')
@@ -524,19 +536,19 @@ def _always_kept(prompt: _Prompt) -> set[tuple[int, int]]:
     return blocks
 
 
-def _coverage_head(query: Tensor, key: Tensor, prompt: _Prompt, options: _Options) -> dict[str, object]:
-    """Decide one head under selection="coverage"."""
+def _coverage_heads(queries: list[Tensor], key: Tensor, prompt: _Prompt, options: _Options) -> list[dict[str, object]]:
+    """Decide one mask under selection="coverage": of one head, or of several by the mean of their attention."""
     size = options.block_size
 
     # Sparse Pattern Search
     pattern_rows = _representative_rows(prompt.valid_rows, options.pattern_queries, size)
-    p = _attention(query, key, pattern_rows, prompt, options)
+    p = _mean([_attention(query, key, pattern_rows, prompt, options) for query in queries])
     true_share = _by_block(p.mean(dim=0), size)
     seen_keys = prompt.visible[pattern_rows].any(dim=0)
     seen_blocks = [j for j in range(prompt.num_kv_blocks) if seen_keys[j * size : (j + 1) * size].any()]
     means, log_counts = _key_means(key, prompt, size)
-    pattern_query = query[pattern_rows].mean(dim=0)
-    estimate = _pooled_row(pattern_query, means, log_counts, seen_blocks, options)
+    pattern_queries = [query[pattern_rows].mean(dim=0) for query in queries]
+    estimate = _mean([_pooled_row(row, means, log_counts, seen_blocks, options) for row in pattern_queries])
     js_distance = _js_distance(estimate, true_share)
     is_query_aware = js_distance < options.tau
     pattern_margin = _relative(js_distance - options.tau, options.tau)
@@ -545,12 +557,13 @@ def _coverage_head(query: Tensor, key: Tensor, prompt: _Prompt, options: _Option
 
     # Vertical Slash Index Search
     index_rows = _representative_rows(prompt.valid_rows, options.index_queries, size)
-    p = _attention(query, key, index_rows, prompt, options)
+    by_head = [_attention(query, key, index_rows, prompt, options) for query in queries]
+    p = _mean(by_head)
     vertical = _by_block(p.mean(dim=0), size)
     slash = _by_diagonal(_by_offset(p, index_rows, prompt.offset), prompt, size)
 
     # Query Aware Index Search
-    pooled = _pooled_map(query, means, log_counts, prompt, options)
+    pooled = _mean([_pooled_map(query, means, log_counts, prompt, options) for query in queries])
     blocks, query_aware_margin = _query_aware_blocks(pooled, prompt, options)
 
     gamma, at_least, at_most = options.gamma, options.min_blocks, options.max_blocks
@@ -569,8 +582,7 @@ def _coverage_head(query: Tensor, key: Tensor, prompt: _Prompt, options: _Option
     margins = [pattern_margin, vertical_margin, slash_margin]
     if is_query_aware:
         margins.append(query_aware_margin)
-    return {
-        **_statistics(kept, p, index_rows, prompt, size),
+    decided = {
         "is_query_aware": is_query_aware,
         "js_distance": _float64(js_distance),
         "vertical": vertical,
@@ -584,6 +596,28 @@ def _coverage_head(query: Tensor, key: Tensor, prompt: _Prompt, options: _Option
         "query_aware_margin": _float64(query_aware_margin),
         "margin": _float64(min(margins)),
     }
+    return [{**_statistics(kept, own, index_rows, prompt, size), **decided} for own in by_head]
+
+
+def _mean(maps: list[Tensor]) -> Tensor:
+    """Mean over heads."""
+    return torch.stack(maps).mean(dim=0)
+
+
+def _united(
+    heads: list[dict[str, object]], queries: list[Tensor], key: Tensor, prompt: _Prompt, options: _Options
+) -> list[dict[str, object]]:
+    """The heads of a group with every block that one of them keeps; the mask hangs on the decisions of all."""
+    kept: set[tuple[int, int]] = set()
+    for head in heads:
+        kept |= {(r, j) for r, j in prompt.visible_blocks if torch.as_tensor(head["keep"])[r, j]}
+    margin = min(float(torch.as_tensor(head["margin"])) for head in heads)
+    rows = _representative_rows(prompt.valid_rows, options.index_queries, options.block_size)
+    united = []
+    for head, query in zip(heads, queries, strict=True):
+        p = _attention(query, key, rows, prompt, options)
+        united.append({**head, **_statistics(kept, p, rows, prompt, options.block_size), "margin": _float64(margin)})
+    return united
 
 
 def _published_count(values: Tensor, options: _Options, smallest: int, largest: int) -> tuple[int, float]:
@@ -647,8 +681,9 @@ def _published_js_distance(estimate: Tensor, true_share: Tensor) -> tuple[float,
     return _js_distance(estimate, true_share), is_open
 
 
-def _published_head(query: Tensor, key: Tensor, prompt: _Prompt, options: _Options) -> dict[str, object]:
+def _published_heads(queries: list[Tensor], key: Tensor, prompt: _Prompt, options: _Options) -> list[dict[str, object]]:
     """Decide one head as the published code (bytedance/FlexPrefill) does."""
+    (query,) = queries
     size, num_kv_blocks = options.block_size, prompt.num_kv_blocks
     rows = prompt.valid_rows[-size:]
     p = _attention(query, key, rows, prompt, options)
@@ -696,7 +731,7 @@ def _published_head(query: Tensor, key: Tensor, prompt: _Prompt, options: _Optio
     matters = [pattern_margin, *margins]
     if is_query_aware:
         matters.append(query_aware_margin)
-    return {
+    head = {
         **_statistics(kept, p, rows, prompt, size),
         "is_query_aware": is_query_aware,
         "js_distance": _float64(js_distance),
@@ -711,6 +746,7 @@ def _published_head(query: Tensor, key: Tensor, prompt: _Prompt, options: _Optio
         "query_aware_margin": _float64(query_aware_margin),
         "margin": _float64(min(matters)),
     }
+    return [head]
 
 
 def _float64(value: float) -> Tensor:

@@ -23,6 +23,7 @@ from flexmask.representative import (
     take_rows,
 )
 from flexmask.selection import heaviest_covering, ranks
+from flexmask.sharing import for_every_head, group_any, group_mean
 from flexmask.vertical_slash import blocks_kept_always, candidate_lines, extended_lines, line_counts
 from flexmask.visibility import BlockVisibility, Tokens, block_visibility, blocks_seen_by_rows, token_validity, valid_keys
 
@@ -38,6 +39,7 @@ class SearchOptions:
     query_aware: str
     pattern_queries: str
     index_queries: str
+    share_kv_heads: str | None  # None where no two heads share a key head
     keep_all: bool  # gamma is 1
     search_pattern: bool  # tau is not 0
     scale: float
@@ -67,7 +69,10 @@ class SearchResult(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """A selection before the blocks kept always: a bool map, the pattern, its distance and the counts of lines."""
+    """A selection before the blocks kept always: a bool map, the pattern, its distance and the counts of lines.
+
+    Of every head, or of every key head where its heads share one selection.
+    """
 
     keep: Tensor
     is_query_aware: Tensor
@@ -132,10 +137,14 @@ def search(
     estimated = masked_softmax(estimate_scores.squeeze(2), pattern_sees[:, None])
     estimated = torch.where(pattern_sees[:, None], estimated, 0.0)
 
+    groups, averaged = query.shape[1] // key.shape[1], options.share_kv_heads == "mean"
+
     def pooled_map() -> Tensor:
         query_means = block_means(query, tokens.row_valid, options.block_size)
         scores = pooled_scores(query_means, key_means, counts, options.scale, options.softcap)
-        return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
+        values = torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
+        # NaN in a head counts as 0 there, not in the mean
+        return group_mean(values.nan_to_num(0.0), groups) if averaged else values
 
     if options.selection == "reference":
         budgets = (options.block_size, options.min_blocks, options.max_blocks)
@@ -148,20 +157,28 @@ def search(
             chosen.num_slash,
         )
     else:
+        lines = torch.stack([pooled.vertical, pooled.slash])
+        if averaged:
+            # V and S are linear in the attention: their means are those of the mean attention
+            lines, estimated, true = group_mean(lines, groups, 2), group_mean(estimated, groups), group_mean(true, groups)
         distance = jensen_shannon_distance(estimated, true)
         has_rows = tokens.row_valid.any(-1, keepdim=True)
         is_query_aware = (distance.double() < tau) & has_rows
         choice = _covering(
-            pooled, pooled_map if options.search_pattern else None, is_query_aware, distance, gamma, tokens, seen, options
+            lines, pooled_map if options.search_pattern else None, is_query_aware, distance, gamma, tokens, seen, options
         )
 
+    if averaged:
+        choice = _Choice(*(for_every_head(x, groups) for x in choice))
+    elif options.share_kv_heads == "union":
+        choice = choice._replace(keep=for_every_head(group_any(choice.keep, groups), groups))
     keep = (choice.keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
     stats = _statistics(keep, choice, pooled, rows, seen, options.block_size) if options.with_stats else None
     return SearchResult(block_lists(keep, seen.full), keep, stats)
 
 
 def _covering(
-    pooled: PooledAttention,
+    lines: Tensor,
     pooled_map: Callable[[], Tensor] | None,
     is_query_aware: Tensor,
     distance: Tensor,
@@ -170,10 +187,11 @@ def _covering(
     seen: BlockVisibility,
     options: SearchOptions,
 ) -> _Choice:
-    """Select by coverage: the fewest key blocks, diagonals or pooled blocks that reach gamma, then floor and cap."""
+    """Select by coverage: the fewest key blocks, diagonals or pooled blocks that reach gamma, then floor and cap.
+
+    `lines` is both families at once, V and S: (2, batch, num_heads, num_kv_blocks).
+    """
     cover = None if options.keep_all else gamma
-    # both families of lines at once: (2, batch, num_heads, num_kv_blocks)
-    lines = torch.stack([pooled.vertical, pooled.slash])
     candidates = candidate_lines(tokens, options.block_size, options.window).unsqueeze(2)
     count, floor = line_counts(lines, candidates, cover, options.min_blocks, options.max_blocks)
     count = torch.where(is_query_aware, floor, count)

@@ -178,7 +178,7 @@ def _prefilled(
         masked = _masks_of(method, config.block_size, scale, softcap, seen)
         at_once = settings.max_mask_bytes // mask_bytes(q_len, kv_len, config)
         kernel = (scale, softcap, sinks, settings.backend, False)
-        out = attention_by_groups(masked, query, key, value, config.block_size, at_once, *kernel)[0]
+        out = attention_by_groups(masked, query, key, value, config, at_once, *kernel)[0]
         if run and run.collect_masks:
             whole = HeadGroup(slice(0, query.shape[0]), slice(0, query.shape[1]), slice(0, key.shape[1]))
             _collect(run, layer, empty_stats(query, dense=True) if exact else None, masked(whole, query, key, False)[0])

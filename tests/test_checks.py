@@ -181,6 +181,12 @@ REFUSED: Refusals = [
         SHARES.format("attention_mask"),
     ),
     ({"selection": "reference", "q_offset": 32}, ValueError, SHARES.format("q_offset")),
+    (
+        {"selection": "reference", "share_kv_heads": "mean"},
+        ValueError,
+        'selection="reference" keeps what the published code keeps of each head, which takes no share_kv_heads="mean"; '
+        'use "union" or selection="coverage"',
+    ),
     *(
         (
             {"selection": "reference", **options},
@@ -321,6 +327,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offset": {"q_offset": 3},
     "offset tensor": {"q_offset": torch.tensor([3, 50]), "attention_mask": torch.ones(2, 200, dtype=torch.bool)},
     "published": {"selection": "reference", "q_len": 192, "kv_len": 192},
+    "shared by union": {"share_kv_heads": "union"},
+    "shared by mean": {"share_kv_heads": "mean", "return_stats": True},
 }
 
 

@@ -101,6 +101,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "other rules": {"query_aware": "per_query", "pattern_queries": "middle", "max_budget": 128},
     "published": {"selection": "reference"},
     "everything kept": {"gamma": 1.0, "tau": 0},
+    "shared by union": {"share_kv_heads": "union"},
+    "shared by mean": {"share_kv_heads": "mean"},
 }
 
 

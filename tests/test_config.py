@@ -57,6 +57,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         )
         for x in ("", "Last", None, 1, ["last"])
     ),
+    *(
+        ({"share_kv_heads": x}, ValueError, WORDS.format(name="share_kv_heads", words="None, 'union', 'mean'", got=x))
+        for x in ("", "Union", True, 2, ["mean"])
+    ),
 ]
 
 
@@ -79,6 +83,7 @@ def test_wrong_value_is_refused_by_name(keywords, error, message):
         {"selection": "reference"},
         {"query_aware": "per_query"},
         {"pattern_queries": "middle", "index_queries": "middle"},
+        *({"share_kv_heads": x} for x in (None, "union", "mean")),
     ],
     ids=str,
 )
@@ -98,6 +103,7 @@ def test_defaults_are_those_of_the_paper():
         "query_aware": "flatten",
         "pattern_queries": "last",
         "index_queries": "last",
+        "share_kv_heads": None,
     }
 
 
@@ -138,6 +144,14 @@ def test_config_is_taken_as_it_is():
     assert config_from(config, **DEFAULTS) is config
 
 
+def test_keywords_may_be_fewer_than_the_options():
+    # an adapter that does not know an option yet leaves it to the config
+    config = FlexPrefillConfig(share_kv_heads="mean")
+    assert config_from(config, gamma=0.95) is config
+    with pytest.raises(ValueError, match=r"got config and gamma$"):
+        config_from(config, gamma=0.5)
+
+
 def test_keywords_make_a_config():
     assert config_from(None, **{**DEFAULTS, "gamma": 0.5}) == FlexPrefillConfig(gamma=0.5)
 
@@ -154,6 +168,7 @@ def test_keywords_make_a_config():
         ("query_aware", "per_query"),
         ("pattern_queries", "middle"),
         ("index_queries", "middle"),
+        ("share_kv_heads", "union"),
     ],
 )
 def test_config_excludes_each_of_its_keywords(name, value):

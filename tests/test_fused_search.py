@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask import compiled_search, flexprefill
+from flexmask import FlexPrefillConfig, compiled_search
 from tests.helpers import (
     Case,
     Drawn,
@@ -90,12 +90,41 @@ def test_equals_the_reference(monkeypatch):
 
 
 @interpreted
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("share", ["union", "mean"])
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((4, 1), {"tau": 0.3}),
+        ((3, 1), {"tau": 0.6, "query_aware": "per_query", "pattern_queries": "middle", "min_budget": 16}),
+        ((4, 2), {"tau": 0.6, "max_budget": 48}),
+    ],
+    ids=["flatten", "per_query", "capped"],
+)
+def test_shared_masks_equal_those_of_the_plain_search(monkeypatch, share, heads, options):
+    generator = torch.Generator().manual_seed(sum(heads))
+    query, key = structured_inputs(generator, 2, *heads, 150, 190, 32, sharpness=5.0)
+    config = FlexPrefillConfig(**{"gamma": 0.43, "block_size": 16, "min_budget": 0, "share_kv_heads": share, **options})
+    padding = torch.arange(190)[None] >= torch.tensor([[0], [37]])
+    case = Case(query, key, config, {"window": 150, "softcap": 20.0}, padding, torch.tensor([3, 40]))
+    plain, expected = case.search(), case.reference()
+    monkeypatch.setattr(compiled_search, "search", fused_search)
+    fused = case.search()
+    assert_well_formed(fused)
+    # exact where the reference has a margin, which is everywhere here
+    assert not assert_same_blocks(fused, expected).any()
+    assert all(torch.equal(*pair) for pair in zip(fused.lists, plain.lists, strict=True))
+    assert_same_statistics(fused, expected)
+    assert fused.stats.is_query_aware.any() and (fused.stats.density < 0.9).any()
+
+
+@interpreted
 @pytest.mark.parametrize("fault", ["block_sums", "covering_blocks", "pattern_and_lines"])
 def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
     module = sys.modules[fused_search.__module__]
     generator = torch.Generator().manual_seed(18)
     query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
-    case = Case(query, key, flexprefill.FlexPrefillConfig(0.5, 0.08, block_size=16, min_budget=0))
+    case = Case(query, key, FlexPrefillConfig(0.5, 0.08, block_size=16, min_budget=0))
     monkeypatch.setattr(compiled_search, "search", fused_search)
     expected = case.reference()
     assert_same_blocks(case.search(), expected)
@@ -154,8 +183,8 @@ from flexmask.search import SearchOptions
 
 options = SearchOptions(
     block_size=64, min_blocks=1, max_blocks=3, selection="coverage", query_aware="flatten", pattern_queries="last",
-    index_queries="last", keep_all=False, search_pattern=True, scale=0.1, softcap=3.0, window=50, with_stats=False,
-    with_keep=True,
+    index_queries="last", share_kv_heads=None, keep_all=False, search_pattern=True, scale=0.1, softcap=3.0, window=50,
+    with_stats=False, with_keep=True,
 )
 gamma = torch.tensor(0.9, dtype=torch.float64)
 padding = torch.ones(2, 300, dtype=torch.bool)
@@ -164,6 +193,8 @@ fused_search(query, key, gamma, gamma, None, padding, options)
 plain = replace(options, max_blocks=None, softcap=None, window=None, with_keep=False)
 fused_search(query, key[:, :, :200], gamma, gamma, None, None, plain)
 fused_search(query, key, gamma, gamma, None, None, replace(plain, query_aware="per_query", search_pattern=False))
+for share in ("union", "mean"):
+    fused_search(query, key[:, :1], gamma, gamma, None, None, replace(plain, share_kv_heads=share))
 print(len({name for name, _ in compiled}), len(compiled))
 """
 
@@ -181,13 +212,13 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
 
 
 @interpreted
-@pytest.mark.parametrize("with_stats", [False, True])
-def test_operator_has_the_shapes_that_it_declares(monkeypatch, with_stats):
+@pytest.mark.parametrize(("with_stats", "share"), [(False, None), (True, None), (True, "union"), (True, "mean")])
+def test_operator_has_the_shapes_that_it_declares(monkeypatch, with_stats, share):
     monkeypatch.setattr(compiled_search, "search", fused_search)
     # what a surrounding compilation is told, against what it gets
     query, key = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
     number = torch.tensor(0.7, dtype=torch.float64)
-    options = (16, 1, None, "coverage", "flatten", "last", "last", False, True, 0.25, None, None, with_stats, True)
+    options = (16, 1, None, "coverage", "flatten", "last", "last", share, False, True, 0.25, None, None, with_stats, True)
     with FakeTensorMode() as mode:
         declared = compiled_search.search_operator(
             *(mode.from_tensor(x) for x in (query, key, number, number)), None, None, *options
@@ -202,7 +233,7 @@ def test_operator_gives_the_search_inside_a_compilation(with_stats):
     # CUDA's way; here plain code stands behind the operator
     query, key = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 230, 32)
     share, tau = (torch.tensor(x, dtype=torch.float64) for x in (0.5, 0.1))
-    values = (16, 0, None, "coverage", "flatten", "last", "last", False, True, 0.2, None, None, with_stats, with_stats)
+    values = (16, 0, None, "coverage", "flatten", "last", "last", "union", False, True, 0.2, None, None, with_stats, with_stats)
     options = compiled_search.SearchOptions(*values)
     inside = torch.compile(compiled_search._as_one_operator, fullgraph=True, backend="aot_eager")
     found = inside(query, key, share, tau, None, None, options)

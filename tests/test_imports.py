@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compilation",),
     ("checks", "visibility", "mask_mods", "pattern", "published", "sinks"),
     ("memory",),
-    ("emit", "selection", "pooling"),
+    ("emit", "selection", "pooling", "sharing"),
     ("vertical_slash", "representative", "backends", "dense"),
     ("triton_scores",),
     ("triton_visibility", "triton_fewest", "triton_block_sums"),

@@ -10,15 +10,19 @@ from tests.helpers import structured_inputs
 
 @pytest.mark.parametrize("heads", [(1, 1, 1), (1, 32, 8), (3, 12, 4), (4, 6, 6), (2, 7, 1)])
 @pytest.mark.parametrize("at_once", [0, 1, 2, 3, 4, 5, 8, 12, 24, 1000])
-def test_every_head_is_in_one_group(heads, at_once):
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_head_is_in_one_group(heads, at_once, shared):
     batch, num_heads, num_kv_heads = heads
     count = torch.zeros(batch, num_heads, dtype=torch.int64)
-    groups = head_groups(*heads, at_once)
+    groups = head_groups(*heads, at_once, shared)
+    # heads that share a mask stay together, whatever the limit
+    least = num_heads // num_kv_heads if shared else 1
     for group in groups:
         queries = range(num_heads)[group.query]
         keys = range(num_kv_heads)[group.key]
         count[group.batch, group.query] += 1
-        assert len(range(batch)[group.batch]) * len(queries) <= max(1, at_once)
+        assert len(range(batch)[group.batch]) * len(queries) <= max(least, at_once)
+        assert len(queries) % least == queries[0] % least == 0
         assert len(queries) % len(keys) == 0
         # the query heads that share a key head still do, by their place in the group
         each = len(queries) // len(keys)
@@ -29,10 +33,11 @@ def test_every_head_is_in_one_group(heads, at_once):
 
 @pytest.mark.attention
 @pytest.mark.parametrize("at_once", [1, 2, 4, 8])
-def test_groups_give_what_all_heads_give(at_once):
+@pytest.mark.parametrize("share", [None, "union", "mean"])
+def test_groups_give_what_all_heads_give(at_once, share):
     query, key = structured_inputs(torch.Generator().manual_seed(1), 2, 4, 2, 300, 330, 32, 5.0)
     value = torch.randn(2, 2, 330, 32)
-    options = {"gamma": 0.6, "block_size": 32, "min_budget": 0, "dense_below": 0, "return_stats": True}
+    options = {"gamma": 0.6, "block_size": 32, "min_budget": 0, "dense_below": 0, "return_stats": True, "share_kv_heads": share}
     options |= {"attention_mask": torch.rand(2, 330) < 0.9, "q_offset": torch.tensor([3, 30])}
     one_head = mask_bytes(300, 330, FlexPrefillConfig(block_size=32))
     with torch.no_grad():
@@ -63,9 +68,9 @@ def test_limit_is_checked(value, error):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pattern_queries", ["last", "middle"])
-def test_a_mask_takes_no_more_than_it_is_counted_for(cuda, pattern_queries):
-    tokens, config = 65536, FlexPrefillConfig(tau=1.0, pattern_queries=pattern_queries)
+@pytest.mark.parametrize(("pattern_queries", "share"), [("last", None), ("middle", None), ("last", "union"), ("last", "mean")])
+def test_a_mask_takes_no_more_than_it_is_counted_for(cuda, pattern_queries, share):
+    tokens, config = 65536, FlexPrefillConfig(tau=1.0, pattern_queries=pattern_queries, share_kv_heads=share)
     query, key = (torch.randn(1, heads, tokens, 128, device=cuda, dtype=torch.bfloat16) for heads in (8, 2))
     peak = 0
     with torch.no_grad():
