@@ -28,7 +28,8 @@ CALL = (
 )
 SIGNATURES = {
     "flexprefill_mask": f"(query: Tensor, key: Tensor, {SELECTION}, {CALL}) -> BlockMask | tuple[BlockMask, FlexPrefillStats]",
-    "flexprefill_attention": f"(query: Tensor, key: Tensor, value: Tensor, {SELECTION}, {CALL}, backend: str = 'auto', "
+    "flexprefill_attention": f"(query: Tensor, key: Tensor, value: Tensor, {SELECTION}, {CALL}, "
+    "sinks: Tensor | None = None, backend: str = 'auto', "
     "dense_below: int | None = None, return_lse: bool = False, max_mask_bytes: int = 1073741824) "
     "-> Tensor | tuple[Tensor | FlexPrefillStats, ...]",
     "warmup": "(num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: dtype, device: device | str, "
