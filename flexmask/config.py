@@ -51,8 +51,8 @@ class FlexPrefillConfig:
         chooses, not the union. ``"mean"``: the mean of their attention maps decides, of the pooled estimate as of the
         representative attention, so that gamma is of the mean and one head may get less. NaN in one head spoils its group.
 
-        Differs from the paper, where every head has a mask of its own. A shared mask is denser (``"union"``) or misses more of a
-        head's attention (``"mean"``); bench/README.md has both in figures.
+        Differs from the paper, where every head has a mask of its own: the heads of a group may then load the same blocks. Shared
+        masks are denser: the union's by about a quarter on a trained model (bench/README.md, "Shared masks").
 
     Raises
     ------

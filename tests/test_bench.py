@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -195,3 +196,23 @@ def test_latency_part_runs_stops_and_goes_on(tmp_path, capsys):
     assert path.read_text() == before
     write_report(["--results", str(tmp_path), "--out", str(tmp_path / "REPORT.md")])
     assert "FlexPrefill cpu, gamma 0.9" in (tmp_path / "REPORT.md").read_text()
+
+
+@pytest.mark.attention
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a run on the GPU is what the command is for")
+@pytest.mark.filterwarnings("default")
+def test_sharing_shows_what_each_way_keeps_and_takes(capsys):
+    from bench.sharing import main
+
+    main(["--tokens", "1024", "--aim", "0.3", "--min-budget", "128"])
+    text = capsys.readouterr().out
+    rows = {cells[1]: cells[2:] for cells in (re.split(r" *\| *", line) for line in text.splitlines()) if len(cells) > 9}
+    own, union, mean = (rows[name] for name in ("None", "'union'", "'mean'"))
+    density, coverage, least = 1, 2, 3
+    assert float(own[density]) < float(union[density]) <= 1
+    assert float(own[coverage]) <= float(union[coverage]) and float(own[least]) <= float(union[least])
+    assert float(own[density]) < float(mean[density]) < 1
+    for row in (own, union, mean):
+        assert all(float(cell.replace(",", "")) > 0 for cell in row[4:7])
+        assert re.fullmatch(r"\d+\.\d\dx", row[7])
