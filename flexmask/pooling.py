@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask._torch import matmul_float32
-from flexmask.visibility import in_blocks, num_blocks
+from flexmask.visibility import in_blocks, whole_blocks
 
 
 def block_means(x: Tensor, valid: Tensor, block_size: int) -> Tensor:
@@ -27,10 +26,7 @@ def block_means(x: Tensor, valid: Tensor, block_size: int) -> Tensor:
     Tensor
         (batch, heads, num_blocks, head_dim) float32.
     """
-    length = x.shape[2]
-    blocks = num_blocks(length, block_size)
-    tokens = torch.where(valid[:, None, :, None], x.float(), 0.0)
-    tokens = F.pad(tokens, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
+    tokens = whole_blocks(torch.where(valid[:, None, :, None], x.float(), 0.0), 2, block_size)
     count = in_blocks(valid, block_size, False).sum(-1)
     return tokens.sum(3) / count.clamp(min=1)[:, None, :, None]
 

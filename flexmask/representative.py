@@ -18,11 +18,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask.pooling import capped, grouped_scores, masked_softmax
-from flexmask.visibility import Tokens, num_blocks
+from flexmask.visibility import Tokens, whole_blocks
 
 
 class RepresentativeRows(NamedTuple):
@@ -86,18 +85,16 @@ def representative_attention(
     `query_rows` is (batch, num_heads, block_size, head_dim) as `take_rows` gives it, `key` is (batch, num_kv_heads, kv_len,
     head_dim). Returns (batch, num_heads, block_size, kv_len) float32; rows not taken hold no meaning.
     """
-    distance = rows.position.unsqueeze(-1) - torch.arange(key.shape[2], device=key.device)
-    visible = tokens.key_valid.unsqueeze(-2) & rows.taken.unsqueeze(-1) & (distance >= 0)
+    position, column = rows.position.unsqueeze(-1), torch.arange(key.shape[2], device=key.device)
+    visible = tokens.key_valid.unsqueeze(-2) & rows.taken.unsqueeze(-1) & (column <= position)
     if window is not None:
-        visible = visible & (distance < window)
+        visible = visible & (column > position - window)
     return masked_softmax(capped(grouped_scores(query_rows.float() * scale, key), softcap), visible[:, None])
 
 
 def summed_attention(attention: Tensor, rows: RepresentativeRows, block_size: int) -> RowSums:
     """Sums of the representative attention by row and key block; rows not taken are 0."""
-    kv_len = attention.shape[-1]
-    blocks = num_blocks(kv_len, block_size)
-    attention = F.pad(attention, (0, blocks * block_size - kv_len)).unflatten(-1, (blocks, block_size))
+    attention = whole_blocks(attention, 3, block_size)
     row_phase = (rows.position % block_size).unsqueeze(-1)
     lead = (row_phase - torch.arange(block_size, device=attention.device)) / block_size
     weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)

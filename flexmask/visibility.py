@@ -170,3 +170,13 @@ def in_blocks(x: Tensor, block_size: int, fill: bool | float) -> Tensor:
     length = x.shape[-1]
     blocks = num_blocks(length, block_size)
     return F.pad(x, (0, blocks * block_size - length), value=fill).unflatten(-1, (blocks, block_size))
+
+
+def whole_blocks(x: Tensor, dim: int, block_size: int) -> Tensor:
+    """`x` with its dimension `dim` parted into (blocks, block_size), the last block filled up with zeros."""
+    length = x.shape[dim]
+    blocks = num_blocks(length, block_size)
+    # a compilation for all lengths must not ask; uncompiled, it saves a copy
+    if torch.compiler.is_compiling() or length != blocks * block_size:
+        x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, blocks * block_size - length))
+    return x.unflatten(dim, (blocks, block_size))
