@@ -17,33 +17,42 @@ from flexmask.integrations.huggingface import flexprefill
 from tests.integrations.families import FAMILIES, VOCABULARY
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKS: dict[str, Any] = {"block_size": 32, "min_budget": 0, "dense_below": 0}
+BLOCKS: dict[str, Any] = {"block_size": 64, "min_budget": 0, "dense_below": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {"gamma": 1.0, **BLOCKS},
     "sparse": {"gamma": 0.6, "tau": 0.12, **BLOCKS},
 }
 
 
-@pytest.mark.slow
-def test_two_processes_give_what_one_gives(tmp_path):
-    model = FAMILIES["Llama"].make()
-    tokens = torch.randint(1, VOCABULARY, (2, 530), generator=torch.Generator().manual_seed(1))
-    model.save_pretrained(tmp_path / "model")
-    torch.save({"tokens": tokens, "options": OPTIONS}, tmp_path / "tokens.pt")
+def results_of_two_processes(folder, model, tokens, surroundings):
+    """What process 0 of two saw of `model`, under torchrun."""
+    model.save_pretrained(folder / "model")
+    torch.save({"tokens": tokens, "options": OPTIONS}, folder / "tokens.pt")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [str(tmp_path / name) for name in ("model", "tokens.pt", "results.pt")]
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    arguments = [str(folder / name) for name in ("model", "tokens.pt", "results.pt")]
     run = subprocess.run(
         [*command, str(ROOT / "tests/integrations/tensor_parallel.py"), *arguments],
-        env=surroundings,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **surroundings},
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    results = torch.load(tmp_path / "results.pt")
+    results = torch.load(folder / "results.pt")
     assert results["processes"] == 2
+    return results
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, VOCABULARY, (2, 530), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(tmp_path, tokens):
+    model = FAMILIES["Llama"].make()
+    results = results_of_two_processes(tmp_path, model, tokens, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     with torch.no_grad():
         dense = model(tokens).logits
         for name, options in OPTIONS.items():
@@ -56,3 +65,21 @@ def test_two_processes_give_what_one_gives(tmp_path):
             assert torch.equal(results[f"{name}, density"], alone.stats[1][0].density[:, :2])
     assert (results["dense"] - dense).abs().max() < 1e-4
     assert (results["sparse"] - dense).abs().max() > 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
+def test_two_gpus_give_what_one_gives(tmp_path, tokens, dtype, tolerance, cuda):
+    model = FAMILIES["Llama"].make().to(dtype)
+    results = results_of_two_processes(tmp_path, model, tokens, {})
+    model.to(cuda)
+    with torch.no_grad():
+        for name, options in OPTIONS.items():
+            with flexprefill(model, **options) as alone:
+                logits = model(tokens.to(cuda)).logits.cpu()
+            difference = (results[name] - logits).abs().max().item()
+            print(f"{dtype}, {name}: largest logit {logits.abs().max().item():.3g}, largest difference {difference:.3g}")
+            if dtype == torch.float32 or name == "whole":  # rounding may choose another block
+                assert difference < tolerance
+    assert alone.stats[1][0].density.max() < 1
