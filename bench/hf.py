@@ -64,7 +64,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _RETRIEVER = Path(__file__).parent / "retriever" / "model"
-_PREFILLS = 2
 
 
 @dataclass
@@ -76,7 +75,7 @@ class Measured:
     method : str
     prompt_tokens : int
     seconds : float
-        Time to first token: median of two prefills, after one that compiles.
+        Time to first token: median of the prefills after the first, which compiles.
     first_seconds : float
         Of the prefill that compiles.
     attention_ms, mask_ms, rest_ms : float or None
@@ -178,7 +177,7 @@ def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> 
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(1 + _PREFILLS):
+    for _ in range(1 + options.prefills):
         synchronize()
         start = time.perf_counter()
         logits, cache = prefill(model, ids, options.chunk)
@@ -266,6 +265,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--density", type=float, nargs="*", default=[], help="densities to force by random blocks")
     parser.add_argument("--dense-below", type=int, help="as in flexprefill_attention")
     parser.add_argument("--default-sdpa", action="store_true", help="also dense attention by the backend that torch chooses")
+    parser.add_argument("--prefills", type=int, default=3, help="prefills to take the median of")
     parser.add_argument("--new-tokens", type=int, default=8, help="tokens to generate and compare")
     parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
