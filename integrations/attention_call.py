@@ -187,7 +187,7 @@ def _prefilled(
         return out
 
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "config": config, **seen}
-    with_stats = run is not None and run.collect_stats
+    with_stats = run is not None and (run.collect_stats or run.collect_masks)
     result: Any = flexprefill_attention(
         query,
         key,
@@ -199,11 +199,12 @@ def _prefilled(
         dense_below=0,
         max_mask_bytes=settings.max_mask_bytes,
     )
-    if run and with_stats:
-        # with statistics again: that search is compiled already
-        made: Any = flexprefill_mask(query, key, **options, return_stats=True) if run.collect_masks else (None,)
-        _collect(run, layer, result[1], made[0])
-    return result[0] if with_stats else result
+    if run is None or not with_stats:
+        return result
+    # with statistics again: that search is compiled already
+    made: Any = flexprefill_mask(query, key, **options, return_stats=True) if run.collect_masks else (None,)
+    _collect(run, layer, result[1], made[0])
+    return result[0]
 
 
 def _masks_of(

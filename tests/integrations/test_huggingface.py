@@ -163,6 +163,14 @@ def test_rows_that_do_not_fill_a_block_run_dense(model, tokens):
     assert run.stats[0][0].dense
 
 
+@pytest.mark.parametrize("collected", [(False, False), (False, True), (True, False)])
+def test_collects_what_is_asked_for(model, tokens, collected):
+    stats, masks = collected
+    with flexmask_hf.flexprefill(model, **SPARSE, collect_stats=stats, collect_masks=masks) as run:
+        model(tokens)
+    assert (len(run.stats), len(run.masks)) == (2 * stats, 2 * masks)
+
+
 def test_short_prompt_runs_dense(model, tokens):
     with flexmask_hf.flexprefill(model, collect_masks=True) as run:
         model(tokens)
