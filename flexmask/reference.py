@@ -19,6 +19,8 @@ from torch import Tensor
 
 # Below this a float32 probability may have underflowed, so that its rank among others is open.
 _FLOAT32_SAFE = 2.0**-100
+# Slash sums are differences of sums up to 1 in float32 code: below this, rounding is more than a relative margin allows for.
+_COARSE = 0.01
 
 
 @dataclass(frozen=True)
@@ -444,8 +446,8 @@ def _relative(distance: float, threshold: float) -> float:
     return abs(distance) / threshold if threshold > 0 else math.inf
 
 
-def _gap(last_kept: float, first_dropped: float) -> float:
-    """How far the first dropped value is from the last kept one.
+def _gap(last_kept: float, first_dropped: float, least: float) -> float:
+    """How far the first dropped value is from the last kept one, relative to it or to `least`.
 
     An exact 0 is 0 in every precision, so the index decides such a tie everywhere.
     """
@@ -453,7 +455,7 @@ def _gap(last_kept: float, first_dropped: float) -> float:
         return math.inf
     if last_kept < _FLOAT32_SAFE:
         return 0.0
-    return (last_kept - first_dropped) / last_kept
+    return (last_kept - first_dropped) / max(last_kept, least)
 
 
 def _heaviest_first(values: list[float], candidates: list[int]) -> list[int]:
@@ -467,10 +469,12 @@ def _fewest(
     gamma: float,
     at_least: int = 0,
     at_most: int | None = None,
+    least: float = 0.0,
 ) -> tuple[list[int], float]:
     """The fewest candidates whose values sum to >= gamma times the sum of all, and the margin.
 
     `at_least` and `at_most` then bound how many, `at_least` last; gamma = 1 takes all unsummed.
+    Values below `least` are rounded as coarsely as that one.
     """
     order = _heaviest_first(values, candidates)
     running = [0.0]
@@ -495,7 +499,7 @@ def _fewest(
     if gamma < 1 and count > at_least:
         margins.append(_relative(running[count - 1] - threshold, threshold))
     if 0 < count < len(order):
-        margins.append(_gap(values[order[count - 1]], values[order[count]]))
+        margins.append(_gap(values[order[count - 1]], values[order[count]], least))
     return order[:count], min(margins)
 
 
@@ -571,7 +575,7 @@ def _coverage_heads(queries: list[Tensor], key: Tensor, prompt: _Prompt, options
         # Of the two families only the floor: the heaviest min_blocks of each.
         gamma, at_least, at_most = 1.0, 0, options.min_blocks
     key_blocks, vertical_margin = _fewest(vertical.tolist(), prompt.key_blocks, gamma, at_least, at_most)
-    diagonals, slash_margin = _fewest(slash.tolist(), prompt.diagonals, gamma, at_least, at_most)
+    diagonals, slash_margin = _fewest(slash.tolist(), prompt.diagonals, gamma, at_least, at_most, _COARSE)
     if is_query_aware and options.gamma == 1 and options.max_blocks is None:
         # Every visible block is kept whatever the floor is.
         vertical_margin = slash_margin = math.inf
@@ -664,7 +668,7 @@ def _published_blocks(pooled: Tensor, prompt: _Prompt, options: _Options) -> tup
         total += values[index]
         kept.append(index)
     if 0 < len(kept) < len(order):
-        margin = min(margin, _gap(values[kept[-1]], values[order[len(kept)]]))
+        margin = min(margin, _gap(values[kept[-1]], values[order[len(kept)]], 0.0))
     return {(i // num_kv_blocks, i % num_kv_blocks) for i in kept}, margin
 
 

@@ -110,7 +110,9 @@ def _lines_kernel(
     in_vertical = tl.load(wanted, mask=inside, other=0) != 0
     in_slash = tl.load(wanted + candidates_stride, mask=inside, other=0) != 0
     tl.store(out, tl.where(in_vertical, vertical / num_taken, -1.0), mask=inside)
-    tl.store(out + lines_stride, tl.where(in_slash, tl.sum(slash, 1) / num_taken, -1.0), mask=inside)
+    # a difference: what rounding leaves of nothing may be negative
+    total = tl.maximum(tl.sum(slash, 1), 0.0)
+    tl.store(out + lines_stride, tl.where(in_slash, total / num_taken, -1.0), mask=inside)
 
 
 def line_attention(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor) -> Tensor:

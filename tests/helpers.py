@@ -172,10 +172,10 @@ def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
 def configs(
     block_sizes: list[int], gammas: st.SearchStrategy[float], floors: tuple[int, int] = (0, 1), **fixed: Any
 ) -> st.SearchStrategy[FlexPrefillConfig]:
-    """Options with a floor from `floors`, in blocks, and with no cap or one of three or five blocks, less a few tokens."""
+    """Options with a floor from `floors`, in blocks, and with no cap or one above it: three or five blocks, less a few tokens."""
 
     def config(block_size: int, floor: int, cap: int | None, **options: Any) -> FlexPrefillConfig:
-        budgets = {"min_budget": floor * block_size, "max_budget": None if cap is None else cap * block_size - 5}
+        budgets = {"min_budget": floor * block_size, "max_budget": None if cap is None else max(cap, floor + 1) * block_size - 5}
         return FlexPrefillConfig(**{**budgets, **options, "block_size": block_size, **fixed})
 
     return st.builds(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.reference import ReferenceResult, reference_flexprefill
+from flexmask.reference import ReferenceResult, _fewest, reference_flexprefill
 
 BLOCK = 16
 NEVER = -1000.0  # a score that leaves exactly no attention beside a score of 0, in float64
@@ -518,6 +518,12 @@ def test_heads_share_keys_in_groups():
 
 
 # Margins
+
+
+def test_gap_of_values_that_are_rounded_coarsely():
+    values = [0.9, 3e-9, 2e-9]
+    assert _fewest(values, [0, 1, 2], 0.5, at_least=2)[1] == pytest.approx(1 / 3)
+    assert _fewest(values, [0, 1, 2], 0.5, at_least=2, least=0.01)[1] == pytest.approx(1e-7)
 
 
 def test_margin_of_running_sum_and_gap():
