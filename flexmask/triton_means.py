@@ -93,8 +93,9 @@ def wanted_block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, b
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, 1 << (head_dim - 1).bit_length()),
         BLOCK_SIZE=block_size,
-        TILE=min(128, block_size & -block_size),
+        TILE=min(32, block_size & -block_size),
         HAS_VALID=valid is not None,
         HAS_WANTED=wanted is not None,
+        num_warps=1,
     )
     return means

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexmask.triton_scores import soft_capped
 from flexmask.triton_visibility import PackedEdges, row_edges, sees
 
-_ROWS = 32
+_ROWS = 16
 _COLUMNS = 64
 
 
@@ -69,7 +69,8 @@ def _pooled_map_kernel(
     if tl.load(active + head) != 0:
         batch = head // num_heads
         dims = tl.arange(0, PADDED_DIM)
-        q_block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        # long rows first, so that short ones fill the gaps at the end
+        q_block = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
         here = q_block < num_q_blocks
         last_row, _, first_valid_row, own_first, own_last, _ = row_edges(
             rows + batch * rows_stride_batch, rows_stride, q_block, here
@@ -175,7 +176,7 @@ def pooled_map(
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         HAS_SOFTCAP=softcap is not None,
-        num_warps=8,
+        num_warps=4,
         num_stages=2,
     )
     return values

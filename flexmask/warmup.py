@@ -12,6 +12,9 @@ from flexmask.config import FlexPrefillConfig, check_int
 
 # tokens: two lengths, so that what is static in a first call is not in the next; neither a multiple of a block
 _LENGTHS = (1100, 2300)
+# blocks of two more lengths on CUDA, where small, medium and large maps have code of their own (flexmask.triton_covering);
+# chunks have maps of half the square
+MANY_BLOCKS = (190, 370)
 
 
 def warmup(
@@ -79,9 +82,12 @@ def warmup(
     config = options.get("config") or FlexPrefillConfig(**fields)
     # what the published code does, it does for whole blocks only
     block = config.block_size if config.selection == "reference" else 1
+    lengths = [-(-length // block) * block for length in _LENGTHS]
+    if torch.device(device).type == "cuda":
+        lengths += [blocks * config.block_size for blocks in MANY_BLOCKS]
     start = time.perf_counter()
     with torch.no_grad():
-        for length in (-(-length // block) * block for length in _LENGTHS):
+        for length in lengths:
             q_len = length // 2 if chunked else length
             query = torch.randn(batch, num_heads, q_len, head_dim, dtype=dtype, device=device)
             key = torch.randn(batch, num_kv_heads, length, head_dim, dtype=dtype, device=device)

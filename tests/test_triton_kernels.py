@@ -38,7 +38,17 @@ HALF = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,)
 def _few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other: 64 chunks of rows a pass take it seconds."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(triton_covering, "_CHUNKS", 4)
+        monkeypatch.setattr(triton_covering, "_MEDIUM", (5, 4))
+        monkeypatch.setattr(triton_covering, "_LARGE", (3, 4))
+
+
+MAP_SIZES = ("small", "medium", "large")
+
+
+def take_for(map_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have maps taken for small ones, medium ones or large ones."""
+    monkeypatch.setattr(triton_covering, "SMALL_MAP", 2**14 if map_size == "small" else 0)
+    monkeypatch.setattr(triton_covering, "MEDIUM_MAP", 2**20 if map_size == "medium" else 0)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -157,7 +167,9 @@ def test_means_of_wanted_heads(length, block_size, head_dim):
     [(1, 1, None, False), (100, 100, None, False), (90, 150, 60, True)],
 )
 @pytest.mark.parametrize("gamma", [0.3, 0.95])
-def test_pooled_map_and_what_covers_it(q_len, kv_len, window, padded, gamma):
+@pytest.mark.parametrize("map_size", MAP_SIZES)
+def test_pooled_map_and_what_covers_it(q_len, kv_len, window, padded, gamma, map_size, monkeypatch):
+    take_for(map_size, monkeypatch)
     size, heads, head_dim = 16, 4, 32
     tokens = tokens_of(2, q_len, kv_len, padded)
     edges, seen = packed_edges(tokens, size, window), block_visibility(tokens, size, window)
@@ -182,6 +194,25 @@ def test_pooled_map_and_what_covers_it(q_len, kv_len, window, padded, gamma):
         (covering_rows(values, active, edges, float64(1.0), 2, size), (ranks(values, visible) < 2) & visible),
     ]:
         assert torch.equal((got != 0) & written, expected.view_as(values) & written)
+
+
+@pytest.mark.parametrize(("q_blocks", "kv_blocks"), [(33, 65), (70, 70), (9, 300)])
+def test_maps_of_all_sizes_are_covered_alike(q_blocks, kv_blocks, monkeypatch):
+    size, heads = 16, 4
+    tokens = tokens_of(1, q_blocks * size - 3, kv_blocks * size - 3, False)
+    edges, visible = packed_edges(tokens, size, None), block_visibility(tokens, size, None).visible
+    # of all magnitudes, so that every digit decides somewhere; in one head values of which many are equal
+    values = (10 * normal(1, heads, q_blocks, kv_blocks)).where(visible, float("-inf")).softmax(-1)
+    values[:, 2] = values[:, 2].round(decimals=2)
+    active = torch.tensor([[True, True, True, False]], device=DEVICE)
+    for gamma in (0.05, 0.6, 0.99):
+        chosen = []
+        for map_size in MAP_SIZES:
+            take_for(map_size, monkeypatch)
+            chosen.append((covering_blocks(values, active, edges, float64(gamma), size) != 0) & visible & active[..., None, None])
+        assert torch.equal(chosen[0], chosen[1])
+        assert torch.equal(chosen[0], chosen[2])
+        assert chosen[0].any()
 
 
 @pytest.mark.parametrize(
