@@ -1,10 +1,13 @@
 """The fast path against the reference, and the guarantees of the selection, each against its own quantity in float64."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from flexmask import FlexPrefillConfig, flexprefill_attention
 from tests.helpers import (
     Case,
     Drawn,
@@ -422,3 +425,58 @@ def test_compiled_search_equals_the_reference_on_cuda(cuda, fixed):
         drawn.add(expected)
     tally.check()
     assert drawn.sparse > 0
+
+
+def poison():
+    """What the next tensors on the GPU are allocated from holds NaN, to a kernel's eye: compiled code fills nothing by itself."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    # the allocator keeps small tensors (up to 1 MB) and large ones apart, and gives what fits best
+    held = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(16)]
+    held += [
+        torch.full((size,), float("nan"), device="cuda") for size in [2**7] * 2000 + [2**12] * 200 + [2**19] * 64 + [2**24] * 4
+    ]
+    del held
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rule", "tau", "padded", "scores"),
+    [
+        ("flatten", 0.3, False, {}),
+        ("flatten", 0.3, True, {"window": 300, "softcap": 8.0}),
+        ("per_query", 0.08, True, {}),
+    ],
+)
+def test_reads_nothing_that_was_not_written(cuda, rule, tau, padded, scores):
+    config = FlexPrefillConfig(0.8, tau, block_size=32, min_budget=32, max_budget=192 if padded else None, query_aware=rule)
+    generator = torch.Generator().manual_seed(5)
+    for q_len, kv_len in ((1, 1), (63, 63), (129, 129), (1000, 1000), (333, 800)):
+        query, key = structured_inputs(generator, 1, 8, 2, q_len, kv_len, 64)
+        mask = torch.rand(1, kv_len, generator=generator) < 0.9 if padded else None
+        case = Case(query, key, config, scores, mask)
+        expected = case.reference()
+        there = case.to(cuda)
+        there.search()  # compiles, which allocates too
+        poison()
+        assert torch.empty(1000, device=cuda).isnan().all()
+        assert torch.empty(2**20, device=cuda).isnan().all()
+        result = there.search()
+        assert_well_formed(result)
+        assert_same_blocks(result, expected)
+        assert_same_statistics(result, expected)
+
+
+@pytest.mark.gpu
+def test_attention_reads_nothing_that_was_not_written(cuda):
+    generator = torch.Generator().manual_seed(6)
+    query, key = structured_inputs(generator, 1, 8, 2, 333, 1000, 64)
+    value = torch.randn(1, 2, 1000, 64, generator=generator)
+    query, key, value = (x.to(cuda, torch.bfloat16) for x in (query, key, value))
+    options = {"gamma": 0.8, "tau": 0.3, "min_budget": 128, "dense_below": 0}
+    with torch.no_grad():
+        first = flexprefill_attention(query, key, value, **options)
+        poison()
+        again = flexprefill_attention(query, key, value, **options)
+    assert torch.equal(first, again)
+    assert first.isfinite().all()
