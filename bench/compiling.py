@@ -15,9 +15,10 @@ from bench.inputs import structured_prompt
 from bench.measure import interleaved, synchronize, text_of
 from bench.methods import Tensors
 from bench.prompts import DEFAULT_FLOOR, SHAPE
-from flexmask import compilation, flexprefill
+from flexmask import compilation, compiled_search
 
 _LENGTHS = 40
+# of the forty, in rising order: those that are compiled once more, for one length, which takes half a minute each
 _SAMPLE = (4, 20, 33, 38)
 _AIM = 0.15
 
@@ -62,12 +63,16 @@ def compile_rows(backend: str, shortest: int, longest: int, gamma: float, say: C
         steady: list[dict[str, Any]] = [_steady("any_length", tokens, prompt(tokens), backend, gamma) for tokens in sample]
         for row in steady:
             _forget()
-            # sizes are constants in what is compiled first, unless they are marked
-            with mock.patch.object(flexprefill, "with_dynamic", lambda tensor, dim: tensor):
+            with constant_sizes():
                 row |= _steady("one_length", row["tokens"], prompt(row["tokens"]), backend, gamma)
             say("  " + ", ".join(f"{name} {value:.5g}" for name, value in row.items() if not isinstance(value, str)))
     _forget()
     return {"lengths": lengths, "first_s": first, "graphs": graphs, "total_s": sum(first), "steady": steady}
+
+
+def constant_sizes() -> Any:
+    """A context in which the search is compiled for the length it is called with: sizes are constants unless they are marked."""
+    return mock.patch.object(compiled_search, "with_dynamic", lambda tensor, dim: tensor)
 
 
 def _steady(name: str, tokens: int, tensors: Tensors, backend: str, gamma: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("matplotlib")
 
 from bench.calibration import calibrated_prompt, landed, measured
+from bench.compiling import constant_sizes
 from bench.inputs import ALL_TOPICS, CHUNK, structured_prompt
 from bench.prompts import floor_of, named_density
 from bench.report import main as write_report
@@ -18,6 +19,7 @@ from bench.rows import Results
 from bench.stages import grouped
 from bench.targets import verdicts
 from bench.timing_sections import break_even
+from flexmask import compiled_search
 
 SMALL = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32, "block_size": 32}
 CALLS = {"block_size": 32, "min_budget": 64}
@@ -216,3 +218,11 @@ def test_sharing_shows_what_each_way_keeps_and_takes(capsys):
     for row in (own, union, mean):
         assert all(float(cell.replace(",", "")) > 0 for cell in row[4:7])
         assert re.fullmatch(r"\d+\.\d\dx", row[7])
+
+
+def test_sizes_are_taken_as_constants_only_within():
+    tensor, before = torch.zeros(3, 4), compiled_search.with_dynamic
+    with constant_sizes():
+        assert not hasattr(compiled_search.with_dynamic(tensor, 1), "_dynamo_weak_dynamic_indices")
+    assert compiled_search.with_dynamic is before
+    assert hasattr(before(tensor, 1), "_dynamo_weak_dynamic_indices")
