@@ -17,6 +17,10 @@ settings.register_profile(
 settings.load_profile("flexmask")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all-cells", action="store_true", help="every cell of the table of transformers' models, not a choice")
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

@@ -11,20 +11,22 @@ import transformers
 VOCABULARY = 97
 NUM_LAYERS = 2
 WINDOW = 200
+_HEADS, _KV_HEADS, _HEAD_DIM = 4, 2, 16
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _KV_HEADS,
+    "head_dim": _HEAD_DIM,
     "max_position_embeddings": 4096,
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+_MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,21 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     dense: str = "sdpa"
     config: str = "{}Config"
+    note: str = ""
 
     def available(self) -> bool:
         """Whether the installed transformers has the family."""
         return hasattr(transformers, f"{self.name}ForCausalLM")
 
+    def sliding_layers(self) -> tuple[int, ...]:
+        """The layers that have a window."""
+        if not self.options.get("sliding_window"):
+            return ()
+        kinds = self.options.get("layer_types", ["sliding_attention"] * NUM_LAYERS)
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
     def make(self, seed: int = 0, **options: Any) -> Any:
-        """A model whose heads attend unevenly: large query and key weights make sharp attention."""
+        """A model half of whose query heads attend sharply, the others nearly evenly."""
         torch.manual_seed(seed)
         config = getattr(transformers, self.config.format(self.name))(**{**_SIZES, **self.options, **options})
         model = getattr(transformers, f"{self.name}ForCausalLM")(config).eval()
@@ -58,37 +68,39 @@ class Family:
 
 
 def _sharpen(attention: torch.nn.Module) -> None:
-    """Half of the query heads attend sharply, the others nearly evenly."""
-    strengths = torch.tensor([4.0, 4.0, 40.0, 40.0]).repeat_interleave(16)
-    if hasattr(attention, "qkv_proj"):  # Phi-3: queries, keys and values in one
-        weight = attention.qkv_proj.weight
-        weight[:64] *= strengths[:, None]
-        weight[64:96] *= 8
-    elif hasattr(attention, "q_norm"):  # normed heads: the norm's weights, which all heads share
-        attention.q_norm.weight.mul_(3).add_(2)
-        attention.q_proj.weight *= strengths[:, None]
+    queries, keys = _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM
+    parameters = dict(attention.named_parameters())
+    if "qkv_proj.weight" in parameters:  # queries, keys and values in one
+        query, key, _ = parameters["qkv_proj.weight"].split([queries, keys, keys])
     else:
-        attention.q_proj.weight *= strengths[:, None]
-        attention.k_proj.weight *= 8
+        query, key = parameters["q_proj.weight"], parameters["k_proj.weight"]
+    strengths = (4.0, 40.0)
+    if "q_norm.weight" in parameters:
+        # The norm undoes a scale of its rows, but for those that are small beside its epsilon. Its weight serves all heads.
+        parameters["q_norm.weight"].add_(4)
+        strengths = (1e-3, 1.0)
+    else:
+        key *= 8
+    for heads, strength in zip(query.split(queries // 2), strengths, strict=True):
+        heads *= strength
 
 
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
     family.name: family
     for family in (
-        Family("Llama"),  # Yi's models are Llama's
+        Family("Llama", note="also Yi, whose models are Llama's"),
         Family("Qwen2", {"use_sliding_window": False}),
         Family("Qwen3"),
-        Family("Qwen3Moe", {**_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True}),
-        Family("Mistral", {"sliding_window": WINDOW}),
-        Family("Gemma2", {**_MIXED, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}, dense="eager"),
-        Family("Gemma3", {**_MIXED, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}, config="{}TextConfig"),
-        Family("Glm4", {"partial_rotary_factor": 0.5}),
-        Family("Phi3", {"sliding_window": None}),
         Family(
-            "GptOss",
-            {**_MIXED, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-            dense="eager",
+            "Qwen3Moe",
+            {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True},
         ),
+        Family("Mistral", {"sliding_window": WINDOW}, note="sliding window"),
+        Family("Gemma2", {**_MIXED, "query_pre_attn_scalar": 16}, "eager", note="soft cap; every other layer has a window"),
+        Family("Gemma3", {**_MIXED, "query_pre_attn_scalar": 16}, config="{}TextConfig", note="text; layers with a window"),
+        Family("Glm", note="GLM-4-9B, the paper's"),
+        Family("Glm4", {"partial_rotary_factor": 0.5}, note="GLM-4-0414"),
+        Family("Phi3", {"sliding_window": None}),
+        Family("GptOss", {**_MIXED, **_EXPERTS, "num_local_experts": 4}, "eager", note="sinks; every other layer has a window"),
     )
 }

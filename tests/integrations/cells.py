@@ -1,0 +1,143 @@
+"""The cells of the support table: what they are, how each is run, and which of them cannot be."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from tests.integrations.families import FAMILIES, VOCABULARY
+
+# one set of lengths for all: each further one may cost a compilation
+BATCH, LENGTH, CHUNK, PADS, STEPS = 2, 530, 300, 45, 3
+RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+
+
+class Cell(NamedTuple):
+    """A way to run a family's model.
+
+    A forward of a prefill in chunks is two calls over one cache; a forward is followed by one of a single token.
+    """
+
+    family: str
+    cache: str
+    padding: str
+    prefill: str
+    call: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+CHOICES = (
+    tuple(FAMILIES),
+    ("dynamic", "static"),
+    ("unpadded", "left", "right"),
+    ("one-shot", "chunked"),
+    ("generate", "forward"),
+)
+ALL_CELLS = tuple(itertools.starmap(Cell, itertools.product(*CHOICES)))
+
+
+def _fewer_cells() -> tuple[Cell, ...]:
+    """Every family in one shot, padded left and with a static cache; then cells until each pair of choices occurs."""
+    kinds = (
+        ("dynamic", "unpadded", "one-shot", "forward"),
+        ("dynamic", "left", "one-shot", "generate"),
+        ("static", "unpadded", "one-shot", "generate"),
+    )
+    chosen = [Cell(family, *kind) for family in FAMILIES for kind in kinds]
+    missing = set(itertools.chain(*map(_pairs, ALL_CELLS))).difference(*map(_pairs, chosen))
+    # shuffled, so that equally good cells are not all alike
+    others = random.Random(0).sample(ALL_CELLS, len(ALL_CELLS))
+    while missing:
+        best = max(others, key=lambda cell: len(missing & _pairs(cell)))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return tuple(cell for cell in ALL_CELLS if cell in chosen)
+
+
+def _pairs(cell: Cell) -> set[tuple[str, str]]:
+    return set(itertools.combinations(cell, 2))
+
+
+FEWER_CELLS = _fewer_cells()
+
+
+def refusal(cell: Cell) -> tuple[str, type[Exception], str] | None:
+    """Why transformers itself cannot run a cell in this release, and the error that says so; None where it can."""
+    if not FAMILIES[cell.family].available():
+        return "no such family in this release", AttributeError, f"{cell.family}"
+    return None
+
+
+def run_cell(model: Any, cell: Cell) -> tuple[Tensor, Tensor | None]:
+    """The logits of all real tokens that the cell computes, (tokens, vocabulary), and the tokens that it chose, if any."""
+    tokens, mask = prompt(cell.padding)
+    with torch.no_grad():
+        if cell.call == "forward":
+            return _forward(model, cell, tokens, mask), None
+        return _generate(model, cell, tokens, mask)
+
+
+def prompt(padding: str) -> tuple[Tensor, Tensor]:
+    """Tokens (batch, length), and which of them are real."""
+    tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    if padding != "unpadded":
+        mask[1, slice(PADS) if padding == "left" else slice(LENGTH - PADS, LENGTH)] = 0
+    return tokens * mask, mask
+
+
+def _forward(model: Any, cell: Cell, tokens: Tensor, mask: Tensor) -> Tensor:
+    length = LENGTH + STEPS
+    cache = static_cache(model, length) if cell.cache == "static" else dynamic_cache(model)
+    tokens = torch.cat([tokens, tokens[:, 1:2]], 1)
+    mask = torch.cat([mask, torch.ones(BATCH, 1, dtype=mask.dtype)], 1)
+    ends = [LENGTH, LENGTH + 1] if cell.prefill == "one-shot" else [CHUNK, LENGTH, LENGTH + 1]
+    logits = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        padding = None if cell.padding == "unpadded" else mask[:, :end]
+        logits.append(model(tokens[:, start:end], attention_mask=padding, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(logits, 1)[mask.bool()]
+
+
+def _generate(model: Any, cell: Cell, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    options: dict[str, Any] = {}
+    if cell.cache == "static":
+        options["cache_implementation"] = "static"
+    if cell.prefill == "chunked":
+        options["prefill_chunk_size"] = CHUNK
+    right = cell.padding == "right"
+    if right:
+        # The first token would come from a pad, whose logits mean nothing: all are given, and only those of real ones compared.
+        options["prefix_allowed_tokens_fn"] = lambda batch, so_far: [len(so_far) % (VOCABULARY - 1) + 1 + batch]
+    out = model.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=STEPS,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    logits = torch.stack(out.logits, 1)
+    if not right:
+        return logits.flatten(0, 1), out.sequences[:, LENGTH:]
+    return torch.cat([logits[0], logits[1, 1:]]), None
+
+
+def static_cache(model: Any, length: int) -> StaticCache:
+    """An empty cache of a fixed length."""
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+def dynamic_cache(model: Any) -> DynamicCache:
+    """An empty cache that grows."""
+    return DynamicCache(config=model.config)

@@ -1,0 +1,85 @@
+"""Every family with every kind of cache, padding and prefill: against dense attention, and against the masks that it chose."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from flexmask.integrations.huggingface import FlexPrefillRun, flexprefill
+from tests.integrations.cells import ALL_CELLS, FEWER_CELLS, Cell, refusal, run_cell
+from tests.integrations.families import FAMILIES
+from tests.integrations.written_out import written_out
+
+pytestmark = pytest.mark.attention
+
+TOLERANCE = 1e-4
+KEEP_ALL: dict[str, Any] = {"gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
+SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.4, "tau": 0.13}
+# few blocks lie in a window: even attention is farther from its estimate there
+SPARSE_IN_WINDOWS: dict[str, Any] = {"tau": 0.17}
+
+
+def pytest_generate_tests(metafunc):
+    if "cell" in metafunc.fixturenames:
+        cells = ALL_CELLS if metafunc.config.getoption("all_cells") else FEWER_CELLS
+        metafunc.parametrize("cell", cells, ids=str)
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    model = FAMILIES[family].make()
+    model.set_attn_implementation(FAMILIES[family].dense)
+    return model
+
+
+def run_dense(cell: Cell) -> tuple[Tensor, Tensor | None]:
+    return run_cell(model_of(cell.family), cell)
+
+
+def run_sparse(cell: Cell, **settings: Any) -> tuple[Tensor, Tensor | None, FlexPrefillRun]:
+    model = model_of(cell.family)
+    with flexprefill(model, **settings, collect_masks=True) as run:
+        return *run_cell(model, cell), run
+
+
+def difference(logits: Tensor, expected: Tensor) -> float:
+    assert logits.shape == expected.shape
+    return float((logits - expected).abs().max())
+
+
+def test_equals_dense_attention(cell, record_property):
+    """With gamma 1, and far from it with a sparse setting, which equals attention written out under the masks it made."""
+    refused = refusal(cell)
+    if refused:
+        reason, error, message = refused
+        record_property("refused", reason)
+        with pytest.raises(error, match=message):
+            run_dense(cell)
+        return
+    dense, chosen = run_dense(cell)
+    logits, tokens, run = run_sparse(cell, **KEEP_ALL)
+    at_gamma_one = difference(logits, dense)
+    assert at_gamma_one < TOLERANCE
+    assert tokens is None or torch.equal(tokens, chosen)
+    assert not any(stats.dense for calls in run.stats.values() for stats in calls)
+
+    layers = dict.fromkeys(FAMILIES[cell.family].sliding_layers(), SPARSE_IN_WINDOWS)
+    logits, tokens, run = run_sparse(cell, **SPARSE, layers=layers)
+    every = [stats for calls in run.stats.values() for stats in calls]
+    query_aware = torch.stack([stats.is_query_aware for stats in every])
+    assert torch.stack([stats.density for stats in every]).mean() < 0.7
+    assert query_aware.any()
+    assert not query_aware.all()
+    assert difference(logits, dense) > 100 * TOLERANCE
+    with written_out(model_of(cell.family), run.masks):
+        expected, chosen = run_cell(model_of(cell.family), cell)
+    under_its_masks = difference(logits, expected)
+    assert under_its_masks < TOLERANCE
+    assert tokens is None or torch.equal(tokens, chosen)
+    record_property("differences", (at_gamma_one, under_its_masks))

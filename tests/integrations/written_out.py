@@ -1,0 +1,69 @@
+"""Attention of transformers written out: slow, in float64, under maps of visible keys that are given or made by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "written-out"
+# by layer: the masks of the prefill calls to come
+_MASKS: dict[int, list[BlockMask]] = {}
+
+
+@contextmanager
+def written_out(model: Any, masks: dict[int, list[BlockMask | None]]) -> Iterator[None]:
+    """Run a model with `masks`, as `flexprefill` collects them: those of each layer's prefill calls, in order."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    former = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    _MASKS.clear()
+    _MASKS.update({layer: [mask for mask in calls if mask is not None] for layer, calls in masks.items()})
+    try:
+        yield
+        assert not any(_MASKS.values()), "fewer prefill calls than masks"
+    finally:
+        model.set_attn_implementation(former)
+
+
+def _mask(*, allow_is_causal_skip: bool = False, **arguments: Any) -> Tensor:
+    """The map that SDPA gets, (batch, 1, q_len, kv_len) bool, also where SDPA can do without."""
+    return AttentionMaskInterface()["sdpa"](allow_is_causal_skip=False, **arguments)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    batch, num_heads, q_len, _ = query.shape
+    visible = attention_mask[..., : key.shape[2]].expand(batch, num_heads, -1, -1)
+    if q_len > 1:
+        mask = _MASKS[module.layer_idx].pop(0)
+        chosen = create_mask(mask.mask_mod, batch, num_heads, *mask.shape[2:], device="cpu")
+        assert chosen.shape == visible.shape
+        assert not (chosen & ~visible).any(), "a mask shows what transformers hides"
+        visible = chosen
+    groups = num_heads // key.shape[1]
+    key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    scores = query.double() @ key.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.double()[:, None, None].expand(batch, num_heads, q_len, 1)], -1)
+    # rows that see nothing give zero
+    weights = torch.softmax(scores, -1).nan_to_num()[..., : key.shape[2]]
+    return (weights @ value).to(query.dtype).transpose(1, 2).contiguous(), None
