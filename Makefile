@@ -20,7 +20,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test style format bench bench-report test-versions clean
+.PHONY: help install demo test test-all style format bench bench-report test-versions clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +39,9 @@ demo: $(READY) ## dense attention and FlexPrefill on a trained model: one table,
 test: $(READY) ## the tests and the docstrings' examples, on CPU without network
 	$(RUN) -m pytest --doctest-modules --doctest-ignore-import-errors tests flexmask $(ARGS)
 
+test-all: $(READY) ## every transformers model by cache, padding, prefill and call, on CPU; writes integrations/SUPPORT.md
+	$(RUN) -m pytest --all-cells tests/integrations/test_matrix.py $(ARGS)
+
 style: $(READY) ## ruff and mypy, changing nothing
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -54,7 +57,7 @@ bench: $(READY) ## speed in brief; PART=latency|breakeven|stages|memory|compile|
 bench-report: $(READY) ## bench/REPORT.md from what make bench PART=... has measured, without a GPU
 	$(RUN) -m bench.report $(ARGS)
 
-test-versions: $(READY) ## the mask tests on the oldest torch, one between and the newest (gigabytes)
+test-versions: $(READY) ## on older releases of torch and of transformers, and the newest (gigabytes)
 	$(RUN) tests/run_versions.py $(ARGS)
 
 clean: ## remove what tools and builds leave behind; environments stay

@@ -42,9 +42,10 @@ class Family:
     config: str = "{}Config"
     note: str = ""
 
+    @property
     def available(self) -> bool:
         """Whether the installed transformers has the family."""
-        return hasattr(transformers, f"{self.name}ForCausalLM")
+        return self.name in _AVAILABLE
 
     def sliding_layers(self) -> tuple[int, ...]:
         """The layers that have a window."""
@@ -104,3 +105,5 @@ FAMILIES = {
         Family("GptOss", {**_MIXED, **_EXPERTS, "num_local_experts": 4}, "eager", note="sinks; every other layer has a window"),
     )
 }
+# All are imported before anything is compiled: classes that a model's module brings make torch compile everything once more.
+_AVAILABLE = frozenset(name for name in FAMILIES if hasattr(transformers, f"{name}ForCausalLM"))

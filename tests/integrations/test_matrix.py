@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from flexmask.integrations.huggingface import FlexPrefillRun, flexprefill
 from tests.integrations.cells import ALL_CELLS, FEWER_CELLS, Cell, refusal, run_cell
 from tests.integrations.families import FAMILIES
+from tests.integrations.support import Result
 from tests.integrations.written_out import written_out
 
 pytestmark = pytest.mark.attention
@@ -53,14 +54,14 @@ def difference(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).abs().max())
 
 
-def test_equals_dense_attention(cell, record_property):
+def test_equals_dense_attention(cell, keep_result):
     """With gamma 1, and far from it with a sparse setting, which equals attention written out under the masks it made."""
     refused = refusal(cell)
     if refused:
         reason, error, message = refused
-        record_property("refused", reason)
         with pytest.raises(error, match=message):
             run_dense(cell)
+        keep_result(Result(reason))
         return
     dense, chosen = run_dense(cell)
     logits, tokens, run = run_sparse(cell, **KEEP_ALL)
@@ -82,4 +83,11 @@ def test_equals_dense_attention(cell, record_property):
     under_its_masks = difference(logits, expected)
     assert under_its_masks < TOLERANCE
     assert tokens is None or torch.equal(tokens, chosen)
-    record_property("differences", (at_gamma_one, under_its_masks))
+    keep_result(Result(None, at_gamma_one, under_its_masks))
+
+
+def test_forward_refuses_a_chunk_size():
+    cell = Cell("Llama", "dynamic", "unpadded", "one-shot", "forward")
+    model = model_of(cell.family)
+    with flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="prefill_chunk_size"):
+        model(torch.ones(1, 40, dtype=torch.int64), prefill_chunk_size=20)

@@ -52,7 +52,8 @@ def _attention(
     visible = attention_mask[..., : key.shape[2]].expand(batch, num_heads, -1, -1)
     if q_len > 1:
         mask = _MASKS[module.layer_idx].pop(0)
-        chosen = create_mask(mask.mask_mod, batch, num_heads, *mask.shape[2:], device="cpu")
+        kv_len = mask.shape[3]
+        chosen = create_mask(mask.mask_mod, batch, num_heads, q_len, kv_len, device="cpu")
         assert chosen.shape == visible.shape
         assert not (chosen & ~visible).any(), "a mask shows what transformers hides"
         visible = chosen

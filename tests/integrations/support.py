@@ -1,0 +1,84 @@
+"""The committed support table, from the results of all cells."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+
+from tests.integrations.cells import BATCH, CHOICES, CHUNK, LENGTH, Cell
+from tests.integrations.families import FAMILIES
+
+PATH = Path(__file__).resolve().parents[2] / "integrations" / "SUPPORT.md"
+_, CACHES, PADDINGS, PREFILLS, CALLS = CHOICES
+
+
+class Result(NamedTuple):
+    """Why a cell is refused, or the largest differences of its logits: to dense attention, and to attention under its masks."""
+
+    refused: str | None = None
+    at_gamma_one: float = 0.0
+    under_its_masks: float = 0.0
+
+
+_TEXT = """# Supported models
+
+Written by `make test-all`, with transformers {transformers} and torch {torch}, in float32 on a CPU: {number} cells, {refused} of
+them refused. A cell is a family with a cache, padding, a prefill ({prefills}) and a way to call the model ({calls});
+**ok** stands for all prefills and calls.
+
+Each cell runs a tiny random model on {batch} prompts of {length} tokens, in chunks of {chunk} if any, and on a few tokens more.
+At gamma 1 its logits equal those of transformers' own attention (SDPA; eager for Gemma2 and GptOss, which SDPA does not serve). With
+a sparse setting, that is heads of both patterns and less than .7 of the blocks, they equal those of attention written out under
+the masks that were chosen, and differ by more than 1e-2 from dense attention's. The last two columns are the largest
+differences seen; 1e-4 is allowed.
+
+- Compared are the logits of real tokens. With right padding `generate` goes on from a pad, so that its first token means nothing:
+  the tokens are given there, and what follows is compared.
+- A forward has no `prefill_chunk_size`, which is refused; two calls over one cache stand for it.
+
+| family | {heads} | at gamma 1 | under its masks |
+| --- | {lines} | --- | --- |
+{rows}
+{reasons}"""
+
+
+def support_table(results: Mapping[Cell, Result]) -> str:
+    """The text of the table."""
+    kinds, ways = list(itertools.product(CACHES, PADDINGS)), list(itertools.product(PREFILLS, CALLS))
+    reasons: list[str] = []
+    rows = []
+    for name, family in FAMILIES.items():
+        texts = [_text([results[Cell(name, *kind, *way)] for way in ways], reasons) for kind in kinds]
+        mine = [result for cell, result in results.items() if cell.family == name]
+        largest = [f"{max(each):.0e}" for each in ([r.at_gamma_one for r in mine], [r.under_its_masks for r in mine])]
+        title = f"{name}: {family.note}" if family.note else name
+        rows.append(" | ".join([f"| {title}", *texts, *largest]) + " |")
+    return _TEXT.format(
+        transformers=transformers.__version__,
+        torch=torch.__version__.partition("+")[0],
+        number=len(results),
+        refused=sum(result.refused is not None for result in results.values()),
+        prefills=" and ".join(PREFILLS),
+        calls=" and ".join(CALLS),
+        batch=BATCH,
+        length=LENGTH,
+        chunk=CHUNK,
+        heads=" | ".join(f"{cache.title()}Cache, {padding}" for cache, padding in kinds),
+        lines=" | ".join(["---"] * len(kinds)),
+        rows="\n".join(rows),
+        reasons="".join(f"\n{number}. {reason}" for number, reason in enumerate(reasons, 1)) + "\n" if reasons else "",
+    )
+
+
+def _text(ways: list[Result], reasons: list[str]) -> str:
+    refused = [result.refused for result in ways if result.refused is not None]
+    reasons += [reason for reason in dict.fromkeys(refused) if reason not in reasons]
+    if not refused:
+        return "ok"
+    notes = ", ".join(f"({reasons.index(reason) + 1})" for reason in dict.fromkeys(refused))
+    return f"{len(ways) - len(refused)} ok, {len(refused)} refused {notes}"
