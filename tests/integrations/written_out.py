@@ -53,7 +53,7 @@ def _attention(
     if q_len > 1:
         mask = _MASKS[module.layer_idx].pop(0)
         kv_len = mask.shape[3]
-        chosen = create_mask(mask.mask_mod, batch, num_heads, q_len, kv_len, device="cpu")
+        chosen = create_mask(mask.mask_mod, batch, num_heads, q_len, kv_len, device=query.device)
         assert chosen.shape == visible.shape
         assert not (chosen & ~visible).any(), "a mask shows what transformers hides"
         visible = chosen
