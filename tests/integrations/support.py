@@ -28,13 +28,13 @@ class Result(NamedTuple):
 _TEXT = """# Supported models
 
 Written by `make test-all`, with transformers {transformers} and torch {torch}, in float32 on a CPU: {number} cells, {refused} of
-them refused. A cell is a family with a cache, padding, a prefill ({prefills}) and a way to call the model ({calls});
-**ok** stands for all prefills and calls.
+them refused. A cell is a family with a cache, padding, a prefill ({prefills}) and a way to call the model
+({calls}); **ok** stands for all prefills and calls.
 
 Each cell runs a tiny random model on {batch} prompts of {length} tokens, in chunks of {chunk} if any, and on a few tokens more.
-At gamma 1 its logits equal those of transformers' own attention (SDPA; eager for Gemma2 and GptOss, which SDPA does not serve). With
-a sparse setting, that is heads of both patterns and less than .7 of the blocks, they equal those of attention written out under
-the masks that were chosen, and differ by more than 1e-2 from dense attention's. The last two columns are the largest
+At gamma 1 its logits equal those of transformers' own attention (SDPA; eager for Gemma2 and GptOss, which SDPA does not serve).
+With a sparse setting, that is heads of both patterns and less than .7 of the blocks, they equal those of attention written out
+under the masks that were chosen, and differ by more than 1e-2 from dense attention's. The last two columns are the largest
 differences seen; 1e-4 is allowed.
 
 - Compared are the logits of real tokens. With right padding `generate` goes on from a pad, so that its first token means nothing:
