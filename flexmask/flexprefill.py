@@ -111,9 +111,10 @@ def flexprefill_mask(
 
     Notes
     -----
-    On accelerators it compiles itself on first use, once per head count, head_dim, dtype and set of options; on CPUs it runs as
-    it is, since there a compilation takes a minute and gains little. Inside ``torch.compile(fullgraph=True)`` it is traced with
-    the rest; on CUDA it is one operator there. Gradients do not flow through a mask.
+    On accelerators it compiles itself on first use, once per head count, head_dim, dtype and set of options, on CUDA for each of
+    three ranges of map size; on CPUs it runs as it is, since there a compilation takes a minute and gains little. Inside
+    ``torch.compile(fullgraph=True)`` it is traced with the rest; on CUDA it is one operator there. Gradients do not flow through
+    a mask.
 
     Examples
     --------

@@ -36,7 +36,8 @@ def warmup(
     size, the options but gamma and tau, the tensors' memory layout (here: contiguous), and to whether a call has padding or an
     offset: a server that takes chunks of prompts besides whole ones warms up both ways. Prompts so long that the heads are cut
     into groups (`max_mask_bytes`; from about 190k tokens for 32 heads) compile again for every size of group. Across processes
-    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR).
+    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call it makes has 370 blocks of tokens, 47
+    thousand in blocks of 128, and takes their memory.
 
     Parameters
     ----------
