@@ -456,6 +456,22 @@ def test_mask_moves_with_the_model():
     assert (moved.window, moved.shape) == (3, (1, 1, 4, 4))
 
 
+def test_layers_on_other_devices(model, tokens, tmp_path):
+    """With a layer kept on disk, accelerate moves what each layer is called with, masks too."""
+    pytest.importorskip("accelerate")
+    model.save_pretrained(tmp_path / "model")
+    parts = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    parts |= {"model.norm": "cpu", "lm_head": "cpu"}
+    spread = LlamaForCausalLM.from_pretrained(tmp_path / "model", device_map=parts, offload_folder=tmp_path / "disk").eval()
+    mask = padded(tokens)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with flexmask_hf.flexprefill(model, **SPARSE):
+        expected = model.generate(tokens, **options)
+    with flexmask_hf.flexprefill(spread, **SPARSE) as run:
+        assert torch.equal(spread.generate(tokens, **options), expected)
+    assert run.stats[1][0].density.max() < 1
+
+
 # Models loaded with "flex_attention"
 
 
