@@ -21,9 +21,7 @@ pytest.importorskip("transformers")
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    DynamicCache,
     LlamaForCausalLM,
-    StaticCache,
 )
 
 import flexmask.integrations.huggingface as flexmask_hf
@@ -33,6 +31,7 @@ from flexmask.integrations import versions
 from flexmask.integrations.attention_call import RUNS
 from flexmask.integrations.prefill_mask import PrefillMask, prefill_mask
 from flexmask.integrations.settings import PrefillSettings
+from tests.integrations.cells import RELEASE, dynamic_cache, static_cache
 from tests.integrations.families import FAMILIES, VOCABULARY
 
 # transformers calls torch's create_block_mask in a way that torch deprecates, and that compiles with a warning of torch's own
@@ -155,7 +154,7 @@ def test_generates_as_sdpa_does_at_gamma_one(model, tokens):
 
 def test_rows_that_do_not_fill_a_block_run_dense(model, tokens):
     expected = model(tokens).logits
-    cache = DynamicCache()
+    cache = dynamic_cache(model)
     model(tokens[:, :500], past_key_values=cache)
     with flexmask_hf.flexprefill(model, **SPARSE) as run:
         logits = model(tokens[:, 500:], past_key_values=cache).logits
@@ -273,6 +272,8 @@ def test_windows_below_the_break_even_stay_exact(tokens):
 @pytest.mark.parametrize("method", ["causal", causal_mask])
 @pytest.mark.parametrize("family", ["Llama", "GptOss"])
 def test_takes_another_method(tokens, family, method):
+    if not FAMILIES[family].available:
+        pytest.skip("no such family in this release")
     model = make_model(family)
     model.set_attn_implementation(FAMILIES[family].dense)
     mask = padded(tokens)
@@ -441,11 +442,14 @@ def test_two_models_generate_in_two_threads(tokens):
 def test_static_decode_compiles_whole(model, tokens):
     """A decoding step over a static cache is one graph, without breaks, and right."""
     expected = model(tokens).logits[:, -1]
-    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 8)
+    cache = static_cache(model, LENGTH + 8)
+    last = {"position_ids": torch.full((BATCH, 1), LENGTH - 1)}
+    if RELEASE < (5, 4):
+        last["cache_position"] = torch.tensor([LENGTH - 1])
     with flexmask_hf.flexprefill(model, **KEEP_ALL):
         model(tokens[:, :-1], past_key_values=cache, attention_mask=torch.ones_like(tokens[:, :-1]))
         step = torch.compile(model, fullgraph=True, backend="eager")
-        logits = step(tokens[:, -1:], past_key_values=cache, position_ids=torch.full((BATCH, 1), LENGTH - 1)).logits[:, -1]
+        logits = step(tokens[:, -1:], past_key_values=cache, **last).logits[:, -1]
     assert (logits - expected).abs().max() < 1e-4
 
 
@@ -478,11 +482,12 @@ def test_layers_on_other_devices(model, tokens, tmp_path):
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 def test_hooked_model_selects_and_others_do_not(tokens, family):
     model, other = (make_model(family, attn_implementation=name) for name in ("sdpa", "flex_attention"))
+    stock_runs = RELEASE >= (4, 57)  # before, it asks for a log-sum-exp, which CPUs have not
     mask = padded(tokens)
     options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
     expected, generated = model(tokens).logits, model.generate(tokens, **options)
     model.set_attn_implementation("flex_attention")
-    before = other(tokens).logits
+    before = other(tokens).logits if stock_runs else None
     run = flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
     try:
         assert model.config._attn_implementation == "flex_attention"
@@ -493,11 +498,12 @@ def test_hooked_model_selects_and_others_do_not(tokens, family):
         assert [len(run.stats[layer]) for layer in (0, 1)] == [3, 3]
         run.settings = PrefillSettings.from_options(**SPARSE)
         assert (model(tokens).logits - expected).abs().max() > 1e-2
-        assert torch.equal(other(tokens).logits, before)
+        assert not stock_runs or torch.equal(other(tokens).logits, before)
         assert len(run.stats[0]) == 4
     finally:
         flexmask_hf.unhook_flex_attention(model)
-    assert (model(tokens).logits - expected).abs().max() < 1e-4
+    if stock_runs:
+        assert (model(tokens).logits - expected).abs().max() < 1e-4
     assert len(run.stats[0]) == 4
 
 
@@ -545,7 +551,9 @@ def test_forward_refuses(tokens, what, hooked):
 
 
 def test_bidirectional_attention_is_refused(tokens):
-    model = make_model(is_causal=False)
+    model = make_model()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
     with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="bidirectional"):
         model(tokens)
 
@@ -555,7 +563,9 @@ def test_encoder_is_refused(tokens):
 
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
     encoder = BertModel(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)).eval()
-    with flexmask_hf.flexprefill(encoder, **KEEP_ALL), pytest.raises(NotImplementedError, match="bidirectional"):
+    # before release 5 it does not go through the attention interface
+    errors, message = (NotImplementedError, ValueError), r"bidirectional|attention interface"
+    with pytest.raises(errors, match=message), flexmask_hf.flexprefill(encoder, **KEEP_ALL):
         encoder(tokens)
 
 
@@ -584,8 +594,9 @@ def test_gradients_on_a_cpu_are_refused(model, tokens):
 def test_continuous_batching_is_refused(model, tokens):
     flexmask_hf.register()
     model.set_attn_implementation("flexprefill")
-    if not hasattr(model, "generate_batch"):
-        pytest.skip("this transformers has no continuous batching")
+    if RELEASE < (5, 0):  # its thread dies before attention on a CPU
+        assert model.generate_batch([[1, 2, 3]]) == {}
+        return
     with pytest.raises((ValueError, NotImplementedError), match=r"not supported|does not serve"):
         model.generate_batch([[1, 2, 3]])
 
