@@ -100,7 +100,7 @@ def flexprefill_attention(
     Raises
     ------
     TypeError, ValueError
-        For wrong arguments; and on CPUs for inputs that require gradients while gradients are on.
+        For wrong arguments; and on CPUs for inputs, sinks too, that require gradients while gradients are on.
     NotImplementedError
         For `return_lse` on a CPU, and on a CPU with torch 2.5, unless the call runs dense.
     RuntimeError
@@ -178,10 +178,11 @@ def attention_by_groups(
 
     `masked` takes a group, its query and key, and whether gradients will be asked for; it gives a mask, and statistics or None.
     """
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     kernel = chosen_backend(backend, query, value, config.block_size, softcap, grad, return_lse or sinks is not None)
     if kernel == "cpu" and grad:
-        raise ValueError("query, key and value must not require gradients on a CPU; call under torch.no_grad()")
+        raise ValueError("query, key, value and sinks must not require gradients on a CPU; call under torch.no_grad()")
     if kernel == "cpu" and return_lse:
         raise NotImplementedError("return_lse is not there on CPUs: FlexAttention's CPU kernel has no log-sum-exp")
     if kernel == "cpu" and not HAS_CPU_KERNEL:

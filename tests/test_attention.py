@@ -349,16 +349,17 @@ def test_log_sum_exp_is_refused_on_cpus():
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_gradients_are_refused_on_cpus(which):
     it = call()
-    tensors = [it.case.query, it.case.key, it.value]
+    tensors = [it.case.query, it.case.key, it.value, SINKS]
     tensors[which] = tensors[which].clone().requires_grad_()
+    *inputs, sinks = tensors
     with pytest.raises(ValueError, match=r"torch\.no_grad\(\)"):
-        flexprefill_attention(*tensors, config=it.case.config, dense_below=0)
+        flexprefill_attention(*inputs, config=it.case.config, dense_below=0, sinks=sinks)
     with torch.no_grad():
-        out = flexprefill_attention(*tensors, config=it.case.config, dense_below=0)
-    assert torch.equal(out, it.attend())
+        out = flexprefill_attention(*inputs, config=it.case.config, dense_below=0, sinks=sinks)
+    assert torch.equal(out, it.attend(sinks=SINKS))
 
 
 @pytest.mark.parametrize("backend", ["triton", "flash"])
