@@ -23,7 +23,18 @@ from flexmask.memory import HeadGroup, mask_bytes
 from flexmask.stats import FlexPrefillStats, empty_stats
 
 # what models hand to attention that does not change its result; anything else that is set is refused
-_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", "sliding_window"})
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "sliding_window",
+    }
+)
 
 
 @dataclass
@@ -35,10 +46,10 @@ class FlexPrefillRun:
     settings
         The options.
     stats
-        By layer index: the statistics of each prefill call, in order. Decoding steps, which are dense, leave none, nor do
-        calls of another method than FlexPrefill.
+        By layer index: the statistics of each call of more than one row, in order, of those that verify guessed tokens too.
+        Decoding steps of one row leave none, nor do calls of another method than FlexPrefill.
     masks
-        By layer index, only with `collect_masks`: the mask of each prefill call, None for a call that ran dense.
+        By layer index, only with `collect_masks`: the mask of each such call, None for one that ran dense without a mask.
     collect_stats, collect_masks
         Whether these are kept.
     """
@@ -69,8 +80,9 @@ class FlexPrefillRun:
         ]
 
 
-# by attention module rather than by config object, which several models may share
+# by attention module rather than by config object, which several models may share; of open blocks, and of hooked models
 RUNS: WeakKeyDictionary[nn.Module, FlexPrefillRun] = WeakKeyDictionary()
+HOOKS: WeakKeyDictionary[nn.Module, FlexPrefillRun] = WeakKeyDictionary()
 
 
 def attention_call(
@@ -97,6 +109,8 @@ def attention_call(
     for name, argument in kwargs.items():
         if name not in _HARMLESS and argument is not None and argument is not False:
             raise refusal(f"the argument {name}", 'attn_implementation="eager"')
+    if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
+        raise refusal("a config with output_attentions", 'attn_implementation="eager"')
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     if query.shape[2] == 1 and not isinstance(attention_mask, BlockMask):
         out = _decoded(query, key, value, attention_mask, scale, softcap, s_aux)
@@ -149,7 +163,7 @@ def _prefilled(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    run = RUNS.get(module)
+    run = RUNS.get(module) or HOOKS.get(module)
     settings = run.settings if run else saved_settings(getattr(module, "config", None)) or PrefillSettings()
     layer = getattr(module, "layer_idx", -1)
     config = settings.of_layer(layer)

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from flexmask.integrations.attention_call import RUNS, FlexPrefillRun, attention_call
+from flexmask.integrations.attention_call import HOOKS, RUNS, FlexPrefillRun, attention_call
 from flexmask.integrations.prefill_mask import HookedMask, PrefillMask, prefill_mask
 from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings, saved_settings
 from flexmask.integrations.versions import check_release
@@ -218,15 +219,17 @@ def hook_flex_attention(
     _replace_stock()
     run = FlexPrefillRun(settings, collect_stats, collect_masks)
     _HOOKED[id(text)] = text
-    RUNS.update(dict.fromkeys(model.modules(), run))
+    HOOKS.update(dict.fromkeys(model.modules(), run))
     return run
 
 
 def unhook_flex_attention(model: PreTrainedModel) -> None:
-    """Give a hooked model its own attention back; does nothing to a model that is not hooked."""
-    _HOOKED.pop(id(_text_config(model)), None)
+    """Give a hooked model its own attention back; does nothing to a model that is not hooked, nor to an open `flexprefill`."""
+    text = _text_config(model)
     for module in model.modules():
-        RUNS.pop(module, None)
+        HOOKS.pop(module, None)
+    if not any(getattr(module, "config", None) is text for module in list(HOOKS)):
+        _HOOKED.pop(id(text), None)
 
 
 # configs of hooked models, by identity: configs are not hashable, and mask functions know nothing else of their model
@@ -247,8 +250,13 @@ def _replace_stock() -> None:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            own = module in RUNS and id(getattr(module, "config", None)) in _HOOKED
-            return (attention_call if own else attention)(module, query, key, value, attention_mask, *args, **kwargs)
+            shared = id(getattr(module, "config", None)) in _HOOKED
+            if shared and module in HOOKS:
+                return attention_call(module, query, key, value, attention_mask, *args, **kwargs)
+            if shared and isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
+                # one row's mask, made for a hooked model with the same config; the former function adds masks to scores
+                attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
+            return attention(module, query, key, value, attention_mask, *args, **kwargs)
 
         hooked_attention.hooked_by = NAME  # type: ignore[attr-defined]
         AttentionInterface.register(_STOCK, hooked_attention)
@@ -258,9 +266,7 @@ def _replace_stock() -> None:
             if id(arguments.get("config")) not in _HOOKED:
                 return mask(**arguments)
             own = prefill_mask(**arguments)
-            if not isinstance(own, PrefillMask) or own.refusal is not None:
-                return own
-            return HookedMask(own, mask(**arguments))
+            return HookedMask(own, mask(**arguments)) if isinstance(own, PrefillMask) else own
 
         hooked_mask.hooked_by = NAME  # type: ignore[attr-defined]
         AttentionMaskInterface.register(_STOCK, hooked_mask)

@@ -95,6 +95,11 @@ def prefill_mask(
     """The mask function of transformers for a prefill: what it was called for, as attention needs it.
 
     For a single row, a decoding step, the mask of SDPA: a row of keys, or None where the row sees them all.
+
+    Raises
+    ------
+    ValueError
+        For an `attention_mask` that ends before the last query row; SDPA's mask hides all that it does not reach.
     """
     q_len, first = rows_of_queries(arguments)
     if q_len == 1:
@@ -107,6 +112,9 @@ def prefill_mask(
             local_size=local_size,
             **arguments,
         )
+    if attention_mask is not None and not torch.compiler.is_compiling() and attention_mask.shape[1] < first + q_len:
+        expected = (batch_size, int(first) + q_len)
+        raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
     shape = (batch_size, 1, q_len, kv_length)
     # as many rows as keys: the first row stands at the first key, whatever else is said
     offset = 0 if q_len == kv_length else first - kv_offset

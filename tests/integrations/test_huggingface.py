@@ -28,7 +28,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import FlexPrefillConfig, flexprefill_mask
 from flexmask.block_masks import MASKS, causal_mask
 from flexmask.integrations import versions
-from flexmask.integrations.attention_call import RUNS
+from flexmask.integrations.attention_call import HOOKS, RUNS
 from flexmask.integrations.prefill_mask import PrefillMask, prefill_mask
 from flexmask.integrations.settings import PrefillSettings
 from tests.integrations.cells import RELEASE, dynamic_cache, static_cache
@@ -523,6 +523,55 @@ def test_hooked_model_keeps_the_mask_of_hugging_face(tokens):
     assert seen[0].kv_num_blocks.shape[:2] == (BATCH, 1)
 
 
+@pytest.fixture
+def former():
+    """What the former functions behind "flex_attention" were called with: masks by attention, which CPUs cannot run them on."""
+    attention, mask = AttentionInterface()["flex_attention"], AttentionMaskInterface()["flex_attention"]
+    seen = []
+
+    def recording(module, query, key, value, attention_mask, **kwargs):
+        seen.append(attention_mask)
+        return torch.zeros_like(query).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("flex_attention", recording)
+    yield seen
+    AttentionInterface.register("flex_attention", attention)
+    AttentionMaskInterface.register("flex_attention", mask)
+
+
+def test_model_that_shares_its_config_with_a_hooked_one_runs_as_before(tokens, former):
+    model = make_model(attn_implementation="flex_attention")
+    other = LlamaForCausalLM(model.config).eval()
+    mask = padded(tokens)
+    flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
+    cache = DynamicCache()
+    other(tokens, attention_mask=mask, past_key_values=cache)
+    assert former[0].kv_num_blocks.shape[:2] == (BATCH, 1)
+    other(tokens[:, :1], attention_mask=F.pad(mask, (0, 1), value=1), past_key_values=cache)
+    assert torch.equal(former[2][:, 0, 0] == 0, F.pad(mask, (0, 1), value=1) != 0)
+    assert former[2].min() == -torch.inf  # added to the scores
+    # packed sequences, which a hooked model refuses
+    other(tokens, position_ids=torch.arange(LENGTH)[None] % 265, use_cache=False)
+    assert not create_mask(former[4].mask_mod, BATCH, 1, LENGTH, LENGTH, device="cpu")[0, 0, 265:, :265].any()
+    assert len(former) == 6
+
+
+def test_unhooking_ends_one_hook_and_nothing_else(model, tokens):
+    model.config._attn_implementation = "flex_attention"
+    other = LlamaForCausalLM(model.config).eval()
+    run = flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
+    other_run = flexmask_hf.hook_flex_attention(other, **KEEP_ALL)
+    with flexmask_hf.flexprefill(model, **KEEP_ALL) as block:
+        flexmask_hf.unhook_flex_attention(model)
+        model(tokens)
+    assert [len(each.stats) for each in (block, run)] == [2, 0]
+    assert not any(module in RUNS or module in HOOKS for module in model.modules())
+    other(tokens)
+    assert len(other_run.stats) == 2
+    flexmask_hf.unhook_flex_attention(other)
+    assert not flexmask_hf._HOOKED
+
+
 def test_only_flex_attention_is_hooked(model):
     with pytest.raises(ValueError, match=r'flex_attention.*got "sdpa"'):
         flexmask_hf.hook_flex_attention(model)
@@ -578,6 +627,33 @@ def test_cross_attention_is_refused(tokens):
     model = BartModel(config).eval()
     with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match=r"bidirectional|cross"):
         model(tokens)
+
+
+def test_config_that_asks_for_attentions_is_refused(tokens):
+    model = make_model(attn_implementation="eager", output_attentions=True)
+    with flexmask_hf.flexprefill(model), pytest.raises(NotImplementedError, match=r"config with output_attentions; use "):
+        model(tokens)
+
+
+def test_mask_of_the_new_tokens_alone_is_refused(model, tokens):
+    cache = DynamicCache()
+    model(tokens[:, :400], past_key_values=cache)
+    mask = torch.ones_like(tokens[:, 400:])
+    with (
+        flexmask_hf.flexprefill(model, **KEEP_ALL),
+        pytest.raises(ValueError, match=r"attention_mask .*\(2, 530\); got \(2, 130\)"),
+    ):
+        model(tokens[:, 400:], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments"), [("Llama", {"num_items_in_batch": torch.tensor(7)}), ("Qwen3Moe", {"output_router_logits": True})]
+)
+def test_arguments_of_training_are_served(tokens, family, arguments):
+    model = make_model(family)
+    expected = model(tokens, **arguments).logits
+    with flexmask_hf.flexprefill(model):
+        assert (model(tokens, **arguments).logits - expected).abs().max() < 1e-4
 
 
 def test_dropout_is_refused(tokens):
