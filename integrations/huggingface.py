@@ -100,8 +100,9 @@ def flexprefill(
 ) -> Iterator[FlexPrefillRun]:
     """Run a model's prefill with FlexPrefill inside a ``with`` block, and set the model back after it, also after an error.
 
-    Calls `register`, whose names stay. Blocks may be nested; settings belong to the model, so that two models do not mix. Of a
-    model with other parts than text (``config.text_config``) the text part is switched.
+    Calls `register`, whose names stay. Blocks may be nested; settings belong to the model, so that two models do not mix, and
+    several threads that run one model need one block around them all: the end of a block sets back what its beginning found. Of
+    a model with other parts than text (``config.text_config``) the text part is switched.
 
     Parameters
     ----------

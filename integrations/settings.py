@@ -60,12 +60,14 @@ class PrefillSettings:
             raise TypeError(f"config must be a FlexPrefillConfig; got {type(self.config).__name__}")
         if not isinstance(self.layers, Mapping):
             raise TypeError(f"layers must be a dict of layer index to options; got {type(self.layers).__name__}")
-        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
+        if not isinstance(self.dense_layers, (tuple, list, set, frozenset, range)):
+            raise TypeError(f"dense_layers must be a tuple of layer indices; got {type(self.dense_layers).__name__}")
         for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
             for index in indices:
                 check_int(name, index)
                 if index < 0:
                     raise ValueError(f"{name} must hold layer indices >= 0; got {index}")
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
         for index, options in self.layers.items():
             _check_options(options, _OPTIONS, f"layers[{index}]")
             replace(self.config, **options)

@@ -333,6 +333,8 @@ def test_options_are_saved_with_the_model(model, tokens, tmp_path):
         ({"gama": 0.9}, TypeError, "gama"),
         ({"dense_layers": (2,)}, ValueError, "dense_layers.* below 2.* got 2"),
         ({"dense_layers": (-1,)}, ValueError, "dense_layers"),
+        ({"dense_layers": 0}, TypeError, "dense_layers must be a tuple.* got int"),
+        ({"dense_layers": ("0", 1)}, TypeError, "dense_layers must be an int"),
         ({"layers": {7: {"gamma": 0.9}}}, ValueError, "layers.* got 7"),
         ({"layers": {0: {"dense_below": 9}}}, TypeError, "dense_below"),
         ({"layers": {0: {"tau": 3}}}, ValueError, "tau"),
