@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import block_mask_from_lists
 from flexmask.attention import attention_by_groups, flexprefill_attention
 from flexmask.block_masks import MASKS, causal_mask
+from flexmask.checks import check_query_key, check_value
 from flexmask.dense import attention_to_visible, dense_attention
 from flexmask.flexprefill import device_offset, flexprefill_mask
 from flexmask.integrations.prefill_mask import PrefillMask
@@ -188,6 +189,8 @@ def _prefilled(
         _collect(run, layer, empty_stats(query, dense=True), None)
         return out
     if exact or settings.method != "flexprefill":
+        check_query_key(query, key)
+        check_value(value, key)
         method = causal_mask if exact else settings.method if callable(settings.method) else MASKS[settings.method]
         masked = _masks_of(method, config.block_size, scale, softcap, seen)
         at_once = settings.max_mask_bytes // mask_bytes(q_len, kv_len, config)

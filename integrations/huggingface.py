@@ -197,7 +197,7 @@ def hook_flex_attention(
     Returns
     -------
     FlexPrefillRun
-        Its ``stats`` fill while the model runs.
+        Its ``stats`` fill while the model runs, without an end: a server passes ``collect_stats=False``.
 
     Raises
     ------

@@ -71,6 +71,8 @@ class PrefillSettings:
         for index, options in self.layers.items():
             _check_options(options, _OPTIONS, f"layers[{index}]")
             replace(self.config, **options)
+        # what was checked, whatever becomes of the caller's dicts
+        object.__setattr__(self, "layers", {index: dict(options) for index, options in self.layers.items()})
         if self.dense_below is not None:
             check_int("dense_below", self.dense_below)
             if self.dense_below < 0:

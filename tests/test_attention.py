@@ -425,6 +425,22 @@ def test_log_sum_exp_is_that_of_kept_scores(cuda):
 
 @pytest.mark.attention
 @pytest.mark.gpu
+def test_gradients_reach_sinks(cuda):
+    it = call(q_len=600, block_size=64, head_dims=(64, 64))
+    keep = it.case.to(cuda).search().keep
+    weights = torch.randn(1, 4, 600, 64, generator=torch.Generator().manual_seed(4))
+    exact = SINKS.double().requires_grad_()
+    (under_with_sinks(it, keep, exact) * weights).sum().backward()
+    for others_too in (True, False):
+        tensors = [x.to(cuda).requires_grad_(others_too) for x in (it.case.query, it.case.key, it.value)]
+        sinks = SINKS.to(cuda).requires_grad_()
+        out = flexprefill_attention(*tensors, config=it.case.config, dense_below=0, sinks=sinks, backend="triton")
+        (out * weights.to(cuda)).sum().backward()
+        torch.testing.assert_close(sinks.grad.cpu().double(), exact.grad, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.attention
+@pytest.mark.gpu
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_gradients_are_those_of_dense_attention_under_the_mask(cuda, padded):
     attention_mask = padding(600, ("left", 90)) if padded else None

@@ -546,7 +546,7 @@ def test_model_that_shares_its_config_with_a_hooked_one_runs_as_before(tokens, f
     other = LlamaForCausalLM(model.config).eval()
     mask = padded(tokens)
     flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
-    cache = DynamicCache()
+    cache = dynamic_cache(model)
     other(tokens, attention_mask=mask, past_key_values=cache)
     assert former[0].kv_num_blocks.shape[:2] == (BATCH, 1)
     other(tokens[:, :1], attention_mask=F.pad(mask, (0, 1), value=1), past_key_values=cache)
@@ -638,7 +638,7 @@ def test_config_that_asks_for_attentions_is_refused(tokens):
 
 
 def test_mask_of_the_new_tokens_alone_is_refused(model, tokens):
-    cache = DynamicCache()
+    cache = dynamic_cache(model)
     model(tokens[:, :400], past_key_values=cache)
     mask = torch.ones_like(tokens[:, 400:])
     with (
