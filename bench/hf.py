@@ -102,40 +102,46 @@ class Measured:
 
 def load(options: argparse.Namespace) -> Any:
     """The model that the command line names, on its device."""
-    dtype = getattr(torch, options.dtype)
-    with tempfile.TemporaryDirectory() if options.tensor_parallel and options.shape else nullcontext() as folder:
-        path = options.model
-        if options.shape:
-            family, sizes = SHAPES[options.shape]
-            layers = {"num_hidden_layers": options.layers} if options.layers else {}
-            config = AutoConfig.for_model(family.lower(), **{**sizes, **layers})
-            if folder is None:
-                with torch.device(options.device):
-                    torch.manual_seed(0)
-                    before = torch.get_default_dtype()
-                    torch.set_default_dtype(dtype)
-                    try:
-                        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-                    finally:
-                        torch.set_default_dtype(before)
-            path = _saved(config, dtype, folder)
-        if options.tensor_parallel:
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", tp_plan="auto").eval()
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-        return loaded.to(options.device).eval()
+    if options.tensor_parallel:
+        return _load_parallel(options)
+    if options.shape:
+        return random_model(options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
+    )
+    return loaded.to(options.device).eval()
 
 
-def _saved(config: Any, dtype: torch.dtype, folder: str) -> str:
-    """A checkpoint of random weights that every process can load its part of; the first process writes it."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
-    names = [folder]
+def _load_parallel(options: argparse.Namespace) -> Any:
+    """The part of the model that falls to this process; random weights go through a checkpoint that the first process writes."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    dist.broadcast_object_list(names, 0)
-    dist.barrier()
-    return names[0]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [options.model or folder]
+        if options.shape and dist.get_rank() == 0:
+            random_model(options).save_pretrained(folder)
+        dist.broadcast_object_list(paths, 0)
+        dtype = getattr(torch, options.dtype)
+        model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=dtype, attn_implementation="sdpa", tp_plan="auto").eval()
+        dist.barrier()  # the folder stays until every process has read it
+    return model
+
+
+def random_model(options: argparse.Namespace) -> Any:
+    """A model of random weights in the shape that the command line names, made on its device."""
+    family, sizes = SHAPES[options.shape]
+    layers = {"num_hidden_layers": options.layers} if options.layers else {}
+    config = AutoConfig.for_model(family.lower(), **{**sizes, **layers})
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, options.dtype))
+    try:
+        with torch.device(options.device):
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def prompt_ids(options: argparse.Namespace, tokens: int, vocab_size: int) -> Tensor:
