@@ -56,9 +56,14 @@ def _without_tf32() -> Iterator[None]:
 
 
 def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
-    """A view of `tensor` whose size in `dim` torch.compile takes as symbolic from the first compilation on."""
+    """A view of `tensor` whose size in `dim` torch.compile takes as symbolic from the first compilation on.
+
+    Its other sizes but the batch stay numbers: torch would make them symbolic for having seen others in a function of the same
+    name, which every variant of `flexmask.compilation.compiled` is, and Inductor (2.11) fails on some graphs with symbolic heads.
+    """
     view = tensor.detach()
     torch._dynamo.maybe_mark_dynamic(view, dim)
+    torch._dynamo.mark_static(view, [other for other in range(1, view.dim()) if other != dim])
     return view
 
 

@@ -89,9 +89,9 @@ def block_edges(tokens: Tokens, block_size: int) -> BlockEdges:
         row_position = first_row.unsqueeze(-1) + torch.arange(block_size, device=device)
         first_valid_row = torch.where(row_valid, row_position, 2 * kv_len).amin(-1)
         rows_whole = row_valid.sum(-1) == last_row + 1 - first_row
-        in_first = row_position // block_size == own_first.unsqueeze(-1)
-        own_first = torch.where((row_valid & in_first).any(-1), own_first, -1)
-        own_last = torch.where((row_valid & (row_position // block_size == own_last.unsqueeze(-1))).any(-1), own_last, -1)
+        row_block = torch.where(row_valid, row_position // block_size, -1)
+        own_first = torch.where(row_block == own_first.unsqueeze(-1), row_block, -1).amax(-1)
+        own_last = torch.where(row_block == own_last.unsqueeze(-1), row_block, -1).amax(-1)
     else:
         first_valid_row = first_row
         rows_whole = torch.ones_like(first_row, dtype=torch.bool)

@@ -265,6 +265,27 @@ def test_one_model_does_not_use_up_the_compilations_of_another(counting):
     assert 4 <= counting.frame_count <= 2 * 4
 
 
+def test_heads_stay_numbers_in_the_search(monkeypatch):
+    """Torch keeps what sizes it saw change by the name of a function, which variants for other numbers of heads share."""
+    seen = []
+
+    def backend(graph, inputs):
+        values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        seen.append([[size for size in x.shape[1:] if type(size) is int] for x in values if isinstance(x, Tensor)])
+        return graph.forward
+
+    def scores(query: Tensor, key: Tensor) -> Tensor:
+        return query.sum() * key.sum()
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=backend, **options))
+    for heads, length in ((4, 600), (2, 333), (4, 100)):
+        query, key, _ = cut(length)
+        query = query[:, :heads].contiguous()
+        compilation.compiled(scores, heads)(_torch.with_dynamic(query, 2), _torch.with_dynamic(key, 2))
+    assert seen == [[[4, 16], [2, 16]], [[2, 16], [2, 16]]]
+
+
 def test_mask_on_a_cpu_compiles_nothing(counting):
     flexprefill_mask(QUERY, KEY, **SPARSE)
     assert counting.frame_count == 0
