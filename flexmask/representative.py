@@ -27,7 +27,7 @@ from flexmask.visibility import Tokens, whole_blocks
 class RepresentativeRows(NamedTuple):
     """Up to block_size query rows; the leading size is batch, or 1 where all batch rows agree."""
 
-    row: Tensor  # (batch or 1, block_size) int64 rows of query, in range even where not taken
+    row: Tensor  # (batch or 1, block_size) int64 rows of query; 0 where not taken
     taken: Tensor  # (batch or 1, block_size) bool; False where there are fewer valid rows than block_size
     position: Tensor  # (batch or 1, block_size) int64
 
@@ -59,9 +59,9 @@ def representative_rows(which: str, tokens: Tokens, block_size: int) -> Represen
         first = first // 2
     ordinal = first.unsqueeze(-1) + slot
     taken = ordinal < num_valid.unsqueeze(-1)
-    index = ordinal if rank is None else torch.searchsorted(rank, ordinal + 1)
-    index = index.clamp(max=q_len - 1)
-    return RepresentativeRows(index, taken, tokens.offset.unsqueeze(-1) + index)
+    row = ordinal if rank is None else torch.searchsorted(rank, ordinal + 1)
+    row = torch.where(taken, row, 0)
+    return RepresentativeRows(row, taken, tokens.offset.unsqueeze(-1) + row)
 
 
 def take_rows(query: Tensor, rows: RepresentativeRows) -> Tensor:
