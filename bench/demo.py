@@ -130,10 +130,15 @@ def verdict(dense: Measured, sparse: Measured) -> str:
     return f"Here the prefill with {better} was {factor:.2f} times faster, compilation apart."
 
 
-def draw_two_heads(stats: Sequence[FlexPrefillStats], masks: Sequence[BlockMask], path: Path) -> str:
-    """Draw the head of middle density of each kind, or two heads of the one kind that occurs; returns what was drawn."""
+def draw_two_heads(stats: Sequence[FlexPrefillStats], masks: Sequence[BlockMask | None], path: Path) -> str:
+    """Draw the head of middle density of each kind, or two heads of the one kind that occurs; returns what was drawn.
+
+    Both are of one prefill, by layer; a layer that ran dense has no mask.
+    """
     heads = []
     for layer, layer_stats in enumerate(stats):
+        if masks[layer] is None:
+            continue
         for head, (aware, density) in enumerate(zip(layer_stats.is_query_aware[0], layer_stats.density[0], strict=True)):
             heads.append((float(density), layer, head, "query-aware" if aware else "vertical-slash"))
     heads.sort()
@@ -143,7 +148,8 @@ def draw_two_heads(stats: Sequence[FlexPrefillStats], masks: Sequence[BlockMask]
     else:
         chosen = [heads[len(heads) // 4], heads[3 * len(heads) // 4]]
     titles = [f"layer {layer}, head {head}: {kind}" for _, layer, head, kind in chosen]
-    plot_block_mask([masks[layer] for _, layer, _, _ in chosen], [head for _, _, head, _ in chosen], path, titles)
+    drawn = [mask for _, layer, _, _ in chosen if (mask := masks[layer]) is not None]
+    plot_block_mask(drawn, [head for _, _, head, _ in chosen], path, titles)
     return f"Masks of {titles[0]} and {titles[1]}: {path}"
 
 
@@ -187,9 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sparse, run = measure(model, prompt, config, options.chunk, bar)
     # of the last chunk
     stats = [run.stats[layer][-1] for layer in sorted(run.stats)]
+    masks = [run.masks[layer][-1] for layer in sorted(run.stats)]
     print(table(dense, sparse, stats), verdict(dense, sparse), sep="\n\n")
-    masks = [mask for layer in sorted(run.masks) for mask in run.masks[layer] if mask is not None]
-    if masks:
+    if any(mask is not None for mask in masks):
         print(draw_two_heads(stats, masks, options.picture))
 
 

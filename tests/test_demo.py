@@ -58,6 +58,8 @@ def test_picture_is_of_both_kinds_where_they_occur(tmp_path, tau):
     assert ("query-aware" in said) == (True in kinds)
     assert ("vertical-slash" in said) == (False in kinds)
     assert (tmp_path / "masks.png").exists()
+    # a layer that ran dense has no mask
+    assert draw_two_heads([stats, stats], [None, mask], tmp_path / "masks.png").count("layer 1") == 2
 
 
 def test_prompt_is_longer_on_a_gpu():
