@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from bench import calibration
 from bench.calibration import calibrated_prompt, landed, measured
 from bench.compiling import constant_sizes
 from bench.inputs import ALL_TOPICS, CHUNK, structured_prompt
@@ -51,6 +52,13 @@ def test_more_is_kept_where_more_is_asked_for():
     densities = [measured(*structured_prompt(2048, aim, **SMALL)[:2], 0.9, **CALLS)[0] for aim in (0.05, 0.2, 0.5)]
     assert densities == sorted(densities)
     assert densities[2] > densities[0] + 0.2
+
+
+def test_long_prompts_are_measured_head_by_head(monkeypatch):
+    query, key, _ = structured_prompt(2048, 0.2, **SMALL)
+    whole = measured(query, key, 0.9, **CALLS)
+    monkeypatch.setattr(calibration, "_ALL_HEADS", 2047)
+    assert measured(query, key, 0.9, **CALLS) == pytest.approx(whole, rel=1e-6)
 
 
 def test_prompt_longer_than_a_chunk_is_one_prompt():
