@@ -288,13 +288,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()
     model = load(options)
     device = next(model.parameters()).device
-    speaks = not dist.is_initialized() or dist.get_rank() == 0
+    speaks, processes = (dist.get_rank() == 0, dist.get_world_size()) if dist.is_initialized() else (True, 1)
     if speaks:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-        parts = dist.get_world_size() if dist.is_initialized() else 1
         named = options.model or f"{options.shape} (random weights)"
         layers, releases = model.config.num_hidden_layers, f"torch {torch.__version__}, transformers {transformers.__version__}"
-        print(f"{named}, {layers} layers, {options.dtype}, on {parts} x {where}, {releases}\n")
+        print(f"{named}, {layers} layers, {options.dtype}, on {processes} x {where}, {releases}\n")
     for tokens in options.prompt_tokens:
         ids = prompt_ids(options, tokens, model.config.vocab_size).to(device)
         rows = []
@@ -309,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.json:
                 with options.json.open("a", encoding="utf-8") as file:
                     named = {"model": options.model or options.shape, "layers": model.config.num_hidden_layers}
+                    named["processes"] = processes
                     file.writelines(json.dumps({**named, **asdict(row)}) + "\n" for row in rows)
     if dist.is_initialized():
         dist.destroy_process_group()
