@@ -67,6 +67,14 @@ def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
     return view
 
 
+def computed_once(tensor: Tensor) -> Tensor:
+    """`tensor` itself, which Inductor then writes to memory once.
+
+    Else (2.11) it computes what no kernel of its own needs in memory anew for every Triton kernel of ours that reads it.
+    """
+    return tensor.as_strided(tensor.shape, tensor.stride())
+
+
 def options_for_launches() -> dict[str, Any] | None:
     """Options of torch.compile for a function that launches Triton kernels of ours.
 

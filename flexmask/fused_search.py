@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmask._torch import computed_once
 from flexmask.emit import BlockLists
 from flexmask.representative import RepresentativeRows, representative_rows
 from flexmask.search import SearchOptions, SearchResult, SearchStats
@@ -105,7 +106,7 @@ def _pooled_blocks(
     values = pooled_map(query_means, key_means, wanted, edges, kv_len, options.block_size, *scores)
     if groups > 1:
         # what is unwritten stays unread: it is in the same places of every head of a group
-        values = group_mean(values, groups)
+        values = computed_once(group_mean(values, groups))
     if options.query_aware == "per_query" or options.keep_all:
         return covering_rows(values, is_query_aware, edges, gamma, options.max_blocks, options.block_size)
     blocks = covering_blocks(values, is_query_aware, edges, gamma, options.block_size)

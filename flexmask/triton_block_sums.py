@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask._torch import computed_once
 from flexmask.representative import RepresentativeRows
 from flexmask.triton_scores import soft_capped
 from flexmask.visibility import num_blocks
@@ -24,11 +25,10 @@ BLOCKS_PER_PROGRAM = 16
 def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
     """The representative rows as kernels read them, (batch or 1, 1 + block_size) int32.
 
-    First the position of query row 0, `offset` (batch or 1,), then the rows of query, -1 where there are fewer. One tensor,
-    because a compiler would compute each of two again for every kernel.
+    First the position of query row 0, `offset` (batch or 1,), then the rows of query, -1 where there are fewer.
     """
     rows_taken = torch.where(rows.taken, rows.row, -1)
-    return torch.cat([offset.unsqueeze(-1).expand(rows_taken.shape[0], 1), rows_taken], -1).int()
+    return computed_once(torch.cat([offset.unsqueeze(-1).expand(rows_taken.shape[0], 1), rows_taken], -1).int())
 
 
 class BlockSums(NamedTuple):
