@@ -26,24 +26,15 @@ _FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).paramete
 KNOWS_LENGTHS = "seq_lengths" in _FROM_KV_BLOCKS
 
 
-def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` of two 3-D tensors with float32 sums and a float32 result, whatever their dtype."""
-    return left.float() @ right.float()
-
-
-def without_tf32() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
     """Float32 products at full precision on CUDA, whatever the program has set; its setting is put back.
 
-    Inside a surrounding ``torch.compile`` it does nothing: there the program's own setting holds.
+    The setting is the process's: threads that multiply meanwhile do so at full precision too.
     """
-    # not within the generator: torch 2.5 traces no context manager that is one
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else _without_tf32()
-
-
-@contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
-    name, off = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
+    newer = hasattr(matmul, "fp32_precision")
+    name, off = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
     before = getattr(matmul, name)
     if before not in (True, "tf32"):
         yield
@@ -52,7 +43,9 @@ def _without_tf32() -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(matmul, name, before)
+        # what was read may have been inherited
+        inherited = newer and getattr(torch.backends, name, None) == before
+        setattr(matmul, name, "none" if inherited else before)
 
 
 def with_dynamic(tensor: Tensor, dim: int) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON, with_dynamic
+from flexmask._torch import HAS_TRITON, with_dynamic, without_tf32
 from flexmask.compilation import compiled
 from flexmask.emit import BlockLists
 from flexmask.search import SearchOptions, SearchResult, SearchStats, search
@@ -35,11 +37,13 @@ def run_search(
         return search(query, key, gamma, tau, offset, attention_mask, options)
     batch, num_heads, q_len, head_dim = query.shape
     shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, offset is None, attention_mask is None)
-    run = compiled(fused_search if fused else search, options, query.device.type, query.dtype, *shape, launched=fused)
+    where = (query.device.type, query.device.index, query.dtype)
+    run = compiled(fused_search if fused else search, options, *where, *shape, launched=fused)
     query, key = with_dynamic(query, 2), with_dynamic(key, 2)
     if attention_mask is not None:
         attention_mask = with_dynamic(attention_mask, 1)
-    return run(query, key, gamma, tau, offset, attention_mask, options)
+    with contextlib.nullcontext() if fused else without_tf32():  # our kernels have no such products
+        return run(query, key, gamma, tau, offset, attention_mask, options)
 
 
 def _as_one_operator(

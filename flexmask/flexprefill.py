@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import block_mask_from_lists, without_tf32
+from flexmask._torch import block_mask_from_lists
 from flexmask.checks import (
     check_attention_mask,
     check_published_selection,
@@ -228,7 +228,7 @@ def searched(
         with_stats=with_stats,
         with_keep=with_keep or with_stats,
     )
-    with torch.no_grad(), without_tf32():
+    with torch.no_grad():
         gamma, tau = _scalar(config.gamma, query.device), _scalar(config.tau, query.device)
         return run_search(query.detach(), key.detach(), gamma, tau, offset, attention_mask, options)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask._torch import matmul_float32
 from flexmask.visibility import in_blocks, whole_blocks
 
 
@@ -65,7 +64,7 @@ def grouped_scores(query: Tensor, key: Tensor) -> Tensor:
     num_kv_heads = key.shape[1]
     groups = num_heads // num_kv_heads
     query = query.reshape(batch * num_kv_heads, groups * rows, head_dim)
-    scores = matmul_float32(query, key.flatten(0, 1).transpose(1, 2))
+    scores = query.float() @ key.flatten(0, 1).transpose(1, 2).float()
     return scores.reshape(batch, num_heads, rows, key.shape[2])
 
 

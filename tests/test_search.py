@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flexmask import FlexPrefillConfig, flexprefill_attention
+from flexmask._torch import without_tf32
 from tests.helpers import (
     Case,
     Drawn,
@@ -480,3 +481,22 @@ def test_attention_reads_nothing_that_was_not_written(cuda):
         again = flexprefill_attention(query, key, value, **options)
     assert torch.equal(first, again)
     assert first.isfinite().all()
+
+
+@pytest.mark.parametrize("generic", ["none", "tf32"])
+def test_tf32_is_put_back_as_it_was(generic):
+    """A precision that the program set for matrix products, or for everything, where the one of products is inherited."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch has no precision for everything")
+    products = torch.backends.cuda.matmul
+    before = torch.backends.fp32_precision, products.fp32_precision
+    try:
+        torch.backends.fp32_precision, products.fp32_precision = generic, "none" if generic == "tf32" else "tf32"
+        assert products.fp32_precision == "tf32"
+        with without_tf32():
+            assert products.fp32_precision == "ieee"
+        assert products.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "ieee"
+        assert products.fp32_precision == ("ieee" if generic == "tf32" else "tf32")
+    finally:
+        torch.backends.fp32_precision, products.fp32_precision = before
