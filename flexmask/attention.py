@@ -100,7 +100,8 @@ def flexprefill_attention(
     Raises
     ------
     TypeError, ValueError
-        For wrong arguments; and on CPUs for inputs, sinks too, that require gradients while gradients are on.
+        For wrong arguments; and on CPUs for inputs, sinks too, that require gradients while gradients are on, unless the call
+        runs dense.
     NotImplementedError
         For `return_lse` on a CPU, and on a CPU with torch 2.5, unless the call runs dense.
     RuntimeError
@@ -139,6 +140,9 @@ def flexprefill_attention(
     # a single row at the end sees every key: no offset has to be looked at
     offset = None if q_offset is None and query.shape[2] == 1 else device_offset(q_offset, query, key)
 
+    if backend != "auto":  # refused whatever the length
+        grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        chosen_backend(backend, query, value, config.block_size, softcap, grad, return_lse or sinks is not None)
     if query.shape[2] == 1 or key.shape[2] < dense_below:
         out, lse = dense_attention(query, key, value, scale, softcap, window, attention_mask, offset, sinks, return_lse)
         stats = empty_stats(query, dense=True) if return_stats else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,11 +21,19 @@ _FLASH_BLOCK_SIZE = 128
 _FLASH_HEAD_DIM = 128
 
 
+def flash_installed() -> bool:
+    """Whether the flash-attn-4 package is there, without importing it; flash-attn 2 has a folder ``cute`` too, of less."""
+    spec = importlib.util.find_spec("flash_attn")
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    return any((Path(folder) / "cute" / "block_sparsity.py").is_file() for folder in folders)
+
+
+_HAS_FLASH = HAS_FLASH_BACKEND and flash_installed()
+
+
 def flash_available() -> bool:
     """Whether FlexAttention's FLASH backend can be used: torch >= 2.10 and the flash-attn-4 package."""
-    if not HAS_FLASH_BACKEND or importlib.util.find_spec("flash_attn") is None:
-        return False
-    return importlib.util.find_spec("flash_attn.cute") is not None
+    return _HAS_FLASH
 
 
 def chosen_backend(
@@ -113,6 +122,7 @@ def run_flex_attention(
     options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim, query.dtype)
     shapes = (
         query.device.type,
+        query.device.index,
         query.dtype,
         query.shape[0],
         query.shape[1],

@@ -1,5 +1,6 @@
 """flexprefill_attention against dense attention under the expanded mask, always through the compiled kernel."""
 
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import FlexPrefillConfig, FlexPrefillStats, dense, flexprefill_attention, flexprefill_mask
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
-from flexmask.backends import flash_available
+from flexmask.backends import flash_available, flash_installed
 from tests.helpers import (
     Case,
     assert_same_attention,
@@ -362,10 +363,24 @@ def test_gradients_are_refused_on_cpus(which):
     assert torch.equal(out, it.attend(sinks=SINKS))
 
 
+@pytest.mark.parametrize("dense_below", [0, 16384])
 @pytest.mark.parametrize("backend", ["triton", "flash"])
-def test_gpu_backends_are_refused_on_cpus(backend):
+def test_gpu_backends_are_refused_on_cpus(backend, dense_below):
     with pytest.raises(ValueError, match=backend):
-        call().attend(backend=backend)
+        call().attend(backend=backend, dense_below=dense_below)
+
+
+@pytest.mark.parametrize("name", ["block_sparsity.py", "interface.py"])
+def test_flash_attention_2_is_not_taken_for_4(tmp_path, monkeypatch, name):
+    """Both have a package ``flash_attn.cute``; neither is imported."""
+    folder = tmp_path / "flash_attn"
+    (folder / "cute").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError('this package was imported')")
+    (folder / "cute" / name).touch()
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert flash_installed() == (name == "block_sparsity.py")
 
 
 # On a GPU
