@@ -48,7 +48,7 @@ class FlexPrefillRun:
         The options.
     stats
         By layer index: the statistics of each call of more than one row, in order, of those that verify guessed tokens too.
-        Decoding steps of one row leave none, nor do calls of another method than FlexPrefill.
+        Decoding steps of one row leave none, nor does what another method than FlexPrefill chooses; calls that run dense do.
     masks
         By layer index, only with `collect_masks`: the mask of each such call, None for one that ran dense without a mask.
     collect_stats, collect_masks
@@ -236,9 +236,12 @@ def _masks_of(
         padding = seen["attention_mask"]
         part = {**seen, "attention_mask": None if padding is None else padding[group.batch]}
         made = method(query, key, block_size=block_size, **options, **part)
+        if made.BLOCK_SIZE != (block_size, block_size):
+            raise ValueError(f"method must give a mask in blocks of {block_size} tokens, as it is told to; got {made.BLOCK_SIZE}")
         if grad:  # which asks for lists by key block too
             lists: Any = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
-            made = block_mask_from_lists(lists, made.mask_mod, block_size, made.seq_lengths, with_gradients=True)
+            lengths = (query.shape[2], key.shape[2])
+            made = block_mask_from_lists(lists, made.mask_mod, block_size, lengths, with_gradients=True)
         return made, None
 
     return masked

@@ -285,6 +285,17 @@ def test_takes_another_method(tokens, family, method):
     assert [len(run.masks[layer]) for layer in (0, 1)] == [1, 1]
 
 
+def test_method_that_gives_other_blocks_is_refused(model, tokens):
+    def method(query, key, *, block_size, **visibility):
+        return causal_mask(query, key, block_size=2 * block_size, **visibility)
+
+    with (
+        flexmask_hf.flexprefill(model, method=method, block_size=32, dense_below=0),
+        pytest.raises(ValueError, match=r"in blocks of 32 tokens, as it is told to; got \(64, 64\)"),
+    ):
+        model(tokens)
+
+
 def test_method_gets_its_own_options_and_the_scores(model, tokens):
     seen = []
 
