@@ -224,9 +224,10 @@ def below(options: argparse.Namespace) -> dict[str, Any]:
 
 def ways(model: Any, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Any]]]]:
     """Each way of attention: its name, and the block that switches it on and yields the run, or None."""
-    if torch.cuda.is_available():
+    on_gpu = torch.device(options.device).type == "cuda"
+    if on_gpu:
         yield "dense (SDPA, cuDNN)", lambda: _dense(SDPBackend.CUDNN_ATTENTION)
-    if not torch.cuda.is_available() or options.default_sdpa:
+    if not on_gpu or options.default_sdpa:
         yield "dense (SDPA)", nullcontext
     if not options.density or not options.shape:
         name = f"FlexPrefill, gamma {options.gamma:g}"
@@ -278,7 +279,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tensor-parallel", action="store_true", help="under torchrun, by transformers' tp_plan")
     parser.add_argument("--json", type=Path, help="file to add the rows to, one a line")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.text and not options.model:
+        parser.error("--text needs --model, whose tokenizer reads it")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

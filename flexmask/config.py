@@ -28,7 +28,7 @@ class FlexPrefillConfig:
         Default 0.1 (the paper's value).
     block_size
         Tokens in a block, of queries and of keys alike. A multiple of 16 from 16 to 256, default 128 (the paper's value).
-        Values other than 64, 128 and 256 run slowly on GPUs: kernels need tiles that divide the block.
+        Values that 64 does not divide run slowly on GPUs: kernels need tiles that divide the block.
     min_budget
         Tokens: at least this many tokens' worth of key blocks and of block diagonals are kept in every head.
         Range >= 0, default 1024 (the paper's value); 0 means no floor.

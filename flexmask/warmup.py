@@ -33,11 +33,12 @@ def warmup(
     """Compile what `flexprefill_attention` needs for one shape of model, so that no later call has to.
 
     Compiled code is kept for the process, and serves all lengths. It is tied to the numbers of heads, head_dim, dtype, batch
-    size, the options but gamma and tau, the tensors' memory layout (here: contiguous), and to whether a call has padding or an
-    offset: a server that takes chunks of prompts besides whole ones warms up both ways. Prompts so long that the heads are cut
-    into groups (`max_mask_bytes`; from about 190k tokens for 32 heads) compile again for every size of group. Across processes
-    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call it makes has 370 blocks of tokens, 47
-    thousand in blocks of 128, and takes their memory.
+    size, the device, the options but gamma and tau, the tensors' memory layout (here: contiguous), to whether a call has padding
+    or an offset, and to whether gradients or inference mode are on: a server that takes chunks of prompts besides whole ones
+    warms up both ways, and within the ``torch.no_grad()`` or ``torch.inference_mode()`` of its calls. Prompts so long that the
+    heads are cut into groups (`max_mask_bytes`; from about 190k tokens for 32 heads) compile again for every size of group.
+    Across processes Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call it makes has 370
+    blocks of tokens, 47 thousand in blocks of 128, and takes their memory.
 
     Parameters
     ----------
