@@ -171,7 +171,8 @@ def search(
     if averaged:
         choice = _Choice(*(for_every_head(x, groups) for x in choice))
     elif options.share_kv_heads == "union":
-        choice = choice._replace(keep=for_every_head(group_any(choice.keep, groups), groups))
+        # not _replace, which torch 2.5 does not trace
+        choice = _Choice(for_every_head(group_any(choice.keep, groups), groups), *choice[1:])
     keep = (choice.keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
     stats = _statistics(keep, choice, pooled, rows, seen, options.block_size) if options.with_stats else None
     return SearchResult(block_lists(keep, seen.full), keep, stats)
