@@ -171,8 +171,9 @@ def search(
     if averaged:
         choice = _Choice(*(for_every_head(x, groups) for x in choice))
     elif options.share_kv_heads == "union":
-        # not _replace, which torch 2.5 does not trace
-        choice = _Choice(for_every_head(group_any(choice.keep, groups), groups), *choice[1:])
+        joined = for_every_head(group_any(choice.keep, groups), groups)
+        # neither _replace nor a slice: older torch does not trace them
+        choice = _Choice(joined, choice.is_query_aware, choice.distance, choice.num_vertical, choice.num_slash)
     keep = (choice.keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
     stats = _statistics(keep, choice, pooled, rows, seen, options.block_size) if options.with_stats else None
     return SearchResult(block_lists(keep, seen.full), keep, stats)
