@@ -51,7 +51,7 @@ def lines(
 ) -> None:
     """Lines over lengths, one per method; `level` draws a horizontal line."""
     figure, axes = pyplot.subplots(figsize=_SIZE, layout="constrained")
-    colours = iter([*pyplot.get_cmap("tab20").colors] * 3)  # type: ignore[attr-defined]
+    colours = iter([*pyplot.get_cmap("tab20").colors] * 3)  # type: ignore[attr-defined]  # only listed colour maps have it
     for name, points in series.items():
         ordered = sorted(points)
         axes.plot([x for x, _ in ordered], [y for _, y in ordered], label=name, color=next(colours), **_style(name))

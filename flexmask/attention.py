@@ -18,7 +18,7 @@ from flexmask.mask_mods import visible_mask_mod
 from flexmask.memory import HeadGroup, head_groups, mask_bytes
 from flexmask.stats import FlexPrefillStats, empty_stats
 
-# tokens of kv_len: the shortest length at which plain calls were faster than dense attention at all densities tried (README.md)
+# tokens of kv_len: the shortest tried at which plain calls were faster than dense attention in all that was measured (README.md)
 DENSE_BELOW = 16384
 MAX_MASK_BYTES = 2**30
 _STATISTICS = ("is_query_aware", "js_distance", "density", "num_vertical_blocks", "num_slash_blocks", "coverage")
@@ -140,10 +140,10 @@ def flexprefill_attention(
     # a single row at the end sees every key: no offset has to be looked at
     offset = None if q_offset is None and query.shape[2] == 1 else device_offset(q_offset, query, key)
 
-    if backend != "auto":  # refused whatever the length
-        grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-        chosen_backend(backend, query, value, config.block_size, softcap, grad, return_lse or sinks is not None)
     if query.shape[2] == 1 or key.shape[2] < dense_below:
+        if backend != "auto":  # what cannot run is refused at every length
+            grad = _wants_gradients(query, key, value, sinks)
+            chosen_backend(backend, query, value, config.block_size, softcap, grad, return_lse or sinks is not None)
         out, lse = dense_attention(query, key, value, scale, softcap, window, attention_mask, offset, sinks, return_lse)
         stats = empty_stats(query, dense=True) if return_stats else None
         return _results(out, lse, stats)
@@ -182,8 +182,7 @@ def attention_by_groups(
 
     `masked` takes a group, its query and key, and whether gradients will be asked for; it gives a mask, and statistics or None.
     """
-    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
-    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    grad = _wants_gradients(query, key, value, sinks)
     kernel = chosen_backend(backend, query, value, config.block_size, softcap, grad, return_lse or sinks is not None)
     if kernel == "cpu" and grad:
         raise ValueError("query, key, value and sinks must not require gradients on a CPU; call under torch.no_grad()")
@@ -211,6 +210,11 @@ def attention_by_groups(
         return out, lse, stats
 
     return attend(groups[0]) if len(groups) == 1 else _joined(query, value, groups, attend)
+
+
+def _wants_gradients(*inputs: Tensor | None) -> bool:
+    """Whether gradients are on and some input requires them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _joined(

@@ -259,7 +259,7 @@ def _replace_stock() -> None:
                 attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
             return attention(module, query, key, value, attention_mask, *args, **kwargs)
 
-        hooked_attention.hooked_by = NAME  # type: ignore[attr-defined]
+        hooked_attention.hooked_by = NAME  # type: ignore[attr-defined]  # a mark on a function
         AttentionInterface.register(_STOCK, hooked_attention)
     if getattr(mask, "hooked_by", None) != NAME:
 
@@ -269,7 +269,7 @@ def _replace_stock() -> None:
             own = prefill_mask(**arguments)
             return HookedMask(own, mask(**arguments)) if isinstance(own, PrefillMask) else own
 
-        hooked_mask.hooked_by = NAME  # type: ignore[attr-defined]
+        hooked_mask.hooked_by = NAME  # type: ignore[attr-defined]  # a mark on a function
         AttentionMaskInterface.register(_STOCK, hooked_mask)
 
 
