@@ -483,6 +483,20 @@ def test_attention_reads_nothing_that_was_not_written(cuda):
     assert first.isfinite().all()
 
 
+@pytest.mark.gpu
+def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, monkeypatch):
+    """Where plain products choose the blocks; our kernels do not ask."""
+    config = FlexPrefillConfig(0.8, 0.3, block_size=32, min_budget=32, selection="reference")
+    query, key = structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 700, 700, 64)
+    case = Case(query, key, config).to(cuda)
+    keep = case.search().keep
+    exact = query[0, 0].to(cuda) @ key[0, 0].to(cuda).mT
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    assert not torch.equal(query[0, 0].to(cuda) @ key[0, 0].to(cuda).mT, exact)  # it is on
+    assert torch.equal(case.search().keep, keep)
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
 @pytest.mark.parametrize("generic", ["none", "tf32"])
 def test_tf32_is_put_back_as_it_was(generic):
     """A precision that the program set for matrix products, or for everything, where the one of products is inherited."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -65,6 +66,21 @@ def test_static_cache_generates_as_a_dynamic_one(cuda, tokens, family):
         got = model.generate(tokens.to(cuda), cache_implementation="static", **options)
     assert torch.equal(got, expected)
     assert not run.stats[1][0].dense
+
+
+@pytest.mark.parametrize("options", [{"method": "causal"}, {"dense_layers": (0, 1)}], ids=["method", "dense layers"])
+def test_gradients_of_other_masks(cuda, tokens, options):
+    """A sliding window, so that the dense layers have a mask too."""
+    model = FAMILIES["Mistral"].make().to(cuda)
+    model.set_attn_implementation(FAMILIES["Mistral"].dense)
+    weight = model.get_input_embeddings().weight
+    gradients = []
+    for sparse in (False, True):
+        with torch.enable_grad(), flexmask_hf.flexprefill(model, **KEEP_ALL, **options) if sparse else nullcontext():
+            loss = model(tokens.to(cuda), labels=tokens.to(cuda)).loss
+            gradients.append(torch.autograd.grad(loss, weight)[0])
+    assert gradients[0].abs().max() > 1e-3
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
