@@ -487,7 +487,7 @@ def test_attention_reads_nothing_that_was_not_written(cuda):
 def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, monkeypatch):
     """Where plain products choose the blocks; our kernels do not ask."""
     config = FlexPrefillConfig(0.8, 0.3, block_size=32, min_budget=32, selection="reference")
-    query, key = structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 700, 700, 64)
+    query, key = structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 704, 704, 64)
     case = Case(query, key, config).to(cuda)
     keep = case.search().keep
     exact = query[0, 0].to(cuda) @ key[0, 0].to(cuda).mT
