@@ -72,11 +72,12 @@ def options_for_launches() -> dict[str, Any] | None:
     """Options of torch.compile for a function that launches Triton kernels of ours.
 
     Inductor launches its own kernels from C++, but those of others through Triton's slower Python unless it is told otherwise.
+    What it is told does not reach the processes in which it compiles kernels (2.11), so that these are compiled in this one.
     """
     import torch._inductor.config as inductor
 
     name = "static_launch_user_defined_triton_kernels"
-    return {name: True} if hasattr(inductor, name) else None
+    return {name: True, "compile_threads": 1} if hasattr(inductor, name) else None
 
 
 def captured(tensor: Tensor) -> Tensor:

@@ -229,18 +229,18 @@ def searched(
         with_keep=with_keep or with_stats,
     )
     with torch.no_grad():
-        gamma, tau = _scalar(config.gamma, query.device), _scalar(config.tau, query.device)
+        gamma, tau = _scalars((config.gamma, config.tau), query.device)
         return run_search(query.detach(), key.detach(), gamma, tau, offset, attention_mask, options)
 
 
-def _scalar(value: float, device: torch.device) -> Tensor:
-    """`value` as a 0-d float64 tensor; on a GPU one of earlier calls, since to make one is a launch."""
+def _scalars(values: tuple[float, ...], device: torch.device) -> list[Tensor]:
+    """`values` as 0-d float64 tensors; on a GPU those of earlier calls, since to make one is a launch."""
     if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-        return torch.full((), value, dtype=torch.float64, device=device)
-    return _kept_scalar(value, device, torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled())
+        return [torch.full((), value, dtype=torch.float64, device=device) for value in values]
+    return _kept_scalars(values, device, torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled())
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_scalar(value: float, device: torch.device, stream: int, inference: bool) -> Tensor:
+def _kept_scalars(values: tuple[float, ...], device: torch.device, stream: int, inference: bool) -> list[Tensor]:
     # of one stream, so that none reads it before it is written, and of one mode, which compiled code tells apart
-    return torch.full((), value, dtype=torch.float64, device=device)
+    return [torch.full((), value, dtype=torch.float64, device=device) for value in values]
