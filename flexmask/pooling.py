@@ -8,7 +8,7 @@ from torch import Tensor
 from flexmask.visibility import in_blocks, whole_blocks
 
 
-def block_means(x: Tensor, valid: Tensor, block_size: int) -> Tensor:
+def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
     """Mean of every block's valid tokens, zero where it has none.
 
     Parameters
@@ -16,7 +16,7 @@ def block_means(x: Tensor, valid: Tensor, block_size: int) -> Tensor:
     x
         (batch, heads, length, head_dim), float32, float16 or bfloat16.
     valid
-        (batch or 1, length) bool. What invalid tokens hold does not matter, NaN included.
+        (batch or 1, length) bool, or None where all tokens are. What invalid tokens hold does not matter, NaN included.
     block_size
         Tokens in a block.
 
@@ -25,9 +25,13 @@ def block_means(x: Tensor, valid: Tensor, block_size: int) -> Tensor:
     Tensor
         (batch, heads, num_blocks, head_dim) float32.
     """
-    tokens = whole_blocks(torch.where(valid[:, None, :, None], x.float(), 0.0), 2, block_size)
+    values = x.float()
+    if valid is None:
+        valid = torch.ones(1, x.shape[2], dtype=torch.bool, device=x.device)
+    else:
+        values = torch.where(valid[:, None, :, None], values, 0.0)
     count = in_blocks(valid, block_size, False).sum(-1)
-    return tokens.sum(3) / count.clamp(min=1)[:, None, :, None]
+    return whole_blocks(values, 2, block_size).sum(3) / count.clamp(min=1)[:, None, :, None]
 
 
 def pooled_scores(query_means: Tensor, key_means: Tensor, key_counts: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -76,3 +80,11 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
     """Softmax over the visible entries of the last dimension, 0 elsewhere; a row that sees nothing comes out even, not 0."""
     return torch.where(visible, scores, torch.finfo(scores.dtype).min).softmax(-1)
+
+
+def masked_softmax_in_place(scores: Tensor, visible: Tensor) -> Tensor:
+    """`masked_softmax` for scores that are not needed any more; on CPUs new memory would take longer than the arithmetic."""
+    scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
+    if scores.device.type != "cpu" or torch.compiler.is_compiling():
+        return scores.softmax(-1)
+    return torch.softmax(scores, -1, out=scores)

@@ -127,7 +127,9 @@ def search(
 
     taken = pattern_rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
     query_mean = pattern_queries.float().sum(2, keepdim=True) / taken
-    key_means = block_means(key, tokens.key_valid, options.block_size)
+    # without padding every query row is valid, and every key unless an offset leaves some unfilled
+    key_valid = tokens.key_valid if tokens.padded or offset is not None else None
+    key_means = block_means(key, key_valid, options.block_size)
     counts = valid_keys(tokens, options.block_size)
     if options.selection == "reference":
         counts = torch.ones_like(counts)
@@ -140,7 +142,7 @@ def search(
     groups, averaged = query.shape[1] // key.shape[1], options.share_kv_heads == "mean"
 
     def pooled_map() -> Tensor:
-        query_means = block_means(query, tokens.row_valid, options.block_size)
+        query_means = block_means(query, tokens.row_valid if tokens.padded else None, options.block_size)
         scores = pooled_scores(query_means, key_means, counts, options.scale, options.softcap)
         values = torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
         # NaN in a head counts as 0 there, not in the mean

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flexmask.pooling import block_means, capped, grouped_scores, masked_softmax, pooled_scores
+from flexmask.pooling import block_means, capped, grouped_scores, masked_softmax, masked_softmax_in_place, pooled_scores
 
 
 def random(*shape, seed=0):
@@ -43,6 +43,12 @@ def test_means_of_half_precision_are_those_of_its_values(dtype):
     means = block_means(x, torch.ones(1, 64).bool(), 32)
     assert means.dtype == torch.float32
     assert torch.equal(means, block_means(x.float(), torch.ones(1, 64).bool(), 32))
+
+
+@pytest.mark.parametrize("length", [1, 16, 63])
+def test_no_validity_is_all_valid(length):
+    x = random(2, 3, length, 16)
+    assert torch.equal(block_means(x, None, 16), block_means(x, torch.ones(1, length).bool(), 16))
 
 
 def test_one_validity_row_serves_the_whole_batch():
@@ -87,3 +93,18 @@ def test_softmax_is_over_visible_entries():
     first, none = masked_softmax(scores, visible).tolist()
     assert first == pytest.approx([1 / (1 + math.e), 0, math.e / (1 + math.e)])
     assert none == pytest.approx([1 / 3] * 3)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (2, 129), (4, 8, 1000), (1, 2, 128, 20000), (70, 1, 5)])
+def test_softmax_in_place_is_the_same(shape):
+    """Also for rows that see nothing, hold infinities or NaN, and for strides that are not the plain ones."""
+    for strided in (False, True):
+        scores = random(*shape, 2)[..., 0] if strided else random(*shape)
+        visible = random(*shape, seed=1) < 0.5
+        scores[..., :1, 0] = float("inf")
+        scores[..., -1:, -1] = float("nan")
+        visible[..., :1, 1:] = False
+        expected = masked_softmax(scores, visible)
+        got = masked_softmax_in_place(scores, visible)
+        torch.testing.assert_close(got, expected, atol=0, rtol=0, equal_nan=True)
+        assert got.data_ptr() == scores.data_ptr()
