@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from bench.inputs import structured_prompt
-from flexmask import FlexPrefillStats, flexprefill_mask
+from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_mask
+from flexmask.flexprefill import MOST_BYTES
+from flexmask.memory import mask_bytes
 
 TOLERANCE = 0.02
 _CLOSE_ENOUGH = 0.008
 _MOST_CALLS = 6
-# tokens up to which flexprefill_mask makes the masks of 32 heads at once
-_ALL_HEADS = 524288
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def landed(density: float, named: float) -> bool:
 
 def measured(query: Tensor, key: Tensor, gamma: float, **options: Any) -> tuple[float, float]:
     """Mean density and share of query-aware heads of one call; by the heads of a key head where all masks take too much."""
-    groups = [(query, key)] if query.shape[2] <= _ALL_HEADS else zip(query.chunk(key.shape[1], 1), key.split(1, 1), strict=True)
+    needed = query.shape[:2].numel() * mask_bytes(query.shape[2], key.shape[2], FlexPrefillConfig(gamma, **options))
+    groups = [(query, key)] if needed <= MOST_BYTES else zip(query.chunk(key.shape[1], 1), key.split(1, 1), strict=True)
     found = []
     with torch.no_grad():
         for q, k in groups:

@@ -37,9 +37,7 @@ def fused_search(
     tokens = token_validity(query.shape[2], kv_len, offset, attention_mask, key)
     edges = packed_edges(tokens, block_size, options.window)
 
-    # without padding every query row is valid, and every key unless an offset leaves some unfilled
-    key_valid = tokens.key_valid if tokens.padded or offset is not None else None
-    key_means = wanted_block_means(key, key_valid, None, block_size)
+    key_means = wanted_block_means(key, None if tokens.filled else tokens.key_valid, None, block_size)
 
     rows, packed, sums, norms, lines = _attend(options.index_queries, query, key, tokens, edges, options)
     pattern_rows, attended = packed, lines[0]

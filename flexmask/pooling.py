@@ -78,12 +78,10 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible entries of the last dimension, 0 elsewhere; a row that sees nothing comes out even, not 0."""
-    return torch.where(visible, scores, torch.finfo(scores.dtype).min).softmax(-1)
+    """Softmax over the visible entries of the last dimension, 0 elsewhere; a row that sees nothing comes out even, not 0.
 
-
-def masked_softmax_in_place(scores: Tensor, visible: Tensor) -> Tensor:
-    """`masked_softmax` for scores that are not needed any more; on CPUs new memory would take longer than the arithmetic."""
+    It writes over `scores`: on CPUs new memory would take longer than the arithmetic.
+    """
     scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
     if scores.device.type != "cpu" or torch.compiler.is_compiling():
         return scores.softmax(-1)

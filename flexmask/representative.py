@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.pooling import capped, grouped_scores, masked_softmax_in_place
+from flexmask.pooling import capped, grouped_scores, masked_softmax
 from flexmask.visibility import Tokens, whole_blocks
 
 
@@ -89,7 +89,7 @@ def representative_attention(
     visible = tokens.key_valid.unsqueeze(-2) & rows.taken.unsqueeze(-1) & (column <= position)
     if window is not None:
         visible = visible & (column > position - window)
-    return masked_softmax_in_place(capped(grouped_scores(query_rows.float() * scale, key), softcap), visible[:, None])
+    return masked_softmax(capped(grouped_scores(query_rows.float() * scale, key), softcap), visible[:, None])
 
 
 def summed_attention(attention: Tensor, rows: RepresentativeRows, block_size: int) -> RowSums:

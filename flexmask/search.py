@@ -127,9 +127,7 @@ def search(
 
     taken = pattern_rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
     query_mean = pattern_queries.float().sum(2, keepdim=True) / taken
-    # without padding every query row is valid, and every key unless an offset leaves some unfilled
-    key_valid = tokens.key_valid if tokens.padded or offset is not None else None
-    key_means = block_means(key, key_valid, options.block_size)
+    key_means = block_means(key, None if tokens.filled else tokens.key_valid, options.block_size)
     counts = valid_keys(tokens, options.block_size)
     if options.selection == "reference":
         counts = torch.ones_like(counts)

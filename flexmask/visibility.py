@@ -20,6 +20,7 @@ class Tokens(NamedTuple):
     key_valid: Tensor  # (batch or 1, kv_len) bool
     row_valid: Tensor  # (batch or 1, q_len) bool
     padded: bool  # whether an attention mask was given; without one every query row is valid
+    filled: bool  # every key is valid: no padding, and no offset that might leave keys unfilled
 
 
 class BlockEdges(NamedTuple):
@@ -60,6 +61,7 @@ def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mas
     `offset` is None for bottom-right alignment, else integer, 0-d or (batch,); it is clamped to [0, kv_len - q_len] here,
     so that no value of it can make an index leave its range. `attention_mask` is (batch, kv_len) or None.
     """
+    filled = offset is None and attention_mask is None
     if offset is None:
         offset = torch.full((1,), kv_len - q_len, dtype=torch.int64, device=key.device)
     else:
@@ -67,10 +69,10 @@ def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mas
     key_valid = torch.arange(kv_len, device=key.device) < (offset + q_len).unsqueeze(-1)
     rows = offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
     if attention_mask is None:
-        return Tokens(offset, key_valid, torch.ones_like(rows, dtype=torch.bool), padded=False)
+        return Tokens(offset, key_valid, torch.ones_like(rows, dtype=torch.bool), padded=False, filled=filled)
     key_valid = key_valid & (attention_mask != 0)
     row_valid = key_valid.gather(1, rows.expand(key_valid.shape[0], -1))
-    return Tokens(offset.expand(key_valid.shape[0]), key_valid, row_valid, padded=True)
+    return Tokens(offset.expand(key_valid.shape[0]), key_valid, row_valid, padded=True, filled=filled)
 
 
 def block_edges(tokens: Tokens, block_size: int) -> BlockEdges:

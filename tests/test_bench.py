@@ -57,7 +57,7 @@ def test_more_is_kept_where_more_is_asked_for():
 def test_long_prompts_are_measured_head_by_head(monkeypatch):
     query, key, _ = structured_prompt(2048, 0.2, **SMALL)
     whole = measured(query, key, 0.9, **CALLS)
-    monkeypatch.setattr(calibration, "_ALL_HEADS", 2047)
+    monkeypatch.setattr(calibration, "MOST_BYTES", 0)
     assert measured(query, key, 0.9, **CALLS) == pytest.approx(whole, rel=1e-6)
 
 
