@@ -47,9 +47,11 @@ OTHER_TESTS = (
     "tests/integrations",
     "tests/test_demo.py",
     "tests/test_fused_search.py",
+    "tests/test_import_effects.py",
     "tests/test_imports.py",
     "tests/test_plot.py",
     "tests/test_readme.py",
+    "tests/test_side_folders.py",
     "tests/test_triton_kernels.py",
 )
 

@@ -1,45 +1,19 @@
-"""Whatever is wrong with the arguments is refused by name before anything is computed, and without reading a tensor's values."""
+"""Arguments that are wrong for both functions are refused by name before anything is computed; the ends of ranges are not."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
-from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from flexmask import FlexPrefillConfig, attention, flexprefill_attention, flexprefill_mask
-from tests.helpers import known_lengths, structured_inputs
+from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask
+from tests.comparisons import known_lengths
+from tests.refusals import LAYOUT, Refusals, ids, right, zeros
 
-LAYOUT = {
-    "query": "(batch, num_heads, q_len, head_dim)",
-    "key": "(batch, num_kv_heads, kv_len, head_dim)",
-    "value": "(batch, num_kv_heads, kv_len, v_head_dim)",
-}
 WHOLE_PROMPT = 'selection="reference" needs a whole prompt of a multiple of block_size (32) tokens; got q_len {} and kv_len {}'
 SHARES = 'selection="reference" takes no {}; use selection="coverage"'
-
-
-def right() -> dict[str, Any]:
-    """Arguments that are accepted: lengths 64 of 96, 4 heads on 2."""
-    return {
-        "query": torch.zeros(2, 4, 64, 32),
-        "key": torch.zeros(2, 2, 96, 32),
-        "value": torch.zeros(2, 2, 96, 48),
-        "block_size": 32,
-    }
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-# what differs from right(), exception, message
-Refusals = list[tuple[dict[str, Any], type[Exception], str]]
 
 REFUSED: Refusals = [
     # ranks
@@ -199,43 +173,6 @@ REFUSED: Refusals = [
     ),
 ]
 
-REFUSED_BY_ATTENTION: Refusals = [
-    ({"value": zeros(2, 96, 32)}, ValueError, f"value must be {LAYOUT['value']}; got shape (2, 96, 32)"),
-    ({"value": None}, TypeError, f"value must be a tensor {LAYOUT['value']}; got NoneType"),
-    ({"value": zeros(2, 2, 96, 0)}, ValueError, "value must not be empty; got shape (2, 2, 96, 0)"),
-    *(
-        (
-            {"value": zeros(*shape)},
-            ValueError,
-            f"value must have key's batch, num_kv_heads and kv_len (2, 2, 96); got {shape[:3]}",
-        )
-        for shape in ((1, 2, 96, 32), (2, 4, 96, 32), (2, 2, 64, 32))
-    ),
-    *(
-        ({"value": zeros(2, 2, 96, size)}, ValueError, f"value must have a v_head_dim from 16 to 256; got {size}")
-        for size in (8, 257)
-    ),
-    # key has query's dtype and device, so one name stands for both
-    (
-        {"value": zeros(2, 2, 96, 48, dtype=torch.float16)},
-        TypeError,
-        "value must have query's dtype torch.float32; got torch.float16",
-    ),
-    ({"value": zeros(2, 2, 96, 48, device="meta")}, ValueError, "value must be on query's device cpu; got meta"),
-    ({"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'triton', 'flash'; got 'cuda'"),
-    ({"backend": None}, ValueError, "backend must be one of 'auto', 'triton', 'flash'; got None"),
-    ({"dense_below": -1}, ValueError, "dense_below must be >= 0 tokens; got -1"),
-    ({"dense_below": 1.0}, TypeError, "dense_below must be an int; got float"),
-    ({"backend": "triton", "dense_below": 0}, ValueError, 'backend="triton" needs a GPU; on a CPU use backend="auto"'),
-]
-
-
-def ids(refusals: Refusals) -> list[str]:
-    def shown(x: Any) -> str:
-        return f"{x.dtype} {tuple(x.shape)} {x.device}" if isinstance(x, Tensor) else str(x)
-
-    return [", ".join(f"{name}={shown(x)}" for name, x in changes.items()) for changes, *_ in refusals]
-
 
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=ids(REFUSED))
 @pytest.mark.parametrize("function", [flexprefill_mask, flexprefill_attention])
@@ -245,47 +182,6 @@ def test_both_functions_refuse(function, changes, error, message):
         del arguments["value"]
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         function(**arguments)
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), REFUSED_BY_ATTENTION, ids=ids(REFUSED_BY_ATTENTION))
-def test_attention_refuses(changes, error, message):
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        flexprefill_attention(**{**right(), **changes})
-
-
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "a CUDA device (got cpu)",
-        "float16 or bfloat16 (got float32)",
-        "block_size 128 (got 32)",
-        "equal head_dim <= 128 (got 32 and 48 for value)",
-        "not tested with softcap",
-    ],
-)
-def test_flash_names_every_reason_why_it_cannot_run(reason):
-    with pytest.raises(ValueError, match='^backend="flash" cannot run here: .*' + re.escape(reason)):
-        flexprefill_attention(**right(), backend="flash", dense_below=0, softcap=30.0)
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_gradients_on_a_cpu_are_refused(name):
-    arguments = right()
-    arguments[name].requires_grad_()
-    with pytest.raises(ValueError, match=r"must not require gradients on a CPU; call under torch\.no_grad\(\)"):
-        flexprefill_attention(**arguments, dense_below=0)
-
-
-def test_log_sum_exp_on_a_cpu_is_refused():
-    with pytest.raises(NotImplementedError, match="return_lse is not there on CPUs"):
-        flexprefill_attention(**right(), dense_below=0, return_lse=True)
-
-
-def test_a_cpu_is_refused_where_torch_has_no_kernel_for_it(monkeypatch):
-    monkeypatch.setattr(attention, "HAS_CPU_KERNEL", False)
-    with pytest.raises(NotImplementedError, match=r"FlexAttention runs on CPUs from torch 2\.6 on; got torch .* dense_below"):
-        flexprefill_attention(**right(), dense_below=0)
-    assert flexprefill_attention(**right()).shape == (2, 4, 64, 48)
 
 
 @pytest.mark.parametrize(
@@ -313,111 +209,3 @@ def test_ends_of_the_ranges_are_accepted(changes):
     batch, num_heads, q_len, _ = arguments["query"].shape
     shape = (batch, num_heads, *known_lengths(q_len, arguments["key"].shape[2], 32))
     assert flexprefill_mask(**arguments, min_budget=0).shape == shape
-
-
-# No value of a tensor is read
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "statistics": {"return_stats": True},
-    "everything kept": {"gamma": 1.0},
-    "no query-aware head": {"tau": 0.0},
-    "other rules": {"query_aware": "per_query", "pattern_queries": "middle", "max_budget": 64, "softcap": 20.0, "scale": 0.5},
-    "padded window": {"attention_mask": torch.ones(2, 200, dtype=torch.int64), "window": 70},
-    "offset": {"q_offset": 3},
-    "offset tensor": {"q_offset": torch.tensor([3, 50]), "attention_mask": torch.ones(2, 200, dtype=torch.bool)},
-    "published": {"selection": "reference", "q_len": 192, "kv_len": 192},
-    "shared by union": {"share_kv_heads": "union"},
-    "shared by mean": {"share_kv_heads": "mean", "return_stats": True},
-}
-
-
-def inputs(q_len: int = 150, kv_len: int = 200, **options: Any) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    generator = torch.Generator().manual_seed(3)
-    return structured_inputs(generator, 2, 4, 2, q_len, kv_len, head_dim=32), {
-        "gamma": 0.7,
-        "block_size": 32,
-        "min_budget": 0,
-        **options,
-    }
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_mask_can_be_made_of_tensors_without_values(options):
-    tensors, options = inputs(**options)
-    mode = FakeTensorMode()
-    query, key = map(mode.from_tensor, tensors)
-    options = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in options.items()}
-    with mode:
-        result = flexprefill_mask(query, key, **options)
-    mask = result[0] if isinstance(result, tuple) else result
-    assert mask.shape == (2, 4, *known_lengths(query.shape[2], key.shape[2], 32))
-    with pytest.raises(DataDependentOutputException), mode:
-        mask.to_dense().any().item()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"softcap": 20.0}, {"return_lse": True}, {"return_stats": True, "attention_mask": torch.ones(2, 200, dtype=torch.bool)}],
-    ids=["plain", "softcap", "log-sum-exp", "padding"],
-)
-def test_dense_attention_can_be_traced_without_values(options):
-    tensors, options = inputs(**options)
-    mode = FakeTensorMode()
-    query, key = map(mode.from_tensor, tensors)
-    options = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in options.items()}
-    with mode:
-        result = flexprefill_attention(query, key, key, **options)
-    out = result[0] if isinstance(result, tuple) else result
-    assert out.shape == query.shape
-
-
-READERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu", "nonzero", "unique")
-
-
-@pytest.fixture
-def no_reading(monkeypatch):
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a tensor's value was read")
-
-    def start() -> None:
-        for name in READERS:
-            monkeypatch.setattr(Tensor, name, refuse)
-
-    yield start
-    monkeypatch.undo()
-
-
-def test_reading_a_value_is_noticed(no_reading):
-    no_reading()
-    for read in (bool, int, float, Tensor.item, Tensor.tolist):
-        with pytest.raises(AssertionError, match="value was read"):
-            read(torch.ones(()))
-
-
-@pytest.mark.attention
-def test_attention_reads_no_value(no_reading):
-    (query, key), options = inputs(
-        attention_mask=torch.ones(2, 200, dtype=torch.bool), q_offset=torch.tensor([3, 50]), dense_below=0, return_stats=True
-    )
-    torch._dynamo.reset()
-    with torch.no_grad():
-        expected, _ = flexprefill_attention(query, key, key, **options)  # compiles, which may read what it likes
-        no_reading()
-        out, _ = flexprefill_attention(query, key, key, **options)
-    assert torch.equal(out, expected)
-
-
-def test_checks_read_no_value(no_reading):
-    no_reading()
-    arguments = right()
-    with pytest.raises(ValueError, match="gamma"):
-        flexprefill_mask(arguments["query"], arguments["key"], 2.0)
-    flexprefill_mask(
-        arguments["query"],
-        arguments["key"],
-        q_offset=torch.tensor([10**6, -7]),
-        attention_mask=torch.zeros(2, 96, dtype=torch.bool),
-        block_size=32,
-        return_stats=True,
-    )

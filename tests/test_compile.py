@@ -1,7 +1,4 @@
-"""Traced whole, compiled a handful of times, and never run uncompiled without saying so.
-
-Tracing and the counting of recompilations do not depend on the backend, so most tests trace with one that compiles nothing.
-"""
+"""Traced whole, never run uncompiled without saying so, and left as they were by a refused call."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,70 +13,16 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from torch import Tensor
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import FlexPrefillConfig, _torch, compilation, flexprefill_attention, flexprefill_mask
+from flexmask import FlexPrefillConfig, _torch, flexprefill_attention, flexprefill_mask
 from flexmask.backends import run_flex_attention
 from flexmask.block_masks import MASKS, causal_mask
-from tests.helpers import structured_inputs
-
-CPP_ERROR = pytest.mark.xfail(
-    not _torch.CPU_TAKES_UNBACKED_SIZES, reason="this torch writes C++ that does not compile: flexmask._torch"
-)
+from tests.compile_support import KEY, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, traced
+from tests.compile_support import fresh_compiler as fresh_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
-SPARSE: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
-LENGTHS = (600, 333, 512, 64, 65, 100, 127, 128, 129, 160, 200, 255, 256, 257, 300, 384, 401, 450, 555, 599)
-
-QUERY, KEY = structured_inputs(torch.Generator().manual_seed(6), 2, 4, 2, 600, 600, head_dim=16)
-# heads of both kinds: where attention is sharp, block means do not predict it
-QUERY[:, 1::2] *= 6
-VALUE = torch.randn(2, 2, 600, 24, generator=torch.Generator().manual_seed(6))
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Nothing compiled before a test, and nothing left of it."""
-
-    def forget() -> None:
-        torch._dynamo.reset()
-        compilation._compile.cache_clear()
-
-    forget()
-    with torch.no_grad():
-        yield
-    forget()
-
-
-def cut(length: int, batch: int = 2, num_kv_heads: int = 2) -> list[Tensor]:
-    """Query, key and value of a prompt; copies, since a view would bring its whole tensor's shape into the guards."""
-    return [
-        x[:batch, :heads, :length].clone(memory_format=torch.contiguous_format)
-        for x, heads in ((QUERY, 4), (KEY, num_kv_heads), (VALUE, num_kv_heads))
-    ]
-
-
-def traced(function: Callable[..., Any], backend: str = "eager", **options: Any) -> tuple[Callable[..., Any], Any]:
-    """`function` compiled whole, and the counter of its graphs."""
-    counter = CompileCounterWithBackend(backend)
-    return torch.compile(function, fullgraph=True, backend=counter, **options), counter
-
-
-def dense_under(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Dense attention under the mask written out; rows that see nothing give zero."""
-    batch, heads = mask.shape[:2]
-    pairs = create_mask(mask.mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)
-    sees = pairs.any(-1, keepdim=True)
-    return torch.where(sees, F.scaled_dot_product_attention(query, key, value, attn_mask=pairs | ~sees, enable_gqa=True), 0.0)
-
-
-def assert_same_lists(mask: BlockMask, expected: BlockMask) -> None:
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        assert torch.equal(getattr(mask, name), getattr(expected, name)), name
-    assert mask.shape == expected.shape
 
 
 def test_what_is_traced_here_is_sparse():
@@ -91,10 +33,6 @@ def test_what_is_traced_here_is_sparse():
 
 
 # Traced whole
-
-PADDING = torch.ones(2, 600, dtype=torch.int64)
-PADDING[0, :70] = 0
-PADDING[1, 540:545] = 0
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "padded window": {"attention_mask": PADDING, "window": 200, "softcap": 20.0, "scale": 0.2},
@@ -166,146 +104,7 @@ def test_mask_and_attention_are_compiled_whole(name, device):
     torch.testing.assert_close(attend(query, key, value), expected, atol=2e-5, rtol=0)
 
 
-# A handful of compilations
-
-
-@pytest.mark.attention
-def test_mask_and_attention_in_one_function_serve_all_lengths():
-    def attend(query, key, value):
-        mask = flexprefill_mask(query, key, **SPARSE)
-        return flex_attention(query, key, value, block_mask=mask, enable_gqa=True), mask.kv_num_blocks
-
-    run, counter = traced(attend, dynamic=True)
-    for length in LENGTHS:
-        inputs = cut(length, batch=1, num_kv_heads=1)
-        out, counts = run(*inputs)
-        mask = flexprefill_mask(*inputs[:2], **SPARSE)
-        assert torch.equal(counts, mask.kv_num_blocks)
-        torch.testing.assert_close(out, dense_under(mask, *inputs), atol=2e-5, rtol=0)
-    assert counter.frame_count <= 2
-
-
-@pytest.mark.attention
-def test_attention_inside_another_compilation_is_one_graph():
-    run, counter = traced(lambda *inputs: flexprefill_attention(*inputs, **SPARSE, dense_below=0))
-    assert run(*cut(200)).shape == (2, 4, 200, 24)
-    assert counter.frame_count == 1
-
-
-def test_changing_numbers_are_not_compiled_each():
-    def mask(query, key, gamma, tau, q_offset):
-        return flexprefill_mask(query, key, gamma, tau, block_size=32, min_budget=0, q_offset=q_offset)
-
-    run, counter = traced(mask)
-    query = QUERY[:, :, :100].contiguous()
-    for step in range(1, 8):
-        # torch 2.5 takes every float for a constant
-        floats = (0.6, 0.1) if torch._dynamo.config.specialize_float else (step / 10, step / 20)
-        numbers = *floats, 61 * step
-        assert_same_lists(run(query, KEY, *numbers), mask(query, KEY, *numbers))
-    assert counter.frame_count <= 2
-
-
-@pytest.mark.attention
-@pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=CPP_ERROR)], ids=["whole", "padded"])
-def test_attention_called_plainly_serves_all_lengths(padded):
-    graphs = torch._dynamo.utils.counters["stats"]
-    before = graphs["unique_graphs"]
-    for length in LENGTHS:
-        inputs = cut(length)
-        options = {**SPARSE, "attention_mask": PADDING[:, -length:]} if padded else SPARSE
-        out = flexprefill_attention(*inputs, **options, dense_below=0)
-        # sparse indeed, at every length: a silent dense fallback would not equal it
-        torch.testing.assert_close(out, dense_under(flexprefill_mask(*inputs[:2], **options), *inputs), atol=2e-5, rtol=0)
-    assert 1 <= graphs["unique_graphs"] - before <= 5
-
-
-@pytest.mark.attention
-@pytest.mark.slow
-@CPP_ERROR
-def test_masks_in_a_compilation_of_the_user_serve_all_lengths():
-    run = torch.compile(lambda *inputs: flex_attention(*inputs[:3], block_mask=inputs[3], enable_gqa=True), fullgraph=True)
-    graphs = torch._dynamo.utils.counters["stats"]
-    before = graphs["unique_graphs"]
-    for step, length in enumerate(LENGTHS):
-        inputs = cut(length)
-        mask = flexprefill_mask(*inputs[:2], **SPARSE, attention_mask=PADDING[:, -length:], window=100 + step)
-        torch.testing.assert_close(run(*inputs, mask), dense_under(mask, *inputs), atol=2e-5, rtol=0)
-    assert 1 <= graphs["unique_graphs"] - before <= 3
-
-
-@pytest.fixture
-def counting(monkeypatch):
-    """Let the project compile with a backend that only counts graphs; attention's results are worthless then."""
-    counter, compile_ = CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(compilation.torch, "compile", lambda function, **options: compile_(function, **options, backend=counter))
-    return counter
-
-
-@pytest.mark.attention
-def test_calls_of_all_kinds_share_the_compilations_of_one_model(counting):
-    for batch in (1, 2):
-        for length in LENGTHS[:8]:
-            query, key, value = cut(length, batch)
-            flexprefill_attention(query, key, value, **SPARSE, dense_below=0)
-            # a chunk, and the layout in which Hugging Face's models hand queries over
-            query = query[:, :, length // 2 :].transpose(1, 2).contiguous().transpose(1, 2)
-            flexprefill_attention(query, key, value, **SPARSE, dense_below=0)
-    assert counting.frame_count <= getattr(torch._dynamo.config, _torch.recompile_limit())
-
-
-@pytest.mark.attention
-def test_one_model_does_not_use_up_the_compilations_of_another(counting):
-    with torch._dynamo.config.patch({_torch.recompile_limit(): 2}):
-        for head_dim in (16, 32, 48, 64):
-            for length in (100, 200, 300):
-                query, key = torch.randn(1, 2, length, head_dim), torch.randn(1, 1, length, head_dim)
-                flexprefill_attention(query, key, key, block_size=32, dense_below=0)
-    assert 4 <= counting.frame_count <= 2 * 4
-
-
-def test_heads_stay_numbers_in_the_search(monkeypatch):
-    """Torch keeps what sizes it saw change by the name of a function, which variants for other numbers of heads share."""
-    seen = []
-
-    def backend(graph, inputs):
-        values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-        seen.append([[size for size in x.shape[1:] if type(size) is int] for x in values if isinstance(x, Tensor)])
-        return graph.forward
-
-    def scores(query: Tensor, key: Tensor) -> Tensor:
-        return query.sum() * key.sum()
-
-    compile_with = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=backend, **options))
-    for heads, length in ((4, 600), (2, 333), (4, 100)):
-        query, key, _ = cut(length)
-        query = query[:, :heads].contiguous()
-        compilation.compiled(scores, heads)(_torch.with_dynamic(query, 2), _torch.with_dynamic(key, 2))
-    assert seen == [[[4, 16], [2, 16]], [[2, 16], [2, 16]]]
-
-
-def test_mask_on_a_cpu_compiles_nothing(counting):
-    flexprefill_mask(QUERY, KEY, **SPARSE)
-    assert counting.frame_count == 0
-
-
 # Dense attention without a word: where flex_attention would ignore the block lists
-
-
-@pytest.mark.attention
-def test_recompilations_that_run_out_raise(counting):
-    inputs = cut(200)
-    query, key, value = cut(300)
-    query = query.transpose(1, 2).contiguous().transpose(1, 2)  # no graph serves both layouts
-    with torch._dynamo.config.patch({_torch.recompile_limit(): 1}):
-        out = flexprefill_attention(*inputs, **SPARSE, dense_below=0)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=rf"never runs uncompiled: raise .*\.{_torch.recompile_limit()}"):
-                flexprefill_attention(query, key, value, **SPARSE, dense_below=0)
-        assert torch.equal(flexprefill_attention(*inputs, **SPARSE, dense_below=0), out)
-    assert counting.frame_count == 1
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexmask import flexprefill_attention, flexprefill_mask
-from tests.helpers import structured_inputs
+from tests.cases import structured_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -9,17 +9,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_mask
 from flexmask._torch import RELEASE
-from tests.helpers import (
-    Case,
-    assert_honest,
-    assert_same_attention,
-    cases,
-    expanded,
-    known_lengths,
-    masked_attention,
-    sparse_cases,
-    structured_inputs,
-)
+from tests.cases import Case, cases, sparse_cases, structured_inputs
+from tests.comparisons import assert_honest, assert_same_attention, known_lengths
+from tests.expected import expanded, masked_attention
 
 OPTIONS = {"gamma": 0.6, "tau": 0.3, "block_size": 16, "min_budget": 16}
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")

@@ -1,6 +1,6 @@
 """The search by Triton kernels against the reference: in Triton's interpreter, and compiled for a GPU that need not be there.
 
-`tests/test_search.py` runs it on a GPU for real. The interpreter is slow, so the cases here are short.
+`tests/test_search_on_gpu.py` runs it on a GPU for real. The interpreter is slow, so the cases here are short.
 """
 
 import os
@@ -15,21 +15,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask import FlexPrefillConfig, compiled_search
-from tests.helpers import (
-    Case,
-    Drawn,
-    Tally,
-    assert_same_blocks,
-    assert_same_statistics,
-    assert_well_formed,
-    attention_masks,
-    configs,
-    drawn_inputs,
-    q_offsets,
-    score_options,
-    sparse_cases,
-    structured_inputs,
-)
+from tests.cases import Case, attention_masks, configs, drawn_inputs, q_offsets, score_options, sparse_cases, structured_inputs
+from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed
 
 pytest.importorskip("triton")
 

@@ -5,7 +5,7 @@ import torch
 
 from flexmask import FlexPrefillConfig, flexprefill, flexprefill_attention, flexprefill_mask
 from flexmask.memory import head_groups, mask_bytes
-from tests.helpers import structured_inputs
+from tests.cases import structured_inputs
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 1), (1, 32, 8), (3, 12, 4), (4, 6, 6), (2, 7, 1)])

@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import assert_well_formed, cases, published_cases
+from tests.cases import cases, published_cases
+from tests.comparisons import assert_well_formed
 
 VALUES = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 

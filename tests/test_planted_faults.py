@@ -9,19 +9,9 @@ from flexmask.config import FlexPrefillConfig
 from flexmask.emit import BlockLists, block_lists
 from flexmask.flexprefill import flexprefill_mask
 from flexmask.mask_mods import visible_mask_mod
-from tests.helpers import (
-    Case,
-    assert_honest,
-    assert_same_attention,
-    assert_same_blocks,
-    assert_same_statistics,
-    assert_well_formed,
-    by_block,
-    expanded,
-    masked_attention,
-    structured_inputs,
-    visible_pairs,
-)
+from tests.cases import Case, structured_inputs
+from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed
+from tests.expected import by_block, expanded, masked_attention, visible_pairs
 
 BLOCK = 16
 

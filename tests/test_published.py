@@ -7,18 +7,9 @@ import torch
 from hypothesis import given, settings
 
 from flexmask.config import FlexPrefillConfig
-from tests.helpers import (
-    Case,
-    Drawn,
-    Tally,
-    assert_same_blocks,
-    assert_same_statistics,
-    assert_well_formed,
-    by_block,
-    published_cases,
-    structured_inputs,
-    visible_pairs,
-)
+from tests.cases import Case, published_cases, structured_inputs
+from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed
+from tests.expected import by_block, visible_pairs
 
 BLOCK = 16
 

@@ -14,7 +14,8 @@ from flexmask.representative import (
     take_rows,
 )
 from flexmask.visibility import token_validity
-from tests.helpers import cases, visible_pairs
+from tests.cases import cases
+from tests.expected import visible_pairs
 
 SIZE = 16
 

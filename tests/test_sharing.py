@@ -6,19 +6,8 @@ from hypothesis import example, given, settings
 
 from flexmask import FlexPrefillConfig, flexprefill_mask, search
 from flexmask.sharing import for_every_head, group_any, group_mean
-from tests.helpers import (
-    Case,
-    Drawn,
-    Tally,
-    assert_honest,
-    assert_same_blocks,
-    assert_same_statistics,
-    assert_well_formed,
-    cases,
-    published_cases,
-    sparse_cases,
-    structured_inputs,
-)
+from tests.cases import Case, cases, published_cases, sparse_cases, structured_inputs
+from tests.comparisons import Drawn, Tally, assert_honest, assert_same_blocks, assert_same_statistics, assert_well_formed
 
 WAYS = ["union", "mean"]
 ROUNDING = 1e-5

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flexmask.vertical_slash import blocks_kept_always, candidate_diagonals, extended_lines, line_counts
 from flexmask.visibility import block_visibility, token_validity
-from tests.helpers import by_block, seen_pairs
+from tests.expected import by_block, seen_pairs
 
 
 @st.composite

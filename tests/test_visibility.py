@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmask.visibility import block_visibility, blocks_seen_by_rows, in_blocks, num_blocks, token_validity
-from tests.helpers import by_block, seen_pairs
+from tests.expected import by_block, seen_pairs
 
 
 def key_of_length(kv_len):

@@ -1,12 +1,34 @@
-"""Keeps the results of the table's cells, and writes them down when all have run."""
+"""Fixtures of the adapter's tests; the results of the table's cells are kept, and written down when all have run."""
 
 import pytest
+import torch
 
 _RESULTS = pytest.StashKey[dict]()
 
 
 def pytest_configure(config):
     config.stash[_RESULTS] = {}
+
+
+@pytest.fixture
+def model():
+    from tests.integrations.common import make_model
+
+    return make_model()
+
+
+@pytest.fixture
+def tokens():
+    from tests.integrations.common import BATCH, LENGTH
+    from tests.integrations.families import VOCABULARY
+
+    return torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def no_gradients():
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture

@@ -1,0 +1,63 @@
+"""Calls of every mask of the gallery: no value is read, the call traces whole, wrong arguments are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from flexmask.block_masks import MASKS
+from tests.block_masks.gallery import SETTINGS, SPARSE, all_masks, lists_of, made
+
+
+@all_masks
+@pytest.mark.parametrize("setting", ["ragged", "offsets by batch row"])
+def test_no_value_is_read(name, setting):
+    chosen = SETTINGS[setting]
+    mode = FakeTensorMode()
+
+    def fake(x: Any) -> Any:
+        return mode.from_tensor(x) if isinstance(x, Tensor) else x
+
+    query, key = map(fake, chosen.inputs("cpu"))
+    options = {option: fake(x) for option, x in chosen.shared_options("cpu").items()}
+    # a fake tensor has no values: reading one, or a shape that depends on one, raises
+    with mode:
+        mask = MASKS[name](query, key, **SPARSE[name], **options)
+        with pytest.raises(DataDependentOutputException):
+            mask.kv_num_blocks.sum().item()
+    assert mask.shape == made(name, setting).mask.shape
+
+
+@all_masks
+def test_traces_whole(name):
+    chosen = SETTINGS["offsets by batch row"]
+    options = {**SPARSE[name], **chosen.shared_options("cpu")}
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def lists(query, key):
+        return lists_of(MASKS[name](query, key, **options))
+
+    for got, expected in zip(lists(*chosen.inputs("cpu")), lists_of(made(name, "offsets by batch row").mask), strict=True):
+        assert torch.equal(got, expected)
+
+
+@all_masks
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"query": torch.zeros(4, 64, 32)}, r"query must be \(batch, num_heads, q_len, head_dim\); got shape \(4, 64, 32\)"),
+        ({"block_size": 40}, "block_size must be a multiple of 16 from 16 to 256; got 40"),
+        ({"window": 0}, "window must be >= 1 token .*; got 0"),
+        ({"attention_mask": torch.ones(1, 63, dtype=torch.bool)}, r"attention_mask must be .*\(1, 64\); got \(1, 63\)"),
+        ({"q_offset": 1}, r"q_offset must be in \[0, kv_len - q_len = 0\]; got 1"),
+    ],
+    ids=["query", "block_size", "window", "attention_mask", "q_offset"],
+)
+def test_wrong_arguments_are_refused(name, wrong, message):
+    right = {"query": torch.zeros(1, 4, 64, 32), "key": torch.zeros(1, 2, 64, 32)}
+    with pytest.raises(ValueError, match=message):
+        MASKS[name](**{**right, **wrong})

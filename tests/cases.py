@@ -1,0 +1,241 @@
+"""Inputs with structure, and the calls that tests draw: tensors and options, for the search and the reference alike."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexmask.config import FlexPrefillConfig
+from flexmask.flexprefill import searched
+from flexmask.reference import ReferenceResult, reference_flexprefill
+from flexmask.search import SearchResult
+
+
+def structured_inputs(
+    generator: torch.Generator,
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    sharpness: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Query and key whose heads attend to sinks, to heavy keys, along offsets, to topics, or evenly; float32.
+
+    Every key head carries all of it, in parts of the head dimension; each query head picks its own mix. With more `sharpness`
+    than 1 fewer keys hold the attention, and none attends evenly.
+    """
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    part = head_dim // 4
+    key = normal(batch, num_kv_heads, kv_len, head_dim) * 0.3
+    # positions as rotating pairs: a query turned back by an offset meets the key at that offset
+    angles = torch.arange(kv_len)[:, None] * (2.0 / (1.0 + torch.arange(part // 2)) ** 1.5)
+    key[..., : 2 * (part // 2)] += torch.cat([angles.cos(), angles.sin()], -1)
+    heavy = (torch.rand(batch, num_kv_heads, kv_len, generator=generator) < 4 / kv_len).float()
+    heavy[..., 0] = 1
+    key[..., part] += 3 * heavy
+    topics = normal(7, part) * 1.5
+    topic_of = (torch.arange(kv_len) // max(1, int(torch.randint(8, 48, (), generator=generator)))) % 7
+    key[..., -part:] += topics[topic_of]
+
+    query = normal(batch, num_heads, q_len, head_dim) * 0.3
+    position = torch.arange(kv_len - q_len, kv_len)
+    strength = sharpness * math.sqrt(head_dim)
+    for b in range(batch):
+        for h in range(num_heads):
+            kind = int(torch.randint(5 if sharpness == 1 else 4, (), generator=generator))
+            if kind in (0, 3):
+                offset = int(torch.randint(0, max(1, kv_len // 2), (), generator=generator))
+                turned = angles[(position - offset).clamp(min=0)]
+                query[b, h, :, : 2 * (part // 2)] += strength * torch.cat([turned.cos(), turned.sin()], -1)
+            if kind in (1, 3):
+                query[b, h, :, part] += strength * 0.8
+            if kind == 2:
+                query[b, h, :, -part:] += math.sqrt(head_dim) * 2.5 / part * topics[topic_of[position]]
+    return query, key
+
+
+@dataclass
+class Case:
+    """One call of the search: tensors and options."""
+
+    query: Tensor = field(repr=False)
+    key: Tensor = field(repr=False)
+    config: FlexPrefillConfig
+    scores: dict[str, Any] = field(default_factory=dict)  # scale, softcap, window
+    attention_mask: Tensor | None = None
+    q_offset: int | Tensor | None = None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis prints of a failing case: sizes instead of numbers."""
+        printer.text(f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}, {self}")
+
+    def with_config(self, **changes: Any) -> Case:
+        """The same call with other options."""
+        return replace(self, config=replace(self.config, **changes))
+
+    def to(self, device: torch.device) -> Case:
+        """The same call on another device."""
+
+        def moved(x: Any) -> Any:
+            return x.to(device) if isinstance(x, Tensor) else x
+
+        return replace(self, **{name: moved(getattr(self, name)) for name in ("query", "key", "attention_mask", "q_offset")})
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of flexprefill_mask and reference_flexprefill alike, but for the config."""
+        return {**self.scores, "attention_mask": self.attention_mask, "q_offset": self.q_offset}
+
+    def reference_keywords(self) -> dict[str, Any]:
+        """Keywords of reference_flexprefill."""
+        config = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
+        return {**config, **self.keywords()}
+
+    def search(self, query: Tensor | None = None, key: Tensor | None = None) -> SearchResult:
+        """What the fast path chooses, with statistics."""
+        query, key = self.query if query is None else query, self.key if key is None else key
+        offset = self.q_offset
+        if isinstance(offset, int):
+            offset = torch.full((query.shape[0],), offset, device=query.device)
+        scores = {"scale": None, "softcap": None, "window": None, **self.scores}
+        return searched(query, key, self.config, attention_mask=self.attention_mask, offset=offset, with_stats=True, **scores)
+
+    def reference(self) -> ReferenceResult:
+        """What the reference decides."""
+        return reference_flexprefill(self.query, self.key, **self.reference_keywords())
+
+
+# Cases drawn by hypothesis
+
+# Attention that is all but even fills whole rows of the pooled map: a whole number of rows must not be what is asked for.
+GAMMAS = (0.31, 0.43, 0.53, 0.61, 0.71, 0.83, 0.91, 0.947)
+PADDINGS = ("none", "left", "right", "holes", "all")
+
+
+@st.composite
+def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
+    """Any call: lengths down to 1, chunks, groups of heads, paddings, offsets, score options and every option of the config.
+
+    `fixed` sets options of the config instead of drawing them.
+    """
+    config = draw(configs([16, 16, 32, 48], st.sampled_from([*GAMMAS, 1.0]), **fixed))
+    kv_len = draw(st.sampled_from([1, 15, 16, 17, 63, 129, 200, 1000]) | st.integers(1, 300) | st.integers(150, 450))
+    q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
+    batch = 1 if kv_len == 1000 else draw(st.integers(1, 2))
+    case = drawn_inputs(draw, config, batch, q_len, kv_len, sharpness=draw(st.sampled_from([1.0, 5.0])))
+    case.attention_mask = draw(attention_masks(batch, kv_len))
+    case.q_offset = draw(q_offsets(batch, kv_len - q_len))
+    case.scores = draw(score_options(kv_len))
+    return case
+
+
+@st.composite
+def sparse_cases(
+    draw: st.DrawFn, /, padded: bool = True, windowed: bool = True, chunked: bool = True, most_blocks: int = 20, **fixed: Any
+) -> Case:
+    """Calls long enough to drop blocks: at least 12 key blocks, no cap, gammas from .3 to .95."""
+    config = draw(configs([16, 32], st.sampled_from(GAMMAS), **{"max_budget": None, **fixed}))
+    kv_len = draw(st.integers(12 * config.block_size, most_blocks * config.block_size))
+    q_len = draw(st.integers(kv_len // 2, kv_len)) if chunked and draw(st.booleans()) else kv_len
+    case = drawn_inputs(draw, config, 1, q_len, kv_len, sharpness=5.0)
+    if padded and draw(st.booleans()):
+        case.attention_mask = torch.arange(kv_len)[None] >= draw(st.integers(0, 3 * config.block_size))
+    if windowed and draw(st.integers(0, 3)) == 0:
+        case.scores = {"window": draw(st.integers(8 * config.block_size, kv_len))}
+    return case
+
+
+@st.composite
+def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
+    """Calls that the published code can do: whole prompts of a multiple of the block, no more options than it has."""
+    published = {"selection": "reference", "query_aware": "flatten", "pattern_queries": "last", "index_queries": "last"}
+    config = draw(configs([16, 32], st.sampled_from(GAMMAS), (1, 2), **published, **fixed))
+    length = config.block_size * draw(st.integers(12, 24))
+    case = drawn_inputs(draw, config, 1, length, length, sharpness=2.0)
+    case.scores = draw(st.fixed_dictionaries({}, optional={"scale": st.sampled_from([0.05, 0.2])}))
+    return case
+
+
+def configs(
+    block_sizes: list[int], gammas: st.SearchStrategy[float], floors: tuple[int, int] = (0, 1), **fixed: Any
+) -> st.SearchStrategy[FlexPrefillConfig]:
+    """Options with a floor from `floors`, in blocks, and with no cap or one above it: three or five blocks, less a few tokens."""
+
+    def config(block_size: int, floor: int, cap: int | None, **options: Any) -> FlexPrefillConfig:
+        budgets = {"min_budget": floor * block_size, "max_budget": None if cap is None else max(cap, floor + 1) * block_size - 5}
+        return FlexPrefillConfig(**{**budgets, **options, "block_size": block_size, **fixed})
+
+    return st.builds(
+        config,
+        block_size=st.sampled_from(block_sizes),
+        floor=st.sampled_from(floors),
+        cap=st.sampled_from([None, None, 3, 5]),
+        gamma=gammas,
+        tau=st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.6, 1.0]),
+        query_aware=st.sampled_from(["flatten", "per_query"]),
+        pattern_queries=st.sampled_from(["last", "middle"]),
+        index_queries=st.sampled_from(["last", "middle"]),
+    )
+
+
+def drawn_inputs(draw: st.DrawFn, config: FlexPrefillConfig, batch: int, q_len: int, kv_len: int, sharpness: float = 1.0) -> Case:
+    """A case of fresh inputs and heads, without padding, offset or score options."""
+    num_heads, num_kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]))
+    head_dim = draw(st.sampled_from([16, 32, 64] if sharpness == 1 else [32, 64]))  # a sharp offset needs many dimensions
+    # other options, other inputs: what hypothesis varies of a case that it tried is a fresh case
+    seed = zlib.crc32(repr((draw(st.integers(0, 2**31)), config, batch, q_len, kv_len, head_dim)).encode())
+    generator = torch.Generator().manual_seed(seed)
+    query, key = structured_inputs(generator, batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, sharpness)
+    return Case(query, key, config)
+
+
+@st.composite
+def attention_masks(draw: st.DrawFn, batch: int, kv_len: int) -> Tensor | None:
+    """Paddings of either side, with holes, or of a whole batch row; bool or integer; half the time none."""
+    if draw(st.booleans()):
+        return None
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    rows = []
+    for _ in range(batch):
+        slot, length = torch.arange(kv_len), draw(st.integers(0, kv_len))
+        kept = draw(st.sampled_from([0.1, 0.5, 0.9]))
+        row = {
+            "none": slot >= 0,
+            "left": slot >= length,
+            "right": slot < length,
+            "holes": torch.rand(kv_len, generator=generator) < kept,
+            "all": slot < 0,
+        }[draw(st.sampled_from(PADDINGS))]
+        rows.append(row)
+    return torch.stack(rows).to(draw(st.sampled_from([torch.bool, torch.int64, torch.uint8])))
+
+
+def q_offsets(batch: int, largest: int) -> st.SearchStrategy[int | Tensor | None]:
+    """The default (half the time), an int, a 0-d tensor or one per batch row; tensors may leave the range, to be clamped."""
+    ints = st.integers(0, largest)
+    loose = st.integers(-3, largest + 3)
+    tensors = loose.map(torch.tensor) | st.lists(loose, min_size=batch, max_size=batch).map(torch.tensor)
+    offsets: st.SearchStrategy[int | Tensor | None] = st.none() | st.none() | ints | tensors
+    return offsets
+
+
+def score_options(kv_len: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Scale, softcap and window, each now and then."""
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "scale": st.sampled_from([0.05, 0.2]),
+            "softcap": st.sampled_from([2.0, 20.0]),
+            "window": st.integers(2, kv_len + 5),  # with a window of 1 every block is a tie
+        },
+    )

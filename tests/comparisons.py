@@ -1,0 +1,184 @@
+"""The comparisons that the tests share: block sets, statistics, lists, masks, attention; and what was compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask._torch import KNOWS_LENGTHS
+from flexmask.reference import ReferenceResult
+from flexmask.search import SearchResult
+from tests.expected import by_block
+
+
+def kept_by_lists(result: SearchResult) -> tuple[Tensor, Tensor]:
+    """Partial and full blocks as bool maps, read from the index lists."""
+    lists = result.lists
+    return dense_map(lists.kv_num_blocks, lists.kv_indices), dense_map(lists.full_kv_num_blocks, lists.full_kv_indices)
+
+
+def dense_map(counts: Tensor, indices: Tensor) -> Tensor:
+    """A bool map from counts and indices, entry by entry of the first `count` of every row."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    hits = torch.zeros_like(indices).scatter_add(-1, indices.long(), listed.to(indices.dtype))
+    assert hits.max() <= 1, "a block is listed twice"
+    return hits.bool()
+
+
+@dataclass
+class Tally:
+    """Decisions compared, and those whose margin is too small to demand equality."""
+
+    decisions: int = 0
+    close: int = 0
+    known: set[float] = field(default_factory=set)
+
+    def add(self, close: Tensor) -> None:
+        self.decisions += close.numel()
+        self.close += int(close.sum())
+
+    def add_decisions(self, expected: ReferenceResult, margin: float = 1e-5) -> None:
+        """Count every decision of a call: pattern, key blocks and diagonals of each head, the map of a query-aware one.
+
+        One met before, with the very same margin, does not count again: hypothesis likes to vary what it tried already.
+        """
+        families = [expected.pattern_margin, expected.vertical_margin, expected.slash_margin]
+        families.append(expected.query_aware_margin[expected.is_query_aware])
+        new = {value for family in families for value in family.flatten().tolist() if value < math.inf} - self.known
+        self.known |= new
+        self.add(torch.tensor([value <= margin for value in new]))
+
+    def check(self) -> None:
+        """More than 1% of close decisions would make the comparison worthless; few draws may have more by chance."""
+        assert self.decisions > 0
+        allowed = 0.01 * self.decisions
+        # three standard deviations
+        assert self.close <= allowed + 3 * math.sqrt(allowed), f"{self.close} of {self.decisions} decisions were close"
+
+
+@dataclass
+class Drawn:
+    """What drawn cases turned out to be: worthless for a comparison if everything is kept or all heads are alike.
+
+    Heads met before do not count again: hypothesis likes to vary what it tried already.
+    """
+
+    heads: int = 0
+    sparse: int = 0
+    query_aware: int = 0
+    known: set[tuple[float, float]] = field(default_factory=set)
+
+    def add(self, expected: ReferenceResult) -> None:
+        heads = zip(expected.density.flatten(), expected.js_distance.flatten(), expected.is_query_aware.flatten(), strict=True)
+        for density, distance, query_aware in heads:
+            head = (float(density), float(distance))
+            if density == 0 or head in self.known:
+                continue
+            self.known.add(head)
+            self.heads += 1
+            self.sparse += int(density < 0.9)
+            self.query_aware += int(query_aware)
+
+    def check(self) -> None:
+        """At least 80% of heads drop a tenth of their blocks, and both kinds of head occur."""
+        assert self.sparse >= 0.8 * self.heads, f"{self.sparse} of {self.heads} heads have a density under .9"
+        assert 3 <= self.query_aware <= self.heads - 3, f"{self.query_aware} of {self.heads} heads are query-aware"
+
+
+def assert_same_blocks(result: SearchResult, expected: ReferenceResult, margin: float = 1e-5) -> Tensor:
+    """Heads whose decisions all have a margin must have the same lists; returns which heads were too close to call."""
+    close = expected.margin <= margin
+    partial, full = kept_by_lists(result)
+    clear = ~close[..., None, None]
+    wrong_full = ((full.cpu() != expected.full) & clear).sum()
+    wrong_partial = ((partial.cpu() != (expected.keep & ~expected.full)) & clear).sum()
+    assert wrong_full == 0 and wrong_partial == 0, f"{wrong_full} full and {wrong_partial} partial blocks differ"
+    assert result.stats is not None
+    assert torch.equal(result.stats.is_query_aware.cpu()[~close], expected.is_query_aware[~close])
+    return close
+
+
+def assert_same_statistics(
+    result: SearchResult, expected: ReferenceResult, margin: float = 1e-5, underflow: bool = False
+) -> None:
+    """The other statistics of heads with a margin; a distance is compared squared, before the root blows up rounding.
+
+    With `underflow` a distance may be NaN, and where exactly a share becomes 0 is left open, but for what follows from it.
+    """
+    assert result.stats is not None
+    clear = expected.margin > margin
+    for name in ("num_vertical_blocks", "num_slash_blocks"):
+        got, wanted = getattr(result.stats, name).cpu(), getattr(expected, name)
+        assert got.dtype == torch.int64
+        assert torch.equal(got[clear], wanted[clear]), f"{name}: {got} instead of {wanted}"
+    for name in ("density", "coverage"):
+        got, wanted = getattr(result.stats, name).cpu(), getattr(expected, name)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double()[clear], wanted[clear], atol=1e-5, rtol=1e-5)
+    squares = result.stats.js_distance.cpu().double() ** 2, expected.js_distance**2
+    defined = ~(squares[0].isnan() | squares[1].isnan())
+    assert underflow or defined.all()
+    torch.testing.assert_close(squares[0][defined], squares[1][defined], atol=2e-6, rtol=1e-4)
+
+
+def assert_well_formed(result: SearchResult) -> None:
+    """Index lists as FlexAttention wants them, and as `keep` says: contiguous int32, ascending, 0 past the count, disjoint."""
+    assert result.keep is not None
+    shape = result.keep.shape
+    for counts, indices in (result.lists[:2], result.lists[2:]):
+        assert counts.dtype == indices.dtype == torch.int32
+        assert counts.is_contiguous() and indices.is_contiguous()
+        assert (counts.shape, indices.shape) == (shape[:-1], shape)
+        assert counts.min() >= 0 and counts.max() <= shape[-1]
+        place = torch.arange(shape[-1], device=indices.device)
+        listed = place < counts.unsqueeze(-1)
+        assert (indices[~listed] == 0).all(), "entries past the count"
+        assert indices.min() >= 0 and indices.max() < shape[-1], "an index is out of range"
+        rises = indices[..., 1:] > indices[..., :-1]
+        assert (rises | ~listed[..., 1:]).all(), "indices do not ascend"
+    partial, full = kept_by_lists(result)
+    assert not (partial & full).any(), "a block is in both lists"
+    assert torch.equal(partial | full, result.keep)
+
+
+def known_lengths(q_len: int, kv_len: int, block_size: int) -> tuple[int, int]:
+    """The lengths that a BlockMask has in its shape and counts in sparsity(): torch 2.5 knows whole blocks only."""
+    if KNOWS_LENGTHS:
+        return q_len, kv_len
+    return q_len + -q_len % block_size, kv_len + -kv_len % block_size
+
+
+def assert_honest(block_mask: BlockMask, lengths: Sequence[int]) -> None:
+    """A BlockMask of a query and a key of `lengths`: its lists, to_dense(), sparsity() and mask_mod agree, pair by pair."""
+    size = block_mask.BLOCK_SIZE[0]
+    q_len, kv_len = lengths
+    batch, num_heads, *known = block_mask.shape
+    assert tuple(known) == known_lengths(q_len, kv_len, size)
+    device = block_mask.kv_indices.device
+    index = (torch.arange(n, device=device) for n in (batch, num_heads, q_len, kv_len))
+    b, h, q, k = (x.view([-1 if i == place else 1 for i in range(4)]) for place, x in enumerate(index))
+    pairs = block_mask.mask_mod(b, h, q, k).expand(batch, num_heads, q_len, kv_len)
+    assert block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None
+    partial = dense_map(block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = dense_map(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    assert torch.equal(full, by_block(pairs, size, every=True)), "full blocks are not those without a hidden pair"
+    assert torch.equal(partial, by_block(pairs, size) & ~full), "partial blocks are not those with pairs of both kinds"
+    assert torch.equal(block_mask.to_dense().bool(), partial | full)
+    kept = int((partial | full).sum())
+    counted = batch * num_heads * math.prod(known)
+    assert math.isclose(block_mask.sparsity(), 100 * (1 - kept * size**2 / counted), abs_tol=1e-3)
+
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+
+
+def assert_same_attention(out: Tensor, expected: Tensor) -> None:
+    """An attention output against float64: within 2e-5 for float32, 1e-2 for halves; rows that see nothing are exactly 0."""
+    tolerance = TOLERANCES[out.dtype]
+    torch.testing.assert_close(out.cpu().double(), expected.cpu(), atol=tolerance, rtol=tolerance)
+    assert not out.cpu()[expected.cpu().abs().sum(-1) == 0].any()

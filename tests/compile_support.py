@@ -1,0 +1,74 @@
+"""What tests of compilation share: a prompt cut to lengths, the counting of graphs, and what a mask is compared with.
+
+Tracing and the counting of recompilations do not depend on the backend, so most tests trace with one that compiles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from flexmask import compilation
+from tests.cases import structured_inputs
+
+SPARSE: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
+LENGTHS = (600, 333, 512, 64, 65, 100, 127, 128, 129, 160, 200, 255, 256, 257, 300, 384, 401, 450, 555, 599)
+
+QUERY, KEY = structured_inputs(torch.Generator().manual_seed(6), 2, 4, 2, 600, 600, head_dim=16)
+# heads of both kinds: where attention is sharp, block means do not predict it
+QUERY[:, 1::2] *= 6
+VALUE = torch.randn(2, 2, 600, 24, generator=torch.Generator().manual_seed(6))
+
+PADDING = torch.ones(2, 600, dtype=torch.int64)
+PADDING[0, :70] = 0
+PADDING[1, 540:545] = 0
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Nothing compiled before a test, and nothing left of it."""
+
+    def forget() -> None:
+        torch._dynamo.reset()
+        compilation._compile.cache_clear()
+
+    forget()
+    with torch.no_grad():
+        yield
+    forget()
+
+
+def cut(length: int, batch: int = 2, num_kv_heads: int = 2) -> list[Tensor]:
+    """Query, key and value of a prompt; copies, since a view would bring its whole tensor's shape into the guards."""
+    return [
+        x[:batch, :heads, :length].clone(memory_format=torch.contiguous_format)
+        for x, heads in ((QUERY, 4), (KEY, num_kv_heads), (VALUE, num_kv_heads))
+    ]
+
+
+def traced(function: Callable[..., Any], backend: str = "eager", **options: Any) -> tuple[Callable[..., Any], Any]:
+    """`function` compiled whole, and the counter of its graphs."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, fullgraph=True, backend=counter, **options), counter
+
+
+def dense_under(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Dense attention under the mask written out; rows that see nothing give zero."""
+    batch, heads = mask.shape[:2]
+    pairs = create_mask(mask.mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)
+    sees = pairs.any(-1, keepdim=True)
+    return torch.where(sees, F.scaled_dot_product_attention(query, key, value, attn_mask=pairs | ~sees, enable_gqa=True), 0.0)
+
+
+def assert_same_lists(mask: BlockMask, expected: BlockMask) -> None:
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(mask, name), getattr(expected, name)), name
+    assert mask.shape == expected.shape

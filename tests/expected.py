@@ -1,0 +1,67 @@
+"""What a call must give by definition, pair by pair of tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.cases import Case
+
+
+def visible_pairs(case: Case) -> Tensor:
+    """Which keys each row of a case sees: (batch, q_len, kv_len) bool."""
+    (batch, _, q_len, _), kv_len = case.query.shape, case.key.shape[2]
+    offset = kv_len - q_len if case.q_offset is None else case.q_offset
+    offsets = torch.as_tensor(offset).cpu().clamp(0, kv_len - q_len).expand(batch)
+    is_token = torch.ones(batch, kv_len).bool() if case.attention_mask is None else case.attention_mask.cpu() != 0
+    return seen_pairs(q_len, offsets, is_token, case.scores.get("window"))
+
+
+def seen_pairs(q_len: int, offsets: Tensor, is_token: Tensor, window: int | None) -> Tensor:
+    """Which keys each row sees, by definition, from (batch,) offsets and (batch, kv_len) tokens: (batch, q_len, kv_len) bool."""
+    position = offsets[:, None] + torch.arange(q_len)
+    distance = position[:, :, None] - torch.arange(is_token.shape[1])
+    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return near & is_token.gather(1, position)[:, :, None] & is_token[:, None]
+
+
+def by_block(pairs: Tensor, block_size: int, every: bool = False) -> Tensor:
+    """Whether some pair (or every existing one) is True in each block: (..., num_q_blocks, num_kv_blocks) bool."""
+    short = [-length % block_size for length in pairs.shape[-2:]]
+    padded = torch.nn.functional.pad(pairs, (0, short[1], 0, short[0]), value=every)
+    blocks = padded.unflatten(-1, (-1, block_size)).unflatten(-3, (-1, block_size)).transpose(-3, -2)
+    return blocks.all(-1).all(-1) if every else blocks.any(-1).any(-1)
+
+
+def expanded(keep: Tensor, case: Case) -> Tensor:
+    """Pairs that attention under a block map sees: (batch, num_heads, q_len, kv_len) bool."""
+    size = case.config.block_size
+    pairs = keep.cpu().repeat_interleave(size, -2).repeat_interleave(size, -1)
+    return pairs[..., : case.query.shape[2], : case.key.shape[2]] & visible_pairs(case)[:, None]
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    product_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Dense attention under a mask of pairs, and its log-sum-exp, in float64; rows that see nothing give 0 and -inf.
+
+    The products of queries and keys may be rounded to another `product_dtype`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    value = value.double()
+    products = query.to(product_dtype) @ key.to(product_dtype).transpose(-1, -2)
+    scores = products.double() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    weights = scores.masked_fill(~mask.any(-1, keepdim=True), 0.0).softmax(-1).masked_fill(~mask, 0.0)
+    return weights @ value, scores.logsumexp(-1)

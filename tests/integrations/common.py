@@ -1,0 +1,35 @@
+"""What the tests of the adapter for transformers share: settings, models, padding and marks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.families import FAMILIES
+
+# for pytestmark: transformers calls torch's create_block_mask in a way that torch deprecates, and that compiles with a warning of
+# torch's own
+MARKS = [
+    pytest.mark.filterwarnings(
+        "ignore:_compile flag on create_block_mask:DeprecationWarning",
+        "ignore:.*torch.autograd.function.Function.*should not be instantiated:DeprecationWarning",
+    ),
+    pytest.mark.usefixtures("no_gradients"),
+]
+
+# one shape for all that runs compiled: each further one costs a compilation
+BATCH, LENGTH = 2, 530
+KEEP_ALL: dict[str, Any] = {"gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
+SPARSE: dict[str, Any] = {"gamma": 0.6, "tau": 0.12, "block_size": 32, "min_budget": 0, "dense_below": 0}
+
+
+def make_model(family="Llama", seed=0, **options):
+    return FAMILIES[family].make(seed, **options)
+
+
+def padded(tokens, number=70):
+    mask = torch.ones_like(tokens)
+    mask[1, :number] = 0
+    return mask

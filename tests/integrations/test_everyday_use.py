@@ -1,0 +1,141 @@
+"""What users do with a model in the block: generate, batch, pipelines, copies, threads, compiled decoding, offloading."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaForCausalLM
+
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.prefill_mask import PrefillMask
+from tests.integrations.cells import RELEASE, static_cache
+from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, SPARSE, make_model, padded
+from tests.integrations.families import VOCABULARY
+
+pytestmark = MARKS
+
+
+def test_settings_of_two_generations(model, tokens):
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens[:, :500])}
+    expected = model.generate(tokens[:, :500], **options)
+    short = model.generate(tokens[:, :310], **{**options, "attention_mask": None})
+    with flexmask_hf.flexprefill(model, **SPARSE) as sparse:
+        model.generate(tokens[:, :500], **options)
+    with flexmask_hf.flexprefill(model, **KEEP_ALL) as whole:
+        assert torch.equal(model.generate(tokens[:, :500], **options), expected)
+        assert torch.equal(model.generate(tokens[:, :310], **{**options, "attention_mask": None}), short)
+    assert sparse.stats[0][0].density.max() < 1
+    assert [len(whole.stats[0]), len(sparse.stats[0])] == [2, 1]
+
+
+def test_ragged_batch_is_its_prompts_one_by_one(model, tokens):
+    lengths = (530, 341)
+    mask = torch.stack([torch.arange(LENGTH) >= LENGTH - length for length in lengths]).long()
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with flexmask_hf.flexprefill(model, **SPARSE):
+        together = model.generate(tokens * mask, attention_mask=mask, **options)[:, -4:]
+        alone = [
+            model.generate(tokens[row : row + 1, LENGTH - length :], **options)[0, -4:] for row, length in enumerate(lengths)
+        ]
+    assert torch.equal(together[0], alone[0])
+    # blocks lie elsewhere in a padded prompt, so that what is kept may differ: at gamma 1 it may not
+    with flexmask_hf.flexprefill(model, **KEEP_ALL):
+        together = model.generate(tokens * mask, attention_mask=mask, **options)[:, -4:]
+        alone = [
+            model.generate(tokens[row : row + 1, LENGTH - length :], **options)[0, -4:] for row, length in enumerate(lengths)
+        ]
+    assert torch.equal(together, torch.stack(alone))
+
+
+def test_pipeline(model):
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", padding_side="left")
+    pipe = pipeline("text-generation", model=model, tokenizer=wrapped)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [
+        " ".join(f"w{number}" for number in torch.randint(2, VOCABULARY, (length,), generator=generator)) for length in (400, 300)
+    ]
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "batch_size": 2, "return_full_text": False}
+    expected = pipe(prompts, **options)
+    with flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
+        assert pipe(prompts, **options) == expected
+    assert not run.stats[0][0].dense
+
+
+def test_model_is_pickled_and_copied_inside_the_block(model, tokens):
+    flexmask_hf.configure(model, **SPARSE)
+    with flexmask_hf.flexprefill(model):
+        expected = model(tokens).logits
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(tokens).logits, expected)  # by its name and its config
+
+
+def test_two_models_generate_in_two_threads(tokens):
+    models = [make_model(seed=seed) for seed in (0, 1)]
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    settings = ({**SPARSE, "gamma": 0.4}, KEEP_ALL)
+
+    def one_by_one(number):
+        with flexmask_hf.flexprefill(models[number], **settings[number]) as run:
+            return models[number].generate(tokens, **options), run.stats[1][0].density
+
+    expected = [one_by_one(number) for number in (0, 1)]
+    results: dict[int, list[Any]] = {0: [], 1: []}
+    threads = [threading.Thread(target=lambda n=n: results[n].extend(one_by_one(n) for _ in range(3))) for n in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, (sequence, density) in enumerate(expected):
+        assert len(results[number]) == 3
+        assert all(torch.equal(each[0], sequence) and torch.equal(each[1], density) for each in results[number])
+
+
+def test_static_decode_compiles_whole(model, tokens):
+    """A decoding step over a static cache is one graph, without breaks, and right."""
+    expected = model(tokens).logits[:, -1]
+    cache = static_cache(model, LENGTH + 8)
+    last = {"position_ids": torch.full((BATCH, 1), LENGTH - 1)}
+    if RELEASE < (5, 4):
+        last["cache_position"] = torch.tensor([LENGTH - 1])
+    with flexmask_hf.flexprefill(model, **KEEP_ALL):
+        model(tokens[:, :-1], past_key_values=cache, attention_mask=torch.ones_like(tokens[:, :-1]))
+        step = torch.compile(model, fullgraph=True, backend="eager")
+        logits = step(tokens[:, -1:], past_key_values=cache, **last).logits[:, -1]
+    assert (logits - expected).abs().max() < 1e-4
+
+
+def test_mask_moves_with_the_model():
+    padding = torch.ones(1, 4, dtype=torch.bool)
+    moved = PrefillMask((1, 1, 4, 4), torch.tensor(0), padding, 3).to("meta", non_blocking=True)
+    assert moved.offset.device.type == moved.attention_mask.device.type == "meta"
+    assert (moved.window, moved.shape) == (3, (1, 1, 4, 4))
+
+
+def test_layers_on_other_devices(model, tokens, tmp_path):
+    """With a layer kept on disk, accelerate moves what each layer is called with, masks too."""
+    pytest.importorskip("accelerate")
+    model.save_pretrained(tmp_path / "model")
+    parts = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    parts |= {"model.norm": "cpu", "lm_head": "cpu"}
+    spread = LlamaForCausalLM.from_pretrained(tmp_path / "model", device_map=parts, offload_folder=tmp_path / "disk").eval()
+    mask = padded(tokens)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with flexmask_hf.flexprefill(model, **SPARSE):
+        expected = model.generate(tokens, **options)
+    with flexmask_hf.flexprefill(spread, **SPARSE) as run:
+        assert torch.equal(spread.generate(tokens, **options), expected)
+    assert run.stats[1][0].density.max() < 1

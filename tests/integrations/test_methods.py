@@ -1,0 +1,68 @@
+"""Other methods than FlexPrefill in the adapter: those of the gallery, and users' own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.block_masks import MASKS, causal_mask
+from tests.integrations.common import LENGTH, MARKS, make_model, padded
+from tests.integrations.families import FAMILIES
+
+pytestmark = MARKS
+
+
+@pytest.mark.parametrize("method", ["causal", causal_mask])
+@pytest.mark.parametrize("family", ["Llama", "GptOss"])
+def test_takes_another_method(tokens, family, method):
+    if not FAMILIES[family].available:
+        pytest.skip("no such family in this release")
+    model = make_model(family)
+    model.set_attn_implementation(FAMILIES[family].dense)
+    mask = padded(tokens)
+    expected = model(tokens, attention_mask=mask).logits
+    with flexmask_hf.flexprefill(model, method=method, block_size=32, dense_below=0, collect_masks=True) as run:
+        logits = model(tokens, attention_mask=mask).logits
+    assert (logits - expected)[mask != 0].abs().max() < 1e-4
+    assert run.stats == {}
+    assert [len(run.masks[layer]) for layer in (0, 1)] == [1, 1]
+
+
+def test_method_that_gives_other_blocks_is_refused(model, tokens):
+    def method(query, key, *, block_size, **visibility):
+        return causal_mask(query, key, block_size=2 * block_size, **visibility)
+
+    with (
+        flexmask_hf.flexprefill(model, method=method, block_size=32, dense_below=0),
+        pytest.raises(ValueError, match=r"in blocks of 32 tokens, as it is told to; got \(64, 64\)"),
+    ):
+        model(tokens)
+
+
+def test_method_gets_its_own_options_and_the_scores(model, tokens):
+    seen = []
+
+    def method(query, key, *, block_size, keep, scale=None, **visibility):
+        seen.append((query.shape, block_size, keep, scale, set(visibility)))
+        return causal_mask(query, key, block_size=block_size, **visibility)
+
+    one_head = 14 * 17 * 17 + 16 * 32 * 17  # bytes of a mask: so that heads come one by one
+    with flexmask_hf.flexprefill(model, method=partial(method, keep=3), block_size=32, dense_below=0, max_mask_bytes=one_head):
+        model(tokens)
+    assert seen == [((1, 1, LENGTH, 16), 32, 3, 0.25, {"window", "attention_mask", "q_offset"})] * 16
+
+
+def test_function_cannot_be_saved(model):
+    with pytest.raises(ValueError, match="method must be a name"):
+        flexmask_hf.configure(model, method=causal_mask)
+
+
+def test_every_method_of_the_gallery_has_the_signature_that_the_adapter_calls():
+    query = key = torch.randn(1, 1, 64, 16)
+    for method in MASKS.values():
+        method(query, key, block_size=32, window=None, attention_mask=None, q_offset=None)

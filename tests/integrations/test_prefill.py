@@ -1,0 +1,116 @@
+"""The adapter's prefill on a tiny random model: what it computes. test_matrix.py has the families and caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_mask
+
+pytest.importorskip("transformers")
+
+from transformers import AttentionInterface
+
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask import flexprefill_mask
+from tests.integrations.cells import dynamic_cache
+from tests.integrations.common import KEEP_ALL, MARKS, SPARSE
+
+pytestmark = MARKS
+
+
+def masked_attention(masks):
+    """An attention function of transformers: SDPA under the expanded masks, one per layer."""
+
+    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        mask = masks[module.layer_idx]
+        mask = create_mask(mask.mask_mod, *mask.shape, device="cpu")
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_equals_sdpa_at_gamma_one(model, tokens, mode):
+    expected = model(tokens).logits
+    with mode(), flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
+        logits = model(tokens).logits
+    assert (logits - expected).abs().max() < 1e-4
+    assert [stats.dense for layer in run.stats.values() for stats in layer] == [False, False]
+
+
+def test_equals_dense_attention_under_its_masks(model, tokens):
+    dense = model(tokens).logits
+    with flexmask_hf.flexprefill(model, **SPARSE, collect_masks=True) as run:
+        logits = model(tokens).logits
+    density = torch.stack([run.stats[layer][0].density for layer in (0, 1)])
+    query_aware = torch.stack([run.stats[layer][0].is_query_aware for layer in (0, 1)])
+    assert density.mean() < 0.7
+    assert query_aware.any()
+    assert not query_aware.all()
+    assert (logits - dense).abs().max() > 1e-2
+    rows = run.rows()
+    assert len(rows) == query_aware.numel()
+    assert {row["pattern"] for row in rows} == {"query-aware", "vertical-slash"}
+    assert torch.tensor([row["density"] for row in rows]).equal(density.flatten())
+
+    AttentionInterface.register("masked", masked_attention({layer: run.masks[layer][0] for layer in (0, 1)}))
+    model.set_attn_implementation("masked")
+    assert (model(tokens).logits - logits).abs().max() < 1e-4
+
+
+def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
+    seen = {}
+
+    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        seen[module.layer_idx] = (query, key, scaling)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("recording", attention)
+    model.set_attn_implementation("recording")
+    model(tokens)
+    options = {name: value for name, value in SPARSE.items() if name != "dense_below"}
+    query, key, scale = seen[0]
+    mask, stats = flexprefill_mask(query, key, **options, scale=scale, return_stats=True)
+
+    with flexmask_hf.flexprefill(model, **SPARSE, collect_masks=True) as run:
+        model(tokens)
+    assert torch.equal(run.masks[0][0].to_dense(), mask.to_dense())
+    assert torch.equal(run.stats[0][0].density, stats.density)
+
+
+def test_generates_as_sdpa_does_at_gamma_one(model, tokens):
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    expected = model.generate(tokens, **options)
+    with flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
+        assert torch.equal(model.generate(tokens, **options), expected)
+        assert torch.equal(model.generate(tokens, **options), expected)
+    # a row per prefill, none for the decoding steps
+    assert {layer: len(stats) for layer, stats in run.stats.items()} == {0: 2, 1: 2}
+
+
+def test_rows_that_do_not_fill_a_block_run_dense(model, tokens):
+    expected = model(tokens).logits
+    cache = dynamic_cache(model)
+    model(tokens[:, :500], past_key_values=cache)
+    with flexmask_hf.flexprefill(model, **SPARSE) as run:
+        logits = model(tokens[:, 500:], past_key_values=cache).logits
+    assert (logits - expected[:, 500:]).abs().max() < 1e-4
+    assert run.stats[0][0].dense
+
+
+@pytest.mark.parametrize("collected", [(False, False), (False, True), (True, False)])
+def test_collects_what_is_asked_for(model, tokens, collected):
+    stats, masks = collected
+    with flexmask_hf.flexprefill(model, **SPARSE, collect_stats=stats, collect_masks=masks) as run:
+        model(tokens)
+    assert (len(run.stats), len(run.masks)) == (2 * stats, 2 * masks)
+
+
+def test_short_prompt_runs_dense(model, tokens):
+    with flexmask_hf.flexprefill(model, collect_masks=True) as run:
+        model(tokens)
+    assert run.stats[1][0].dense
+    assert run.masks[1] == [None]

@@ -1,0 +1,120 @@
+"""The models and calls that the adapter refuses, each by its name."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import flexmask.integrations.huggingface as flexmask_hf
+from tests.integrations.cells import RELEASE, dynamic_cache
+from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model
+from tests.integrations.families import VOCABULARY
+
+pytestmark = MARKS
+
+
+FORWARD_REFUSALS = {
+    "4-D": lambda model, tokens: {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
+    "packed": lambda model, tokens: {"position_ids": torch.arange(LENGTH)[None] % 265, "use_cache": False},
+    "output_attentions": lambda model, tokens: {"output_attentions": True},
+    "position_bias": lambda model, tokens: {"position_bias": torch.zeros(1)},
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("what", FORWARD_REFUSALS)
+def test_forward_refuses(tokens, what, hooked):
+    model = make_model(attn_implementation="flex_attention" if hooked else "sdpa")
+    with nullcontext() if hooked else flexmask_hf.flexprefill(model, **KEEP_ALL):
+        if hooked:
+            flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
+        with pytest.raises(NotImplementedError, match=f"does not serve .*{what}.*; use "):
+            model(tokens, **FORWARD_REFUSALS[what](model, tokens))
+
+
+def test_bidirectional_attention_is_refused(tokens):
+    model = make_model()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="bidirectional"):
+        model(tokens)
+
+
+def test_encoder_is_refused(tokens):
+    from transformers import BertConfig, BertModel
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
+    encoder = BertModel(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)).eval()
+    # before release 5 it does not go through the attention interface
+    errors, message = (NotImplementedError, ValueError), r"bidirectional|attention interface"
+    with pytest.raises(errors, match=message), flexmask_hf.flexprefill(encoder, **KEEP_ALL):
+        encoder(tokens)
+
+
+def test_cross_attention_is_refused(tokens):
+    from transformers import BartConfig, BartModel
+
+    sizes = {f"{part}_{what}": number for part in ("encoder", "decoder") for what, number in (("layers", 1), ("ffn_dim", 64))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 64, "dropout": 0.0}
+    config = BartConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH + 8, **sizes, **heads)
+    model = BartModel(config).eval()
+    with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match=r"bidirectional|cross"):
+        model(tokens)
+
+
+def test_config_that_asks_for_attentions_is_refused(tokens):
+    model = make_model(attn_implementation="eager", output_attentions=True)
+    with flexmask_hf.flexprefill(model), pytest.raises(NotImplementedError, match=r"config with output_attentions; use "):
+        model(tokens)
+
+
+def test_mask_of_the_new_tokens_alone_is_refused(model, tokens):
+    cache = dynamic_cache(model)
+    model(tokens[:, :400], past_key_values=cache)
+    mask = torch.ones_like(tokens[:, 400:])
+    with (
+        flexmask_hf.flexprefill(model, **KEEP_ALL),
+        pytest.raises(ValueError, match=r"attention_mask .*\(2, 530\); got \(2, 130\)"),
+    ):
+        model(tokens[:, 400:], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments"), [("Llama", {"num_items_in_batch": torch.tensor(7)}), ("Qwen3Moe", {"output_router_logits": True})]
+)
+def test_arguments_of_training_are_served(tokens, family, arguments):
+    model = make_model(family)
+    expected = model(tokens, **arguments).logits
+    with flexmask_hf.flexprefill(model):
+        assert (model(tokens, **arguments).logits - expected).abs().max() < 1e-4
+
+
+def test_dropout_is_refused(tokens):
+    model = make_model(attention_dropout=0.1).train()
+    with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="dropout"):
+        model(tokens)
+
+
+def test_gradients_on_a_cpu_are_refused(model, tokens):
+    with flexmask_hf.flexprefill(model, **KEEP_ALL), torch.enable_grad(), pytest.raises(ValueError, match="no_grad"):
+        model(tokens)
+
+
+def test_continuous_batching_is_refused(model, tokens):
+    flexmask_hf.register()
+    model.set_attn_implementation("flexprefill")
+    if RELEASE < (5, 0):  # its thread dies before attention on a CPU
+        assert model.generate_batch([[1, 2, 3]]) == {}
+        return
+    with pytest.raises((ValueError, NotImplementedError), match=r"not supported|does not serve"):
+        model.generate_batch([[1, 2, 3]])
+
+
+def test_model_must_be_one():
+    with pytest.raises(TypeError, match="PreTrainedModel"), flexmask_hf.flexprefill(torch.nn.Linear(2, 2)):
+        pytest.fail("entered")

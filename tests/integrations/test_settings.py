@@ -1,0 +1,103 @@
+"""The adapter's settings: for each layer, saved with the model, and refused where they are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaForCausalLM
+
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask import FlexPrefillConfig
+from flexmask.integrations.settings import PrefillSettings
+from tests.integrations.common import MARKS, SPARSE, make_model, padded
+
+pytestmark = MARKS
+
+
+def enter(block):
+    with block:
+        pytest.fail("entered")
+
+
+def test_layers_have_options_of_their_own(model, tokens):
+    with flexmask_hf.flexprefill(model, **SPARSE, layers={1: {"gamma": 1.0}}) as run:
+        model(tokens)
+    assert run.stats[0][0].density.max() < 1
+    assert run.stats[1][0].density.min() == 1
+    assert not run.stats[1][0].dense
+
+
+@pytest.mark.parametrize("attention_mask", [None, padded], ids=["unpadded", "padded"])
+def test_dense_layers_are_dense(model, tokens, attention_mask):
+    mask = None if attention_mask is None else attention_mask(tokens)
+    expected = model(tokens, attention_mask=mask).logits
+    with flexmask_hf.flexprefill(model, **SPARSE, dense_layers=(0, 1)) as run:
+        logits = model(tokens, attention_mask=mask).logits
+    assert (logits - expected)[torch.ones_like(tokens) != 0 if mask is None else mask != 0].abs().max() < 1e-4
+    assert [calls[0].dense for calls in run.stats.values()] == [True, True]
+
+
+def test_windows_below_the_break_even_stay_exact(tokens):
+    model = make_model("Gemma3")
+    with flexmask_hf.flexprefill(model, **{**SPARSE, "dense_below": 300}) as run:
+        model(tokens)
+    assert run.stats[0][0].dense  # a window of 200
+    assert not run.stats[1][0].dense
+    assert run.stats[1][0].density.max() < 1
+
+
+def test_masks_too_large_go_through_head_groups(model, tokens):
+    mask = padded(tokens)
+    with flexmask_hf.flexprefill(model, **SPARSE) as whole:
+        expected = model(tokens, attention_mask=mask).logits
+    with flexmask_hf.flexprefill(model, **SPARSE, max_mask_bytes=1) as parts:
+        logits = model(tokens, attention_mask=mask).logits
+    assert (logits - expected).abs().max() < 1e-5
+    assert torch.equal(whole.stats[1][0].density, parts.stats[1][0].density)
+
+
+def test_options_are_saved_with_the_model(model, tokens, tmp_path):
+    settings = flexmask_hf.configure(model, **SPARSE, layers={1: {"gamma": 0.7}}, dense_layers=[0])
+    assert settings.of_layer(1).gamma == 0.7
+    model.save_pretrained(tmp_path)
+    flexmask_hf.register()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="flexprefill")
+    assert PrefillSettings.from_dict(loaded.config.flexprefill_config) == settings
+    by_name = loaded(tokens).logits
+    with flexmask_hf.flexprefill(model) as run:  # no options: the model's own
+        assert torch.equal(model(tokens).logits, by_name)
+    assert run.settings == settings
+    assert [calls[0].dense for calls in run.stats.values()] == [True, False]
+    assert run.stats[1][0].density.max() < 1
+
+
+@pytest.mark.parametrize("method", [lambda: flexmask_hf.configure, lambda: flexmask_hf.flexprefill])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"gamma": 1.5}, ValueError, "gamma"),
+        ({"config": FlexPrefillConfig(), "gamma": 0.9}, ValueError, "config"),
+        ({"config": {"gamma": 0.9}}, TypeError, "config"),
+        ({"gama": 0.9}, TypeError, "gama"),
+        ({"dense_layers": (2,)}, ValueError, "dense_layers.* below 2.* got 2"),
+        ({"dense_layers": (-1,)}, ValueError, "dense_layers"),
+        ({"dense_layers": 0}, TypeError, "dense_layers must be a tuple.* got int"),
+        ({"dense_layers": ("0", 1)}, TypeError, "dense_layers must be an int"),
+        ({"layers": {7: {"gamma": 0.9}}}, ValueError, "layers.* got 7"),
+        ({"layers": {0: {"dense_below": 9}}}, TypeError, "dense_below"),
+        ({"layers": {0: {"tau": 3}}}, ValueError, "tau"),
+        ({"layers": [0]}, TypeError, "layers"),
+        ({"dense_below": -1}, ValueError, "dense_below"),
+        ({"backend": "cudnn"}, ValueError, "backend"),
+        ({"max_mask_bytes": 0}, ValueError, "max_mask_bytes"),
+        ({"method": "dense"}, ValueError, "method"),
+    ],
+)
+def test_wrong_options_change_nothing(model, method, options, error, message):
+    with pytest.raises(error, match=message):
+        enter(method()(model, **options))
+    assert model.config._attn_implementation == "sdpa"
+    assert not hasattr(model.config, "flexprefill_config")

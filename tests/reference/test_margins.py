@@ -1,0 +1,74 @@
+"""The oracle's margins: how close its decisions were to falling the other way."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flexmask.reference import _fewest, reference_flexprefill
+from tests.reference.cases import BLOCK, decide, random_inputs
+
+
+def row_with_block_shares(*shares):
+    """Scores of one last row that spreads each share evenly over its key block."""
+    return torch.tensor([math.log(share / BLOCK) for share in shares for _ in range(BLOCK)])[None]
+
+
+def test_gap_of_values_that_are_rounded_coarsely():
+    values = [0.9, 3e-9, 2e-9]
+    assert _fewest(values, [0, 1, 2], 0.5, at_least=2)[1] == pytest.approx(1 / 3)
+    assert _fewest(values, [0, 1, 2], 0.5, at_least=2, least=0.01)[1] == pytest.approx(1e-7)
+
+
+def test_margin_of_running_sum_and_gap():
+    def margin(gamma, **options):
+        result = decide(row_with_block_shares(0.5, 0.3, 0.2), gamma=gamma, **options)
+        return result.vertical_margin.item()
+
+    # .5 falls short of .6 by a sixth; .8 and the gap from .3 to .2 are a third away.
+    assert margin(0.6) == pytest.approx(1 / 6)
+    # .8 is just above .79.
+    assert margin(0.79) == pytest.approx(0.01 / 0.79)
+    # A floor of 2 takes .3 before .2, whatever the running sum before it; .8 is far above .4.
+    assert margin(0.4, min_budget=2 * BLOCK) == pytest.approx(1 / 3)
+    # A limit of 1: .5 is far below .9, and takes precedence over .3 by two fifths.
+    assert margin(0.9, max_budget=BLOCK) == pytest.approx(0.4)
+    assert margin(1.0) == math.inf
+
+
+def test_margin_is_zero_where_float32_underflows():
+    # Shares of e-87 and e-92 after the first block: float32 may not tell them apart.
+    scores = row_with_block_shares(1.0, math.exp(-87), math.exp(-92))
+    assert decide(scores, min_budget=2 * BLOCK).vertical_margin.item() == 0.0
+    scores = row_with_block_shares(1.0, math.exp(-60), math.exp(-61))
+    result = decide(scores, min_budget=2 * BLOCK)
+    assert result.vertical_margin.item() == pytest.approx(0.1 / 0.9)
+
+
+def test_wide_margins_survive_float32():
+    decided = 0
+    for seed in range(12):
+        query, key = random_inputs(seed, 112, 112, num_heads=2)
+        options: dict[str, Any] = {"gamma": 0.7, "tau": 0.25, "block_size": BLOCK, "min_budget": BLOCK}
+        exact = reference_flexprefill(query, key, **options)
+        generator = torch.Generator().manual_seed(seed)
+        noise = 1 + 1e-7 * torch.randn(query.shape, generator=generator, dtype=torch.float64)
+        noisy = reference_flexprefill(query.double() * noise, key, **options)
+        wide = exact.margin > 1e-5
+        decided += int(wide.sum())
+        assert torch.equal(exact.keep[wide], noisy.keep[wide])
+    assert decided >= 20
+
+
+def test_margin_is_the_smallest_that_matters():
+    query, key = random_inputs(12, 112, 112, num_heads=8)
+    options: dict[str, Any] = {"gamma": 0.7, "block_size": BLOCK, "min_budget": BLOCK}
+    for tau, selection in itertools.product((0.1, 1.0), ("coverage", "reference")):
+        result = reference_flexprefill(query, key, tau=tau, selection=selection, **options)
+        assert result.is_query_aware.all() == (tau == 1.0)
+        lines_margin = result.vertical_margin.minimum(result.slash_margin)
+        expected = result.pattern_margin.minimum(lines_margin)
+        both = expected.minimum(result.query_aware_margin)
+        assert torch.equal(result.margin, torch.where(result.is_query_aware, both, expected))

@@ -1,0 +1,39 @@
+"""What the tests of refused arguments share: arguments that are accepted, and how changes to them are listed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYOUT = {
+    "query": "(batch, num_heads, q_len, head_dim)",
+    "key": "(batch, num_kv_heads, kv_len, head_dim)",
+    "value": "(batch, num_kv_heads, kv_len, v_head_dim)",
+}
+
+
+def right() -> dict[str, Any]:
+    """Arguments that are accepted: lengths 64 of 96, 4 heads on 2."""
+    return {
+        "query": torch.zeros(2, 4, 64, 32),
+        "key": torch.zeros(2, 2, 96, 32),
+        "value": torch.zeros(2, 2, 96, 48),
+        "block_size": 32,
+    }
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+# what differs from right(), exception, message
+Refusals = list[tuple[dict[str, Any], type[Exception], str]]
+
+
+def ids(refusals: Refusals) -> list[str]:
+    def shown(x: Any) -> str:
+        return f"{x.dtype} {tuple(x.shape)} {x.device}" if isinstance(x, Tensor) else str(x)
+
+    return [", ".join(f"{name}={shown(x)}" for name, x in changes.items()) for changes, *_ in refusals]

@@ -1,0 +1,82 @@
+"""flexprefill_attention on a GPU, with its log-sum-exp and gradients, against dense attention under the expanded mask."""
+
+import pytest
+import torch
+
+from flexmask import flexprefill_attention
+from flexmask.backends import flash_available
+from tests.attention_calls import call, check, padding
+from tests.comparisons import assert_same_attention
+from tests.expected import expanded, masked_attention
+
+GPU_VARIANTS = {
+    "float32": {"q_len": 700, "block_size": 64, "head_dims": (64, 64)},
+    "float32, small blocks": {"q_len": 333, "block_size": 16},
+    "odd blocks, chunk": {"q_len": 300, "kv_len": 500, "block_size": 48, "scores": {"softcap": 5.0}},
+    "bfloat16": {"q_len": 2048, "block_size": 128, "head_dims": (128, 128), "dtype": torch.bfloat16, "heads": (8, 2)},
+    "bfloat16, ragged chunk": {
+        "q_len": 900,
+        "kv_len": 2500,
+        "block_size": 128,
+        "head_dims": (64, 64),
+        "dtype": torch.bfloat16,
+        "heads": (8, 2),
+    },
+    "float16, padded, window": {
+        "q_len": 1500,
+        "block_size": 128,
+        "head_dims": (64, 64),
+        "dtype": torch.float16,
+        "batch": 2,
+        "attention_mask": padding(1500, ("left", 300), ("right", 100)),
+        "scores": {"window": 800},
+    },
+}
+FLASH = pytest.param("flash", marks=pytest.mark.skipif(not flash_available(), reason="flash-attn-4 is not installed"))
+
+
+@pytest.mark.attention
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_VARIANTS)
+def test_is_dense_attention_under_the_mask_on_cuda(cuda, name):
+    check(call(**GPU_VARIANTS[name]), cuda, backend="triton")
+
+
+@pytest.mark.attention
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16, ragged chunk", "float16, padded, window"])
+@pytest.mark.parametrize("backend", [FLASH])
+def test_flash_is_dense_attention_under_the_mask(cuda, name, backend):
+    check(call(**GPU_VARIANTS[name]), cuda, backend=backend)
+
+
+@pytest.mark.attention
+@pytest.mark.gpu
+def test_log_sum_exp_is_that_of_kept_scores(cuda):
+    it = call(q_len=700, block_size=64, head_dims=(64, 64), batch=2, attention_mask=padding(700, ("left", 100), ("left", 0)))
+    out, lse = it.attend(cuda, return_lse=True, backend="triton")
+    expected, wanted = it.under(it.case.to(cuda).search().keep)
+    assert_same_attention(out, expected)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.cpu().double(), wanted, atol=1e-4, rtol=1e-4)
+    assert (lse[0, :, :100] == float("-inf")).all()
+
+
+@pytest.mark.attention
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_gradients_are_those_of_dense_attention_under_the_mask(cuda, padded):
+    attention_mask = padding(600, ("left", 90)) if padded else None
+    it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=attention_mask)
+    keep = it.case.to(cuda).search().keep
+    tensors = [x.to(cuda).requires_grad_() for x in (it.case.query, it.case.key, it.value)]
+    moved = None if attention_mask is None else attention_mask.to(cuda)
+    out = flexprefill_attention(*tensors, config=it.case.config, dense_below=0, attention_mask=moved, backend="triton")
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    (out * weights.to(cuda)).sum().backward()
+    exact = [x.double().requires_grad_() for x in (it.case.query, it.case.key, it.value)]
+    expected, _ = masked_attention(*exact, expanded(keep, it.case))
+    (expected * weights).sum().backward()
+    assert_same_attention(out.detach(), expected.detach())
+    for got, wanted in zip(tensors, exact, strict=True):
+        torch.testing.assert_close(got.grad.cpu().double(), wanted.grad, atol=1e-4, rtol=1e-3)

@@ -1,0 +1,143 @@
+"""What the search keeps, by its options, and what must not matter to it, without asking the reference."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.cases import cases, sparse_cases
+from tests.expected import by_block, visible_pairs
+
+# What is kept at all
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_keeps_visible_blocks_only(case):
+    visible = by_block(visible_pairs(case), case.config.block_size)[:, None]
+    assert not (case.search().keep & ~visible).any()
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_full_blocks_are_those_without_a_hidden_pair(case):
+    result = case.search()
+    full = result.keep & by_block(visible_pairs(case), case.config.block_size, every=True)[:, None]
+    assert torch.equal(result.lists.full_kv_num_blocks, full.sum(-1))
+    assert torch.equal(result.lists.kv_num_blocks, (result.keep & ~full).sum(-1))
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_keeps_first_visible_block_and_diagonal(case):
+    size = case.config.block_size
+    pairs = visible_pairs(case)
+    keep = case.search().keep
+    for b, pairs_of_row in enumerate(pairs):
+        for r, rows in enumerate(pairs_of_row.split(size)):
+            sees = rows.any(0).nonzero().flatten().tolist()
+            own = [row.nonzero().max().item() for row in rows if row.any()]  # a valid row's last visible key is its own
+            forced = {position // size for position in sees[:1] + own}
+            assert keep[b, :, r, list(forced)].all()
+
+
+@settings(max_examples=50)
+@given(cases(gamma=1.0, max_budget=None))
+def test_gamma_one_keeps_every_visible_block(case):
+    keep = case.search().keep
+    assert torch.equal(keep, by_block(visible_pairs(case), case.config.block_size)[:, None].expand_as(keep))
+
+
+def test_larger_gamma_keeps_more():
+    grew = []
+
+    @settings(max_examples=60)
+    @given(cases(), st.integers(1, 100), st.integers(1, 100))
+    def run(case, percent, other):
+        low, high = sorted((percent, other))
+        fewer = case.with_config(gamma=low / 100).search().keep
+        more = case.with_config(gamma=high / 100).search().keep
+        assert not (fewer & ~more).any()
+        grew.append(bool((more & ~fewer).any()))
+
+    run()
+    assert any(grew)
+
+
+@settings(max_examples=40)
+@given(sparse_cases(chunked=False, windowed=False, padded=False, min_budget=0), st.integers(1, 3))
+def test_cap_bounds_lines_and_rows(case, cap):
+    case = case.with_config(gamma=0.95, max_budget=cap * case.config.block_size)
+    result = case.search()
+    assert (result.stats.num_vertical_blocks <= cap).all()
+    assert (result.stats.num_slash_blocks <= cap).all()
+    rows = torch.arange(result.keep.shape[-1])
+    # a row keeps its own cap and two blocks more, or two families of lines and the two
+    allowed = torch.where(result.stats.is_query_aware, cap, 2 * cap)[..., None] + 2
+    assert (result.keep.sum(-1) <= torch.minimum(allowed, rows + 1)).all()
+
+
+# What must not matter
+
+
+def spoiled(x, generator):
+    return x + torch.randn(x.shape, generator=generator).to(x.dtype)
+
+
+@settings(max_examples=30)
+@given(cases(), st.integers(0, 2**31))
+def test_heads_and_batch_rows_do_not_look_at_each_other(case, seed):
+    assume(case.query.shape[0] * case.key.shape[1] > 1)
+    generator = torch.Generator().manual_seed(seed)
+    groups = case.query.shape[1] // case.key.shape[1]
+    before = case.search()
+    b, h = seed % case.query.shape[0], seed % case.query.shape[1]
+    query, key = spoiled(case.query, generator), spoiled(case.key, generator)
+    query[b, h], key[b, h // groups] = case.query[b, h], case.key[b, h // groups]
+    after = case.search(query, key)
+    for name in before.lists._fields:
+        assert torch.equal(getattr(before.lists, name)[b, h], getattr(after.lists, name)[b, h]), name
+    for name in before.stats._fields:
+        assert torch.equal(getattr(before.stats, name)[b, h], getattr(after.stats, name)[b, h]), name
+
+
+@settings(max_examples=30)
+@given(cases(), st.integers(0, 2**31))
+def test_tokens_that_do_not_count_have_no_say(case, seed):
+    generator = torch.Generator().manual_seed(seed)
+    pairs = visible_pairs(case)
+    before = case.search()
+    row_counts, key_counts = pairs.any(-1)[:, None, :, None], pairs.any(-2)[:, None, :, None]
+    query = torch.where(row_counts, case.query, spoiled(case.query, generator))
+    if "window" not in case.scores:  # keys out of every row's window still weigh in their block's mean
+        case.key = torch.where(key_counts, case.key, float("nan"))
+    after = case.search(query)
+    for name in before.lists._fields:
+        assert torch.equal(getattr(before.lists, name), getattr(after.lists, name)), name
+
+
+@settings(max_examples=20)
+@given(cases())
+def test_same_inputs_give_the_same_bits(case):
+    first, second = case.search(), case.search()
+    # (batch, length, heads, head_dim) in memory, as models hand it over
+    strided = case.search(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (case.query, case.key)))
+    for other in (second, strided):
+        for name in first.lists._fields:
+            assert torch.equal(getattr(first.lists, name), getattr(other.lists, name)), name
+        for name in first.stats._fields:
+            torch.testing.assert_close(getattr(first.stats, name), getattr(other.stats, name), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_precision_inputs_give_the_mask_of_their_values_in_float32(dtype):
+    @settings(max_examples=25)
+    @given(sparse_cases())
+    def run(case):
+        query, key = case.query.to(dtype), case.key.to(dtype)
+        half, whole = case.search(query, key), case.search(query.float(), key.float())
+        assert torch.equal(half.keep, whole.keep)
+        assert torch.equal(half.stats.js_distance, whole.stats.js_distance)
+        assert half.stats.coverage.dtype == torch.float32
+
+    run()

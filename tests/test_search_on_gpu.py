@@ -1,0 +1,158 @@
+"""The search on a GPU: against the reference, in memory full of NaN, and in a program that multiplies in TF32."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from flexmask import FlexPrefillConfig, flexprefill_attention
+from flexmask._torch import without_tf32
+from tests.cases import Case, cases, sparse_cases, structured_inputs
+from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed
+
+
+def gpu_cases(count, **fixed):
+    """Fixed cases, so that a GPU's run can be repeated."""
+    found = []
+
+    @settings(max_examples=count, derandomize=True, database=None)
+    @given(sparse_cases(**fixed) | cases(**fixed))
+    def run(case):
+        found.append(case)
+
+    run()
+    return found
+
+
+@pytest.mark.gpu
+def test_equals_the_reference_on_cuda(cuda):
+    tally = Tally()
+    # every set of options would be compiled; what the compiler makes of the search is the next test's
+    with torch.compiler.set_stance("force_eager"):
+        for case in gpu_cases(60):
+            expected = case.reference()
+            result = case.to(cuda).search()
+            assert_well_formed(result)
+            assert_same_blocks(result, expected)
+            tally.add_decisions(expected)
+            assert_same_statistics(result, expected)
+    tally.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"tau": 0.08, "query_aware": "flatten", "index_queries": "last"},
+        {"tau": 0.3, "query_aware": "per_query", "index_queries": "middle"},
+    ],
+    ids=["flatten", "per_query"],
+)
+def test_compiled_search_equals_the_reference_on_cuda(cuda, fixed):
+    tally, drawn = Tally(), Drawn()
+    options = {"gamma": 0.8, "block_size": 32, "min_budget": 32, "max_budget": None, "pattern_queries": "last", **fixed}
+    config = gpu_cases(1, **options)[0].config
+    generator = torch.Generator().manual_seed(0)
+    for length in (600, 1000, 777, 513):
+        query, key = structured_inputs(generator, 1, 8, 2, length, length, 64)
+        case = Case(query, key, config)
+        expected = case.reference()
+        result = case.to(cuda).search()
+        again = case.to(cuda).search()
+        assert_well_formed(result)
+        assert all(torch.equal(*pair) for pair in zip(result.lists, again.lists, strict=True))
+        assert_same_blocks(result, expected)
+        tally.add_decisions(expected)
+        assert_same_statistics(result, expected)
+        drawn.add(expected)
+    tally.check()
+    assert drawn.sparse > 0
+
+
+def poison():
+    """What the next tensors on the GPU are allocated from holds NaN, to a kernel's eye: compiled code fills nothing by itself."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    # the allocator keeps small tensors (up to 1 MB) and large ones apart, and gives what fits best
+    held = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(16)]
+    held += [
+        torch.full((size,), float("nan"), device="cuda") for size in [2**7] * 2000 + [2**12] * 200 + [2**19] * 64 + [2**24] * 4
+    ]
+    del held
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rule", "tau", "padded", "scores"),
+    [
+        ("flatten", 0.3, False, {}),
+        ("flatten", 0.3, True, {"window": 300, "softcap": 8.0}),
+        ("per_query", 0.08, True, {}),
+    ],
+)
+def test_reads_nothing_that_was_not_written(cuda, rule, tau, padded, scores):
+    config = FlexPrefillConfig(0.8, tau, block_size=32, min_budget=32, max_budget=192 if padded else None, query_aware=rule)
+    generator = torch.Generator().manual_seed(5)
+    for q_len, kv_len in ((1, 1), (63, 63), (129, 129), (1000, 1000), (333, 800)):
+        query, key = structured_inputs(generator, 1, 8, 2, q_len, kv_len, 64)
+        mask = torch.rand(1, kv_len, generator=generator) < 0.9 if padded else None
+        case = Case(query, key, config, scores, mask)
+        expected = case.reference()
+        there = case.to(cuda)
+        there.search()  # compiles, which allocates too
+        poison()
+        assert torch.empty(1000, device=cuda).isnan().all()
+        assert torch.empty(2**20, device=cuda).isnan().all()
+        result = there.search()
+        assert_well_formed(result)
+        assert_same_blocks(result, expected)
+        assert_same_statistics(result, expected)
+
+
+@pytest.mark.gpu
+def test_attention_reads_nothing_that_was_not_written(cuda):
+    generator = torch.Generator().manual_seed(6)
+    query, key = structured_inputs(generator, 1, 8, 2, 333, 1000, 64)
+    value = torch.randn(1, 2, 1000, 64, generator=generator)
+    query, key, value = (x.to(cuda, torch.bfloat16) for x in (query, key, value))
+    options = {"gamma": 0.8, "tau": 0.3, "min_budget": 128, "dense_below": 0}
+    with torch.no_grad():
+        first = flexprefill_attention(query, key, value, **options)
+        poison()
+        again = flexprefill_attention(query, key, value, **options)
+    assert torch.equal(first, again)
+    assert first.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, monkeypatch):
+    """Where plain products choose the blocks; our kernels do not ask."""
+    config = FlexPrefillConfig(0.8, 0.3, block_size=32, min_budget=32, selection="reference")
+    query, key = structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 704, 704, 64)
+    case = Case(query, key, config).to(cuda)
+    keep = case.search().keep
+    exact = query[0, 0].to(cuda) @ key[0, 0].to(cuda).mT
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    assert not torch.equal(query[0, 0].to(cuda) @ key[0, 0].to(cuda).mT, exact)  # it is on
+    assert torch.equal(case.search().keep, keep)
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("generic", ["none", "tf32"])
+def test_tf32_is_put_back_as_it_was(generic):
+    """A precision that the program set for matrix products, or for everything, where the one of products is inherited."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch has no precision for everything")
+    products = torch.backends.cuda.matmul
+    before = torch.backends.fp32_precision, products.fp32_precision
+    try:
+        torch.backends.fp32_precision, products.fp32_precision = generic, "none" if generic == "tf32" else "tf32"
+        assert products.fp32_precision == "tf32"
+        with without_tf32():
+            assert products.fp32_precision == "ieee"
+        assert products.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "ieee"
+        assert products.fp32_precision == ("ieee" if generic == "tf32" else "tf32")
+    finally:
+        torch.backends.fp32_precision, products.fp32_precision = before

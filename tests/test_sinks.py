@@ -1,0 +1,90 @@
+"""Attention with sinks: one more logit per head, on every path, and what is refused as sinks."""
+
+import pytest
+import torch
+
+from flexmask import flexprefill_attention
+from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call
+from tests.comparisons import assert_same_attention
+from tests.expected import expanded
+
+
+def under_with_sinks(it, keep, sinks):
+    """Dense attention under a block map with one more logit per head, as a last key of no value, in float64."""
+    case, scores = it.case, it.case.scores
+    groups = case.query.shape[1] // case.key.shape[1]
+    key, value = (x.double().repeat_interleave(groups, 1) for x in (case.key, it.value))
+    logits = case.query.double() @ key.mT * scores.get("scale", case.query.shape[-1] ** -0.5)
+    if "softcap" in scores:
+        logits = scores["softcap"] * torch.tanh(logits / scores["softcap"])
+    logits = logits.masked_fill(~expanded(keep, case), float("-inf"))
+    sink = sinks.double()[:, None, None].expand(*logits.shape[:3], 1)
+    return torch.cat([logits, sink], -1).softmax(-1)[..., :-1] @ value
+
+
+WITH_SINKS = ["groups", "chunk inside a block", "window", "softcap"]
+WITH_SINKS_AND_PADDING = ["everything", "bfloat16, padded chunk"]
+SINKS_BY_DEVICE = [
+    *((name, "cpu") for name in WITH_SINKS),
+    *(pytest.param(name, "cpu", marks=CPP_ERROR) for name in WITH_SINKS_AND_PADDING),
+    *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in WITH_SINKS + WITH_SINKS_AND_PADDING),
+]
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize(("name", "device"), SINKS_BY_DEVICE)
+def test_sinks_are_one_more_logit(name, device):
+    it = call(**VARIANTS[name])
+    keep = it.case.to(device).search().keep
+    out, stats = it.attend(device, sinks=SINKS.to(device), return_stats=True)
+    assert (stats.density < 1).any()
+    assert_same_attention(out, under_with_sinks(it, keep, SINKS))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_attention(out, it.under(keep)[0])
+
+
+@pytest.mark.attention
+@CPP_ERROR
+def test_sinks_go_with_their_heads_through_head_groups():
+    it = call(**VARIANTS["everything"])
+    expected = it.attend(sinks=SINKS)
+    torch.testing.assert_close(it.attend(sinks=SINKS, max_mask_bytes=1), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 170])
+def test_dense_path_has_sinks(rows):
+    it = call(**VARIANTS["everything"])
+    it.case.query = it.case.query[:, :, :rows]
+    keep = torch.ones(3, 4, -(-rows // 16), 18, dtype=torch.bool)
+    assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), under_with_sinks(it, keep, SINKS))
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error"),
+    [
+        (torch.zeros(3), ValueError),
+        (torch.zeros(2, 4), ValueError),
+        (torch.zeros(4, dtype=torch.int64), TypeError),
+        (torch.zeros(4, device="meta"), ValueError),
+        ([0.0] * 4, TypeError),
+    ],
+)
+def test_refuses_sinks_that_are_not_one_a_head(sinks, error):
+    with pytest.raises(error, match="sinks must be"):
+        call().attend(sinks=sinks)
+
+
+@pytest.mark.attention
+@pytest.mark.gpu
+def test_gradients_reach_sinks(cuda):
+    it = call(q_len=600, block_size=64, head_dims=(64, 64))
+    keep = it.case.to(cuda).search().keep
+    weights = torch.randn(1, 4, 600, 64, generator=torch.Generator().manual_seed(4))
+    exact = SINKS.double().requires_grad_()
+    (under_with_sinks(it, keep, exact) * weights).sum().backward()
+    for others_too in (True, False):
+        tensors = [x.to(cuda).requires_grad_(others_too) for x in (it.case.query, it.case.key, it.value)]
+        sinks = SINKS.to(cuda).requires_grad_()
+        out = flexprefill_attention(*tensors, config=it.case.config, dense_below=0, sinks=sinks, backend="triton")
+        (out * weights.to(cuda)).sum().backward()
+        torch.testing.assert_close(sinks.grad.cpu().double(), exact.grad, atol=1e-3, rtol=1e-3)
