@@ -15,7 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from bench.inputs import structured_prompt
 from flexmask import FlexPrefillStats, flexprefill_attention, flexprefill_mask
-from flexmask.backends import flash_available, run_flex_attention
+from flexmask.base.inputs import attention_inputs
+from flexmask.flex.backend import flash_available
+from flexmask.flex.run import run_flex_attention
 
 GPU = torch.cuda.is_available()
 LENGTHS = (8192, 32768, 131072) if GPU else (4096, 8192)
@@ -75,9 +77,10 @@ def bench_kernel(timed: Timed, tokens: int, backend: str) -> None:
         return kv_idx <= q_idx
 
     mask.mask_mod = causal  # compiled attention follows the lists; partial blocks need the causal edge only
+    inputs = attention_inputs(query, key, value)
     kernel = "cpu" if backend == "auto" else backend
     timed(
-        lambda: run_flex_attention(query, key, value, mask, query.shape[3] ** -0.5, None, kernel, False),
+        lambda: run_flex_attention(inputs, mask, kernel),
         what=f"attention alone, {backend}",
         tokens=tokens,
         density=_density(tokens),

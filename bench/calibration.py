@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from bench.inputs import structured_prompt
 from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_mask
-from flexmask.flexprefill import MOST_BYTES
-from flexmask.memory import mask_bytes
+from flexmask.flex.head_groups import mask_bytes
+from flexmask.mask import MOST_BYTES
 
 TOLERANCE = 0.02
 _CLOSE_ENOUGH = 0.008

@@ -15,7 +15,7 @@ from bench.inputs import structured_prompt
 from bench.measure import interleaved, synchronize, text_of
 from bench.methods import Tensors
 from bench.prompts import DEFAULT_FLOOR, SHAPE
-from flexmask import compilation, compiled_search
+from flexmask import compilation, search
 
 _LENGTHS = 40
 # of the forty, in rising order: those that are compiled once more, for one length, which takes half a minute each
@@ -72,7 +72,7 @@ def compile_rows(backend: str, shortest: int, longest: int, gamma: float, say: C
 
 def constant_sizes() -> Any:
     """A context in which the search is compiled for the length it is called with: sizes are constants unless they are marked."""
-    return mock.patch.object(compiled_search, "with_dynamic", lambda tensor, dim: tensor)
+    return mock.patch.object(search, "with_dynamic", lambda tensor, dim: tensor)
 
 
 def _steady(name: str, tokens: int, tensors: Tensors, backend: str, gamma: float) -> dict[str, Any]:

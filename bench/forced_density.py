@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import block_mask_from_lists
-from flexmask.emit import block_lists
-from flexmask.flexprefill import device_offset
-from flexmask.mask_mods import visible_mask_mod
-from flexmask.visibility import block_visibility, token_validity
+from flexmask.base.inputs import attention_inputs
+from flexmask.base.visibility import block_visibility, token_validity
+from flexmask.flex.block_mask import block_mask
+from flexmask.plain.block_lists import block_lists
 
 
 def random_blocks_mask(
@@ -28,8 +27,8 @@ def random_blocks_mask(
 
     The mask_mod cuts partial blocks only: the choice is in the lists, as compiled attention reads them.
     """
-    offset = device_offset(q_offset, query, key)
-    tokens = token_validity(query.shape[2], key.shape[2], offset, attention_mask, key)
+    inputs = attention_inputs(query, key, window=window, attention_mask=attention_mask, q_offset=q_offset).placed()
+    tokens = token_validity(query.shape[2], key.shape[2], inputs.offset, inputs.attention_mask, key)
     seen = block_visibility(tokens, block_size, window)
     visible = seen.visible[:, None]
     generator = torch.Generator(device=query.device).manual_seed(seed)
@@ -38,5 +37,4 @@ def random_blocks_mask(
     last = visible.shape[3] - 1 - visible.flip(3).int().argmax(3, keepdim=True)  # of each row's visible blocks
     column = torch.arange(visible.shape[3], device=query.device)
     keep = (keep | (column == last) | (column == 0)) & visible
-    mask_mod = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window, query.device)
-    return block_mask_from_lists(block_lists(keep, seen.full), mask_mod, block_size, (query.shape[2], key.shape[2]))
+    return block_mask(inputs, block_lists(keep, seen.full), None, block_size)

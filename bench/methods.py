@@ -12,9 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import flexprefill_attention, flexprefill_mask
-from flexmask.backends import flash_available, run_flex_attention
+from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import MASKS, causal_mask
-from flexmask.mask_mods import visible_mask_mod
+from flexmask.flex.backend import flash_available
+from flexmask.flex.mask_mods import visible_mask_mod
+from flexmask.flex.run import run_flex_attention
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -46,8 +48,9 @@ def kernel(tensors: Tensors, block_mask: BlockMask, backend: str) -> Callable[[]
     `flexprefill_attention`'s.
     """
     query, key, value = tensors
-    block_mask.mask_mod = visible_mask_mod(None, None, None, query.device)
-    return lambda: run_flex_attention(query, key, value, block_mask, query.shape[3] ** -0.5, None, backend, False)[0]
+    inputs = attention_inputs(query, key, value)
+    block_mask.mask_mod = visible_mask_mod(inputs)
+    return lambda: run_flex_attention(inputs, block_mask, backend)[0]
 
 
 def dense_flex(tensors: Tensors, backend: str) -> Callable[[], Tensor]:

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
-
-from flexmask._torch import block_mask_from_lists, named
-from flexmask.config import FlexPrefillConfig
-from flexmask.emit import block_lists
-from flexmask.flexprefill import check_mask_arguments, device_offset
-from flexmask.mask_mods import visible_mask_mod
-from flexmask.visibility import block_visibility, token_validity
+from flexmask.method import BlockProblem, mask_method
 
 
-def causal_mask(
-    query: Tensor,
-    key: Tensor,
-    *,
-    block_size: int = 128,
-    window: int | None = None,
-    attention_mask: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-) -> BlockMask:
+@mask_method
+def causal_mask(problem: BlockProblem) -> None:
     """The mask of dense causal attention, the same for every head.
 
     Row t of the queries stands at position ``q_offset + t`` and sees the keys at ``0 <= position - k < window`` that are tokens,
@@ -37,6 +22,8 @@ def causal_mask(
         Lengths need not be multiples of the block.
     block_size
         Tokens in a block, of queries and of keys alike: a multiple of 16 from 16 to 256, default 128 (FlexAttention's own).
+    scale, softcap
+        Checked and not used: visibility alone decides. Default None.
     window
         Tokens, >= 1: a row sees itself and the ``window - 1`` positions before it. Default None: all before it.
     attention_mask
@@ -66,12 +53,4 @@ def causal_mask(
             [1, 1, 0, 0, 0, 0, 0, 0],
             [1, 1, 1, 0, 0, 0, 0, 0]], dtype=torch.int32)
     """
-    config = FlexPrefillConfig(block_size=block_size)  # for the range of block_size
-    check_mask_arguments(query, key, config, None, None, window, attention_mask, q_offset)
-    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
-    offset = device_offset(q_offset, query, key)
-    seen = block_visibility(token_validity(q_len, kv_len, offset, attention_mask, key), block_size, window)
-    visible = seen.visible[:, None].repeat(batch // seen.visible.shape[0], 1, 1, 1)
-    mask_mod = visible_mask_mod(offset, None if attention_mask is None else attention_mask != 0, window, query.device)
-    mask_mod = named(mask_mod, f"causal(window={window}, block_size={block_size})")
-    return block_mask_from_lists(block_lists(visible, seen.full), mask_mod, block_size, (q_len, kv_len))
+    return None

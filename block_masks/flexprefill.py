@@ -1,5 +1,5 @@
-"""FlexPrefill among the other masks; its code is `flexmask.flexprefill`."""
+"""FlexPrefill among the other masks; its code is `flexmask.mask`."""
 
-from flexmask.flexprefill import flexprefill_mask as flexprefill_mask
+from flexmask.mask import flexprefill_mask as flexprefill_mask
 
 __all__ = ["flexprefill_mask"]

@@ -2,7 +2,7 @@
 
 from flexmask.attention import flexprefill_attention as flexprefill_attention
 from flexmask.config import FlexPrefillConfig as FlexPrefillConfig
-from flexmask.flexprefill import flexprefill_mask as flexprefill_mask
+from flexmask.mask import flexprefill_mask as flexprefill_mask
 from flexmask.stats import FlexPrefillStats as FlexPrefillStats
 from flexmask.warmup import warmup as warmup
 

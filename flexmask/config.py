@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
+
+from flexmask.base.checks import check_int, check_real, check_word
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SELECTIONS = ("coverage", "reference")
 QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
-SHARED_MASKS = (None, "union", "mean")
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,6 @@ class FlexPrefillConfig:
     pattern_queries, index_queries
         Which query rows decide a head's pattern, and which rows the vertical-slash index is read from:
         ``"last"`` (default, as the paper) or ``"middle"`` (the paper's appendix on the representative query subset).
-    share_kv_heads
-        Whether the query heads that share a key head get one mask. None (default, as the paper): a mask each. ``"union"``: the
-        heads of a group keep every block that one of them keeps, so that gamma holds for each; `max_budget` bounds what each
-        chooses, not the union. ``"mean"``: the mean of their attention maps decides, of the pooled estimate as of the
-        representative attention, so that gamma is of the mean and one head may get less. NaN in one head spoils its group.
-
-        Differs from the paper, where every head has a mask of its own: the heads of a group may then load the same blocks. Shared
-        masks are denser: the union's by about a quarter on a trained model (bench/README.md, "Shared masks").
 
     Raises
     ------
@@ -76,7 +72,6 @@ class FlexPrefillConfig:
     query_aware: str = "flatten"
     pattern_queries: str = "last"
     index_queries: str = "last"
-    share_kv_heads: str | None = None
 
     def __post_init__(self) -> None:
         check_real("gamma", self.gamma)
@@ -101,7 +96,6 @@ class FlexPrefillConfig:
         check_word("query_aware", self.query_aware, QUERY_AWARE_RULES)
         check_word("pattern_queries", self.pattern_queries, QUERY_SUBSETS)
         check_word("index_queries", self.index_queries, QUERY_SUBSETS)
-        check_word("share_kv_heads", self.share_kv_heads, SHARED_MASKS)
 
     @property
     def min_blocks(self) -> int:
@@ -115,44 +109,50 @@ class FlexPrefillConfig:
 
 
 # read once: torch.compile cannot trace dataclasses.fields
-_DEFAULTS = {field.name: field.default for field in fields(FlexPrefillConfig)}
+OPTIONS = tuple(field.name for field in fields(FlexPrefillConfig))
+_FIXED = tuple(name for name in OPTIONS if name not in ("gamma", "tau"))
+# stands in for a keyword that was not given
+UNSET: Any = object()
 
 
-def config_from(config: FlexPrefillConfig | None, **keywords: Any) -> FlexPrefillConfig:
-    """Return `config`, or one made of `keywords`; both together are refused.
+def config_from(config: FlexPrefillConfig | None, gamma: float, tau: float, options: dict[str, Any]) -> FlexPrefillConfig:
+    """Return `config`, or one made of `gamma`, `tau` and `options`; both together are refused.
 
     Raises
     ------
     TypeError
-        If `config` is not a FlexPrefillConfig.
+        If `config` is not a FlexPrefillConfig, or for a keyword that it has no field for.
     ValueError
-        If `config` is given and a keyword differs from its default.
+        If `config` is given with keywords of its own.
     """
+    if gamma is not UNSET:
+        options = {**options, "gamma": gamma}
+    if tau is not UNSET:
+        options = {**options, "tau": tau}
     if config is None:
-        return FlexPrefillConfig(**keywords)
+        return FlexPrefillConfig(**options)
     if not isinstance(config, FlexPrefillConfig):
         raise TypeError(f"config must be a FlexPrefillConfig; got {type(config).__name__}")
-    changed = [name for name, value in keywords.items() if value != _DEFAULTS[name]]
-    if changed:
-        raise ValueError(f"config excludes the keywords that it holds; got config and {', '.join(changed)}")
+    if options:
+        raise ValueError(f"config excludes the keywords that it holds; got config and {', '.join(options)}")
     return config
 
 
-def check_int(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is an int (bool is not)."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
+def compile_time(config: FlexPrefillConfig) -> FlexPrefillConfig:
+    """`config` as code is compiled for it: of gamma and tau, which are tensors then, only whether 1 and 0 switch them off."""
+    fixed = {name: getattr(config, name) for name in _FIXED}
+    return FlexPrefillConfig(1.0 if config.gamma == 1 else 0.5, 0.0 if config.tau == 0 else 0.5, **fixed)
 
 
-def check_real(name: str, value: object) -> None:
-    """Raise TypeError or ValueError unless `value` is a finite int or float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{name} must be finite; got {value}")
-
-
-def check_word(name: str, value: object, words: tuple[str | None, ...]) -> None:
-    """Raise ValueError unless `value` is one of `words`."""
-    if value not in words:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}; got {value!r}")
+def takes_options(function: _Function) -> _Function:
+    """Show the fields of FlexPrefillConfig in the signature of a function that takes them as ``**options``."""
+    shown = inspect.signature(FlexPrefillConfig).parameters
+    own = inspect.signature(function).parameters.values()
+    before = [
+        p.replace(default=shown[p.name].default) if p.name in shown else p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    options = [p.replace(kind=p.KEYWORD_ONLY) for name, p in shown.items() if name in _FIXED]
+    after = [p for p in own if p.kind is p.KEYWORD_ONLY]
+    signature = inspect.signature(function).replace(parameters=[*before, *options, *after])
+    function.__signature__ = signature  # type: ignore[attr-defined]  # which inspect and help() read
+    return function

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+from flexmask.base.inputs import HeadGroup
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class FlexPrefillStats:
     dense: bool = False
 
 
+_TENSORS = tuple(field.name for field in fields(FlexPrefillStats) if field.name != "dense")
+
+
 def empty_stats(query: Tensor, dense: bool) -> FlexPrefillStats:
     """The statistics of a dense call, or room for those of a sparse one."""
     heads = query.new_zeros(query.shape[:2], dtype=torch.float32)
@@ -50,3 +55,9 @@ def empty_stats(query: Tensor, dense: bool) -> FlexPrefillStats:
         coverage=heads + 1,
         dense=dense,
     )
+
+
+def write_stats(stats: FlexPrefillStats, group: HeadGroup, part: FlexPrefillStats) -> None:
+    """Write the statistics of one group of heads to their place."""
+    for name in _TENSORS:
+        getattr(stats, name)[group.batch, group.query] = getattr(part, name)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from flexmask.attention import flexprefill_attention
-from flexmask.config import FlexPrefillConfig, check_int
+from flexmask.base.checks import check_int
+from flexmask.config import FlexPrefillConfig
 
 # tokens: two lengths, so that what is static in a first call is not in the next; neither a multiple of a block
 _LENGTHS = (1100, 2300)
-# blocks of two more lengths on CUDA, where small, medium and large maps have code of their own (flexmask.triton_covering);
-# chunks have maps of half the square
+# blocks of two more lengths on CUDA, where small, medium and large maps have code of their own
+# (flexmask.kernels.query_aware_top_p); chunks have maps of half the square
 MANY_BLOCKS = (190, 370)
 
 

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import block_mask_from_lists
-from flexmask.attention import attention_by_groups, flexprefill_attention
+from flexmask.attention import attention_to_kept
+from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.block_masks import MASKS, causal_mask
-from flexmask.checks import check_query_key, check_value
-from flexmask.dense import attention_to_visible, dense_attention
-from flexmask.flexprefill import device_offset, flexprefill_mask
+from flexmask.config import FlexPrefillConfig
+from flexmask.flex.dense import attention_to_visible, dense_attention
+from flexmask.flex.head_groups import mask_bytes
+from flexmask.flex.sparse import sparse_attention
 from flexmask.integrations.prefill_mask import PrefillMask
 from flexmask.integrations.settings import PrefillSettings, saved_settings
-from flexmask.memory import HeadGroup, mask_bytes
+from flexmask.mask import flexprefill_mask
+from flexmask.plain.published import check_published
 from flexmask.stats import FlexPrefillStats, empty_stats
 
 # what models hand to attention that does not change its result; anything else that is set is refused
@@ -112,11 +114,22 @@ def attention_call(
             raise refusal(f"the argument {name}", 'attn_implementation="eager"')
     if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
         raise refusal("a config with output_attentions", 'attn_implementation="eager"')
-    scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    scores: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if query.shape[2] == 1 and not isinstance(attention_mask, BlockMask):
-        out = _decoded(query, key, value, attention_mask, scale, softcap, s_aux)
+        out = _decoded(attention_inputs(query, key, value, **scores), attention_mask)
     else:
-        out = _prefilled(module, query, key, value, _visibility(attention_mask, query, key), scale, softcap, s_aux)
+        mask = _visibility(attention_mask, query, key)
+        at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
+        inputs = attention_inputs(
+            query,
+            key,
+            value,
+            window=mask.window,
+            attention_mask=mask.attention_mask,
+            q_offset=None if at_end else mask.offset,
+            **scores,
+        )
+        out = _prefilled(module, inputs)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -142,109 +155,87 @@ def _visibility(mask: Tensor | BlockMask | None, query: Tensor, key: Tensor) -> 
     return mask
 
 
-def _decoded(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Dense attention of one row, which sees every key but for those that `mask` hides."""
+def _decoded(inputs: AttentionInputs, mask: Tensor | None) -> Tensor:
+    """Dense attention of one row, which sees every key but those that `mask` hides."""
     if mask is None:
-        return dense_attention(query, key, value, scale, softcap, None, None, None, sinks)[0]
-    mask = mask[..., : key.shape[2]]
+        return dense_attention(inputs)[0]
+    mask = mask[..., : inputs.key.shape[2]]
     if mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
-    return attention_to_visible(query, key, value, mask, scale, softcap, sinks)[0]
+    return attention_to_visible(inputs, mask)[0]
 
 
-def _prefilled(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: PrefillMask,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _prefilled(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+    """Route one prefill call: dense, dense by block mask, another method, or FlexPrefill."""
     run = RUNS.get(module) or HOOKS.get(module)
     settings = run.settings if run else saved_settings(getattr(module, "config", None)) or PrefillSettings()
     layer = getattr(module, "layer_idx", -1)
     config = settings.of_layer(layer)
-    q_len, kv_len = query.shape[2], key.shape[2]
-    at_end = isinstance(mask.offset, int) and mask.offset == kv_len - q_len
-    seen: dict[str, Any] = {
-        "window": mask.window,
-        "attention_mask": mask.attention_mask,
-        "q_offset": None if at_end else mask.offset,
-    }
+    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
 
     # rows that do not fill a block (the tail of a chunked prefill, tokens to verify) cost as much to select for as to attend
     short = kv_len < settings.break_even or q_len < config.block_size
-    exact = layer in settings.dense_layers or (mask.window is not None and mask.window < settings.break_even)
-    plain = (
-        q_len == kv_len and at_end and mask.window is None and mask.attention_mask is None and softcap is None and sinks is None
-    )
+    exact = layer in settings.dense_layers or (inputs.window is not None and inputs.window < settings.break_even)
+    # SDPA's own causal kernel can run
+    plain = q_len == kv_len and inputs[4:] == (None,) * 5
     if short or (exact and plain):
-        offset = device_offset(seen["q_offset"], query, key)
-        visible = (mask.window, mask.attention_mask, offset)
-        out = dense_attention(query, key, value, scale, softcap, *visible, sinks)[0]
-        _collect(run, layer, empty_stats(query, dense=True), None)
-        return out
+        _collect(run, layer, empty_stats(inputs.query, dense=True), None)
+        return dense_attention(inputs)[0]
     if exact or settings.method != "flexprefill":
-        check_query_key(query, key)
-        check_value(value, key)
         method = causal_mask if exact else settings.method if callable(settings.method) else MASKS[settings.method]
-        masked = _masks_of(method, config.block_size, scale, softcap, seen)
-        at_once = settings.max_mask_bytes // mask_bytes(q_len, kv_len, config)
-        kernel = (scale, softcap, sinks, settings.backend, False)
-        out = attention_by_groups(masked, query, key, value, config, at_once, *kernel)[0]
-        if run and run.collect_masks:
-            whole = HeadGroup(slice(0, query.shape[0]), slice(0, query.shape[1]), slice(0, key.shape[1]))
-            _collect(run, layer, empty_stats(query, dense=True) if exact else None, masked(whole, query, key, False)[0])
-        elif exact:
-            _collect(run, layer, empty_stats(query, dense=True), None)
-        return out
-
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "config": config, **seen}
-    with_stats = run is not None and (run.collect_stats or run.collect_masks)
-    result: Any = flexprefill_attention(
-        query,
-        key,
-        value,
-        **options,
-        sinks=sinks,
-        return_stats=with_stats,
-        backend=settings.backend,
-        dense_below=0,
-        max_mask_bytes=settings.max_mask_bytes,
-    )
-    if run is None or not with_stats:
-        return result
-    # with statistics again: that search is compiled already
-    made: Any = flexprefill_mask(query, key, **options, return_stats=True) if run.collect_masks else (None,)
-    _collect(run, layer, result[1], made[0])
-    return result[0]
+        return _by_method(inputs, method, None if run is None else (run, layer, exact), settings, config)
+    return _by_flexprefill(inputs, run, layer, settings, config)
 
 
-def _masks_of(
-    method: Callable[..., BlockMask], block_size: int, scale: float, softcap: float | None, seen: dict[str, Any]
-) -> Callable[[HeadGroup, Tensor, Tensor, bool], tuple[BlockMask, None]]:
-    """What makes the masks of `method`, group of heads by group."""
-    scores = {"scale": scale, "softcap": softcap}
+def _by_method(
+    inputs: AttentionInputs,
+    method: Callable[..., BlockMask],
+    record: tuple[FlexPrefillRun, int, bool] | None,
+    settings: PrefillSettings,
+    config: FlexPrefillConfig,
+) -> Tensor:
+    """Attention under the masks of another method; `record` is the run, the layer and whether it counts as dense."""
+    scores = {"scale": inputs.scale, "softcap": inputs.softcap}
     taken = inspect.signature(method).parameters
     options = {name: value for name, value in scores.items() if name in taken}
+    masks = []
 
-    def masked(group: HeadGroup, query: Tensor, key: Tensor, grad: bool) -> tuple[BlockMask, None]:
-        padding = seen["attention_mask"]
-        part = {**seen, "attention_mask": None if padding is None else padding[group.batch]}
-        made = method(query, key, block_size=block_size, **options, **part)
-        if made.BLOCK_SIZE != (block_size, block_size):
-            raise ValueError(f"method must give a mask in blocks of {block_size} tokens, as it is told to; got {made.BLOCK_SIZE}")
-        if grad:  # which asks for lists by key block too
-            lists: Any = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
-            lengths = (query.shape[2], key.shape[2])
-            made = block_mask_from_lists(lists, made.mask_mod, block_size, lengths, with_gradients=True)
+    def make_mask(part: AttentionInputs) -> tuple[BlockMask, None]:
+        where = {"window": part.window, "attention_mask": part.attention_mask, "q_offset": part.offset}
+        made = method(part.query, part.key, block_size=config.block_size, **options, **where)
+        if made.BLOCK_SIZE != (config.block_size, config.block_size):
+            raise ValueError(
+                f"method must give a mask in blocks of {config.block_size} tokens, as it is told to; got {made.BLOCK_SIZE}"
+            )
+        masks.append(made)
         return made, None
 
-    return masked
+    at_once = settings.max_mask_bytes // mask_bytes(inputs.query.shape[2], inputs.key.shape[2], config)
+    out = sparse_attention(inputs.placed(), make_mask, config.block_size, at_once, settings.backend)[0]
+    run, layer, exact = record or (None, -1, False)
+    if run and (exact or run.collect_masks):
+        whole = None
+        if run.collect_masks:
+            whole = masks[0] if len(masks) == 1 else make_mask(inputs.placed())[0]
+        _collect(run, layer, empty_stats(inputs.query, dense=True) if exact else None, whole)
+    return out
+
+
+def _by_flexprefill(
+    inputs: AttentionInputs, run: FlexPrefillRun | None, layer: int, settings: PrefillSettings, config: FlexPrefillConfig
+) -> Tensor:
+    """Attention over the blocks that FlexPrefill keeps."""
+    check_published(config, inputs)
+    with_stats = run is not None and (run.collect_stats or run.collect_masks)
+    out, _, stats = attention_to_kept(inputs, config, settings.backend, settings.max_mask_bytes, return_stats=with_stats)
+    if run is not None and with_stats:
+        made: Any = None
+        if run.collect_masks:
+            options = {"scale": inputs.scale, "softcap": inputs.softcap, "window": inputs.window, "config": config}
+            where = {"attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
+            made = flexprefill_mask(inputs.query, inputs.key, **options, **where)  # type: ignore[arg-type]
+        _collect(run, layer, stats, made)
+    return out
 
 
 def _collect(run: FlexPrefillRun | None, layer: int, stats: FlexPrefillStats | None, mask: BlockMask | None) -> None:

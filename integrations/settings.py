@@ -11,9 +11,10 @@ from typing import Any
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.attention import DENSE_BELOW, MAX_MASK_BYTES
-from flexmask.backends import BACKENDS
+from flexmask.base.checks import check_int, check_word
 from flexmask.block_masks import MASKS
-from flexmask.config import FlexPrefillConfig, check_int, check_word
+from flexmask.config import FlexPrefillConfig
+from flexmask.flex.backend import BACKENDS
 
 CONFIG_KEY = "flexprefill_config"
 _OPTIONS = tuple(item.name for item in fields(FlexPrefillConfig))

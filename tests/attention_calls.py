@@ -77,8 +77,6 @@ VARIANTS = {
     "value wider": {"head_dims": (16, 80), "block_size": 48},
     "value narrower": {"head_dims": (256, 16), "q_len": 600, "block_size": 128},
     "window": {"scores": {"window": 90}},
-    "shared by union": {"heads": (4, 1), "q_len": 129, "share_kv_heads": "union"},
-    "shared by mean, window": {"heads": (6, 2), "q_len": 200, "scores": {"window": 90}, "share_kv_heads": "mean"},
     "softcap": {"scores": {"softcap": 3.0}},
     "scale": {"scores": {"scale": 0.4}, "query_aware": "per_query", "tau": 0.5},
     "everything": {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
+from collections import namedtuple
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +13,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flexmask.base.inputs import attention_inputs
+from flexmask.base.search_result import SearchResult
 from flexmask.config import FlexPrefillConfig
-from flexmask.flexprefill import searched
-from flexmask.reference import ReferenceResult, reference_flexprefill
-from flexmask.search import SearchResult
+from flexmask.reference.flexprefill import ReferenceResult, reference_flexprefill
+from flexmask.search import search
+from flexmask.stats import FlexPrefillStats
 
 
 def structured_inputs(
@@ -104,15 +108,20 @@ class Case:
     def search(self, query: Tensor | None = None, key: Tensor | None = None) -> SearchResult:
         """What the fast path chooses, with statistics."""
         query, key = self.query if query is None else query, self.key if key is None else key
-        offset = self.q_offset
-        if isinstance(offset, int):
-            offset = torch.full((query.shape[0],), offset, device=query.device)
-        scores = {"scale": None, "softcap": None, "window": None, **self.scores}
-        return searched(query, key, self.config, attention_mask=self.attention_mask, offset=offset, with_stats=True, **scores)
+        inputs = attention_inputs(query, key, **self.keywords())
+        return with_named_stats(search(inputs.placed(), self.config, with_stats=True))
 
     def reference(self) -> ReferenceResult:
         """What the reference decides."""
         return reference_flexprefill(self.query, self.key, **self.reference_keywords())
+
+
+Stats = namedtuple("Stats", [item.name for item in dataclasses.fields(FlexPrefillStats) if item.name != "dense"])  # type: ignore[misc]
+
+
+def with_named_stats(result: SearchResult) -> SearchResult:
+    """The same result, with its statistics by name."""
+    return result if result.stats is None else result._replace(stats=Stats(*result.stats))
 
 
 # Cases drawn by hypothesis

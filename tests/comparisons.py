@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import KNOWS_LENGTHS
-from flexmask.reference import ReferenceResult
-from flexmask.search import SearchResult
+from flexmask.base.search_result import SearchResult
+from flexmask.reference.flexprefill import ReferenceResult
 from tests.expected import by_block
 
 

@@ -46,7 +46,7 @@ ATTENTION_SINCE = (2, 6)
 OTHER_TESTS = (
     "tests/integrations",
     "tests/test_demo.py",
-    "tests/test_fused_search.py",
+    "tests/kernels/test_search.py",
     "tests/test_import_effects.py",
     "tests/test_imports.py",
     "tests/test_plot.py",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask
-from flexmask.backends import flash_installed
+from flexmask.flex.backend import flash_installed
 from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call, check
 from tests.comparisons import assert_same_attention
 

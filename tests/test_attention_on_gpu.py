@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexmask import flexprefill_attention
-from flexmask.backends import flash_available
+from flexmask.flex.backend import flash_available
 from tests.attention_calls import call, check, padding
 from tests.comparisons import assert_same_attention
 from tests.expected import expanded, masked_attention

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from bench.rows import Results
 from bench.stages import grouped
 from bench.targets import verdicts
 from bench.timing_sections import break_even
-from flexmask import compiled_search
+from flexmask import search
 
 SMALL = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32, "block_size": 32}
 CALLS = {"block_size": 32, "min_budget": 64}
@@ -208,29 +207,9 @@ def test_latency_part_runs_stops_and_goes_on(tmp_path, capsys):
     assert "FlexPrefill cpu, gamma 0.9" in (tmp_path / "REPORT.md").read_text()
 
 
-@pytest.mark.attention
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a run on the GPU is what the command is for")
-@pytest.mark.filterwarnings("default")
-def test_sharing_shows_what_each_way_keeps_and_takes(capsys):
-    from bench.sharing import main
-
-    main(["--tokens", "1024", "--aim", "0.3", "--min-budget", "128"])
-    text = capsys.readouterr().out
-    rows = {cells[1]: cells[2:] for cells in (re.split(r" *\| *", line) for line in text.splitlines()) if len(cells) > 9}
-    own, union, mean = (rows[name] for name in ("None", "'union'", "'mean'"))
-    density, coverage, least = 1, 2, 3
-    assert float(own[density]) < float(union[density]) <= 1
-    assert float(own[coverage]) <= float(union[coverage]) and float(own[least]) <= float(union[least])
-    assert float(own[density]) < float(mean[density]) < 1
-    for row in (own, union, mean):
-        assert all(float(cell.replace(",", "")) > 0 for cell in row[4:7])
-        assert re.fullmatch(r"\d+\.\d\dx", row[7])
-
-
 def test_sizes_are_taken_as_constants_only_within():
-    tensor, before = torch.zeros(3, 4), compiled_search.with_dynamic
+    tensor, before = torch.zeros(3, 4), search.with_dynamic
     with constant_sizes():
-        assert not hasattr(compiled_search.with_dynamic(tensor, 1), "_dynamo_weak_dynamic_indices")
-    assert compiled_search.with_dynamic is before
+        assert not hasattr(search.with_dynamic(tensor, 1), "_dynamo_weak_dynamic_indices")
+    assert search.with_dynamic is before
     assert hasattr(before(tensor, 1), "_dynamo_weak_dynamic_indices")

@@ -155,12 +155,6 @@ REFUSED: Refusals = [
         SHARES.format("attention_mask"),
     ),
     ({"selection": "reference", "q_offset": 32}, ValueError, SHARES.format("q_offset")),
-    (
-        {"selection": "reference", "share_kv_heads": "mean"},
-        ValueError,
-        'selection="reference" keeps what the published code keeps of each head, which takes no share_kv_heads="mean"; '
-        'use "union" or selection="coverage"',
-    ),
     *(
         (
             {"selection": "reference", **options},

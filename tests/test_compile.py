@@ -17,8 +17,9 @@ from torch._dynamo.exc import Unsupported
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import FlexPrefillConfig, _torch, flexprefill_attention, flexprefill_mask
-from flexmask.backends import run_flex_attention
+from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks import MASKS, causal_mask
+from flexmask.flex.run import run_flex_attention
 from tests.compile_support import KEY, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 
@@ -39,8 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "other rules": {"query_aware": "per_query", "pattern_queries": "middle", "max_budget": 128},
     "published": {"selection": "reference"},
     "everything kept": {"gamma": 1.0, "tau": 0},
-    "shared by union": {"share_kv_heads": "union"},
-    "shared by mean": {"share_kv_heads": "mean"},
 }
 
 
@@ -183,7 +182,7 @@ def test_refused_call_leaves_later_ones_as_they_were():
         flexprefill_attention(query, key, value[:, :, 1:], **SPARSE, dense_below=0)
     mask = flexprefill_mask(query, key, **SPARSE)
     with pytest.raises(Unsupported):  # flex_attention's own refusal, while it is traced
-        run_flex_attention(query, key[:, :, 1:], value[:, :, 1:], mask, 0.25, None, "cpu", return_lse=False)
+        run_flex_attention(AttentionInputs(query, key[:, :, 1:], value[:, :, 1:], 0.25), mask, "cpu")
     out = flexprefill_attention(*inputs, **SPARSE, dense_below=0)
     torch.testing.assert_close(out, dense_under(mask, *inputs), atol=2e-5, rtol=0)
 

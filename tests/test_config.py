@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexmask import FlexPrefillConfig
-from flexmask.config import config_from
+from flexmask.config import UNSET, FlexPrefillConfig, config_from
 
 NUMBER = "{name} must be a number; got {got}"
 FINITE = "{name} must be finite; got {got}"
@@ -57,10 +56,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         )
         for x in ("", "Last", None, 1, ["last"])
     ),
-    *(
-        ({"share_kv_heads": x}, ValueError, WORDS.format(name="share_kv_heads", words="None, 'union', 'mean'", got=x))
-        for x in ("", "Union", True, 2, ["mean"])
-    ),
 ]
 
 
@@ -83,7 +78,6 @@ def test_wrong_value_is_refused_by_name(keywords, error, message):
         {"selection": "reference"},
         {"query_aware": "per_query"},
         {"pattern_queries": "middle", "index_queries": "middle"},
-        *({"share_kv_heads": x} for x in (None, "union", "mean")),
     ],
     ids=str,
 )
@@ -103,7 +97,6 @@ def test_defaults_are_those_of_the_paper():
         "query_aware": "flatten",
         "pattern_queries": "last",
         "index_queries": "last",
-        "share_kv_heads": None,
     }
 
 
@@ -139,27 +132,27 @@ def test_cap_in_blocks_is_rounded_up(tokens, blocks):
 DEFAULTS = dataclasses.asdict(FlexPrefillConfig())
 
 
+FIXED = {name: value for name, value in DEFAULTS.items() if name not in ("gamma", "tau")}
+
+
+def keywords(config, gamma=UNSET, tau=UNSET, **options):
+    """Call config_from as the public functions do."""
+    return config_from(config, gamma, tau, options)
+
+
 def test_config_is_taken_as_it_is():
     config = FlexPrefillConfig(gamma=0.5, block_size=32)
-    assert config_from(config, **DEFAULTS) is config
-
-
-def test_keywords_may_be_fewer_than_the_options():
-    # an adapter that does not know an option yet leaves it to the config
-    config = FlexPrefillConfig(share_kv_heads="mean")
-    assert config_from(config, gamma=0.95) is config
-    with pytest.raises(ValueError, match=r"got config and gamma$"):
-        config_from(config, gamma=0.5)
+    assert config_from(config, UNSET, UNSET, {}) is config
 
 
 def test_keywords_make_a_config():
-    assert config_from(None, **{**DEFAULTS, "gamma": 0.5}) == FlexPrefillConfig(gamma=0.5)
+    assert config_from(None, 0.5, UNSET, {**FIXED}) == FlexPrefillConfig(gamma=0.5)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("gamma", 0.5),
+        ("gamma", 0.95),  # its default, but said
         ("tau", 0.0),
         ("block_size", 64),
         ("min_budget", 0),
@@ -168,20 +161,19 @@ def test_keywords_make_a_config():
         ("query_aware", "per_query"),
         ("pattern_queries", "middle"),
         ("index_queries", "middle"),
-        ("share_kv_heads", "union"),
     ],
 )
 def test_config_excludes_each_of_its_keywords(name, value):
     with pytest.raises(ValueError, match=f"^config excludes the keywords that it holds; got config and {name}$"):
-        config_from(FlexPrefillConfig(), **{**DEFAULTS, name: value})
+        keywords(FlexPrefillConfig(), **{name: value})
 
 
 def test_all_excluded_keywords_are_named():
-    with pytest.raises(ValueError, match=r"got config and gamma, min_budget$"):
-        config_from(FlexPrefillConfig(), **{**DEFAULTS, "gamma": 0.5, "min_budget": 0})
+    with pytest.raises(ValueError, match=r"got config and min_budget, gamma$"):
+        keywords(FlexPrefillConfig(), gamma=0.5, min_budget=0)
 
 
 @pytest.mark.parametrize("config", [{"gamma": 0.9}, 0.9, FlexPrefillConfig], ids=["dict", "number", "class"])
 def test_config_of_another_type_is_refused(config):
     with pytest.raises(TypeError, match=f"^config must be a FlexPrefillConfig; got {type(config).__name__}$"):
-        config_from(config, **DEFAULTS)
+        keywords(config)

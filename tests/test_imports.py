@@ -15,22 +15,25 @@ from tests.repository import ROOT, SIDE_FOLDERS
 # From the bottom up. A module imports from lines above its own only, never from its neighbours. Names are relative to flexmask;
 # a side folder alone is its __init__.py. A new core module has to be given its place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_torch", "config", "stats"),
-    ("compilation",),
-    ("checks", "visibility", "mask_mods", "pattern", "published", "sinks"),
-    ("memory",),
-    ("emit", "selection", "pooling", "sharing"),
-    ("vertical_slash", "representative", "backends", "dense"),
-    ("triton_scores",),
-    ("triton_visibility", "triton_fewest", "triton_block_sums"),
-    ("triton_*",),  # kernels and their launches, imported where there is triton
+    ("_torch",),
+    ("compilation", "base.checks"),
+    ("base.inputs", "base.scores", "base.search_result"),
+    ("config", "stats", "base.visibility"),
+    ("base.*",),
+    ("plain.top_p", "plain.pooling", "plain.representative", "plain.block_lists", "plain.published"),
+    ("plain.pattern", "plain.vertical_slash", "plain.query_aware"),
+    ("plain.search",),
+    ("kernels.softcap", "kernels.top_p", "kernels.visibility", "kernels.pooling", "kernels.estimate"),
+    ("kernels.representative", "kernels.pattern", "kernels.query_aware", "kernels.query_aware_top_p"),
+    ("kernels.vertical_slash", "kernels.block_lists"),
+    ("kernels.search",),
     ("search",),
-    ("fused_search",),
-    ("compiled_search",),
-    ("flexprefill",),
+    ("flex.mask_mods", "flex.backend", "flex.head_groups", "flex.sinks", "flex.dense"),
+    ("flex.block_mask", "flex.run"),
+    ("flex.sparse",),
+    ("method", "mask"),
     ("attention",),
     ("warmup",),
-    ("block_masks.causal",),
     ("block_masks.*",),
     ("block_masks",),
     ("integrations.versions", "integrations.settings"),
@@ -41,14 +44,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # Outside the layers: what each of these may import of flexmask. Only the index imports them.
-APART: dict[str, tuple[str, ...]] = {"plot": ("_torch",), "reference": ()}
+APART: dict[str, tuple[str, ...]] = {"plot": ("_torch",), "reference.*": ("reference.*",)}
+
+SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference")
 
 # flexmask/__init__.py gathers the core and these; nothing imports it in turn.
 INDEX = "flexmask"
-INDEX_ALSO_IMPORTS = ("plot", "reference")
+INDEX_ALSO_IMPORTS = ("plot",)
 
 # Besides the standard library and torch. The first when the module is imported, the second only inside its functions.
-AT_IMPORT: dict[str, tuple[str, ...]] = {"triton_*": ("triton",), "integrations.*": ("transformers",)}
+AT_IMPORT: dict[str, tuple[str, ...]] = {"kernels.*": ("triton",), "integrations.*": ("transformers",)}
 INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {"plot": ("matplotlib", "numpy"), "integrations.*": ("transformers", "accelerate")}
 
 
@@ -97,6 +102,11 @@ def layer_of(module: str) -> int | None:
     return next(iter(exact + by_pattern), None)
 
 
+def matching(module: str, table: dict[str, tuple[str, ...]]) -> str | None:
+    """The first pattern of `table` that `module` falls under."""
+    return next((pattern for pattern in table if fnmatch.fnmatch(module, pattern)), None)
+
+
 def granted(module: str, table: dict[str, tuple[str, ...]]) -> set[str]:
     return {name for pattern, names in table.items() if fnmatch.fnmatch(module, pattern) for name in names}
 
@@ -106,9 +116,10 @@ def may_import(module: str, target: str) -> bool:
     if target == INDEX:
         return False
     if module == INDEX:
-        return target in INDEX_ALSO_IMPORTS or (target not in APART and not target.startswith(SIDE_FOLDERS))
-    if module in APART:
-        return target in APART[module]
+        return target in INDEX_ALSO_IMPORTS or (matching(target, APART) is None and not target.startswith(SIDE_FOLDERS))
+    apart = matching(module, APART)
+    if apart is not None:
+        return any(fnmatch.fnmatch(target, pattern) for pattern in APART[apart])
     above, below = layer_of(module), layer_of(target)
     return above is not None and below is not None and below < above
 
@@ -118,7 +129,7 @@ def wrong_imports(sources: dict[str, str]) -> list[str]:
     modules = {full_name(module) for module in sources}
     wrong = []
     for module, source in sources.items():
-        if module != INDEX and module not in APART and layer_of(module) is None:
+        if module != INDEX and matching(module, APART) is None and layer_of(module) is None:
             wrong.append(f"{module} has no place in LAYERS")
             continue
         at_import = {"torch", *granted(module, AT_IMPORT)}
@@ -138,9 +149,14 @@ def package_sources() -> dict[str, str]:
     """The code of every module of flexmask, read from the folders at the root rather than through the symlinks."""
     sources = {}
     for folder, prefix in [("flexmask", ""), *((name, f"{name}.") for name in SIDE_FOLDERS)]:
-        for path in sorted((ROOT / folder).glob("*.py")):
-            name = (prefix.rstrip(".") or INDEX) if path.stem == "__init__" else f"{prefix}{path.stem}"
-            sources[name] = path.read_text(encoding="utf-8")
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inner = path.relative_to(ROOT / folder).with_suffix("").parts
+            if folder == "flexmask" and inner[0] in SIDE_FOLDERS:
+                continue
+            name = prefix + ".".join(part for part in inner if part != "__init__")
+            sources[name.rstrip(".") or INDEX] = path.read_text(encoding="utf-8")
+    # the index of a subfolder holds its docstring and nothing else
+    assert all(not ast.parse(sources.pop(folder)).body[1:] for folder in SUBFOLDERS)
     return sources
 
 
@@ -153,23 +169,23 @@ def test_imports_go_downward_only():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("pooling", "from flexmask.attention import anything"),
-        ("pooling", "from flexmask import attention"),
-        ("pooling", "from .attention import anything"),
-        ("pooling", "import flexmask.attention as attention"),
-        ("pooling", "def later():\n    import flexmask.attention"),
-        ("pooling", "from flexmask import FlexPrefillConfig"),
-        ("pooling", "import numpy"),
-        ("pooling", "if True:\n    import triton"),
-        ("pooling", "from flexmask.triton_sums import anything"),
-        ("pooling", "def later():\n    import transformers"),
-        ("emit", "from flexmask.selection import anything"),
-        ("emit", "from flexmask.reference import anything"),
+        ("plain.pooling", "from flexmask.attention import anything"),
+        ("plain.pooling", "from flexmask import attention"),
+        ("plain.pooling", "from ..attention import anything"),
+        ("plain.pooling", "import flexmask.attention as attention"),
+        ("plain.pooling", "def later():\n    import flexmask.attention"),
+        ("plain.pooling", "from flexmask import FlexPrefillConfig"),
+        ("plain.pooling", "import numpy"),
+        ("plain.pooling", "if True:\n    import triton"),
+        ("plain.pooling", "from flexmask.kernels.sums import anything"),
+        ("plain.pooling", "def later():\n    import transformers"),
+        ("plain.block_lists", "from flexmask.plain.top_p import anything"),
+        ("plain.block_lists", "from flexmask.reference.flexprefill import anything"),
         ("attention", "from flexmask.block_masks import anything"),
         ("attention", "from flexmask.plot import anything"),
-        ("reference", "from flexmask._torch import anything"),
+        ("reference.flexprefill", "from flexmask._torch import anything"),
         ("plot", "import matplotlib.pyplot"),
-        ("plot", "from flexmask.pooling import anything"),
+        ("plot", "from flexmask.plain.pooling import anything"),
         ("block_masks.one", "from flexmask.block_masks.another import anything"),
         ("block_masks.one", "from flexmask.block_masks import anything"),
         ("block_masks.one", "from flexmask.integrations.huggingface import anything"),
@@ -178,25 +194,28 @@ def test_imports_go_downward_only():
     ],
 )
 def test_upward_import_is_caught(module, source):
-    others = dict.fromkeys([INDEX, "attention", "selection", "plot", "block_masks", "integrations"], "")
+    others = dict.fromkeys([INDEX, "attention", "plain.top_p", "plot", "block_masks", "integrations"], "")
     assert len(wrong_imports({**others, module: source})) == 1
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("pooling", "import math\nimport torch.nn.functional as F\nfrom flexmask import _torch"),
-        ("attention", "from flexmask.flexprefill import flexprefill_mask\nfrom .checks import check_qkv"),
-        ("fused_search", "if True:\n    from flexmask.triton_sums import sums"),
-        ("triton_sums", "import triton.language as tl\nfrom flexmask.visibility import num_blocks"),
+        ("plain.pooling", "import math\nimport torch.nn.functional as F\nfrom flexmask import _torch"),
+        ("attention", "from flexmask.mask import flexprefill_mask\nfrom .base.checks import check_qkv"),
+        ("search", "if True:\n    from flexmask.kernels.top_p import sums"),
+        ("kernels.top_p", "import triton.language as tl\nfrom flexmask.base.visibility import num_blocks"),
         ("plot", "def draw():\n    import matplotlib.pyplot"),
         ("plot", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import matplotlib.pyplot"),
-        ("block_masks.one", "from flexmask.block_masks.causal import causal_mask\nfrom flexmask.emit import block_lists"),
+        (
+            "block_masks.one",
+            "from flexmask.method import mask_method\nfrom flexmask.plain.top_p import top_p",
+        ),
         ("block_masks", "from flexmask.block_masks.one import one_mask as one_mask"),
         ("integrations.huggingface", "from transformers import Cache\nfrom flexmask.attention import flexprefill_attention"),
         (INDEX, "from flexmask.plot import plot_mask as plot_mask\nfrom flexmask.attention import anything"),
     ],
 )
 def test_downward_import_is_let_through(module, source):
-    others = dict.fromkeys([INDEX, "_torch", "checks"], "")
+    others = dict.fromkeys([INDEX, "_torch", "base.checks"], "")
     assert not wrong_imports({**others, module: source})

@@ -25,8 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offset": {"q_offset": 3},
     "offset tensor": {"q_offset": torch.tensor([3, 50]), "attention_mask": torch.ones(2, 200, dtype=torch.bool)},
     "published": {"selection": "reference", "q_len": 192, "kv_len": 192},
-    "shared by union": {"share_kv_heads": "union"},
-    "shared by mean": {"share_kv_heads": "mean", "return_stats": True},
 }
 
 

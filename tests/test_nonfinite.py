@@ -64,20 +64,6 @@ def test_spoils_its_own_head_only_in_published_selection(name):
     run()
 
 
-@pytest.mark.parametrize("share", ["union", "mean"])
-def test_spoils_its_own_group_only_where_heads_share_a_mask(share):
-    @settings(max_examples=40)
-    @given(cases(share_kv_heads=share), st.data())
-    def run(case, data):
-        assume(case.query.shape[2] > 1)
-        before, after, spoiled = spoil(case, data, "query")
-        groups = spoiled.unflatten(1, (case.key.shape[1], -1))
-        assert_others_untouched(before, after, groups.any(-1, keepdim=True).expand_as(groups).flatten(1))
-        assert_well_formed(after)
-
-    run()
-
-
 @settings(max_examples=30)
 @given(cases() | published_cases(), VALUES)
 def test_indices_stay_in_range_when_everything_is_spoiled(case, value):

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from flexmask._torch import block_mask_from_lists
-from flexmask.backends import run_flex_attention
+from flexmask.base.inputs import attention_inputs
+from flexmask.base.search_result import BlockLists
 from flexmask.config import FlexPrefillConfig
-from flexmask.emit import BlockLists, block_lists
-from flexmask.flexprefill import flexprefill_mask
-from flexmask.mask_mods import visible_mask_mod
+from flexmask.flex.mask_mods import visible_mask_mod
+from flexmask.flex.run import run_flex_attention
+from flexmask.mask import flexprefill_mask
+from flexmask.plain.block_lists import block_lists
 from tests.cases import Case, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed
 from tests.expected import by_block, expanded, masked_attention, visible_pairs
@@ -146,10 +148,12 @@ def test_comparison_of_compiled_attention_catches(fault):
     value = torch.randn(1, 2, 200, 32, generator=torch.Generator().manual_seed(1))
     expected, _ = masked_attention(CASE.query, CASE.key, value, expanded(RESULT.keep, CASE))
 
+    inputs = attention_inputs(CASE.query, CASE.key, value)
+
     def attend(lists):
-        mask = block_mask_from_lists(lists, visible_mask_mod(None, None, None, torch.device("cpu")), BLOCK, (200, 200))
+        mask = block_mask_from_lists(lists, visible_mask_mod(inputs), BLOCK, (200, 200))
         with torch.no_grad():
-            return run_flex_attention(CASE.query, CASE.key, value, mask, 32**-0.5, None, "cpu", False)[0]
+            return run_flex_attention(inputs, mask, "cpu")[0]
 
     assert_same_attention(attend(RESULT.lists), expected)
     for number in PICKS:

@@ -19,8 +19,7 @@ PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "fle
 
 SELECTION = (
     "gamma: float = 0.95, tau: float = 0.1, *, block_size: int = 128, min_budget: int = 1024, max_budget: int | None = None, "
-    "selection: str = 'coverage', query_aware: str = 'flatten', pattern_queries: str = 'last', index_queries: str = 'last', "
-    "share_kv_heads: str | None = None"
+    "selection: str = 'coverage', query_aware: str = 'flatten', pattern_queries: str = 'last', index_queries: str = 'last'"
 )
 CALL = (
     "scale: float | None = None, softcap: float | None = None, window: int | None = None, attention_mask: Tensor | None = None, "

@@ -40,9 +40,9 @@ def test_no_call_compiles_after_it(device, chunked, padded, caplog, request):
 
 
 def test_maps_of_either_size_are_warmed_up():
-    triton_covering = pytest.importorskip("flexmask.triton_covering")
+    query_aware_top_p = pytest.importorskip("flexmask.kernels.query_aware_top_p")
     medium, large = MANY_BLOCKS
-    assert triton_covering.SMALL_MAP < medium**2 // 2 < medium**2 < triton_covering.MEDIUM_MAP < large**2 // 2
+    assert query_aware_top_p.SMALL_MAP < medium**2 // 2 < medium**2 < query_aware_top_p.MEDIUM_MAP < large**2 // 2
 
 
 @pytest.mark.attention

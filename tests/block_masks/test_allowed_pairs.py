@@ -7,8 +7,9 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 
-from flexmask.backends import run_flex_attention
+from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import MASKS
+from flexmask.flex.run import run_flex_attention
 from tests.block_masks.gallery import KEEP_EVERYTHING, SETTINGS, SPARSE, Setting, all_masks, made, settings_and_devices
 
 
@@ -47,7 +48,7 @@ def test_keeping_everything_is_dense_attention(name, device):
     backend = "cpu" if device == "cpu" else "triton"
     torch._dynamo.reset()  # compiled for these lengths, whatever ran before
     with torch.no_grad():
-        out, _ = run_flex_attention(query, key, value, mask, 32**-0.5, None, backend, return_lse=False)
+        out, _ = run_flex_attention(attention_inputs(query, key, value), mask, backend)
     visible = chosen.visible()[:, None].to(device)
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
     expected = torch.where(visible.any(-1, keepdim=True), expected, 0.0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from flexmask.reference import reference_flexprefill
+from flexmask.reference.flexprefill import reference_flexprefill
 
 BLOCK = 16
 NEVER = -1000.0  # a score that leaves exactly no attention beside a score of 0, in float64

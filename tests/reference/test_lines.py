@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flexmask.reference import reference_flexprefill
+from flexmask.reference.flexprefill import reference_flexprefill
 from tests.reference.cases import BLOCK, NEVER, blocks, decide, fewest_by_enumeration, lines, planted_slash, random_inputs
 
 

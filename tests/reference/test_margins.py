@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.reference import _fewest, reference_flexprefill
+from flexmask.reference.flexprefill import _fewest, reference_flexprefill
 from tests.reference.cases import BLOCK, decide, random_inputs
 
 

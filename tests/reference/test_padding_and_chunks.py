@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.reference import reference_flexprefill
+from flexmask.reference.flexprefill import reference_flexprefill
 from tests.reference.cases import BLOCK, NEVER, blocks, decide, random_inputs
 
 

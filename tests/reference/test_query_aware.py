@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexmask.reference import reference_flexprefill
+from flexmask.reference.flexprefill import reference_flexprefill
 from tests.reference.cases import (
     BLOCK,
     THREE_ROWS,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.reference import ReferenceResult, reference_flexprefill
+from flexmask.reference.flexprefill import ReferenceResult, reference_flexprefill
 from tests.reference.cases import BLOCK, decide, random_inputs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.reference import reference_flexprefill
+from flexmask.reference.flexprefill import reference_flexprefill
 from tests.reference.cases import BLOCK, blocks, causal_blocks, decide, lines, planted_slash, random_inputs
 
 

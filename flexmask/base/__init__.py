@@ -1,0 +1,1 @@
+"""What the plain steps and the kernels share."""

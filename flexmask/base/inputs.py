@@ -1,0 +1,229 @@
+"""One attention problem, checked once at the public boundary and passed whole to everything below."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask.base.checks import check_int, check_like_query, check_real, check_shape
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
+
+
+class HeadGroup(NamedTuple):
+    """Batch rows, query heads and key heads that are searched and attended to in one go."""
+
+    batch: slice
+    query: slice
+    key: slice
+
+
+class AttentionInputs(NamedTuple):
+    """The tensors and numbers of one causal attention call.
+
+    Query row t stands at position ``offset + t``. It sees key k iff both are tokens, ``0 <= position - k`` and, with a window,
+    ``position - k < window``. Make one with `attention_inputs`, which checks and fills in the defaults.
+    """
+
+    query: Tensor  # (batch, num_heads, q_len, head_dim)
+    key: Tensor  # (batch, num_kv_heads, kv_len, head_dim)
+    value: Tensor | None  # (batch, num_kv_heads, kv_len, v_head_dim); None where only a mask is made
+    scale: float
+    softcap: float | None = None
+    window: int | None = None  # tokens, the row's own counted
+    attention_mask: Tensor | None = None  # (batch, kv_len) bool, True = token; None: all are
+    offset: Tensor | None = None  # (batch,) int32, clamped; None: the last row stands at the last key
+    sinks: Tensor | None = None  # (num_heads,) floating
+
+    def of_heads(self, group: HeadGroup) -> AttentionInputs:
+        """The same problem for a group of heads, as views."""
+        value, mask, offset, sinks = self.value, self.attention_mask, self.offset, self.sinks
+        return AttentionInputs(
+            self.query[group.batch, group.query],
+            self.key[group.batch, group.key],
+            None if value is None else value[group.batch, group.key],
+            self.scale,
+            self.softcap,
+            self.window,
+            None if mask is None else mask[group.batch],
+            None if offset is None else offset[group.batch],
+            None if sinks is None else sinks[group.query],
+        )
+
+    def detached(self) -> AttentionInputs:
+        """The same tensors outside of autograd."""
+        value, sinks = self.value, self.sinks
+        return AttentionInputs(
+            self.query.detach(),
+            self.key.detach(),
+            None if value is None else value.detach(),
+            self.scale,
+            self.softcap,
+            self.window,
+            self.attention_mask,
+            self.offset,
+            None if sinks is None else sinks.detach(),
+        )
+
+    def placed(self) -> AttentionInputs:
+        """With `offset` as a tensor wherever row 0 does not stand at position 0.
+
+        A tensor, also where the host knows the number, so that another number is not another compilation.
+        """
+        batch, q_len, kv_len = self.query.shape[0], self.query.shape[2], self.key.shape[2]
+        if self.offset is not None or q_len == kv_len:
+            return self
+        offset = torch.full((batch,), kv_len - q_len, dtype=torch.int32, device=self.query.device)
+        return AttentionInputs(*self[:7], offset, self.sinks)
+
+    def with_query(self, query: Tensor) -> AttentionInputs:
+        """The same problem for other query rows; the offset is then the caller's matter."""
+        # not _replace, which older releases of torch cannot trace
+        return AttentionInputs(query, *self[1:])
+
+    def wants_gradients(self) -> bool:
+        """Whether gradients are on and an input requires them."""
+        inputs = (self.query, self.key, self.value, self.sinks)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def attention_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    attention_mask: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> AttentionInputs:
+    """Check the arguments of a public function and fill in their defaults.
+
+    Only types, shapes, dtypes, devices and ranges are looked at: no value of a tensor is read back from its device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With the argument, what it must be and what was given.
+    """
+    _check_query_key(query, key)
+    if value is not None:
+        _check_value(value, key)
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None:
+            check_real(name, number)
+            if number <= 0:
+                raise ValueError(f"{name} must be > 0; got {number}")
+    if window is not None:
+        check_int("window", window)
+        if window < 1:
+            raise ValueError(f"window must be >= 1 token (the row's own position counts); got {window}")
+    _check_attention_mask(attention_mask, key)
+    _check_q_offset(q_offset, query, key)
+    _check_sinks(sinks, query)
+    return AttentionInputs(
+        query,
+        key,
+        value,
+        query.shape[3] ** -0.5 if scale is None else float(scale),
+        None if softcap is None else float(softcap),
+        window,
+        None if attention_mask is None else attention_mask != 0,  # a copy: the mask outlives the call
+        _device_offset(q_offset, query, key),
+        sinks,
+    )
+
+
+def _device_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """`q_offset` as a clamped (batch,) int32 tensor, without a copy from the host; None where it is not given.
+
+    int32, as the indices are that kernels hand to a mask_mod (the FLASH backend refuses a mixture).
+    """
+    batch, most = query.shape[0], key.shape[2] - query.shape[2]
+    if q_offset is None:
+        return None
+    if isinstance(q_offset, Tensor):
+        return q_offset.clamp(0, most).to(torch.int32).expand(batch).clone()
+    return torch.full((batch,), q_offset, dtype=torch.int32, device=query.device)
+
+
+def _check_query_key(query: Tensor, key: Tensor) -> None:
+    check_shape("query", query, "(batch, num_heads, q_len, head_dim)")
+    check_shape("key", key, "(batch, num_kv_heads, kv_len, head_dim)")
+    if query.dtype not in DTYPES:
+        raise TypeError(f"query must be float32, float16 or bfloat16; got {query.dtype}")
+    check_like_query("key", key, query)
+    batch, num_heads, q_len, head_dim = query.shape
+    key_batch, num_kv_heads, kv_len, key_head_dim = key.shape
+    if batch != key_batch:
+        raise ValueError(f"key must have query's batch size {batch}; got {key_batch}")
+    if head_dim != key_head_dim:
+        raise ValueError(f"key must have query's head_dim {head_dim}; got {key_head_dim}")
+    if not 16 <= head_dim <= 256:
+        raise ValueError(f"query must have a head_dim from 16 to 256; got {head_dim}")
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(f"query's num_heads must be a multiple of key's num_kv_heads {num_kv_heads}; got {num_heads}")
+    if q_len > kv_len:
+        raise ValueError(f"query's q_len must be at most key's kv_len {kv_len}; got {q_len}")
+    if query.is_cuda and batch * num_heads > _MOST_HEADS:
+        raise ValueError(f"query must have at most {_MOST_HEADS} heads in all batch rows on CUDA; got {batch} * {num_heads}")
+
+
+def _check_value(value: Tensor, key: Tensor) -> None:
+    check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
+    check_like_query("value", value, key)
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value must have key's batch, num_kv_heads and kv_len {tuple(key.shape[:3])}; got {tuple(value.shape[:3])}"
+        )
+    if not 16 <= value.shape[3] <= 256:
+        raise ValueError(f"value must have a v_head_dim from 16 to 256; got {value.shape[3]}")
+
+
+def _check_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
+    if tuple(sinks.shape) != (query.shape[1],):
+        raise ValueError(f"sinks must be (num_heads,) = ({query.shape[1]},); got {tuple(sinks.shape)}")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating; got {sinks.dtype}")
+    if sinks.device != query.device:
+        raise ValueError(f"sinks must be on query's device {query.device}; got {sinks.device}")
+
+
+def _check_attention_mask(attention_mask: Tensor | None, key: Tensor) -> None:
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor or None; got {type(attention_mask).__name__}")
+    expected = (key.shape[0], key.shape[2])
+    if attention_mask.dim() != 2 or tuple(attention_mask.shape) != expected:
+        raise ValueError(f"attention_mask must be (batch, kv_len) = {expected}; got {tuple(attention_mask.shape)}")
+    if attention_mask.is_floating_point() or attention_mask.is_complex():
+        raise TypeError(f"attention_mask must be bool or integer, 1 = token; got {attention_mask.dtype}")
+    if attention_mask.device != key.device:
+        raise ValueError(f"attention_mask must be on key's device {key.device}; got {attention_mask.device}")
+
+
+def _check_q_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) -> None:
+    if q_offset is None:
+        return
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    if isinstance(q_offset, Tensor):
+        if tuple(q_offset.shape) not in ((), (batch,)):
+            raise ValueError(f"q_offset must be a 0-d or ({batch},) tensor; got shape {tuple(q_offset.shape)}")
+        if q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool:
+            raise TypeError(f"q_offset must be an integer tensor; got {q_offset.dtype}")
+        if q_offset.device != key.device:
+            raise ValueError(f"q_offset must be on key's device {key.device}; got {q_offset.device}")
+    else:
+        check_int("q_offset", q_offset)
+        if not 0 <= q_offset <= kv_len - q_len:
+            raise ValueError(f"q_offset must be in [0, kv_len - q_len = {kv_len - q_len}]; got {q_offset}")

@@ -1,0 +1,1 @@
+"""Running attention under a mask: BlockMask, FlexAttention's backends, dense attention."""

@@ -1,0 +1,96 @@
+"""The choice of FlexAttention's backend: the limits of each, and their tile sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexmask._torch import HAS_FLASH_BACKEND
+from flexmask.base.inputs import AttentionInputs
+
+BACKENDS = ("auto", "triton", "flash")
+_FLASH_BLOCK_SIZE = 128
+_FLASH_HEAD_DIM = 128
+
+
+def flash_installed() -> bool:
+    """Whether the flash-attn-4 package is there, without importing it; flash-attn 2 has a folder ``cute`` too, of less."""
+    spec = importlib.util.find_spec("flash_attn")
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    return any((Path(folder) / "cute" / "block_sparsity.py").is_file() for folder in folders)
+
+
+_HAS_FLASH = HAS_FLASH_BACKEND and flash_installed()
+
+
+def flash_available() -> bool:
+    """Whether FlexAttention's FLASH backend can be used: torch >= 2.10 and the flash-attn-4 package."""
+    return _HAS_FLASH
+
+
+def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, return_lse: bool) -> str:
+    """Resolve "auto" and refuse what a backend cannot do.
+
+    `return_lse` is whether the caller wants the log-sum-exp; sinks need it besides.
+
+    Returns
+    -------
+    str
+        "cpu", "triton" or "flash".
+
+    Raises
+    ------
+    ValueError
+        If "flash" or "triton" was asked for where it cannot run.
+    """
+    query, value = inputs.query, inputs.value
+    assert value is not None
+    device = query.device.type
+    reasons = []
+    if device != "cuda":
+        reasons.append(f"it needs a CUDA device (got {device})")
+    elif torch.cuda.get_device_capability(query.device)[0] not in (9, 10):
+        reasons.append("it needs a Hopper or Blackwell GPU")
+    if query.dtype == torch.float32:
+        reasons.append("it needs float16 or bfloat16 (got float32)")
+    if block_size != _FLASH_BLOCK_SIZE:
+        reasons.append(f"it needs block_size {_FLASH_BLOCK_SIZE} (got {block_size})")
+    if max(query.shape[3], value.shape[3]) > _FLASH_HEAD_DIM or query.shape[3] != value.shape[3]:
+        reasons.append(f"it needs equal head_dim <= {_FLASH_HEAD_DIM} (got {query.shape[3]} and {value.shape[3]} for value)")
+    if inputs.softcap is not None:
+        reasons.append("it is not tested with softcap")
+    if return_lse or inputs.sinks is not None:
+        reasons.append("its log-sum-exp was not that of the kept scores when measured (off by up to 7.6, torch 2.11)")
+    if inputs.wants_gradients():
+        reasons.append("its gradient is not tested; use torch.no_grad()")
+    if backend == "flash":
+        if reasons:
+            raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
+        if not flash_available():
+            raise ValueError('backend="flash" needs torch >= 2.10 and the package flash-attn-4, which is not installed')
+        return "flash"
+    if backend == "triton":
+        if device == "cpu":
+            raise ValueError('backend="triton" needs a GPU; on a CPU use backend="auto"')
+        return "triton"
+    if device == "cpu":
+        return "cpu"
+    return "flash" if not reasons and flash_available() else "triton"
+
+
+def kernel_options(backend: str, block_size: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Options of the kernel.
+
+    Triton's tiles must divide the block: blocks that its defaults do not divide get the largest power of two up to 64. Wide rows
+    (float32 with a head_dim over 64) get small tiles too, since queries, keys and values of all stages share 227 KiB.
+    """
+    if backend == "flash":
+        return {"BACKEND": "FLASH"}
+    row_bytes = head_dim * dtype.itemsize
+    if backend == "cpu" or (block_size % 128 == 0 and row_bytes <= 512):
+        return None
+    tile = min(64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, block_size & -block_size)
+    return {"BLOCK_M": tile, "BLOCK_N": tile} | ({"num_stages": 2} if row_bytes > 256 else {})

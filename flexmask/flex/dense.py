@@ -1,0 +1,85 @@
+"""Dense attention with FlexPrefill's visibility, for short prompts and for decoding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.scores import capped
+from flexmask.base.visibility import token_validity
+
+_MOST_SCORES = 2**28  # a float32 each, where attention is written out
+_MOST_VISIBLE = 2**26  # a bool each, and what SDPA makes of it
+
+
+def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Attention to every visible key: SDPA where it can, else written out in float32.
+
+    SDPA knows neither soft-capping nor sinks nor the log-sum-exp. Rows that see nothing give zero and a log-sum-exp of -inf. What
+    needs a map of visible keys goes through the query rows in parts: 64 MiB of map, or a GiB of scores where attention is written
+    out, at a time; inside a surrounding compilation in one.
+
+    Returns
+    -------
+    tuple
+        (batch, num_heads, q_len, v_head_dim) in query's dtype; (batch, num_heads, q_len) float32 with `return_lse`, else None.
+        The log-sum-exp is of the keys alone, without the sinks.
+    """
+    query, key, value = inputs.query, inputs.key, inputs.value
+    assert value is not None
+    batch, num_heads, q_len = query.shape[:3]
+    kv_len = key.shape[2]
+    written_out = inputs.softcap is not None or inputs.sinks is not None or return_lse
+    all_tokens = inputs.window is None and inputs.attention_mask is None
+    if inputs.offset is None and q_len in (1, kv_len) and all_tokens and not written_out:
+        causal = q_len > 1  # a single row at the end sees every key
+        gqa = num_heads != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=inputs.scale, enable_gqa=gqa), None
+
+    tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
+    row = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
+    column = torch.arange(kv_len, device=key.device)
+    rows = q_len
+    if not torch.compiler.is_compiling():
+        most = _MOST_SCORES // (batch * num_heads) if written_out else _MOST_VISIBLE // batch
+        rows = max(1, most // kv_len)
+    outs, lses = [], []
+    for part, position, row_valid in zip(query.split(rows, 2), row.split(rows, 1), tokens.row_valid.split(rows, 1), strict=True):
+        visible = (column <= position.unsqueeze(-1)) & tokens.key_valid.unsqueeze(-2) & row_valid.unsqueeze(-1)
+        if inputs.window is not None:
+            visible = visible & (column > position.unsqueeze(-1) - inputs.window)
+        out, lse = attention_to_visible(inputs.with_query(part), visible[:, None], return_lse)
+        outs.append(out)
+        lses.append(lse)
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    return torch.cat(outs, 2), torch.cat([lse for lse in lses if lse is not None], 2) if return_lse else None
+
+
+def attention_to_visible(inputs: AttentionInputs, visible: Tensor, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Attention under a map of visible keys, (batch or 1, num_heads or 1, q_len, kv_len) bool; as `dense_attention` otherwise.
+
+    Window, padding and offset of `inputs` are not looked at: `visible` holds them.
+    """
+    query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
+    assert value is not None
+    batch, num_heads, q_len = query.shape[:3]
+    num_kv_heads, kv_len = key.shape[1], key.shape[2]
+    sees = visible.any(-1, keepdim=True)
+    if inputs.softcap is None and sinks is None and not return_lse:
+        # a row that sees nothing sees everything instead, so that no NaN comes of it, and is zeroed after
+        seen, gqa = visible | ~sees, num_heads != num_kv_heads
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=inputs.scale, enable_gqa=gqa)
+        return torch.where(sees, out, 0.0), None
+
+    # the rows of all query heads of a key head side by side, so that keys and values need no copy a query head
+    rows = query.float().reshape(batch, num_kv_heads, num_heads // num_kv_heads * q_len, -1)
+    scores = capped(rows @ key.float().mT * inputs.scale, inputs.softcap).reshape(batch, num_heads, q_len, kv_len)
+    scores = torch.where(visible, scores, float("-inf"))
+    lse = scores.logsumexp(-1)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.float()[:, None])
+    weights = torch.exp(scores - torch.where(sees, total.unsqueeze(-1), 0.0))
+    out = weights.reshape(batch, num_kv_heads, -1, kv_len) @ value.float()
+    return out.reshape(batch, num_heads, q_len, -1).to(query.dtype), lse if return_lse else None

@@ -1,0 +1,41 @@
+"""What a mask costs in memory, and how attention is cut into groups of heads so that it stays within a limit."""
+
+from __future__ import annotations
+
+from flexmask.base.inputs import HeadGroup
+from flexmask.base.visibility import num_blocks
+from flexmask.config import FlexPrefillConfig
+
+
+def mask_bytes(q_len: int, kv_len: int, config: FlexPrefillConfig) -> int:
+    """Bytes that the mask of one head of one batch row takes while it is made, by the kernels that run on CUDA.
+
+    Each pair of blocks takes two int32 list entries and a byte of the map of kept blocks; where heads may be query-aware, a
+    float32 of the pooled map and another byte. Each representative row takes four float32 by key block. Not counted: the lists by
+    key block that gradients need, and ``selection="reference"``, which runs in plain torch and holds whole rows of attention.
+    """
+    num_q_blocks, num_kv_blocks = num_blocks(q_len, config.block_size), num_blocks(kv_len, config.block_size)
+    rows = config.block_size * (1 if config.pattern_queries == config.index_queries else 2)
+    return num_kv_blocks * (num_q_blocks * (14 if config.tau > 0 else 9) + rows * 16)
+
+
+def head_groups(batch: int, num_heads: int, num_kv_heads: int, at_once: int) -> list[HeadGroup]:
+    """Groups of equal size of at most `at_once` heads; at least one query head each.
+
+    Batch rows are parted first, then key heads with their query heads, then the query heads of one key head.
+    """
+    groups = num_heads // num_kv_heads
+    rows = _largest_divisor(batch, at_once // num_heads)
+    keys = num_kv_heads if at_once >= num_heads else _largest_divisor(num_kv_heads, at_once // groups)
+    queries = keys * groups if at_once >= groups else _largest_divisor(groups, at_once)
+    return [
+        HeadGroup(slice(b, b + rows), slice(h, h + queries), slice(h // groups, h // groups + keys))
+        for b in range(0, batch, rows)
+        for h in range(0, num_heads, queries)
+    ]
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """Largest divisor of `number` that is at most `limit`; 1 where the limit is less."""
+    # a list: torch 2.8 does not trace max of a generator with a default
+    return max([d for d in range(1, number + 1) if number % d == 0 and d <= max(1, limit)])

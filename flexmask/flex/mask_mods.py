@@ -1,0 +1,46 @@
+"""mask_mods of the masks that flexmask emits, for FlexAttention's ``mask_mod(b, h, q_idx, kv_idx)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flexmask._torch import captured, captured_int, named
+from flexmask.base.inputs import AttentionInputs
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def visible_mask_mod(inputs: AttentionInputs) -> MaskMod:
+    """Which keys a row sees, of a placed problem: causality from its position, padding and window."""
+    window, token = inputs.window, inputs.attention_mask
+    name = f"visible(window={window}, padded={token is not None}, shifted={inputs.offset is not None})"
+    offset = None if inputs.offset is None else captured(inputs.offset)
+    valid = None if token is None else captured(token)
+    reach = None if window is None else captured_int(window, inputs.key.device)
+
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        position = q_idx if offset is None else q_idx + offset[b]
+        mask = kv_idx <= position
+        if reach is not None:
+            mask = mask & (position - kv_idx < reach)
+        if valid is not None:
+            mask = mask & valid[b, kv_idx] & valid[b, position]
+        return mask
+
+    return named(visible, name)
+
+
+def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
+    """`visible`, limited to kept blocks, so that the mask says the same with and without its block lists.
+
+    `keep` is (batch, num_heads, num_q_blocks, num_kv_blocks) bool.
+    """
+    keep = captured(keep)
+    side = captured_int(block_size, keep.device)
+
+    def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return keep[b, h, q_idx // side, kv_idx // side] & visible(b, h, q_idx, kv_idx)
+
+    return named(kept, f"kept and {visible.__name__}")

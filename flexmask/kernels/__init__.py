@@ -1,0 +1,1 @@
+"""The same steps in Triton, under the same names."""

@@ -1,0 +1,160 @@
+"""Triton kernel for the index lists: one program a row of blocks joins kept lines and blocks and writes each list once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.kernels.pattern import Lines
+from flexmask.kernels.visibility import PackedEdges, row_edges, sees
+
+_TILE = 128
+
+
+@triton.jit
+def _lists_kernel(
+    kept,  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
+    active,  # (batch, num_heads) bool: query-aware
+    chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, read in active heads if HAS_CHOSEN
+    rows,  # edges, see PackedEdges
+    keys,
+    partial_count,  # (batch, num_heads, num_q_blocks) int32
+    partial_indices,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int32
+    full_count,
+    full_indices,
+    keep,  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool, written if WRITE_KEEP
+    rows_stride,  # between planes
+    keys_stride,
+    rows_stride_batch,  # 0 where all agree
+    keys_stride_batch,
+    kept_stride,
+    num_heads,
+    num_q_blocks,
+    num_kv_blocks,
+    kv_len,
+    far,
+    window,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CHOSEN: tl.constexpr,
+    WRITE_KEEP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # long rows first, so that short ones fill the gaps at the end
+    row = num_q_blocks - 1 - tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = head // num_heads
+    last_row, first_row, first_valid_row, own_first, own_last, whole_to = row_edges(
+        rows + batch * rows_stride_batch, rows_stride, row, True
+    )
+    first_diagonal = first_row // BLOCK_SIZE
+    last_diagonal = last_row // BLOCK_SIZE
+    to = tl.minimum(last_diagonal + 1, num_kv_blocks)
+    key_edges = keys + batch * keys_stride_batch
+    vertical = kept + head * num_kv_blocks
+    slash = vertical + kept_stride
+    query_aware = tl.load(active + head) != 0
+
+    line = (head * num_q_blocks + row) * num_kv_blocks
+    lane = tl.arange(0, TILE)
+    num_partial = 0
+    num_full = 0
+    first_visible = num_kv_blocks
+    for start in range(0, to, TILE):
+        column = start + lane
+        exists = column < to
+        last_valid_key = tl.load(key_edges + column, mask=exists, other=0)
+        last_key = tl.minimum(column * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
+        visible = sees(column, own_first, own_last, first_valid_row, last_valid_key, last_key, far) & exists
+        first_visible = tl.minimum(first_visible, tl.min(tl.where(visible, column, num_kv_blocks), 0))
+        on = tl.load(vertical + column, mask=exists, other=0) != 0
+        on = on | (tl.load(slash + first_diagonal - column, mask=column <= first_diagonal, other=0) != 0)
+        on = on | (tl.load(slash + last_diagonal - column, mask=column <= last_diagonal, other=0) != 0)
+        if query_aware & HAS_CHOSEN:
+            on = on | (tl.load(chosen + line + column, mask=exists, other=0) != 0)
+        on = on | (column == first_visible) | (column == first_diagonal) | (column == last_diagonal)
+        on = on & visible
+        whole = (tl.load(key_edges + keys_stride + column, mask=exists, other=0) != 0) & (last_key <= whole_to)
+        if HAS_WINDOW:
+            whole = whole & (last_row - column * BLOCK_SIZE < window)
+        # both counts in one number, so that one running sum places both
+        either = tl.where(on, tl.where(whole, 65536, 1), 0)
+        place = tl.cumsum(either, 0) - either
+        tl.store(full_indices + line + num_full + (place >> 16), column, mask=on & whole)
+        tl.store(partial_indices + line + num_partial + (place & 65535), column, mask=on & (whole == 0))
+        if WRITE_KEEP:
+            tl.store(keep + line + column, on, mask=exists)
+        number = tl.sum(either, 0)
+        num_full += number >> 16
+        num_partial += number & 65535
+    for start in range(tl.minimum(num_full, num_partial) // TILE * TILE, num_kv_blocks, TILE):
+        column = start + lane
+        exists = column < num_kv_blocks
+        zero = tl.zeros([TILE], tl.int32)
+        tl.store(full_indices + line + column, zero, mask=exists & (column >= num_full))
+        tl.store(partial_indices + line + column, zero, mask=exists & (column >= num_partial))
+    if WRITE_KEEP:
+        for start in range(to // TILE * TILE, num_kv_blocks, TILE):
+            column = start + lane
+            tl.store(keep + line + column, column < 0, mask=(column >= to) & (column < num_kv_blocks))
+    tl.store(full_count + head * num_q_blocks + row, num_full)
+    tl.store(partial_count + head * num_q_blocks + row, num_partial)
+
+
+def block_lists(
+    lines: Lines, blocks: Tensor | None, edges: PackedEdges, inputs: AttentionInputs, block_size: int, with_keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Counts and ascending indices of partial and of full blocks, entries past the count 0, and the map of kept blocks.
+
+    Parameters
+    ----------
+    lines
+        Key blocks and block diagonals to keep, and which heads are query-aware.
+    blocks
+        (batch, num_heads, num_q_blocks, num_kv_blocks) int8: the pooled blocks that query-aware heads keep besides, or None.
+    edges
+        Which blocks see which.
+    with_keep
+        Whether to write the map of kept blocks too.
+    """
+    kept, kv_len, window = lines.kept, inputs.key.shape[2], inputs.window
+    batch, num_heads, num_kv_blocks = kept.shape[1:]
+    num_q_blocks = edges.rows.shape[2]
+    shape = (batch, num_heads, num_q_blocks)
+    partial_count, full_count = (kept.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    partial_indices, full_indices = (kept.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
+    keep = kept.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
+    shared = edges.rows.shape[1] == 1
+    _lists_kernel[(num_q_blocks, batch * num_heads)](
+        kept,
+        lines.is_query_aware,
+        kept if blocks is None else blocks,
+        edges.rows,
+        edges.keys,
+        partial_count,
+        partial_indices,
+        full_count,
+        full_indices,
+        full_count if keep is None else keep,
+        edges.rows.stride(0),
+        edges.keys.stride(0),
+        0 if shared else num_q_blocks,
+        0 if shared else num_kv_blocks,
+        batch * num_heads * num_kv_blocks,
+        num_heads,
+        num_q_blocks,
+        num_kv_blocks,
+        kv_len,
+        kv_len if window is None else min(window, kv_len),
+        kv_len if window is None else window,
+        BLOCK_SIZE=block_size,
+        HAS_WINDOW=window is not None,
+        HAS_CHOSEN=blocks is not None,
+        WRITE_KEEP=keep is not None,
+        TILE=_TILE,
+        num_warps=1,
+    )
+    return partial_count, partial_indices, full_count, full_indices, keep

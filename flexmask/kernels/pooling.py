@@ -1,0 +1,101 @@
+"""Triton kernel for block means: each token read once, heads that are not wanted not at all."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexmask.base.visibility import num_blocks
+
+
+@triton.jit
+def _means_kernel(
+    tokens,  # (batch, heads, length, head_dim), any strides
+    valid,  # (batch or 1, length) int8, read if HAS_VALID
+    wanted,  # (batch, heads) bool, read if HAS_WANTED
+    means,  # (batch, heads, num_blocks, head_dim) float32
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_dim,
+    valid_stride_batch,
+    heads,
+    length,
+    blocks,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    HAS_WANTED: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    work = True
+    if HAS_WANTED:
+        work = tl.load(wanted + head) != 0
+    if work:
+        dims = tl.arange(0, PADDED_DIM)
+        total = tl.zeros([PADDED_DIM], tl.float32)
+        base = tokens + (head // heads) * stride_batch + (head % heads) * stride_head
+        valid_row = valid + (head // heads) * valid_stride_batch
+        count = 0
+        for start in tl.static_range(0, BLOCK_SIZE, TILE):
+            token = block * BLOCK_SIZE + start + tl.arange(0, TILE)
+            present = token < length
+            if HAS_VALID:
+                present = tl.load(valid_row + token, mask=present, other=0) != 0
+            x = tl.load(
+                base + token[:, None].to(tl.int64) * stride_token + dims[None, :].to(tl.int64) * stride_dim,
+                mask=present[:, None] & (dims[None, :] < HEAD_DIM),
+                other=0.0,
+            )
+            total += tl.sum(x.to(tl.float32), 0)
+            count += tl.sum(present.to(tl.int32), 0)
+        total = total / tl.maximum(count, 1).to(tl.float32)
+        tl.store(means + (head * blocks + block) * HEAD_DIM + dims, total, mask=dims < HEAD_DIM)
+
+
+def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_size: int) -> Tensor:
+    """Mean of every block's valid tokens in float32, zero where there are none.
+
+    Parameters
+    ----------
+    x
+        (batch, heads, length, head_dim).
+    valid
+        (batch or 1, length) bool; None: all are. What invalid tokens hold does not matter, NaN included.
+    wanted
+        (batch, heads) bool: the heads to read, the others stay unwritten; None: all.
+    block_size
+        Tokens in a block.
+
+    Returns
+    -------
+    Tensor
+        (batch, heads, num_blocks, head_dim) float32.
+    """
+    batch, heads, length, head_dim = x.shape
+    blocks = num_blocks(length, block_size)
+    means = x.new_empty((batch, heads, blocks, head_dim), dtype=torch.float32)
+    _means_kernel[(blocks, batch * heads)](
+        x,
+        means if valid is None else valid.to(torch.int8).contiguous(),
+        means if wanted is None else wanted,
+        means,
+        *x.stride(),
+        0 if valid is None or valid.shape[0] == 1 else length,
+        heads,
+        length,
+        blocks,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        TILE=min(32, block_size & -block_size),
+        HAS_VALID=valid is not None,
+        HAS_WANTED=wanted is not None,
+        num_warps=1,
+    )
+    return means

@@ -1,0 +1,125 @@
+"""FlexPrefill's selection by Triton kernels: the steps of `flexmask.plain.search`, under the same names.
+
+No sort, and no intermediate larger than the map of blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.representative_rows import RepresentativeRows, representative_rows
+from flexmask.base.search_result import BlockLists, SearchResult
+from flexmask.base.visibility import Tokens, block_visibility, token_validity
+from flexmask.config import FlexPrefillConfig
+from flexmask.kernels.block_lists import block_lists
+from flexmask.kernels.estimate import estimated_scores
+from flexmask.kernels.pattern import Lines, pattern_and_lines
+from flexmask.kernels.pooling import block_means
+from flexmask.kernels.query_aware import pooled_map
+from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
+from flexmask.kernels.representative import BlockSums, block_sums, packed_rows
+from flexmask.kernels.vertical_slash import RowNorms, line_mass, row_norms
+from flexmask.kernels.visibility import PackedEdges, packed_edges
+
+
+class RepresentativeMass(NamedTuple):
+    """The attention of the representative rows, summed."""
+
+    rows: RepresentativeRows
+    packed: Tensor  # the rows as kernels read them, of `packed_rows`
+    sums: BlockSums
+    norms: RowNorms
+    lines: Tensor  # (2, batch, num_heads, num_kv_blocks) float32: V and S, -1 where no row sees a line
+
+
+def search(
+    inputs: AttentionInputs, config: FlexPrefillConfig, gamma: Tensor, tau: Tensor, with_stats: bool, with_keep: bool
+) -> SearchResult:
+    """Choose the blocks of every head, as `flexmask.plain.search.search` does; ``selection="coverage"`` only."""
+    block_size, kv_len = config.block_size, inputs.key.shape[2]
+    tokens = token_validity(inputs.query.shape[2], kv_len, inputs.offset, inputs.attention_mask, inputs.key)
+    edges = packed_edges(tokens, block_size, inputs.window)
+    key_means = block_means(inputs.key, None if tokens.filled else tokens.key_valid, None, block_size)
+
+    # step 1: attention of the representative rows, and its mass by key block (V) and by block diagonal (S)
+    mass = _representative_mass(config.index_queries, inputs, tokens, edges, block_size)
+    pattern = mass
+    if config.pattern_queries != config.index_queries:
+        pattern = _representative_mass(config.pattern_queries, inputs, tokens, edges, block_size)
+
+    # steps 2 and 3a: the pattern of each head, and its verticals and slashes
+    estimate = estimated_scores(inputs, key_means, pattern.packed, edges.last_valid_key, block_size)
+    decided = pattern_and_lines(
+        estimate, pattern.lines[0], pattern.packed, edges.key_count, mass.lines, gamma, tau, config, inputs
+    )
+    # step 3b: blocks of the pooled map
+    blocks = None
+    if config.tau > 0:
+        blocks = _pooled_blocks(inputs, key_means, tokens, edges, decided.is_query_aware, gamma, config)
+
+    # step 4: blocks kept always; step 5: lists
+    *lists, keep = block_lists(decided, blocks, edges, inputs, block_size, with_keep)
+    stats = _statistics(keep, decided, mass, inputs, tokens, block_size) if with_stats else None
+    return SearchResult(BlockLists(*lists), keep, stats)
+
+
+def _representative_mass(
+    which: str, inputs: AttentionInputs, tokens: Tokens, edges: PackedEdges, block_size: int
+) -> RepresentativeMass:
+    """V and S of the "last" or "middle" rows, with what the statistics need besides."""
+    rows = representative_rows(which, tokens, block_size)
+    packed = packed_rows(rows, tokens.offset)
+    sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)
+    norms = row_norms(sums)
+    return RepresentativeMass(rows, packed, sums, norms, line_mass(sums, norms, packed, edges.candidates))
+
+
+def _pooled_blocks(
+    inputs: AttentionInputs,
+    key_means: Tensor,
+    tokens: Tokens,
+    edges: PackedEdges,
+    is_query_aware: Tensor,
+    gamma: Tensor,
+    config: FlexPrefillConfig,
+) -> Tensor:
+    """The blocks that query-aware heads keep of their pooled map, int8; other heads stay unwritten."""
+    block_size = config.block_size
+    query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, is_query_aware, block_size)
+    values = pooled_map(query_means, key_means, is_query_aware, edges, inputs, block_size)
+    if config.query_aware == "per_query" or config.gamma == 1:
+        return top_p_rows(values, is_query_aware, edges, gamma, config.max_blocks, block_size)
+    blocks = top_p_map(values, is_query_aware, edges, gamma, block_size)
+    if config.max_blocks is None:
+        return blocks
+    within = torch.where(blocks != 0, values, -1.0)
+    return top_p_rows(within, is_query_aware, edges, torch.ones_like(gamma), config.max_blocks, block_size)
+
+
+def _statistics(
+    keep: Tensor | None,
+    decided: Lines,
+    mass: RepresentativeMass,
+    inputs: AttentionInputs,
+    tokens: Tokens,
+    block_size: int,
+) -> tuple[Tensor, ...]:
+    """The tensors of FlexPrefillStats, in its order."""
+    assert keep is not None
+    visible = block_visibility(tokens, block_size, inputs.window).visible
+    rows, sums, norms = mass.rows, mass.sums, mass.norms
+    q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
+    by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)
+    held = torch.where(keep.gather(2, q_block), by_row.mT, 0.0).sum((-2, -1))
+    return (
+        decided.is_query_aware,
+        decided.distance,
+        keep.sum((-2, -1)) / visible.sum((-2, -1)).clamp(min=1)[:, None],
+        decided.number[0].clone(),  # an operator's results must not share memory
+        decided.number[1].clone(),
+        held / rows.taken.sum(-1).clamp(min=1)[:, None],
+    )

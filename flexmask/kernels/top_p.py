@@ -1,0 +1,100 @@
+"""The fewest candidates that reach a goal, found without a sort: the Triton side of `flexmask.plain.top_p` for one row.
+
+The fewest entries whose sum reaches a goal are those at or above some value, and non-negative floats order as their bit patterns
+do. That value is found digit by digit: each pass sums the entries at or above 32 thresholds. A floor and a cap on the number of
+entries are part of the same question, since more entries can only help both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
+    """Keep the fewest candidates of a row that reach ``share`` of its sum, at most `cap`, at least `floor`; heaviest first.
+
+    Parameters
+    ----------
+    values
+        Pointer to `size` float32; negative: no candidate; NaN counts as 0. Of equal values the lower index goes first.
+    kept
+        Pointer to `size` int8 to write.
+    share
+        float64; 1 and more keep every candidate up to the cap, less than 0 none beyond the floor.
+    cap, floor
+        Numbers of entries; the floor comes last. Fewer candidates than the floor are all kept.
+
+    Returns
+    -------
+    scalar
+        How many were kept, int32.
+    """
+    # 30 bits: values up to 1.0 have the bit pattern 0x3F800000, below 2**30
+    DIGIT_BITS: tl.constexpr = 5
+    PASSES: tl.constexpr = 6
+    DIGITS: tl.constexpr = 1 << DIGIT_BITS
+    lane = tl.arange(0, TILE)
+    digit = tl.arange(0, DIGITS)
+    low = 0
+    goal = tl.full([], 0.0, tl.float64)
+    for digit_pass in tl.static_range(PASSES):
+        step = 1 << (DIGIT_BITS * (PASSES - 1 - digit_pass))
+        thresholds = low + digit * step
+        held = tl.zeros([DIGITS, TILE], tl.float32)
+        number = tl.zeros([DIGITS, TILE], tl.int32)
+        for start in range(0, size, TILE):
+            value, bits = _entries(values, start + lane, size)
+            above = bits[None, :] >= thresholds[:, None]
+            held += tl.where(above, value[None, :], 0.0)
+            number += above.to(tl.int32)
+        totals = tl.sum(held.to(tl.float64), 1)
+        numbers = tl.sum(number, 1)
+        if digit_pass == 0:
+            # the first threshold is 0: what it holds is everything
+            everything = tl.sum(tl.where(digit == 0, totals, 0.0), 0)
+            goal = everything * share
+            if share >= 1:
+                goal = tl.full([], 1e300, tl.float64)
+            floor = tl.minimum(floor, tl.sum(tl.where(digit == 0, numbers, 0), 0))
+        enough = ((totals >= goal) | (numbers >= cap)) & (numbers >= floor)
+        low += tl.maximum(tl.sum(enough.to(tl.int32), 0) - 1, 0) * step
+
+    held_above = tl.zeros([TILE], tl.float32)
+    number_above = tl.zeros([TILE], tl.int32)
+    for start in range(0, size, TILE):
+        value, bits = _entries(values, start + lane, size)
+        held_above += tl.where(bits > low, value, 0.0)
+        number_above += (bits > low).to(tl.int32)
+    missing = missing_entries(low, goal - tl.sum(held_above.to(tl.float64), 0))
+    count = tl.sum(number_above, 0)
+    missing = tl.maximum(tl.minimum(missing, cap - count), floor - count)
+
+    tied_before = 0
+    for start in range(0, size, TILE):
+        index = start + lane
+        value, bits = _entries(values, index, size)
+        tied = (bits == low).to(tl.int32)
+        place = tied_before + tl.cumsum(tied, 0) - tied
+        keep = (bits > low) | ((tied != 0) & (place < missing))
+        tl.store(kept + index, keep.to(tl.int8), mask=index < size)
+        tied_before += tl.sum(tied, 0)
+    return count + tl.minimum(tied_before, missing)
+
+
+@triton.jit
+def _entries(values, index, size):
+    """Values, 0 for what is no candidate, and bit patterns, negative for it."""
+    value = tl.load(values + index, mask=index < size, other=-1.0)
+    value = tl.where(value == value, value, 0.0)
+    return tl.maximum(value, 0.0), value.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def missing_entries(bits, gap):
+    """How many entries of one bit pattern fill a gap, int32: none without a gap, a great number if they are worth nothing."""
+    value = bits.to(tl.float32, bitcast=True).to(tl.float64)
+    number = tl.where(value > 0, tl.ceil(gap / tl.where(value > 0, value, 1.0)), 1e9)
+    number = tl.where(gap <= 0, 0.0, number)
+    return tl.minimum(tl.maximum(number, 0.0), 1e9).to(tl.int32)

@@ -1,0 +1,66 @@
+"""Block edges as kernels read them, and which blocks see which: the Triton side of `flexmask.base.visibility`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexmask.base.candidate_lines import candidate_lines
+from flexmask.base.visibility import Tokens, block_edges, valid_keys
+
+
+class PackedEdges(NamedTuple):
+    """`BlockEdges` in two int32 tensors; the size after the planes is batch, or 1 where all rows agree."""
+
+    rows: Tensor  # (6, batch or 1, num_q_blocks), in the order of `row_edges`
+    # (5, batch or 1, num_kv_blocks): last_valid_key, whether the block is whole, number of valid keys; whether the key block, and
+    # whether the block diagonal of that number, hold a visible block
+    keys: Tensor
+
+    @property
+    def last_valid_key(self) -> Tensor:
+        """(batch or 1, num_kv_blocks)."""
+        return self.keys[0]
+
+    @property
+    def key_count(self) -> Tensor:
+        """Valid keys, (batch or 1, num_kv_blocks)."""
+        return self.keys[2]
+
+    @property
+    def candidates(self) -> Tensor:
+        """Key blocks and block diagonals that hold a visible block, (2, batch or 1, num_kv_blocks)."""
+        return self.keys[3:]
+
+
+def packed_edges(tokens: Tokens, block_size: int, window: int | None) -> PackedEdges:
+    """The edges of all blocks; ``whole_to`` is the position up to which key blocks are full, -1 where none is."""
+    edges = block_edges(tokens, block_size)
+    whole_to = torch.where(edges.rows_whole, edges.first_row, -1)
+    rows = (edges.last_row, edges.first_row, edges.first_valid_row, edges.own_first, edges.own_last, whole_to)
+    keys = (edges.last_valid_key, edges.keys_whole, valid_keys(tokens, block_size), *candidate_lines(tokens, block_size, window))
+    return PackedEdges(torch.stack([x.int() for x in rows]), torch.stack([x.int() for x in keys]))
+
+
+@triton.jit
+def row_edges(rows, stride, q_block, here):
+    """last_row, first_row, first_valid_row, own_first, own_last and whole_to of query blocks, -1 where not `here`."""
+    at = rows + q_block
+    last_row = tl.load(at, mask=here, other=-1)
+    first_row = tl.load(at + stride, mask=here, other=-1)
+    first_valid_row = tl.load(at + 2 * stride, mask=here, other=-1)
+    own_first = tl.load(at + 3 * stride, mask=here, other=-1)
+    own_last = tl.load(at + 4 * stride, mask=here, other=-1)
+    whole_to = tl.load(at + 5 * stride, mask=here, other=-1)
+    return last_row, first_row, first_valid_row, own_first, own_last, whole_to
+
+
+@triton.jit
+def sees(kv_block, own_first, own_last, first_valid_row, last_valid_key, last_key, far):
+    """Whether blocks of queries see blocks of keys; the arguments broadcast."""
+    stands_in = (kv_block == own_first) | (kv_block == own_last)
+    return stands_in | ((first_valid_row > last_key) & (first_valid_row - last_valid_key < far))

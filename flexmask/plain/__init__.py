@@ -1,0 +1,1 @@
+"""FlexPrefill in PyTorch, one step a file, in the order of `flexmask.plain.search`."""

@@ -1,0 +1,50 @@
+"""The pattern of each head: query-aware or vertical-slash (the paper's algorithm "Sparse Pattern Search")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.representative_rows import RepresentativeRows
+from flexmask.base.scores import masked_softmax
+from flexmask.base.visibility import Tokens, blocks_seen_by_rows
+from flexmask.plain.pooling import pooled_scores
+from flexmask.plain.representative import take_rows
+
+
+def estimated_attention(
+    inputs: AttentionInputs,
+    rows: RepresentativeRows,
+    key_means: Tensor,
+    key_counts: Tensor,
+    tokens: Tokens,
+    block_size: int,
+) -> Tensor:
+    """Attention of the mean representative row to each key block's mean (the paper's a-bar).
+
+    `key_means` is (batch, num_kv_heads, num_kv_blocks, head_dim) float32, `key_counts` (batch or 1, num_kv_blocks) valid keys.
+    Returns (batch, num_heads, num_kv_blocks) float32, 0 for key blocks of which no row sees anything.
+    """
+    taken = rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
+    query_mean = take_rows(inputs.query, rows).float().sum(2, keepdim=True) / taken
+    sees = blocks_seen_by_rows(rows.position, tokens, block_size, inputs.window)
+    sees = (sees & rows.taken.unsqueeze(-1)).any(-2)[:, None]
+    scores = pooled_scores(query_mean, key_means, key_counts, inputs.scale, inputs.softcap)
+    return torch.where(sees, masked_softmax(scores.squeeze(2), sees), 0.0)
+
+
+def jensen_shannon_distance(estimated: Tensor, true: Tensor) -> Tensor:
+    """Square root of the Jensen-Shannon divergence of two distributions over the last dimension (the paper's D_JS).
+
+    Natural logarithms and 0 * log 0 = 0, so it lies in [0, sqrt(ln 2)] up to rounding. NaN in either gives NaN.
+
+    Differs from the paper's published code: there a probability that underflows to 0 gives NaN.
+    """
+    middle = (estimated + true) / 2
+    divergence = (_relative_entropy(estimated, middle) + _relative_entropy(true, middle)) / 2
+    return divergence.clamp(min=0).sqrt()
+
+
+def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
+    return torch.where(p == 0, 0.0, p * (p / torch.where(p == 0, 1.0, q)).log()).sum(-1)

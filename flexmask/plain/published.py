@@ -1,0 +1,136 @@
+"""The block sets of the authors' published code, for parity (``selection="reference"``).
+
+Source: github.com/bytedance/FlexPrefill, described in our own words by what it keeps. It differs from the default selection:
+
+- budgets count sorted *tokens* and are turned into blocks by ``// 128 + 1``, whatever the block size;
+- a slash counts for one block diagonal only, that of its offset's block;
+- a probability that underflows to 0 makes the distance NaN, hence the head vertical-slash;
+- a query-aware head keeps the flattened blocks whose running sum stays at or under gamma, leaving out the one that crosses;
+- the pooled scores know nothing of short blocks (there are none: it takes whole multiples of the block only).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.config import FlexPrefillConfig
+
+
+class PublishedSelection(NamedTuple):
+    """What the published code keeps of a head, before the blocks that every row keeps."""
+
+    vertical: Tensor  # (batch, num_heads, num_blocks) bool
+    slash: Tensor  # (batch, num_heads, num_blocks) bool, by block diagonal
+    query_aware: Tensor  # (batch, num_heads, num_blocks, num_blocks) bool, False in vertical-slash heads
+    is_query_aware: Tensor  # (batch, num_heads) bool
+    distance: Tensor  # (batch, num_heads) float32, NaN included
+    num_vertical: Tensor  # (batch, num_heads) int64
+    num_slash: Tensor  # (batch, num_heads) int64
+
+
+def check_published(config: FlexPrefillConfig, inputs: AttentionInputs) -> None:
+    """Refuse what the published code cannot do, when its block sets are asked for."""
+    if config.selection != "reference":
+        return
+    for name, value in (
+        ("softcap", inputs.softcap),
+        ("window", inputs.window),
+        ("attention_mask", inputs.attention_mask),
+        ("q_offset", inputs.offset),
+    ):
+        if value is not None:
+            raise ValueError(f'selection="reference" takes no {name}; use selection="coverage"')
+    if config.pattern_queries != "last" or config.index_queries != "last" or config.query_aware != "flatten":
+        raise ValueError(
+            'selection="reference" needs pattern_queries="last", index_queries="last" and query_aware="flatten"; '
+            f"got {config.pattern_queries!r}, {config.index_queries!r} and {config.query_aware!r}"
+        )
+    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
+    if q_len != kv_len or q_len % config.block_size != 0:
+        raise ValueError(
+            'selection="reference" needs a whole prompt of a multiple of block_size '
+            f"({config.block_size}) tokens; got q_len {q_len} and kv_len {kv_len}"
+        )
+
+
+def published_selection(
+    attention: Tensor, estimated: Tensor, pooled: Tensor, gamma: Tensor, tau: Tensor, config: FlexPrefillConfig
+) -> PublishedSelection:
+    """Select as the published code does.
+
+    Parameters
+    ----------
+    attention
+        (batch, num_heads, block_size, kv_len) float32: softmax attention of the last block_size rows.
+    estimated
+        (batch, num_heads, num_blocks) float32: softmax over key blocks of the pooled last block (no log term).
+    pooled
+        (batch, num_heads, num_blocks, num_blocks) float32: causal softmax of the pooled scores (no log term).
+    gamma, tau
+        0-d float64.
+    config
+        The options; the budgets bound the two counts.
+    """
+    block_size, min_blocks, max_blocks = config.block_size, config.min_blocks, config.max_blocks
+    blocks = estimated.shape[-1]
+    vertical_tokens = attention.mean(2)
+    slash_tokens = _by_offset(attention)
+    vertical = vertical_tokens.unflatten(-1, (blocks, block_size)).sum(-1)
+    slash = slash_tokens.unflatten(-1, (blocks, block_size)).sum(-1)
+    distance = _distance_with_nan(estimated, vertical)
+    is_query_aware = distance < tau
+
+    highest = blocks if max_blocks is None else min(max_blocks, blocks)
+    num_vertical = _budget(vertical_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
+    num_slash = _budget(slash_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
+    num_vertical = torch.where(is_query_aware, min_blocks, num_vertical)
+    num_slash = torch.where(is_query_aware, min_blocks, num_slash)
+
+    flat = pooled.flatten(2)
+    ordered, order = flat.sort(dim=-1, descending=True, stable=True)
+    within = ordered.double().cumsum(-1) <= gamma * blocks
+    query_aware = torch.zeros_like(within).scatter(-1, order, within).unflatten(-1, (blocks, blocks))
+    return PublishedSelection(
+        _top(vertical, num_vertical),
+        _top(slash, num_slash),
+        query_aware & is_query_aware[..., None, None],
+        is_query_aware,
+        distance,
+        num_vertical,
+        num_slash,
+    )
+
+
+def _by_offset(attention: Tensor) -> Tensor:
+    """Mean over the last rows of a whole prompt, by offset ``position - k``: (batch, num_heads, kv_len)."""
+    rows, kv_len = attention.shape[2:]
+    position = kv_len - rows + torch.arange(rows, device=attention.device)
+    key = position.unsqueeze(-1) - torch.arange(kv_len, device=attention.device)
+    shifted = attention.gather(-1, key.clamp(min=0).expand(attention.shape))
+    return torch.where(key >= 0, shifted, 0.0).mean(2)
+
+
+def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:
+    """Blocks by the published rule: tokens whose running sum stays at or under gamma, plus one, ``// 128 + 1``."""
+    running = tokens.sort(dim=-1, descending=True).values.double().cumsum(-1)
+    return ((running <= gamma).sum(-1) + 1) // 128 + 1
+
+
+def _top(values: Tensor, count: Tensor) -> Tensor:
+    """The `count` largest entries, the first one always; it takes a place in the count."""
+    values = values.clone()
+    values[..., 0] = float("inf")
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    place = torch.arange(values.shape[-1], device=values.device)
+    kept = (place < count.unsqueeze(-1)) | (place == 0)
+    return torch.zeros_like(values, dtype=torch.bool).scatter(-1, order, kept)
+
+
+def _distance_with_nan(estimated: Tensor, true: Tensor) -> Tensor:
+    middle = (estimated + true) / 2
+    divergence = (estimated * (estimated / middle).log()).sum(-1) + (true * (true / middle).log()).sum(-1)
+    return (divergence / 2).sqrt()

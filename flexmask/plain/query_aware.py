@@ -1,0 +1,38 @@
+"""The query-aware index: top-p over the pooled attention map (the paper's "Query Aware Index Search")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.scores import masked_softmax
+from flexmask.base.visibility import BlockVisibility, Tokens
+from flexmask.config import FlexPrefillConfig
+from flexmask.plain.pooling import block_means, pooled_scores
+from flexmask.plain.top_p import ranks, top_p
+
+
+def pooled_map(
+    inputs: AttentionInputs, key_means: Tensor, key_counts: Tensor, tokens: Tokens, seen: BlockVisibility, block_size: int
+) -> Tensor:
+    """Attention of each query block's mean to the key blocks it sees, (batch, num_heads, num_q_blocks, num_kv_blocks) float32.
+
+    `key_means` is (batch, num_kv_heads, num_kv_blocks, head_dim) float32, `key_counts` (batch or 1, num_kv_blocks) valid keys.
+    """
+    query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, block_size)
+    scores = pooled_scores(query_means, key_means, key_counts, inputs.scale, inputs.softcap)
+    return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
+
+
+def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> Tensor:
+    """The fewest blocks that hold `gamma` of the map, over all of it or row by row, capped in each row; bool."""
+    if config.gamma == 1:
+        kept = visible.expand(values.shape)
+    elif config.query_aware == "per_query":
+        kept = top_p(values, visible, gamma)
+    else:
+        kept = top_p(values.flatten(2), visible.flatten(2), gamma).unflatten(2, values.shape[2:])
+    if config.max_blocks is not None:
+        kept = kept & (ranks(values, kept) < config.max_blocks)
+    return kept

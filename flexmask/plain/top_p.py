@@ -1,0 +1,45 @@
+"""The fewest candidates whose attention reaches gamma (the paper's "Cumulative-Attention Based Index Selection")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ranks(values: Tensor, candidates: Tensor) -> Tensor:
+    """Place of every entry in descending order over the last dimension, int64 from 0.
+
+    Equal values rank by lower index; entries that are no candidates rank after all that are. Values must be >= 0.
+    """
+    order = torch.where(candidates, values, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(order).scatter(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+
+
+def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
+    """How many of the heaviest candidates it takes for their sum to reach gamma times the sum of all candidates.
+
+    `values` (..., n) float32 >= 0, `candidates` bool, `gamma` 0-d float64. Returns (...,) int64; sums are float64.
+    """
+    ordered = torch.where(candidates, values, 0.0).sort(dim=-1, descending=True).values.double()
+    running = ordered.cumsum(-1)
+    return (running - ordered < gamma * running[..., -1:]).sum(-1)
+
+
+def top_p(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
+    """The fewest candidates whose sum reaches gamma times the sum of all, as a bool tensor.
+
+    Parameters
+    ----------
+    values
+        (..., n) float32 >= 0; NaN counts as 0.
+    candidates
+        Bool, broadcasts to it.
+    gamma
+        0-d float64. Sums are float64: a running float32 sum over a large map never reaches .99 of its total.
+    """
+    values = torch.where(candidates, values.nan_to_num(0.0), -1.0)
+    ordered, order = values.sort(dim=-1, descending=True, stable=True)
+    weights = ordered.clamp(min=0).double()
+    running = weights.cumsum(-1)
+    kept = (running - weights < gamma * running[..., -1:]) & (ordered >= 0)
+    return torch.zeros_like(kept).scatter(-1, order, kept)

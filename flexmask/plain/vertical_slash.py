@@ -1,0 +1,143 @@
+"""The vertical-slash index: mass by key block and by block diagonal, and which of them are kept (paper, section 3.3).
+
+The paper sums the representative attention ``p[i, k]`` along every vertical line (key) and every slash line (offset
+``position(i) - k``). Selection here is by block, so only two pooled sums are needed:
+
+- ``V[j]``, the attention to key block j;
+- ``S[c]``, where a slash at offset ``o = cB + x`` counts for block diagonal c by ``1 - x/B`` and for c+1 by ``x/B``: the
+  share of its rows in which it lies on that diagonal.
+
+Both are linear in p. Inside one key block, a row at phase ``r`` of its own block P and a key at phase ``y`` of block j have
+offset ``(P - j)B + r - y``, so the key's share goes to diagonals P-j, P-j+1 and P-j-1 by ``1 - |r - y|/B``,
+``max(0, r - y)/B`` and ``max(0, y - r)/B``. S is therefore three weighted sums by (row, key block), shifted by P; no sum along
+single diagonals is ever formed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask.base.representative_rows import RepresentativeRows
+from flexmask.base.visibility import BlockVisibility, whole_blocks
+from flexmask.config import FlexPrefillConfig
+from flexmask.plain.top_p import ranks, top_p_count
+
+
+class RowMass(NamedTuple):
+    """Per-row attention mass by key block and its share by diagonal, (batch, num_heads, block_size, num_kv_blocks) float32."""
+
+    block: Tensor  # to the key block itself
+    after: Tensor  # of that, to block diagonal P-j+1
+    before: Tensor  # of that, to block diagonal P-j-1; the rest goes to P-j
+
+
+class LineMass(NamedTuple):
+    """The representative attention, pooled; V and S are means over the rows taken."""
+
+    vertical: Tensor  # (batch, num_heads, num_kv_blocks) float32: V, sums to 1
+    slash: Tensor  # (batch, num_heads, num_kv_blocks) float32: S by block diagonal, those past the last left out
+    by_row: Tensor  # (batch, num_heads, block_size, num_kv_blocks) float32: each row's attention to each key block
+
+
+def row_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> RowMass:
+    """Sums of the representative attention by row and key block; rows not taken are 0."""
+    attention = whole_blocks(attention, 3, block_size)
+    row_phase = (rows.position % block_size).unsqueeze(-1)
+    lead = (row_phase - torch.arange(block_size, device=attention.device)) / block_size
+    weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)
+    weights = torch.where(rows.taken[..., None, None], weights, 0.0)
+    return RowMass(*(attention @ weights[:, None]).unbind(-1))
+
+
+def line_mass(sums: RowMass, rows: RepresentativeRows, block_size: int) -> LineMass:
+    """Means over the representative rows by key block and by block diagonal (derived at the top of this file)."""
+    own_block = rows.position // block_size
+    slash = _by_diagonal(sums.block - sums.after - sums.before, own_block)
+    slash = slash + _by_diagonal(sums.after, own_block + 1) + _by_diagonal(sums.before, own_block - 1)
+    taken = rows.taken.sum(-1).clamp(min=1)[:, None, None]
+    return LineMass(sums.block.sum(2) / taken, slash / taken, sums.block)
+
+
+def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
+    """Sum over the rows of what diagonal c holds of each: key block ``last_block - c``.
+
+    `sums` is (batch, num_heads, rows, num_kv_blocks), `last_block` (batch or 1, rows); returns (batch, num_heads, num_kv_blocks).
+    """
+    blocks = sums.shape[-1]
+    kv_block = last_block.unsqueeze(-1) - torch.arange(blocks, device=sums.device)
+    exists = (kv_block >= 0) & (kv_block < blocks)
+    kv_block = kv_block.clamp(0, blocks - 1)[:, None].expand(sums.shape)
+    return torch.where(exists[:, None], sums.gather(-1, kv_block), 0.0).sum(2)
+
+
+def line_counts(
+    values: Tensor, candidates: Tensor, gamma: Tensor | None, min_blocks: int, max_blocks: int | None
+) -> tuple[Tensor, Tensor]:
+    """How many lines of one family a vertical-slash head keeps, and a query-aware head (its floor).
+
+    Parameters
+    ----------
+    values
+        (batch, num_heads, num_lines) float32: V by key block or S by block diagonal.
+    candidates
+        (batch or 1, 1, num_lines) bool.
+    gamma
+        0-d float64, or None for gamma = 1, which keeps every candidate without summing.
+    min_blocks, max_blocks
+        Floor and cap, in lines; the floor comes last. Both end at the number of candidates.
+
+    Returns
+    -------
+    tuple of Tensor
+        Two (batch or 1, num_heads or 1) int64 counts.
+    """
+    available = candidates.sum(-1)
+    count = available if gamma is None else top_p_count(values, candidates, gamma)
+    if max_blocks is not None:
+        count = count.clamp(max=max_blocks)
+    floor = available.clamp(max=min_blocks)
+    return torch.maximum(count, floor), floor
+
+
+def kept_lines(
+    mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, config: FlexPrefillConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Key blocks and block diagonals to keep: top-p of each family, within floor and cap; query-aware heads keep the floor.
+
+    `candidates` is (2, batch or 1, num_kv_blocks) bool, of `candidate_lines`. Returns two (batch, num_heads, num_kv_blocks) bool
+    and the counts, (2, batch, num_heads) int64.
+    """
+    lines = torch.stack([mass.vertical, mass.slash])
+    candidates = candidates.unsqueeze(2)
+    share = None if config.gamma == 1 else gamma
+    count, floor = line_counts(lines, candidates, share, config.min_blocks, config.max_blocks)
+    count = torch.where(is_query_aware, floor, count)
+    vertical, slash = (ranks(lines, candidates) < count.unsqueeze(-1)).unbind(0)
+    return vertical, slash, count
+
+
+def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Tensor:
+    """Extend kept key blocks and block diagonals over the whole map.
+
+    `vertical` and `slash` are (batch, num_heads, num_kv_blocks) bool; the result is (batch, num_heads, num_q_blocks,
+    num_kv_blocks), not yet limited to visible blocks. A query block whose rows stand in two key blocks lies on two diagonals.
+    """
+    kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
+    kept = vertical.unsqueeze(-2)
+    for row_diagonal in (seen.first_diagonal, seen.last_diagonal):
+        diagonal = row_diagonal.unsqueeze(-1) - kv_block
+        index = diagonal.clamp(min=0)[:, None].expand(*slash.shape[:2], -1, -1)
+        on_diagonal = slash.unsqueeze(-2).expand(index.shape).gather(-1, index)
+        kept = kept | (on_diagonal & (diagonal >= 0)[:, None])
+    return kept
+
+
+def blocks_kept_always(seen: BlockVisibility) -> Tensor:
+    """First visible key block and the diagonal blocks of every query block, (batch or 1, num_q_blocks, num_kv_blocks) bool."""
+    kv_block = torch.arange(seen.visible.shape[-1], device=seen.visible.device)
+    first = seen.visible.int().argmax(-1, keepdim=True)
+    kept = (kv_block == first) | (kv_block == seen.first_diagonal.unsqueeze(-1))
+    return seen.visible & (kept | (kv_block == seen.last_diagonal.unsqueeze(-1)))

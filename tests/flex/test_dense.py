@@ -1,0 +1,91 @@
+"""The dense path of flexprefill_attention: which calls take it, and its output, log-sum-exp and gradients."""
+
+import pytest
+import torch
+
+from flexmask import FlexPrefillStats, flexprefill_attention
+from flexmask.flex import dense
+from tests.attention_calls import call, padding
+from tests.comparisons import assert_same_attention
+from tests.expected import masked_attention, visible_pairs
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"q_len": 100},
+        {"q_len": 60, "kv_len": 100},
+        {"q_len": 60, "kv_len": 100, "q_offset": 13},
+        {"q_len": 100, "attention_mask": padding(100, ("left", 30), ("all", 0)), "batch": 2},
+        {"q_len": 100, "scores": {"window": 17, "scale": 0.4}},
+        {"q_len": 100, "scores": {"softcap": 2.0}},
+        {"q_len": 60, "kv_len": 100, "scores": {"softcap": 2.0, "window": 9}, "attention_mask": padding(100, ("holes", 5))},
+        {"q_len": 100, "heads": (3, 1), "head_dims": (32, 80), "dtype": torch.bfloat16},
+        {"q_len": 1, "kv_len": 100},
+        {"q_len": 1, "kv_len": 100, "scores": {"softcap": 2.0}, "q_offset": torch.tensor(40)},
+        {"q_len": 1, "kv_len": 100, "attention_mask": padding(100, ("left", 30), ("right", 3)), "batch": 2},
+    ],
+)
+def test_short_prompts_and_single_rows_run_dense(keywords):
+    it = call(**keywords)
+    decodes = keywords["q_len"] == 1
+    below = {} if decodes else {"dense_below": 101}
+    expected, lse = it.under(torch.ones_like(it.case.search().keep))
+    out, stats = it.attend(return_stats=True, **below)
+    assert stats.dense is True
+    assert (stats.density == 1).all()
+    assert (stats.coverage == 1).all()
+    assert stats.js_distance.isnan().all()
+    assert not stats.is_query_aware.any()
+    assert out.dtype == it.case.query.dtype
+    assert_same_attention(out, expected)
+    # the log-sum-exp is there on every device
+    again, got, more = it.attend(return_lse=True, return_stats=True, **below)
+    assert isinstance(more, FlexPrefillStats)
+    assert_same_attention(again, expected)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keywords", [{"return_lse": True}, {"return_stats": True}], ids=["written out", "SDPA"])
+def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
+    scores = {"window": 40} if "return_stats" in keywords else {"softcap": 2.0, "window": 40}
+    it = call(q_len=70, kv_len=100, scores=scores, attention_mask=padding(100, ("left", 50)))
+    whole = it.attend(dense_below=101, **keywords)
+    calls = []
+    monkeypatch.setattr(dense, "_MOST_SCORES", it.case.query.shape[1] * 100 * 13)  # 13 rows at a time
+    monkeypatch.setattr(dense, "_MOST_VISIBLE", 100 * 13)
+    monkeypatch.setattr(
+        dense, "attention_to_visible", lambda *args, run=dense.attention_to_visible: calls.append(1) or run(*args)
+    )
+    parts = it.attend(dense_below=101, **keywords)
+    assert len(calls) == 6
+    torch.testing.assert_close(parts[0], whole[0], atol=1e-6, rtol=0)
+    if "return_lse" in keywords:
+        torch.testing.assert_close(parts[1], whole[1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.attention
+def test_dense_below_is_a_length_in_tokens():
+    it = call(q_len=129, heads=(2, 2), head_dims=(16, 16))
+    for dense_below, ran_dense in ((130, True), (129, False), (0, False)):
+        assert it.attend(dense_below=dense_below, return_stats=True)[1].dense is ran_dense
+    # a measured break-even by default, far above this length
+    assert it.attend(dense_below=None, return_stats=True)[1].dense is True
+
+
+@pytest.mark.parametrize("dense_below", [-1, 0.5, True])
+def test_refuses_a_dense_below_that_is_no_length(dense_below):
+    with pytest.raises((TypeError, ValueError), match="dense_below"):
+        call().attend(dense_below=dense_below)
+
+
+def test_gradients_flow_through_the_dense_path():
+    it = call(q_len=50, scores={"softcap": 2.0}, attention_mask=padding(50, ("left", 10)))
+    tensors = [x.clone().requires_grad_() for x in (it.case.query, it.case.key, it.value)]
+    out = flexprefill_attention(*tensors, config=it.case.config, dense_below=64, **it.case.keywords())
+    out.square().sum().backward()
+    exact = [x.detach().clone().double().requires_grad_() for x in tensors]
+    masked_attention(*exact, visible_pairs(it.case)[:, None], softcap=2.0)[0].square().sum().backward()
+    for got, wanted in zip(tensors, exact, strict=True):
+        torch.testing.assert_close(got.grad.double(), wanted.grad, atol=1e-4, rtol=1e-4)

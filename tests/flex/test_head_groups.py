@@ -1,0 +1,81 @@
+"""Groups of heads: every head once, within the limit, and the same results as in one go."""
+
+import pytest
+import torch
+
+from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask, mask
+from flexmask.flex.head_groups import head_groups, mask_bytes
+from tests.cases import structured_inputs
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 1), (1, 32, 8), (3, 12, 4), (4, 6, 6), (2, 7, 1)])
+@pytest.mark.parametrize("at_once", [0, 1, 2, 3, 4, 5, 8, 12, 24, 1000])
+def test_every_head_is_in_one_group(heads, at_once):
+    batch, num_heads, num_kv_heads = heads
+    count = torch.zeros(batch, num_heads, dtype=torch.int64)
+    groups = head_groups(*heads, at_once)
+    for group in groups:
+        queries = range(num_heads)[group.query]
+        keys = range(num_kv_heads)[group.key]
+        count[group.batch, group.query] += 1
+        assert len(range(batch)[group.batch]) * len(queries) <= max(1, at_once)
+        assert len(queries) % len(keys) == 0
+        # the query heads that share a key head still do, by their place in the group
+        each = len(queries) // len(keys)
+        assert [keys[i // each] for i in range(len(queries))] == [h // (num_heads // num_kv_heads) for h in queries]
+    assert (count == 1).all()
+    assert len({(g.batch.stop - g.batch.start, g.query.stop - g.query.start) for g in groups}) == 1
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("at_once", [1, 2, 4, 8])
+def test_groups_give_what_all_heads_give(at_once):
+    query, key = structured_inputs(torch.Generator().manual_seed(1), 2, 4, 2, 300, 330, 32, 5.0)
+    value = torch.randn(2, 2, 330, 32)
+    options = {"gamma": 0.6, "block_size": 32, "min_budget": 0, "dense_below": 0, "return_stats": True}
+    options |= {"attention_mask": torch.rand(2, 330) < 0.9, "q_offset": torch.tensor([3, 30])}
+    one_head = mask_bytes(300, 330, FlexPrefillConfig(block_size=32))
+    with torch.no_grad():
+        out, stats = flexprefill_attention(query, key, value, **options)
+        grouped, by_group = flexprefill_attention(query, key, value, **options, max_mask_bytes=at_once * one_head)
+    assert (stats.density < 0.9).any()
+    torch.testing.assert_close(grouped, out, atol=2e-6, rtol=0)
+    for name in ("is_query_aware", "density", "num_vertical_blocks", "num_slash_blocks"):
+        assert torch.equal(getattr(by_group, name), getattr(stats, name))
+    assert by_group.dense is False
+
+
+def test_mask_over_the_limit_is_refused(monkeypatch):
+    query, key = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
+    needed = 4 * mask_bytes(100, 100, FlexPrefillConfig(block_size=16))
+    monkeypatch.setattr(mask, "MOST_BYTES", needed)
+    flexprefill_mask(query, key, block_size=16)
+    monkeypatch.setattr(mask, "MOST_BYTES", needed - 1)
+    with pytest.raises(ValueError, match=r"query and key need a mask of at most .* GiB while it is made; got"):
+        flexprefill_mask(query, key, block_size=16)
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_limit_is_checked(value, error):
+    query = torch.randn(1, 1, 20, 16)
+    with pytest.raises(error, match="max_mask_bytes must be"):
+        flexprefill_attention(query, query.clone(), query.clone(), max_mask_bytes=value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern_queries", ["last", "middle"])
+def test_a_mask_takes_no_more_than_it_is_counted_for(cuda, pattern_queries):
+    tokens, config = 65536, FlexPrefillConfig(tau=1.0, pattern_queries=pattern_queries)
+    query, key = (torch.randn(1, heads, tokens, 128, device=cuda, dtype=torch.bfloat16) for heads in (8, 2))
+    peak = 0
+    with torch.no_grad():
+        for _ in range(2):  # what the first call allocates besides is the compiler's
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            made = flexprefill_mask(query, key, config=config)
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            del made
+    # block means and small tensors come on top
+    assert peak <= 1.1 * 8 * mask_bytes(tokens, tokens, config) + 4 * (query.numel() + key.numel()) // 128 + 2**22

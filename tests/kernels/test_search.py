@@ -1,0 +1,236 @@
+"""The search by Triton kernels against the reference: in Triton's interpreter, and compiled for a GPU that need not be there.
+
+`tests/test_search_on_gpu.py` runs it on a GPU for real. The interpreter is slow, so the cases here are short.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flexmask import FlexPrefillConfig
+from flexmask import search as dispatcher
+from flexmask.base.inputs import AttentionInputs
+from tests.cases import Case, attention_masks, configs, drawn_inputs, q_offsets, score_options, sparse_cases, structured_inputs
+from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed
+
+pytest.importorskip("triton")
+
+from flexmask.kernels import query_aware_top_p
+from flexmask.kernels.search import search as kernel_search
+
+ROOT = Path(__file__).resolve().parents[2]
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
+
+
+@pytest.fixture(autouse=True)
+def _few_chunks(monkeypatch):
+    """The interpreter runs programs one after the other: 64 chunks of rows a pass take it seconds."""
+    monkeypatch.setattr(query_aware_top_p, "_MEDIUM", (5, 4))
+    monkeypatch.setattr(query_aware_top_p, "_LARGE", (3, 4))
+    # some maps of each kind
+    monkeypatch.setattr(query_aware_top_p, "SMALL_MAP", 64)
+    monkeypatch.setattr(query_aware_top_p, "MEDIUM_MAP", 144)
+
+
+@st.composite
+def short_cases(draw):
+    config = draw(configs([16, 32, 48], st.sampled_from([0.43, 0.71, 0.91, 1.0]), (0, 1, 4)))
+    kv_len = draw(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 260))
+    q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
+    case = drawn_inputs(draw, config, draw(st.integers(1, 2)), q_len, kv_len, draw(st.sampled_from([1.0, 5.0])))
+    case.attention_mask = draw(attention_masks(case.query.shape[0], kv_len))
+    case.q_offset = draw(q_offsets(case.query.shape[0], kv_len - q_len))
+    case.scores = draw(score_options(kv_len))
+    return case
+
+
+@pytest.fixture
+def _poisoned():
+    """Memory that nothing was written to holds NaN, the largest number or True, so that reading it shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(100).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@interpreted
+@pytest.mark.usefixtures("_poisoned")
+def test_equals_the_reference(monkeypatch):
+    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
+    tally, drawn = Tally(), Drawn()
+
+    @settings(max_examples=15)
+    @given(short_cases() | sparse_cases(most_blocks=16))
+    def run(case):
+        expected, result = case.reference(), case.search()
+        assert_well_formed(result)
+        assert_same_blocks(result, expected)
+        tally.add_decisions(expected)
+        assert_same_statistics(result, expected)
+        drawn.add(expected)
+
+    run()
+    tally.check()
+    assert drawn.sparse > 0 and drawn.query_aware > 0
+
+
+@interpreted
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((4, 1), {"tau": 0.3}),
+        ((3, 1), {"tau": 0.6, "query_aware": "per_query", "pattern_queries": "middle", "min_budget": 16}),
+        ((4, 2), {"tau": 0.6, "max_budget": 48}),
+    ],
+    ids=["flatten", "per_query", "capped"],
+)
+def test_masks_equal_those_of_the_plain_search(monkeypatch, heads, options):
+    generator = torch.Generator().manual_seed(sum(heads))
+    query, key = structured_inputs(generator, 2, *heads, 150, 190, 32, sharpness=5.0)
+    config = FlexPrefillConfig(**{"gamma": 0.43, "block_size": 16, "min_budget": 0, **options})
+    padding = torch.arange(190)[None] >= torch.tensor([[0], [37]])
+    case = Case(query, key, config, {"window": 150, "softcap": 20.0}, padding, torch.tensor([3, 40]))
+    plain, expected = case.search(), case.reference()
+    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
+    fused = case.search()
+    assert_well_formed(fused)
+    # exact where the reference has a margin, which is everywhere here
+    assert not assert_same_blocks(fused, expected).any()
+    assert all(torch.equal(*pair) for pair in zip(fused.lists, plain.lists, strict=True))
+    assert_same_statistics(fused, expected)
+    assert fused.stats.is_query_aware.any() and (fused.stats.density < 0.9).any()
+
+
+@interpreted
+@pytest.mark.parametrize("fault", ["block_sums", "top_p_map", "pattern_and_lines"])
+def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
+    module = sys.modules[kernel_search.__module__]
+    generator = torch.Generator().manual_seed(18)
+    query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
+    case = Case(query, key, FlexPrefillConfig(0.5, 0.08, block_size=16, min_budget=0))
+    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
+    expected = case.reference()
+    assert_same_blocks(case.search(), expected)
+    right = getattr(module, fault)
+
+    def wrong(*arguments):
+        result = right(*arguments)
+        if fault == "block_sums":
+            result.blocks[..., 1:, :, 1] = result.blocks[..., :-1, :, 1].clone()  # a row off by one
+        elif fault == "top_p_map":
+            result = result.clone()
+            result[:, :, 5, 2] ^= 1
+        else:
+            result.kept[1] = result.kept[1].roll(1, -1)  # slashes off by one block
+        return result
+
+    monkeypatch.setattr(module, fault, wrong)
+    with pytest.raises(AssertionError, match="blocks differ"):
+        assert_same_blocks(case.search(), expected)
+
+
+COMPILE = """
+from dataclasses import replace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime.jit import JITFunction
+
+NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.int8: "i8", torch.int32: "i32",
+         torch.int64: "i64", torch.bool: "i1"}
+compiled = set()
+
+
+def compile_only(kernel, *arguments, grid, warmup, **keywords):
+    given = dict(zip(kernel.arg_names, arguments)) | {k: v for k, v in keywords.items() if k in kernel.arg_names}
+    options = {k: v for k, v in keywords.items() if k not in kernel.arg_names}
+    signature, constants = {}, {}
+    for parameter in kernel.params:
+        value = given[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + NAMES[value.dtype]
+        else:
+            signature[parameter.name] = "fp64" if isinstance(value, float) else "i32"
+    variant = kernel.fn.__name__, str(constants)
+    if variant not in compiled:
+        compiled.add(variant)
+        compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+JITFunction.run = compile_only
+from flexmask.kernels import query_aware_top_p
+from flexmask.kernels.search import search as kernel_search
+from flexmask.base.inputs import AttentionInputs
+from flexmask.config import FlexPrefillConfig
+
+half = torch.tensor(0.9, dtype=torch.float64)
+padding = torch.ones(2, 300, dtype=torch.bool)
+query, key = torch.zeros(2, 4, 200, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 300, 64, dtype=torch.bfloat16)
+config = FlexPrefillConfig(0.5, 0.5, block_size=64, min_budget=64)
+rich = AttentionInputs(query, key, None, 0.1, 3.0, 50, padding)
+short = AttentionInputs(query, key[:, :, :200], None, 0.1)
+kernel_search(rich, replace(config, max_budget=192), half, half, False, True)
+kernel_search(short, config, half, half, False, False)
+for query_aware_top_p.SMALL_MAP, query_aware_top_p.MEDIUM_MAP in ((0, 2**16), (0, 0)):
+    kernel_search(short, config, half, half, False, False)
+kernel_search(AttentionInputs(query, key, None, 0.1), replace(config, query_aware="per_query", tau=0.0), half, half, False, False)
+kernel_search(AttentionInputs(query, key[:, :1], None, 0.1), config, half, half, False, False)
+print(len({name for name, _ in compiled}), len(compiled))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
+    # compilers hand Python's floats over in float64, which the interpreter does not notice
+    surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=surroundings, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    kernels, variants = map(int, run.stdout.split())
+    assert kernels == 13
+    assert variants > 20
+
+
+@interpreted
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_operator_has_the_shapes_that_it_declares(monkeypatch, with_stats):
+    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
+    # what a surrounding compilation is told, against what it gets
+    query, key = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
+    number = torch.tensor(0.7, dtype=torch.float64)
+    options = (0.25, None, None, with_stats, True, 0.5, 0.5, 16, 16, None, "coverage", "flatten", "last", "last")
+    with FakeTensorMode() as mode:
+        declared = dispatcher.search_operator(*(mode.from_tensor(x) for x in (query, key, number, number)), None, None, *options)
+    found = dispatcher.search_operator(query, key, number, number, None, None, *options)
+    assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in found]
+    assert len(found) == (11 if with_stats else 5)
+
+
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_operator_gives_the_search_inside_a_compilation(with_stats):
+    # CUDA's way; here plain code stands behind the operator
+    query, key = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 230, 32)
+    gamma, tau = (torch.tensor(x, dtype=torch.float64) for x in (0.5, 0.1))
+    config = FlexPrefillConfig(0.5, 0.5, block_size=16, min_budget=0)
+    inputs = AttentionInputs(query, key, None, 0.2)
+    inside = torch.compile(dispatcher._as_one_operator, fullgraph=True, backend="aot_eager")
+    found = inside(inputs, config, gamma, tau, with_stats, with_stats)
+    expected = dispatcher.plain_search(inputs, config, gamma, tau, with_stats, with_stats)
+    assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
+    if with_stats:
+        assert torch.equal(found.keep, expected.keep)
+        assert all(torch.equal(*pair) for pair in zip(found.stats, expected.stats, strict=True))
+    else:
+        assert found.keep is None and found.stats is None

@@ -1,0 +1,97 @@
+"""Key blocks and block diagonals: candidates, counts and what they extend to."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexmask.base.candidate_lines import candidate_diagonals
+from flexmask.base.visibility import block_visibility, token_validity
+from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines, line_counts
+from tests.expected import by_block, seen_pairs
+
+
+@st.composite
+def prompts(draw):
+    """Pairs that are visible, the visibility of their blocks, each query block's position blocks, and the block size."""
+    size = draw(st.sampled_from([2, 4, 16]))
+    kv_len = draw(st.integers(1, 6 * size))
+    q_len = draw(st.integers(1, kv_len))
+    offset = draw(st.integers(0, kv_len - q_len))
+    window = draw(st.none() | st.integers(1, kv_len))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    is_token = torch.rand(1, kv_len, generator=generator) < draw(st.sampled_from([0.3, 0.9, 1.0]))
+    tokens = token_validity(q_len, kv_len, torch.tensor([offset]), is_token, torch.zeros(1, 1, kv_len, 16))
+    pairs = seen_pairs(q_len, torch.tensor([offset]), is_token, window)
+    stands_in = [{(offset + t) // size for t in range(r, min(r + size, q_len))} for r in range(0, q_len, size)]
+    return pairs, block_visibility(tokens, size, window), stands_in, size
+
+
+@settings(max_examples=80)
+@given(prompts())
+def test_candidates_are_diagonals_with_a_visible_block(prompt):
+    pairs, seen, stands_in, size = prompt
+    visible = by_block(pairs, size)[0]
+    expected = {block - j for r, j in visible.nonzero().tolist() for block in stands_in[r] if block >= j}
+    assert set(candidate_diagonals(seen)[0].nonzero().flatten().tolist()) == expected
+
+
+@settings(max_examples=80)
+@given(prompts(), st.integers(0, 2**31))
+def test_lines_extend_to_every_visible_block_on_them(prompt, seed):
+    pairs, seen, stands_in, size = prompt
+    visible = by_block(pairs, size)[0]
+    generator = torch.Generator().manual_seed(seed)
+    vertical, slash = (torch.rand(1, 2, visible.shape[1], generator=generator) < 0.3 for _ in range(2))
+    kept = extended_lines(vertical, slash, seen)
+    for h in range(2):
+        for r, j in visible.nonzero().tolist():
+            on_slash = any(slash[0, h, block - j].item() for block in stands_in[r] if block >= j)
+            assert kept[0, h, r, j].item() == (vertical[0, h, j].item() or on_slash)
+
+
+@settings(max_examples=80)
+@given(prompts())
+def test_first_visible_block_and_own_blocks_are_kept_always(prompt):
+    pairs, seen, stands_in, size = prompt
+    visible = by_block(pairs, size)[0]
+    expected = torch.zeros_like(visible)
+    for r, row in enumerate(visible):
+        columns = row.nonzero().flatten().tolist()
+        for j in columns:
+            expected[r, j] = j == columns[0] or j in stands_in[r]
+    assert torch.equal(blocks_kept_always(seen)[0], expected)
+
+
+VALUES = torch.tensor([[[0.4, 0.1, 0.3, 0.2], [0.97, 0.01, 0.01, 0.01]]])
+GAMMA = torch.tensor(0.6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("min_blocks", "max_blocks", "counts", "floor"),
+    [
+        (0, None, [2, 1], 0),
+        (2, None, [2, 2], 2),
+        (9, None, [4, 4], 4),
+        (0, 1, [1, 1], 0),
+        (1, 1, [1, 1], 1),
+        (3, 3, [3, 3], 3),
+    ],
+)
+def test_counts_stay_between_floor_and_cap(min_blocks, max_blocks, counts, floor):
+    got, got_floor = line_counts(VALUES, torch.ones(1, 1, 4).bool(), GAMMA, min_blocks, max_blocks)
+    assert got.tolist() == [counts]
+    assert (got_floor == floor).all()
+
+
+def test_counts_end_at_the_candidates():
+    candidates = torch.tensor([[[True, False, True, False]]])
+    got, floor = line_counts(VALUES, candidates, GAMMA, 3, None)
+    assert got.tolist() == [[2, 2]]
+    assert (floor == 2).all()
+
+
+def test_gamma_one_takes_every_candidate_even_without_attention():
+    values = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
+    assert line_counts(values, torch.ones(1, 1, 4).bool(), None, 0, None)[0].item() == 4
+    assert line_counts(values, torch.ones(1, 1, 4).bool(), None, 0, 2)[0].item() == 2
