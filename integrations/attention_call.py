@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from flexmask.flex.dense import attention_to_visible, dense_attention
 from flexmask.flex.head_groups import mask_bytes
 from flexmask.flex.sparse import sparse_attention
 from flexmask.integrations.prefill_mask import PrefillMask
+from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
 from flexmask.integrations.settings import PrefillSettings, saved_settings
 from flexmask.mask import flexprefill_mask
 from flexmask.plain.published import check_published
@@ -38,54 +37,6 @@ _HARMLESS = frozenset(
         "sliding_window",
     }
 )
-
-
-@dataclass
-class FlexPrefillRun:
-    """The settings of one model, and what its prefill calls chose.
-
-    Attributes
-    ----------
-    settings
-        The options.
-    stats
-        By layer index: the statistics of each call of more than one row, in order, of those that verify guessed tokens too.
-        Decoding steps of one row leave none, nor does what another method than FlexPrefill chooses; calls that run dense do.
-    masks
-        By layer index, only with `collect_masks`: the mask of each such call, None for one that ran dense without a mask.
-    collect_stats, collect_masks
-        Whether these are kept.
-    """
-
-    settings: PrefillSettings = field(default_factory=PrefillSettings)
-    collect_stats: bool = True
-    collect_masks: bool = False
-    stats: dict[int, list[FlexPrefillStats]] = field(default_factory=dict)
-    masks: dict[int, list[BlockMask | None]] = field(default_factory=dict)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row a layer, prefill call, batch row and head: its pattern, distance, density and coverage."""
-        return [
-            {
-                "layer": layer,
-                "call": call,
-                "batch": batch,
-                "head": head,
-                "pattern": "dense" if stats.dense else "query-aware" if stats.is_query_aware[batch, head] else "vertical-slash",
-                "distance": float(stats.js_distance[batch, head]),
-                "density": float(stats.density[batch, head]),
-                "coverage": float(stats.coverage[batch, head]),
-            }
-            for layer, calls in sorted(self.stats.items())
-            for call, stats in enumerate(calls)
-            for batch in range(stats.density.shape[0])
-            for head in range(stats.density.shape[1])
-        ]
-
-
-# by attention module rather than by config object, which several models may share; of open blocks, and of hooked models
-RUNS: WeakKeyDictionary[nn.Module, FlexPrefillRun] = WeakKeyDictionary()
-HOOKS: WeakKeyDictionary[nn.Module, FlexPrefillRun] = WeakKeyDictionary()
 
 
 def attention_call(

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from flexmask.integrations.attention_call import HOOKS, RUNS, FlexPrefillRun, attention_call
+from flexmask.integrations.attention_call import attention_call
 from flexmask.integrations.prefill_mask import HookedMask, PrefillMask, prefill_mask
+from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
 from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings, saved_settings
 from flexmask.integrations.versions import check_release
 

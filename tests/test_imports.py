@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("block_masks.*",),
     ("block_masks",),
     ("integrations.versions", "integrations.settings"),
-    ("integrations.prefill_mask",),
+    ("integrations.prefill_mask", "integrations.run"),
     ("integrations.attention_call",),
     ("integrations.*",),
     ("integrations",),

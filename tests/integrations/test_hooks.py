@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.attention_call import HOOKS, RUNS
+from flexmask.integrations.run import HOOKS, RUNS
 from flexmask.integrations.settings import PrefillSettings
 from tests.integrations.cells import RELEASE, dynamic_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, SPARSE, make_model, padded

@@ -15,8 +15,8 @@ from transformers import AttentionMaskInterface, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations import versions
-from flexmask.integrations.attention_call import RUNS
 from flexmask.integrations.prefill_mask import prefill_mask
+from flexmask.integrations.run import RUNS
 from tests.integrations.common import KEEP_ALL, MARKS, SPARSE, make_model
 
 pytestmark = MARKS
