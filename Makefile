@@ -58,7 +58,7 @@ bench-report: $(READY) ## bench/REPORT.md from what make bench PART=... has meas
 	$(RUN) -m bench.report $(ARGS)
 
 test-versions: $(READY) ## on older releases of torch and of transformers, and the newest (gigabytes)
-	$(RUN) tests/run_versions.py $(ARGS)
+	$(RUN) -m nox $(ARGS)
 
 clean: ## remove what tools and builds leave behind; environments stay
 	rm -rf build dist out *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
