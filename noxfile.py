@@ -9,8 +9,8 @@ arguments of mask functions), and the ones that constraints.txt pins. ``RELEASE`
     nox -s "torch(2.5.1)" -- -x -k lists
     RELEASE=5.24.0 nox -s transformers
 
-An environment is made once and kept. Builds of torch for CUDA, which pip takes on Linux unless it is told of an index with others,
-are 5 to 7 GB each with what they need; they run on a CPU as well.
+An environment is made once and kept. pip takes builds of torch for CUDA on Linux unless it is told of an index with others: 5 to 7 GB
+each with their dependencies; they run on a CPU as well.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def releases(package: str, *older: str) -> list[str]:
 def run_tests(session: nox.Session, package: str, release: str, chosen: list[str]) -> None:
     """Install a release with what the tests need, and run the chosen tests on a CPU."""
     constraints = Path(session.create_tmp()) / "constraints.txt"
-    constraints.write_text("\n".join([f"{package}=={release}", *(PINS[name] for name in NEEDS[package])]) + "\n", encoding="utf-8")
+    lines = [f"{package}=={release}", *(PINS[name] for name in NEEDS[package])]
+    constraints.write_text("\n".join(lines) + "\n", encoding="utf-8")
     session.install("-c", str(constraints), package, *NEEDS[package])
     surroundings = {"CUDA_VISIBLE_DEVICES": ""}
     options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", "not slow"]
