@@ -9,7 +9,7 @@ arguments of mask functions), and the ones that constraints.txt pins. ``RELEASE`
     nox -s "torch(2.5.1)" -- -x -k lists
     RELEASE=5.24.0 nox -s transformers
 
-An environment is made once and kept. On Linux pip takes builds of torch for CUDA unless it is told of an index with others: 5 to 7
+An environment is made once and kept. On Linux pip takes CUDA builds of torch unless it is told of an index with others: 5 to 7
 GB each with their dependencies; they run on a CPU as well.
 """
 
