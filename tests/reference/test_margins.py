@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.reference.flexprefill import _fewest, reference_flexprefill
+from flexmask.reference.flexprefill import reference_flexprefill
+from flexmask.reference.margins import top_p_margin
+from flexmask.reference.steps import Budget
 from tests.reference.cases import BLOCK, decide, random_inputs
 
 
@@ -17,9 +19,9 @@ def row_with_block_shares(*shares):
 
 
 def test_gap_of_values_that_are_rounded_coarsely():
-    values = [0.9, 3e-9, 2e-9]
-    assert _fewest(values, [0, 1, 2], 0.5, at_least=2)[1] == pytest.approx(1 / 3)
-    assert _fewest(values, [0, 1, 2], 0.5, at_least=2, least=0.01)[1] == pytest.approx(1e-7)
+    values, budget = {0: 0.9, 1: 3e-9, 2: 2e-9}, Budget(gamma=0.5, floor=2)
+    assert top_p_margin(values, budget) == pytest.approx(1 / 3)
+    assert top_p_margin(values, budget, coarse=0.01) == pytest.approx(1e-7)
 
 
 def test_margin_of_running_sum_and_gap():
