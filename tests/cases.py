@@ -97,7 +97,7 @@ class Case:
         return replace(self, **{name: moved(getattr(self, name)) for name in ("query", "key", "attention_mask", "q_offset")})
 
     def keywords(self) -> dict[str, Any]:
-        """Keywords of flexprefill_mask and reference_flexprefill alike, but for the config."""
+        """Keywords that flexprefill_mask and reference_flexprefill share, without the config."""
         return {**self.scores, "attention_mask": self.attention_mask, "q_offset": self.q_offset}
 
     def reference_keywords(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Case:
         return with_named_stats(search(inputs.placed(), self.config, with_stats=True))
 
     def reference(self) -> ReferenceResult:
-        """What the reference decides."""
+        """The oracle's decisions."""
         return reference_flexprefill(self.query, self.key, **self.reference_keywords())
 
 

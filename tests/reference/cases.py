@@ -1,4 +1,4 @@
-"""Calls of the oracle that are small enough to work out by hand, and sets of blocks to compare with what it keeps."""
+"""Oracle calls small enough to work out by hand, and block sets to compare its masks with."""
 
 import itertools
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from flexmask.reference.flexprefill import reference_flexprefill
 
 BLOCK = 16
-NEVER = -1000.0  # a score that leaves exactly no attention beside a score of 0, in float64
+NEVER = -1000.0  # next to a score of 0 the attention is exactly 0, in float64
 
 
 def decide(scores, **options):
@@ -27,7 +27,7 @@ def random_inputs(seed, q_len, kv_len, batch=1, num_heads=1, num_kv_heads=1, hea
 
 
 def planted_slash(length, offset, low=NEVER):
-    """Scores under which every row attends the key `offset` before it (or, early on, none)."""
+    """Scores that send all attention to the key `offset` before the row; rows before `offset` attend to all keys alike."""
     scores = torch.full((length, length), low)
     for row in range(offset, length):
         scores[row, row - offset] = 0.0
@@ -58,10 +58,10 @@ def fewest_by_enumeration(values: list[float], gamma: float) -> int:
 
 
 def block_scores(*rows):
-    """Scores constant on each block, so that the pooled map is the softmax of the levels."""
+    """Scores constant on each block: the pooled map has the given weights, normalised over each causal row."""
     levels = torch.tensor(rows, dtype=torch.float64).log()
     return levels.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
-# Pooled map: 1 / .25 .75 / .25 .5 .25; only block (2, 1) is not kept anyway.
+# Pooled map: 1 / .25 .75 / .25 .5 .25; all blocks except (2, 1) are kept always.
 THREE_ROWS = block_scores([1, 1, 1], [1, 3, 1], [1, 2, 1])

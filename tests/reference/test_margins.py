@@ -1,4 +1,4 @@
-"""The oracle's margins: how close its decisions were to falling the other way."""
+"""The oracle's decision margins: running sum to threshold, last kept value to first dropped one, underflow."""
 
 import itertools
 import math
@@ -7,19 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.reference.flexprefill import _fewest, reference_flexprefill
+from flexmask.reference.flexprefill import reference_flexprefill
+from flexmask.reference.margins import top_p_margin
+from flexmask.reference.steps import Budget
 from tests.reference.cases import BLOCK, decide, random_inputs
 
 
 def row_with_block_shares(*shares):
-    """Scores of one last row that spreads each share evenly over its key block."""
+    """Scores of a single row, the last, that spreads each share evenly over its key block."""
     return torch.tensor([math.log(share / BLOCK) for share in shares for _ in range(BLOCK)])[None]
 
 
 def test_gap_of_values_that_are_rounded_coarsely():
-    values = [0.9, 3e-9, 2e-9]
-    assert _fewest(values, [0, 1, 2], 0.5, at_least=2)[1] == pytest.approx(1 / 3)
-    assert _fewest(values, [0, 1, 2], 0.5, at_least=2, least=0.01)[1] == pytest.approx(1e-7)
+    values, budget = {0: 0.9, 1: 3e-9, 2: 2e-9}, Budget(gamma=0.5, floor=2)
+    assert top_p_margin(values, budget) == pytest.approx(1 / 3)
+    assert top_p_margin(values, budget, coarse=0.01) == pytest.approx(1e-7)
 
 
 def test_margin_of_running_sum_and_gap():
@@ -27,19 +29,19 @@ def test_margin_of_running_sum_and_gap():
         result = decide(row_with_block_shares(0.5, 0.3, 0.2), gamma=gamma, **options)
         return result.vertical_margin.item()
 
-    # .5 falls short of .6 by a sixth; .8 and the gap from .3 to .2 are a third away.
+    # .5 is a sixth below .6; .8 is a third above it, and so is .3 relative to .2.
     assert margin(0.6) == pytest.approx(1 / 6)
     # .8 is just above .79.
     assert margin(0.79) == pytest.approx(0.01 / 0.79)
-    # A floor of 2 takes .3 before .2, whatever the running sum before it; .8 is far above .4.
+    # A floor of 2 takes .3 before .2 whatever the running sum; .8 is far above .4.
     assert margin(0.4, min_budget=2 * BLOCK) == pytest.approx(1 / 3)
-    # A limit of 1: .5 is far below .9, and takes precedence over .3 by two fifths.
+    # A cap of 1: .5 stays far below .9; the gap from .5 to .3 is two fifths.
     assert margin(0.9, max_budget=BLOCK) == pytest.approx(0.4)
     assert margin(1.0) == math.inf
 
 
 def test_margin_is_zero_where_float32_underflows():
-    # Shares of e-87 and e-92 after the first block: float32 may not tell them apart.
+    # Shares of exp(-87) and exp(-92) after the first block: float32 may not tell them apart.
     scores = row_with_block_shares(1.0, math.exp(-87), math.exp(-92))
     assert decide(scores, min_budget=2 * BLOCK).vertical_margin.item() == 0.0
     scores = row_with_block_shares(1.0, math.exp(-60), math.exp(-61))

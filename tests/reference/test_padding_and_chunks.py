@@ -1,4 +1,4 @@
-"""The oracle on padding, on chunks of a prompt and on caches that are not filled."""
+"""The oracle under padding, on chunks of a prompt, and on partly filled caches."""
 
 import math
 from typing import Any
@@ -56,13 +56,13 @@ def test_last_chunk_on_a_boundary_equals_the_whole():
 
 
 def test_chunk_inside_a_block_lies_on_two_diagonals():
-    # Rows at positions 40 to 71: query block 0 stands in blocks 2 and 3, block 1 in 3 and 4.
+    # Rows at positions 40 to 71: query block 0 spans key blocks 2 and 3, query block 1 spans 3 and 4.
     scores = torch.full((32, 72), NEVER)
     for row in range(32):
         scores[row, 40 + row - 32] = 0.0
     result = decide(scores, gamma=0.5)
     assert result.slash[0, 0].tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
-    # The last 16 rows see keys 24 to 39: half in block 1, half in block 2, the lower is taken.
+    # The last 16 rows attend to keys 24 to 39, half in block 1 and half in block 2: the lower wins the tie.
     forced = {(0, 0), (0, 2), (0, 3), (1, 0), (1, 3), (1, 4)}
     assert blocks(result) == forced | {(0, 1), (1, 1)} | {(0, 0), (0, 1), (1, 1), (1, 2)}
 

@@ -1,4 +1,4 @@
-"""Which pattern the oracle gives a head: the distance, what tau makes of it, and the rows that stand for a head."""
+"""The oracle's Sparse Pattern Search: distance, tau, representative rows."""
 
 import math
 
@@ -23,7 +23,7 @@ def test_one_token_tail_weighs_as_one_token():
 
 
 def test_distance_of_two_known_distributions():
-    # One row, scores 40 and -40 in block 0: the mean hides them, so the estimate is (1/2, 1/2).
+    # One row, scores 40 and -40 in block 0: they cancel in the mean, so the estimate is (1/2, 1/2).
     scores = torch.zeros(1, 32)
     scores[0, 0], scores[0, 1] = 40.0, -40.0
     divergence = (math.log(1 / 0.75) + 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(2)) / 2
@@ -37,7 +37,7 @@ def test_distance_of_two_known_distributions():
 
 
 def test_distance_is_at_most_root_log_two():
-    # All attention on block 0, whose mean score is far below block 1's.
+    # Block 0 holds all attention, though its mean score is far below that of block 1.
     scores = torch.full((1, 32), NEVER)
     scores[0, 0], scores[0, BLOCK:] = 0.0, -50.0
     distance = decide(scores, tau=1.0).js_distance.item()
@@ -46,7 +46,7 @@ def test_distance_is_at_most_root_log_two():
 
 @pytest.mark.parametrize("name", ["pattern_queries", "index_queries"])
 def test_middle_rows_by_ordinal(name):
-    # Every row sees itself only; of 41 rows the middle 16 are 12 to 27, the last 25 to 40.
+    # Every row attends to itself only; of 41 rows the middle 16 are 12 to 27, the last 16 are 25 to 40.
     result = decide(planted_slash(41, 0), **{name: "middle"})
     expected = [4 / 16, 12 / 16, 0.0] if name == "index_queries" else [0.0, 7 / 16, 9 / 16]
     assert result.vertical[0, 0].tolist() == expected

@@ -1,4 +1,4 @@
-"""selection="reference" of the oracle: what the published code does."""
+"""The oracle under selection="reference": counts, lines and blocks of the published code."""
 
 import math
 from typing import Any
@@ -17,12 +17,12 @@ def test_published_count_includes_equal_sums():
     scores[:, :496].unflatten(1, (31, BLOCK))[:, :, :8] = 0.0
     scores[:, BLOCK : 2 * BLOCK] = 0.0
     options: dict[str, Any] = {"selection": "reference", "tau": 1.0}
-    # 127 tokens hold 127/256, and one more makes 128: two blocks.
+    # 127 tokens hold 127/256; one more makes 128, which is two blocks.
     for tokens, count in ((126.75, 1), (127, 2), (127.25, 2)):
         result = decide(scores, gamma=tokens / 256, **options)
         assert result.num_vertical_blocks.item() == count
         assert result.vertical_margin.item() == pytest.approx(abs(tokens - 127) / tokens)
-    # No attention on the last block: an underflow, so the head is not query-aware at tau = 1.
+    # The last block gets no attention: the share underflows, so the head is not query-aware even at tau = 1.
     assert math.isnan(result.js_distance.item())
     assert not result.is_query_aware.item()
     assert result.pattern_margin.item() == math.inf
@@ -31,7 +31,7 @@ def test_published_count_includes_equal_sums():
 @pytest.mark.parametrize("tau", [0.0, 1.0])
 def test_published_keeps_all_at_gamma_one(tau):
     query, key = random_inputs(13, 512, 512, num_heads=8)
-    # Some of the peaked heads reach a running sum above 1, by rounding, long before the end.
+    # In some of the peaked heads the running sum exceeds 1, by rounding, long before the last token.
     query = query * (20 if tau == 0 else 1)
     result = reference_flexprefill(query, key, 1.0, tau, min_budget=0, selection="reference")
     assert (result.density == 1).all()
@@ -51,12 +51,12 @@ def test_published_underflow_is_that_of_float32():
 
 
 def test_published_slash_block_stands_for_one_diagonal():
-    # All attention at offset 21: offset block 1, though it crosses diagonals 1 and 2.
+    # All attention at offset 21: offset block 1 only, though the slash crosses diagonals 1 and 2.
     scores = planted_slash(96, 21)
     options: dict[str, Any] = {"selection": "reference", "gamma": 0.9}
     result = decide(scores, min_budget=2 * BLOCK, **options)
     assert result.slash[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    # Block 0 takes one of the two places; rows 80 to 95 see keys 59 to 74, mostly block 4.
+    # Block 0 takes one of the two places; rows 80 to 95 attend to keys 59 to 74, mostly in block 4.
     kept = {(r, j) for r, j in causal_blocks(6) if j in (0, 4) or r - j in (0, 1)}
     assert blocks(result) == kept
     # One place, and it goes to block 0.
@@ -66,7 +66,7 @@ def test_published_slash_block_stands_for_one_diagonal():
 
 
 def test_published_query_aware_leaves_the_crossing_block_out():
-    # Of 3: 1 + .75 stay within 1.8, the .5 crosses. Key block 0 and the diagonal are there without a floor too.
+    # The threshold is .6 * 3 = 1.8: 1 + .75 stay within, the .5 crosses. Key block 0 and the diagonal need no floor.
     options: dict[str, Any] = {"selection": "reference", "tau": 1.0}
     result = decide(THREE_ROWS, gamma=0.6, **options)
     assert blocks(result) == lines(3, {0}, {0})
@@ -80,7 +80,7 @@ def test_published_query_aware_leaves_the_crossing_block_out():
 def test_published_counts_are_clamped():
     scores = torch.zeros(512, 512)
     options: dict[str, Any] = {"selection": "reference", "gamma": 0.9}
-    # 512 keys, nearly even: between 384 and 511 tokens hold .9, so 4 blocks of whatever size.
+    # 512 keys, almost uniform: between 384 and 511 tokens hold .9, so 4 blocks whatever their size.
     assert decide(scores, **options).num_vertical_blocks.item() == 4
     capped = decide(scores, max_budget=2 * BLOCK + 1, **options)
     assert capped.num_vertical_blocks.item() == 3

@@ -1,4 +1,4 @@
-"""Query-aware heads of the oracle: the pooled map, and the blocks chosen from it."""
+"""The oracle's query-aware heads: the pooled map and its top-p blocks."""
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ def test_pooled_map_is_block_softmax():
 
 def test_flatten_shares_one_budget_and_per_query_does_not():
     forced = lines(3, {}, {})
-    # Of 3: 1 + .75 reach 1.35; in row 2 the .5 reaches .45 by itself.
+    # Of a sum of 3, 1 + .75 reach 1.35; in row 2 alone, the .5 reaches .45.
     assert blocks(decide(THREE_ROWS, gamma=0.45, tau=1.0)) == forced
     per_query = decide(THREE_ROWS, gamma=0.45, tau=1.0, query_aware="per_query")
     assert blocks(per_query) == forced | {(2, 1)}
-    # The block that crosses is kept: 1.75 < 1.8.
+    # The block that crosses the threshold is kept: 1.75 < 1.8.
     assert blocks(decide(THREE_ROWS, gamma=0.6, tau=1.0)) == forced | {(2, 1)}
 
 
@@ -67,7 +67,7 @@ def test_row_budget_keeps_the_heaviest():
 
 
 def test_query_aware_head_gets_the_floor():
-    # The last rows look 2 blocks back; the pooled map is flat enough for the pattern to differ.
+    # The last rows favour key 40, in block 2; the pooled map is almost flat.
     scores = torch.zeros(96, 96)
     scores[80:, 40] = 2.0
     result = decide(scores, gamma=0.05, tau=1.0, min_budget=BLOCK)

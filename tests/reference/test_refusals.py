@@ -1,4 +1,4 @@
-"""What the oracle refuses: options that selection="reference" does not have, and words that it does not know."""
+"""Refusals of the oracle: options that the published code lacks, and unknown words."""
 
 from typing import Any
 

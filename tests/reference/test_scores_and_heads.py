@@ -1,4 +1,4 @@
-"""The oracle's scores under scale and softcap, and its heads that share keys."""
+"""The oracle's scores under scale and soft cap, and grouped-query heads."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the oracle keeps always and never, which blocks it calls full, and how that grows with gamma and the floor."""
+"""Blocks that the oracle always or never keeps, its full blocks, and their growth with gamma and the floor."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from tests.reference.cases import BLOCK, blocks, causal_blocks, decide, lines, p
 
 
 def test_always_keeps_first_visible_and_diagonal_blocks():
-    # All attention three blocks back, gamma tiny: everything else is there by right only.
+    # All attention lies three blocks back and gamma is tiny: every other kept block is one that is kept always.
     forced = lines(6, {}, {})
     assert blocks(decide(planted_slash(96, 48), gamma=0.01)) == forced | lines(6, {2}, {3})
     window = decide(planted_slash(96, 24), gamma=0.01, window=40)
@@ -70,7 +70,7 @@ def test_full_blocks_with_a_hole():
     attention_mask = torch.ones(1, 64, dtype=torch.bool)
     attention_mask[0, 20] = False
     result = decide(torch.zeros(64, 64), gamma=1.0, attention_mask=attention_mask)
-    # Token 20 spoils row block 1 and key block 1.
+    # With token 20 missing, neither query block 1 nor key block 1 has a full block.
     assert blocks(result) == causal_blocks(4)
     assert result.full[0, 0].nonzero().tolist() == [[2, 0], [3, 0], [3, 2]]
 
