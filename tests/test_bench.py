@@ -111,9 +111,8 @@ def test_kernels_are_grouped_by_stage():
 
 def test_every_kernel_of_ours_has_a_stage():
     folder = Path(flexmask.__file__).parent / "kernels"
-    kernels = [
-        name for path in folder.glob("*.py") for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.MULTILINE)
-    ]
+    sources = "".join(path.read_text() for path in folder.glob("*.py"))
+    kernels = re.findall(r"^def (_\w+_kernel)\(", sources, re.MULTILINE)
     assert len(kernels) > 5
     assert [name for name in kernels if stage_of(name, 0) == GLUE] == []
 
@@ -122,25 +121,6 @@ def test_picture_of_too_many_lines_is_refused(tmp_path):
     lines = {method: [(1024.0, 1.0), (2048.0, 2.0)] for method in plots.STYLES}
     with pytest.raises(ValueError, match=f"at most {plots.MOST_LINES} lines; got {len(lines)}"):
         plots.over_lengths(lines, {}, tmp_path / "out.png", "", ("", ""))
-
-
-def test_methods_can_be_told_apart_in_grey_within_their_pictures():
-    for methods in (*_pictures("flash", "triton"), *_pictures("cpu")):
-        styles = [plots.STYLES[method] for method in methods]
-        assert len(styles) <= plots.MOST_LINES
-        assert (
-            len({(style.line, style.marker) for style in styles})
-            == len({style.colour + style.marker for style in styles})
-            == len(styles)
-        )
-
-
-def _pictures(*backends):
-    dense = "dense SDPA" if backends == ("cpu",) else "dense cuDNN"
-    published = () if backends == ("cpu",) else ("published call", "published mask")
-    yield (dense, *(f"call {backend}" for backend in backends), "mask", *published)
-    kernels = [f"{what} {backend}" for what in ("dense flex", "kernel") for backend in backends]
-    yield (dense, "dense FlashAttention-2", *kernels)
 
 
 def test_text_table_aligns_columns():
@@ -199,7 +179,9 @@ def _synthetic():
     return parts | {"inputs": inputs, "long": long}
 
 
-def test_report_states_targets_and_quotes_the_published_code(tmp_path):
+def test_report_states_targets_and_quotes_the_published_code(tmp_path, monkeypatch):
+    drawn, draw = [], plots._draw
+    monkeypatch.setattr(plots, "_draw", lambda axes, lines: drawn.append(list(lines)) or draw(axes, lines))
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "nvidia-h200.json").write_text(json.dumps({"device": "NVIDIA H200", "parts": _synthetic()}))
@@ -209,6 +191,9 @@ def test_report_states_targets_and_quotes_the_published_code(tmp_path):
         assert f"(results/nvidia-h200-{name}.png)" in text
         assert (folder / f"nvidia-h200-{name}.png").stat().st_size > 1000
     assert "32k to 128k: 2.05" in text  # the growth of dense attention's time
+    assert max(len(styles) for styles in drawn) > 3
+    for styles in drawn:  # in grey, markers and line styles tell them apart
+        assert len({(style.line, style.marker) for style in styles}) == len(styles)
     assert "published code, quoted" in text
     assert "planted" in text
     assert "**no**" in text

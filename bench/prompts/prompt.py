@@ -26,7 +26,7 @@ INPUTS = (*_MIXTURES, *_CAPTURED)
 
 
 class Calibrations(Protocol):
-    """Where calibrations are kept between runs: `bench.measure.results.Results`."""
+    """Storage of calibrations between runs, as `bench.measure.results.Results` is."""
 
     def missing(self, part: str, **key: Any) -> bool:
         """Return whether the row of this key still has to be made."""
