@@ -1,62 +1,40 @@
-"""What the benches share: the device, synchronised timing, and one table of ratios to dense attention at the end."""
+"""pytest-benchmark as the harness of the short benchmark: the `timed` fixture, and one table of ratios at the end."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-CALLS = 10
+from bench import ON_GPU
+from bench.measure.clock import MOST_CALLS, Method, every
+from bench.measure.memory import peak_bytes
+from bench.measure.methods import DENSE
+from bench.measure.results import device_name
+from bench.reporting.tables import ms, text_table, thousands, times
+
+_ROUNDS = 10 if ON_GPU else 5
 ROWS: list[dict[str, Any]] = []
 
 
-def synchronize() -> None:
-    """Wait for the device; a timing without it measures the launch."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-@pytest.fixture(scope="session")
-def device() -> str:
-    """The device that is measured: a GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @pytest.fixture
-def timed(benchmark: Any, device: str) -> Callable[..., float]:
-    """Time a function: compiled and warm before; returns the median in milliseconds.
+def timed(benchmark: Any) -> Callable[..., float]:
+    """Return a function that times a method, compiled and warmed up beforehand, and returns the median in milliseconds.
 
-    A round is `CALLS` calls in a row and then one wait for the device, as the layers of a model run: the host prepares a call
-    while the device works on the one before. What the host takes longer than the device shows.
+    A round is `MOST_CALLS` calls with one wait for the device at the end, as a model runs its layers: the host launches a call
+    while the device works on the one before, and shows only where it is the slower of the two.
     """
 
-    def time(function: Callable[[], Any], **info: Any) -> float:
-        calls = 0
-        in_a_round = CALLS if device == "cuda" else 1
-
-        def call() -> None:
-            nonlocal calls
-            function()
-            calls += 1
-            if calls % in_a_round == 0:
-                synchronize()
-
+    def time(method: Method, **info: Any) -> float:
         with torch.no_grad():
-            if device == "cuda":
-                function()
-                synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                function()
-                synchronize()
-                info["peak_mb"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
-            benchmark.pedantic(call, rounds=10 if device == "cuda" else 5, iterations=in_a_round, warmup_rounds=1)
+            method()
+            if ON_GPU:
+                info["peak_mb"] = round(peak_bytes(method)[0] / 2**20)
+            benchmark.pedantic(every(MOST_CALLS, method), rounds=_ROUNDS, iterations=MOST_CALLS, warmup_rounds=1)
         median = float(benchmark.stats.stats.median) * 1e3
-        machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-        benchmark.extra_info.update(info, median_ms=median, device=machine, torch=torch.__version__)
+        benchmark.extra_info.update(info, median_ms=median, device=device_name(), torch=torch.__version__)
         ROWS.append({**info, "ms": median})
         return median
 
@@ -64,18 +42,15 @@ def timed(benchmark: Any, device: str) -> Callable[..., float]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print every time as a ratio to dense attention at the same length in the same run."""
+    """Print every time with its ratio to dense attention at the same length in the same run."""
     if not ROWS:
         return
-    terminalreporter.section("ratio to dense attention of this run")
-    terminalreporter.write_line(
-        f"{'tokens':>8} {'what':<34} {'ms':>10} {'dense/this':>11} {'this/dense':>11} {'density':>8} {'MB':>7}"
-    )
-    dense = {row["tokens"]: row["ms"] for row in ROWS if row["what"] == "dense"}
+    dense = {row["tokens"]: row["ms"] for row in ROWS if row["method"] == DENSE}
+    rows = [("tokens", "method", "ms", "dense / this", "this / dense", "density", "peak MB")]
     for row in ROWS:
-        base = dense.get(row["tokens"], float("nan"))
-        density = f"{row['density']:.3f}" if "density" in row else ""
-        terminalreporter.write_line(
-            f"{row['tokens']:>8} {row['what']:<34} {row['ms']:>10.3f} {base / row['ms']:>10.2f}x {row['ms'] / base:>11.2%} "
-            f"{density:>8} {row.get('peak_mb', ''):>7}"
-        )
+        base = dense.get(row["tokens"])
+        ratios = (times(base / row["ms"]), f"{row['ms'] / base:.2%}") if base else ("-", "-")
+        density = f"{row['density']:.3f}" if "density" in row else "-"
+        rows.append((thousands(row["tokens"]), row["method"], ms(row["ms"]), *ratios, density, str(row.get("peak_mb", "-"))))
+    terminalreporter.section("ratio to dense attention of this run")
+    terminalreporter.write_line(text_table(rows, "><>>>>>"))

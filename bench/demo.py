@@ -1,4 +1,4 @@
-"""Dense attention and FlexPrefill side by side on a trained model: ``python -m bench.demo``, or ``make demo``.
+"""Dense attention and FlexPrefill on a trained model: ``python -m bench.demo``, or ``make demo``.
 
 The model reads a long prompt with needles in it and answers questions about them, once after a dense prefill and once
 after a sparse one. Prints one table and draws the masks of two heads.
@@ -22,6 +22,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bench.prompts.captured import MODEL
+from bench.reporting.tables import text_table
 from bench.retriever.answers import decode_answers, prefill
 from bench.retriever.task import Prompt, make_prompt
 from flexmask import FlexPrefillConfig, FlexPrefillStats
@@ -34,16 +36,16 @@ DEFAULTS = FlexPrefillConfig()
 
 @dataclass(frozen=True)
 class Measured:
-    """What one kind of attention gave.
+    """Results with one kind of attention.
 
     Attributes
     ----------
     logits : Tensor, (vocab_size,)
         At the end of the prompt, float32 on the CPU.
     right, asked : int
-        Answers right, and questions.
+        Right answers, and questions.
     first, second : float
-        Seconds of the first prefill, which may compile, and of the second.
+        Seconds of the first prefill, which may include compilation, and of the second.
     """
 
     logits: Tensor
@@ -54,7 +56,7 @@ class Measured:
 
 
 def load_model(path: Path, device: str) -> PreTrainedModel:
-    """The model in float32 on a CPU, where bfloat16 is slower, and in bfloat16 elsewhere; dense attention is SDPA.
+    """Load the model, in bfloat16 except on CPUs, where float32 is faster; its dense attention is SDPA.
 
     Raises
     ------
@@ -73,7 +75,7 @@ def load_model(path: Path, device: str) -> PreTrainedModel:
 def measure(
     model: PreTrainedModel, prompt: Prompt, config: FlexPrefillConfig | None, chunk: int | None, bar: tqdm
 ) -> tuple[Measured, FlexPrefillRun]:
-    """Prefill twice and answer after the second; dense where `config` is None. Only the first prefill keeps its masks."""
+    """Prefill twice and answer after the second; dense if `config` is None. Only the first prefill keeps its masks."""
     name = "dense attention" if config is None else "FlexPrefill"
     seconds = []
     with nullcontext(FlexPrefillRun()) if config is None else flexprefill(model, config=config, collect_masks=True) as run:
@@ -93,7 +95,7 @@ def measure(
 
 
 def table(dense: Measured, sparse: Measured, stats: Sequence[FlexPrefillStats]) -> str:
-    """The rows that are printed; `stats` are those of one prefill, by layer."""
+    """Format the table; `stats` are those of one prefill, by layer."""
     difference = (dense.logits - sparse.logits).abs().max().item()
     largest = dense.logits.abs().max().item()
     rows = [
@@ -104,7 +106,7 @@ def table(dense: Measured, sparse: Measured, stats: Sequence[FlexPrefillStats]) 
             "prefill, first call",
             f"{dense.first:.2f} s",
             f"{sparse.first:.2f} s",
-            "FlexPrefill: with compilation, and masks for the picture",
+            "FlexPrefill's includes compilation and the picture's masks",
         ),
         ("prefill, second call", duration(dense.second), duration(sparse.second), "whole model, not attention alone"),
     ]
@@ -113,16 +115,16 @@ def table(dense: Measured, sparse: Measured, stats: Sequence[FlexPrefillStats]) 
         found = f"heads: {query_aware} query-aware, {heads - query_aware} vertical-slash"
         found = "ran dense: a short prompt" if layer_stats.dense else found
         rows.append((f"blocks computed, layer {layer}", "100.0%", f"{layer_stats.density.mean():.1%}", found))
-    return "\n".join(f"{name:<26}{left:>14}{right:>14}   {note}".rstrip() for name, left, right, note in rows)
+    return text_table(rows, "<>><")
 
 
 def duration(seconds: float) -> str:
-    """Seconds, or milliseconds below one second."""
+    """Format seconds, as milliseconds below one second."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def verdict(dense: Measured, sparse: Measured) -> str:
-    """One sentence: which prefill was faster here."""
+    """Say in one sentence which prefill was faster here."""
     ratio = dense.second / sparse.second
     if 0.97 < ratio < 1.03:
         return "Here both prefills took the same time."
@@ -131,9 +133,9 @@ def verdict(dense: Measured, sparse: Measured) -> str:
 
 
 def draw_two_heads(stats: Sequence[FlexPrefillStats], masks: Sequence[BlockMask | None], path: Path) -> str:
-    """Draw the head of middle density of each kind, or two heads of the one kind that occurs; returns what was drawn.
+    """Draw the head of median density of each kind, or two heads where only one kind occurs; return a line that names them.
 
-    Both are of one prefill, by layer; a layer that ran dense has no mask.
+    `stats` and `masks` are those of one prefill, by layer; a layer that ran dense has no mask.
     """
     heads = []
     for layer, layer_stats in enumerate(stats):
@@ -154,18 +156,22 @@ def draw_two_heads(stats: Sequence[FlexPrefillStats], masks: Sequence[BlockMask 
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, with the defaults that depend on the device filled in."""
+    """Parse the command line and fill in the defaults that depend on the device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt-tokens", type=int, help="length of the prompt; 16384 on a CPU, 65536 elsewhere")
-    parser.add_argument("--needles", type=int, default=16, help=f"needles in it; the first {MOST_QUESTIONS} are asked for")
-    parser.add_argument("--chunk", type=int, help="prefill in chunks of so many tokens; the blocks shown are the last chunk's")
-    parser.add_argument("--gamma", type=float, default=DEFAULTS.gamma, help="share of the attention to keep, 0 to 1")
-    parser.add_argument("--tau", type=float, default=DEFAULTS.tau, help="distance under which a head is query-aware, 0 to 1")
-    parser.add_argument("--min-budget", type=int, default=DEFAULTS.min_budget, help="tokens that every head keeps at least")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompt")
+    parser.add_argument("--prompt-tokens", type=int, help="length of the prompt; default: 16384 on a CPU, 65536 elsewhere")
+    parser.add_argument(
+        "--needles", type=int, default=16, help=f"needles in the prompt; the first {MOST_QUESTIONS} are asked for"
+    )
+    parser.add_argument("--chunk", type=int, help="prefill in chunks of this many tokens; the blocks shown are the last chunk's")
+    parser.add_argument("--gamma", type=float, default=DEFAULTS.gamma, help="share of the attention mass to keep, 0 to 1")
+    parser.add_argument(
+        "--tau", type=float, default=DEFAULTS.tau, help="Jensen-Shannon distance below which a head is query-aware, 0 to 1"
+    )
+    parser.add_argument("--min-budget", type=int, default=DEFAULTS.min_budget, help="floor in tokens that every head keeps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompt")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "retriever" / "model", help="its folder")
-    parser.add_argument("--picture", type=Path, default=Path("out/demo_masks.png"), help="file to write")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model")
+    parser.add_argument("--picture", type=Path, default=Path("out/demo_masks.png"), help="file to draw the masks to")
     options = parser.parse_args(arguments)
     if options.prompt_tokens is None:
         options.prompt_tokens = 16384 if options.device == "cpu" else 65536
@@ -173,7 +179,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run both, print the table, draw the picture."""
+    """Measure both kinds of attention, print the table, draw the picture."""
     options = parse(arguments)
     config = FlexPrefillConfig(gamma=options.gamma, tau=options.tau, min_budget=options.min_budget)
     model = load_model(options.model, options.device)
@@ -186,12 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"FlexPrefill with gamma {config.gamma:g}, tau {config.tau:g}, a floor of {config.min_budget:,} tokens.\n",
         flush=True,
     )
-    # advice that torch's compiler gives to its own users
+    # advice from torch's compiler to its own users
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
     with tqdm(total=6, leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
         dense, _ = measure(model, prompt, None, options.chunk, bar)
         sparse, run = measure(model, prompt, config, options.chunk, bar)
-    # of the last chunk
+    # those of the last chunk
     stats = [run.stats[layer][-1] for layer in sorted(run.stats)]
     masks = [run.masks[layer][-1] for layer in sorted(run.stats)]
     print(table(dense, sparse, stats), verdict(dense, sparse), sep="\n\n")

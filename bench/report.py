@@ -1,4 +1,4 @@
-"""Joins the results of all devices into ``bench/REPORT.md`` with plots; needs no GPU: ``python -m bench.report``."""
+"""Write ``bench/REPORT.md`` and its pictures from the results of all devices; needs no GPU: ``python -m bench.report``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.cost_sections import compile_section, errors_section, inputs_section, memory_section, stages_section
-from bench.markdown import Device
-from bench.rows import FOLDER
-from bench.timing_sections import break_even_section, growth_section, latency_section, published_section, targets_section
+from bench.measure.results import FOLDER
+from bench.reporting.break_even import break_even_section
+from bench.reporting.compile_times import compile_section
+from bench.reporting.device import Device
+from bench.reporting.growth import growth_section
+from bench.reporting.inputs import errors_section, inputs_section
+from bench.reporting.latency import latency_section
+from bench.reporting.memory import memory_section
+from bench.reporting.published import published_section
+from bench.reporting.stages import stages_section
+from bench.reporting.targets import targets_section
 
 OUT = Path(__file__).parent / "REPORT.md"
 SECTIONS = (
@@ -27,20 +34,25 @@ SECTIONS = (
 
 
 def report(results: Path, out: Path) -> str:
-    """The report's text; plots go beside the results."""
+    """Return the report's text; pictures go to the folder of the results."""
     lines = [
         "# Benchmarks",
         "",
-        "Made by `make bench-report` from `bench/results/`; `bench/README.md` says what is measured and how.",
+        "`make bench-report` writes this file from `bench/results/`. `bench/README.md` says how to measure and how to read the "
+        "figures; `bench/NOTES.md` says under which conditions they were taken.",
         "",
     ]
     for path in sorted(results.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         device = Device(found["device"], found["parts"], results, out)
         every = [row for rows in device.parts.values() for row in rows]
-        versions = ", ".join(sorted({row["torch"] for row in every}))
-        dates = sorted({row["date"] for row in every})
-        lines += [f"## {device.name}", "", f"torch {versions}; {dates[0]} to {dates[-1]}." if dates else "Nothing measured.", ""]
+        lines += [f"## {device.name}", ""]
+        if every:
+            dates = sorted({row["date"] for row in every})
+            measured = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+            lines += [f"Measured with torch {', '.join(sorted({row['torch'] for row in every}))} on {measured}.", ""]
+        else:
+            lines += ["Nothing measured.", ""]
         for section in SECTIONS:
             lines += section(device)
     lines += published_section()
@@ -53,7 +65,7 @@ def report(results: Path, out: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the results; plots go there too")
+    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the results, where pictures go too")
     parser.add_argument("--out", type=Path, default=OUT, help="file to write")
     options = parser.parse_args(arguments)
     options.out.write_text(report(options.results, options.out), encoding="utf-8")

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("matplotlib")
 
-from bench import calibration
-from bench.calibration import calibrated_prompt, landed, measured
-from bench.compiling import constant_sizes
-from bench.inputs import ALL_TOPICS, CHUNK, structured_prompt
-from bench.prompts import floor_of, named_density
+import flexmask
+from bench.measure.compile_times import constant_sizes
+from bench.measure.results import Results
+from bench.measure.stages import GLUE, grouped, stage_of
+from bench.prompts import calibration, structured
+from bench.prompts.calibration import calibrated_prompt, landed, measured_density
+from bench.prompts.prompt import floor_of, named_density
+from bench.prompts.structured import ALL_TOPICS, structured_prompt
 from bench.report import main as write_report
-from bench.rows import Results
-from bench.stages import grouped
-from bench.targets import verdicts
-from bench.timing_sections import break_even
+from bench.reporting import plots
+from bench.reporting.break_even import break_even
+from bench.reporting.tables import text_table
+from bench.reporting.targets import verdicts
 from flexmask import search
 
 SMALL = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32, "block_size": 32}
@@ -44,24 +49,25 @@ def test_calibration_does_not_land_below_the_floor():
 
 def test_topics_alone_are_query_aware_everywhere():
     query, key, _ = structured_prompt(2048, 0.3, recipes=ALL_TOPICS, **SMALL)
-    assert measured(query, key, 0.9, **CALLS)[1] == 1
+    assert measured_density(query, key, 0.9, **CALLS)[1] == 1
 
 
 def test_more_is_kept_where_more_is_asked_for():
-    densities = [measured(*structured_prompt(2048, aim, **SMALL)[:2], 0.9, **CALLS)[0] for aim in (0.05, 0.2, 0.5)]
+    densities = [measured_density(*structured_prompt(2048, aim, **SMALL)[:2], 0.9, **CALLS)[0] for aim in (0.05, 0.2, 0.5)]
     assert densities == sorted(densities)
     assert densities[2] > densities[0] + 0.2
 
 
 def test_long_prompts_are_measured_head_by_head(monkeypatch):
     query, key, _ = structured_prompt(2048, 0.2, **SMALL)
-    whole = measured(query, key, 0.9, **CALLS)
+    whole = measured_density(query, key, 0.9, **CALLS)
     monkeypatch.setattr(calibration, "MOST_BYTES", 0)
-    assert measured(query, key, 0.9, **CALLS) == pytest.approx(whole, rel=1e-6)
+    assert measured_density(query, key, 0.9, **CALLS) == pytest.approx(whole, rel=1e-6)
 
 
-def test_prompt_longer_than_a_chunk_is_one_prompt():
-    length = CHUNK + 1000
+def test_prompt_longer_than_a_chunk_is_one_prompt(monkeypatch):
+    monkeypatch.setattr(structured, "CHUNK", 4096)
+    length = 4096 + 1000
     shape = SMALL | {"num_heads": 1, "num_kv_heads": 1}
     query, key, value = structured_prompt(length, 0.2, recipes=("bands",), **shape)
     assert query.shape == key.shape == value.shape == (1, 1, length, 128)
@@ -103,6 +109,24 @@ def test_kernels_are_grouped_by_stage():
     assert list(glue) == ["triton_poi_fused_0"]
 
 
+def test_every_kernel_of_ours_has_a_stage():
+    folder = Path(flexmask.__file__).parent / "kernels"
+    sources = "".join(path.read_text() for path in folder.glob("*.py"))
+    kernels = re.findall(r"^def (_\w+_kernel)\(", sources, re.MULTILINE)
+    assert len(kernels) > 5
+    assert [name for name in kernels if stage_of(name, 0) == GLUE] == []
+
+
+def test_picture_of_too_many_lines_is_refused(tmp_path):
+    lines = {method: [(1024.0, 1.0), (2048.0, 2.0)] for method in plots.STYLES}
+    with pytest.raises(ValueError, match=f"at most {plots.MOST_LINES} lines; got {len(lines)}"):
+        plots.over_lengths(lines, {}, tmp_path / "out.png", "", ("", ""))
+
+
+def test_text_table_aligns_columns():
+    assert text_table([("", "ms", "note"), ("mask", "1.5", "x")], "<><") == "        ms   note\nmask   1.5   x"
+
+
 @pytest.mark.parametrize(
     ("points", "said"),
     [
@@ -132,6 +156,7 @@ def _synthetic():
         for gamma in (0.85, 0.9, 0.95):
             times = {"wall_ms": dense / 5, "graph_ms": dense / 6, "ratio": 5.0, "graph_ratio": 6.0}
             latency.append(_row(tokens, "call flash", gamma=gamma, **times))
+        latency.append(_row(tokens, "kernel flash", wall_ms=dense / 6, ratio=6.0))
         latency.append(_row(tokens, "call triton", error="RuntimeError: planted"))
         memory.append(_row(tokens, "call flash", extra_mb=tokens / 128, peak_mb=tokens / 64, result_mb=tokens / 128))
         for density in (0.1, 0.3, 0.6):
@@ -154,15 +179,21 @@ def _synthetic():
     return parts | {"inputs": inputs, "long": long}
 
 
-def test_report_states_targets_and_quotes_the_published_code(tmp_path):
+def test_report_states_targets_and_quotes_the_published_code(tmp_path, monkeypatch):
+    drawn, draw = [], plots._draw
+    monkeypatch.setattr(plots, "_draw", lambda axes, lines: drawn.append(list(lines)) or draw(axes, lines))
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "nvidia-h200.json").write_text(json.dumps({"device": "NVIDIA H200", "parts": _synthetic()}))
     write_report(["--results", str(folder), "--out", str(tmp_path / "REPORT.md")])
     text = (tmp_path / "REPORT.md").read_text()
-    for name in ("latency", "stages", "memory", "compile", "growth", "break-even"):
+    for name in ("latency", "stages", "memory", "compile", "kernels", "break-even"):
         assert f"(results/nvidia-h200-{name}.png)" in text
         assert (folder / f"nvidia-h200-{name}.png").stat().st_size > 1000
+    assert "32k to 128k: 2.05" in text  # the growth of dense attention's time
+    assert max(len(styles) for styles in drawn) > 3
+    for styles in drawn:  # in grey, markers and line styles tell them apart
+        assert len({(style.line, style.marker) for style in styles}) == len(styles)
     assert "published code, quoted" in text
     assert "planted" in text
     assert "**no**" in text
@@ -192,7 +223,9 @@ def test_latency_part_runs_stops_and_goes_on(tmp_path, capsys):
     arguments = ["latency", "--lengths", "512,1024", "--results", str(tmp_path)]
     assert main([*arguments, "--minutes", "-1"]) > 0
     assert "run the same command again" in capsys.readouterr().out
-    assert main(arguments) == 0
+    # sizes that change are symbolic from the first compilation on, which halves the number of compilations
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        assert main(arguments) == 0
     (path,) = tmp_path.glob("*.json")
     rows = json.loads(path.read_text())["parts"]["latency"]
     assert not [row for row in rows if "error" in row]

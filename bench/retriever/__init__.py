@@ -1,1 +1,1 @@
-"""A small Llama model that was trained to retrieve, and everything that made it."""
+"""A small Llama model trained to retrieve needles, with its task, training and evaluation."""

@@ -1,4 +1,4 @@
-"""Ask a prefilled model: greedy answers to every question of a prompt, from one cache."""
+"""Greedy answers to every question of a prompt, decoded from one prefilled cache."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from bench.retriever.task import ANSWER_TOKENS, QUESTION_TOKENS, Prompt
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompt: Prompt, chunk: int | None = None) -> tuple[Tensor, Cache]:
-    """Run the model over the prompt, with whatever attention it is set to.
+    """Prefill the prompt with the attention the model is set to.
 
     Parameters
     ----------
@@ -18,7 +18,7 @@ def prefill(model: PreTrainedModel, prompt: Prompt, chunk: int | None = None) ->
     prompt : Prompt
         Its ``token_ids`` are prefilled as one row.
     chunk : int, optional
-        Tokens: prefill in chunks of so many, one after the other over the same cache. Default: all at once.
+        Tokens per chunk, prefilled one after another into the same cache. Default: all at once.
 
     Returns
     -------
@@ -36,16 +36,16 @@ def prefill(model: PreTrainedModel, prompt: Prompt, chunk: int | None = None) ->
 
 @torch.no_grad()
 def decode_answers(model: PreTrainedModel, prompt: Prompt, logits: Tensor, cache: Cache) -> Tensor:
-    """Decode the first answer, then ask and answer the other questions, each of the haystack alone.
+    """Decode the first answer, then ask the other questions one by one, each against the haystack alone.
 
-    Tokens are fed one at a time, so that every pass after the prefill is a decoding step.
+    Tokens are fed one at a time: every pass after the prefill is a decoding step.
 
     Parameters
     ----------
     model : PreTrainedModel
     prompt : Prompt
     logits, cache : Tensor, Cache
-        What ``prefill`` returned. The cache is left holding the haystack without the first question.
+        As returned by ``prefill``. Afterwards the cache holds the haystack without the first question.
 
     Returns
     -------
@@ -67,5 +67,5 @@ def decode_answers(model: PreTrainedModel, prompt: Prompt, logits: Tensor, cache
 
 
 def _feed(model: PreTrainedModel, token: Tensor, cache: Cache) -> Tensor:
-    """Logits after one more token, (vocab_size,)."""
+    """Return the logits after one more token, (vocab_size,)."""
     return model(input_ids=token.to(model.device).view(1, 1), past_key_values=cache).logits[0, -1]

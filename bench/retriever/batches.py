@@ -1,4 +1,4 @@
-"""Training rows of the retrieval task: needles and questions spread over the whole length."""
+"""Training rows of the retrieval task: with needles and questions spread over the whole length."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MAX_NEEDLES = 768
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Rows of tokens, and where in them an answer has to be predicted.
+    """Rows of tokens, and the positions at which answers are predicted.
 
     Attributes
     ----------
@@ -32,9 +32,9 @@ class TrainingBatch:
     targets : Tensor, (batch, num_questions, 4), int64
         Those next tokens.
     is_asked : Tensor, (batch, num_questions), bool
-        False where the question was taken out again and its place holds a short sentence.
+        False where a short sentence replaced the question.
     is_first : Tensor, (batch, num_questions), bool
-        True where no earlier question of the row asks for the same needle.
+        True if no earlier question of the row asks for the same needle.
     """
 
     token_ids: Tensor
@@ -58,7 +58,7 @@ def make_batch(batch: int, num_tokens: int, generator: torch.Generator) -> Train
     num_tokens : int
         Length of a row in tokens, at least 97.
     generator : torch.Generator
-        Its device is the device of the result. Nothing waits for that device.
+        Its device is the device of the result. The host never waits for it.
 
     Returns
     -------

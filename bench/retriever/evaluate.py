@@ -1,8 +1,8 @@
-"""How often the retriever is right: ``python -m bench.retriever.evaluate --model bench/retriever/model``.
+"""Measure the accuracy of the retriever: ``python -m bench.retriever.evaluate --model bench/retriever/model``.
 
-An answer counts as right if each of its four tokens is the most likely one. One pass over a prompt and its right
-answers decides that: greedy decoding goes right exactly if every step of it does. Of several questions, each is asked
-with those before it, rightly answered, still in the prompt.
+An answer is right if each of its four tokens is the most likely one. One pass over the prompt with its right answers
+decides that, since greedy decoding is right exactly if every step is. Where a prompt has several questions, each
+follows the earlier ones and their right answers.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from bench.retriever.task import ANSWER_TOKENS, QUESTION_TOKENS, RECORD_TOKENS, 
 
 @torch.no_grad()
 def answers_are_right(model: PreTrainedModel, prompts: list[Prompt]) -> Tensor:
-    """Judge prompts of one length and number of questions in one pass.
+    """Judge, in one pass, prompts that agree in length and number of questions.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def answers_are_right(model: PreTrainedModel, prompts: list[Prompt]) -> Tensor:
 
 
 def measure(model: PreTrainedModel, num_tokens: int, num_needles: int, num_queries: int, count: int) -> float:
-    """Share of right answers over ``count`` prompts, about 131,072 tokens in a pass.
+    """Return the share of right answers over ``count`` prompts, about 131,072 tokens per pass.
 
     Parameters
     ----------

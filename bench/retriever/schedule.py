@@ -1,4 +1,4 @@
-"""When training turns to longer rows, and how large its steps are."""
+"""The training schedule: row lengths by stage, and the learning rate."""
 
 import math
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ DECAY_START = 0.4
 
 @dataclass(frozen=True)
 class Stage:
-    """Rows of one length for a share of the training time.
+    """A stage of training on rows of one length, for a share of the training time.
 
     Attributes
     ----------
     num_tokens : int
         Length of a row in tokens.
     share : float
-        Share of the whole time, above 0.
+        Share of the total time, above 0.
     """
 
     num_tokens: int
@@ -48,7 +48,7 @@ def parse_stages(text: str) -> list[Stage]:
 
 
 def is_stage_done(spent: float, share: float, answers: float) -> bool:
-    """Whether to go on to the next length.
+    """Return whether to move on to the next length.
 
     A stage ends early once it is learned, and late if it is not: longer rows teach nothing before that.
 
@@ -63,7 +63,7 @@ def is_stage_done(spent: float, share: float, answers: float) -> bool:
 
 
 def learning_rate(peak: float, step: int, progress: float) -> float:
-    """A linear warm-up over 200 steps, then ``peak``, then a cosine down to 0 over the last 60% of the time.
+    """Return the rate: a linear warm-up over 200 steps, then ``peak``, then a cosine down to 0 over the last 60% of the time.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The retrieval task: a haystack of repeated sentences, needles in it, questions about the needles.
+"""The retrieval task: a haystack of repeated sentences, needles in it, and questions about the needles.
 
 A prompt is ``<bos>``, a piece of a sentence, and then slots of 12 tokens. A slot holds a haystack sentence, or a
 needle ``KEY k17 v301 v4 v77 v12`` and a short sentence of 6 tokens. A question is ``QUERY k17``; its answer is
@@ -58,7 +58,7 @@ class Prompt:
     needle_positions: Tensor
 
     def with_answers(self) -> Tensor:
-        """The prompt, its first answer, and every further question with its answer, as one row of tokens.
+        """Return the prompt, its first answer, and every further question with its answer, as one row of tokens.
 
         Answer ``i`` is predicted at positions ``prompt_tokens - 1 + 6 * i`` to ``prompt_tokens + 2 + 6 * i``.
 
@@ -70,12 +70,12 @@ class Prompt:
         return torch.cat([self.token_ids, records[QUESTION_TOKENS:]])
 
     def text(self) -> str:
-        """The prompt as words between single spaces; the tokenizer turns it back into ``token_ids``."""
+        """Return the prompt as words separated by single spaces; the tokenizer turns it back into ``token_ids``."""
         return text_of(self.token_ids)
 
 
 def text_of(token_ids: Tensor) -> str:
-    """Tokens as words between single spaces.
+    """Return tokens as words separated by single spaces.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def text_of(token_ids: Tensor) -> str:
 
 
 def make_haystack(batch: int, num_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows of haystack without a needle: a beginning of 1 to 12 tokens, and slots.
+    """Draw rows of haystack without needles: a beginning of 1 to 12 tokens, and slots.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def make_haystack(batch: int, num_tokens: int, generator: torch.Generator) -> tu
 
 
 def draw_records(batch: int, count: int, generator: torch.Generator) -> Tensor:
-    """Needles with keys that differ within a row and four independent values each.
+    """Draw needles whose keys differ within a row, with four independent values each.
 
     Parameters
     ----------
@@ -136,13 +136,13 @@ def draw_records(batch: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_short_sentences(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Short sentences, drawn independently: int64 of shape ``(*shape, 6)``."""
+    """Draw short sentences independently: int64 of shape ``(*shape, 6)``."""
     choice = torch.randint(len(_SHORT_IDS), shape, generator=generator, device=generator.device)
     return _SHORT_IDS.to(generator.device)[choice]
 
 
 def make_prompt(prompt_tokens: int, num_needles: int = 1, num_queries: int = 1, seed: int = 0) -> Prompt:
-    """A haystack with needles at random places, ending with a question about one of them.
+    """Make a haystack with needles at random places that ends with a question about one of them.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ CHECKPOINT_SECONDS = 60
 
 
 def make_config() -> LlamaConfig:
-    """About 5 million parameters: 4 layers, 8 query heads of 64 and 2 key-value heads.
+    """Configure about 5 million parameters: 4 layers, 8 query heads of 64 and 2 key-value heads.
 
     With a RoPE base of 1e7, 18 of a head's 64 dimensions turn by less than one radian in 65,536 tokens: it is these
     that can tell keys apart at any distance.
@@ -50,7 +50,7 @@ def make_config() -> LlamaConfig:
 
 
 class Trainer:
-    """The model, its optimizer, and how far they have come.
+    """The model, its optimizer, and their progress.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class Trainer:
         self.stage_seconds = 0.0
 
     def step(self, batch_tokens: int, num_tokens: int, rate: float) -> Tensor:
-        """One optimizer step; returns loss, share of right tokens and of right answers, on the device."""
+        """Take one optimizer step; return the loss and the shares of right tokens and answers, on the device."""
         self.generator.manual_seed(self.seed * 10_000_000 + self.step_count)
         batch = make_batch(max(1, batch_tokens // num_tokens), num_tokens, self.generator)
         loss, measures = self.loss(batch)
@@ -93,7 +93,7 @@ class Trainer:
         return measures
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy over the answer tokens, and the measures that ``step`` returns."""
+        """Return the mean cross-entropy over the answer tokens, and the measures that ``step`` returns."""
         hidden = self.model.model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None, None]
         # Tokens before the values are never an answer. Pushing all their output weights away from every answer
@@ -115,14 +115,14 @@ class Trainer:
             parameter.copy_(master)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint in one move, so that an interrupted write leaves the previous one whole."""
+        """Write a checkpoint atomically: an interrupted write leaves the previous one intact."""
         names = ("masters", "step_count", "seconds", "stage", "stage_seconds")
         state = {name: getattr(self, name) for name in names} | {"optimizer": self.optimizer.state_dict()}
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
-        """Take over what ``save`` wrote."""
+        """Restore a checkpoint written by ``save``."""
         state = torch.load(path, map_location=self.masters[0].device, weights_only=True)
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
@@ -133,7 +133,7 @@ class Trainer:
 
 
 def train(trainer: Trainer, out: Path, minutes: float, stages: str, batch_tokens: int, peak_rate: float) -> None:
-    """Step until ``minutes`` of training time have passed, earlier runs included."""
+    """Step until ``minutes`` of training time have passed, including earlier runs."""
     plan = parse_stages(stages)
     total = 60 * minutes
     recent: list[Tensor] = []
@@ -176,7 +176,7 @@ def train(trainer: Trainer, out: Path, minutes: float, stages: str, batch_tokens
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write weights in bfloat16, configuration and tokenizer, as transformers reads them."""
+    """Write bfloat16 weights, configuration and tokenizer for transformers."""
     model.save_pretrained(folder)
     # Releases of transformers before 5 read the RoPE base from here, later ones from "rope_parameters".
     path = folder / "config.json"

@@ -1,4 +1,4 @@
-"""The retriever's vocabulary: haystack words, key tokens, value tokens, and the tokenizer over them."""
+"""The retriever's vocabulary of haystack words, keys and values, and its tokenizer."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ FIRST_VALUE = TOKEN_IDS["v0"]
 
 
 def make_tokenizer() -> Tokenizer:
-    """One token per word, split at white space and around punctuation; ``decode`` joins with spaces.
+    """Make a tokenizer with one token per word, split at white space and punctuation; ``decode`` joins with spaces.
 
     Returns
     -------

@@ -1,28 +1,30 @@
-"""What the project aims at, as ratios to cuDNN dense attention of the same run, and whether a device's rows meet it."""
+"""Section "Targets": what the project aims at, as ratios to cuDNN dense attention of the same run, met or missed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.calibration import landed
-from bench.plots import thousands
-from bench.prompts import GAMMA, floor_of, named_density
-from bench.rows import Row
+from bench.measure.results import Row
+from bench.prompts.calibration import landed
+from bench.prompts.prompt import GAMMA, floor_of, named_density
+from bench.reporting.device import Device
+from bench.reporting.tables import markdown_table, thousands
 
-# by tokens: mask time / dense time at most, dense time / call time at least, MB beyond query, key, value and output at most
+# by tokens: upper bounds of mask time / dense time, lower bounds of dense time / call time, upper bounds of MB beyond query, key,
+# value and output
 MASK_SHARE = {8192: 0.15, 32768: 0.03, 131072: 0.007, 524288: 0.003}
 CALL_RATIO = {8192: 1.5, 32768: 3.5, 131072: 5.5, 524288: 8.0}
 EXTRA_MB = {8192: 64.0, 32768: 192.0, 131072: 700.0, 524288: 3 * 1024.0}
-# attention kernel at this density and length: at least cuDNN's operations per second
+# at this density and length the attention kernel is to reach cuDNN's operations per second
 KERNEL_DENSITY, KERNEL_TOKENS = 0.1, 131072
-# up to here the host takes longer to launch than the device to run: CUDA graph replay counts
+# up to here calls are launch-bound, so that the targets refer to CUDA graph replay
 GRAPH_UP_TO = 8192
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the table; `met` is None where nothing was measured."""
+    """One line of the table; `met` is None if nothing was measured."""
 
     target: str
     wanted: str
@@ -31,8 +33,19 @@ class Verdict:
     note: str = ""
 
 
+def targets_section(device: Device) -> list[str]:
+    """Return the section's lines; missed targets are in bold."""
+    words = {True: "met", False: "**missed**", None: "-"}
+    rows = [(v.target, v.wanted, v.measured, words[v.met], v.note) for v in verdicts(device.parts)]
+    notes = (
+        "Measured on the mixture at gamma 0.9, relative to cuDNN dense attention of the same run; by CUDA graph replay at 8k "
+        "tokens, where eager calls are launch-bound, and by eager calls elsewhere."
+    )
+    return ["### Targets", "", notes, *markdown_table(("target", "wanted", "measured", "", "how"), rows)]
+
+
 def mixture_row(rows: Sequence[Row], method: str, tokens: int, gamma: float = GAMMA, density: float | None = None) -> Row | None:
-    """The row of a method on the mixture at its named density and floor."""
+    """Find the row of a method on the mixture at its named density and floor."""
     for row in rows:
         if (row["input"], row["tokens"], row["method"], row["gamma"]) != ("mixture", tokens, method, gamma):
             continue
@@ -42,7 +55,7 @@ def mixture_row(rows: Sequence[Row], method: str, tokens: int, gamma: float = GA
 
 
 def verdicts(parts: dict[str, list[Row]]) -> list[Verdict]:
-    """Every target with what was measured."""
+    """Compare every target with the rows."""
     timed = [*parts.get("latency", []), *parts.get("long", [])]
     found = []
     for tokens, share in MASK_SHARE.items():
@@ -65,7 +78,7 @@ def verdicts(parts: dict[str, list[Row]]) -> list[Verdict]:
 
 
 def _first(rows: Sequence[Row], tokens: int) -> Row | None:
-    """The whole call by the backend that "auto" takes."""
+    """Find the whole call with the backend that "auto" chooses."""
     for backend in ("flash", "triton", "cpu"):
         row = mixture_row(rows, f"call {backend}", tokens)
         if row is not None and "error" not in row:
@@ -74,7 +87,7 @@ def _first(rows: Sequence[Row], tokens: int) -> Row | None:
 
 
 def _ratio(row: Row | None, tokens: int) -> tuple[float | None, str]:
-    """How many times as fast as dense attention, and by which clock."""
+    """Return the speed relative to dense attention, and which clock measured it."""
     if row is None:
         return None, ""
     if tokens <= GRAPH_UP_TO:
@@ -90,7 +103,7 @@ def _mask(row: Row | None, tokens: int, share: float) -> Verdict:
 
 
 def _kernel(rows: Sequence[Row]) -> Verdict:
-    name = f"kernel at density {KERNEL_DENSITY}, {thousands(KERNEL_TOKENS)}: operations per second against cuDNN"
+    name = f"kernel at density {KERNEL_DENSITY}, {thousands(KERNEL_TOKENS)}: TFLOP/s relative to cuDNN"
     for backend in ("flash", "triton"):
         row = mixture_row(rows, f"kernel {backend}", KERNEL_TOKENS, density=KERNEL_DENSITY)
         if row is not None and "ratio" in row:
@@ -113,6 +126,6 @@ def _verdict(
         return Verdict(name, wanted, "not measured", None, reason)
     said = [row["method"], clock]
     if "density" in row:
-        off = "" if landed(row["density"], row["named_density"]) else f", off the named {row['named_density']}"
+        off = "" if landed(row["density"], row["named_density"]) else f" instead of {row['named_density']}"
         said.append(f"density {row['density']:.3f}{off}, floor {row['min_budget']} tokens")
     return Verdict(name, wanted, shown(value), met, "; ".join(filter(None, said)))

@@ -1,43 +1,40 @@
-"""What compiling costs: the first calls over forty lengths, and what code compiled for one length alone would gain."""
+"""Compile time: first calls at forty lengths, and the gain of code compiled for one length only."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
 
-from bench import methods
-from bench.inputs import structured_prompt
-from bench.measure import interleaved, synchronize, text_of
-from bench.methods import Tensors
-from bench.prompts import DEFAULT_FLOOR, SHAPE
+from bench.measure import methods
+from bench.measure.clock import interleaved, seconds, text_of
+from bench.prompts.prompt import DEFAULT_FLOOR, SHAPE
+from bench.prompts.structured import Tensors, structured_prompt
 from flexmask import compilation, search
 
 _LENGTHS = 40
-# of the forty, in rising order: those that are compiled once more, for one length, which takes half a minute each
+# of the forty, in rising order: those compiled once more, for one length, which takes half a minute each
 _SAMPLE = (4, 20, 33, 38)
 _AIM = 0.15
 
 
 def distinct_lengths(shortest: int, longest: int, count: int = _LENGTHS) -> list[int]:
-    """Different lengths from `shortest` to `longest`, each a constant factor above the one before."""
+    """Return `count` lengths in geometric progression, shuffled so that long and short ones alternate, as requests come."""
     factor = (longest / shortest) ** (1 / (count - 1))
     lengths = [round(shortest * factor**step) for step in range(count)]
     assert len(set(lengths)) == count
-    # long and short ones by turns, as requests come
     return [lengths[step * 17 % count] for step in range(count)]
 
 
-def compile_rows(backend: str, shortest: int, longest: int, gamma: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Fields of a row for whole calls with one backend.
+def compile_fields(backend: str, shortest: int, longest: int, gamma: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure the whole call's first calls with one backend; return the fields of a row.
 
-    ``lengths``, ``first_s`` and ``graphs``: the lengths in the order of their first calls, the seconds of each, and the graphs
-    compiled so far after it. ``steady``: for a sample of them, milliseconds of the code that serves all lengths and of code
-    compiled for this length only.
+    ``lengths``, ``first_s`` and ``graphs`` hold the lengths in the order of their first calls, the seconds each took, and the
+    number of graphs compiled by then. ``steady`` holds, for a sample of lengths, milliseconds of the code that serves all lengths
+    and of code compiled for this length only.
     """
     lengths = distinct_lengths(shortest, longest)
 
@@ -49,12 +46,8 @@ def compile_rows(backend: str, shortest: int, longest: int, gamma: float, say: C
     first, graphs = [], []
     with torch.no_grad():
         for tokens in lengths:
-            tensors = prompt(tokens)
-            synchronize()
-            start = time.perf_counter()
-            methods.call(tensors, backend, gamma, DEFAULT_FLOOR)()
-            synchronize()
-            first.append(round(time.perf_counter() - start, 4))
+            call = methods.call(prompt(tokens), backend, gamma, DEFAULT_FLOOR)
+            first.append(round(seconds(call), 4))
             graphs.append(int(counters["stats"]["unique_graphs"]))
             if first[-1] > 0.5:
                 say(f"  {tokens:,} tokens: first call {first[-1]:.1f} s, {graphs[-1]} graphs so far")
@@ -71,27 +64,22 @@ def compile_rows(backend: str, shortest: int, longest: int, gamma: float, say: C
 
 
 def constant_sizes() -> Any:
-    """A context in which the search is compiled for the length it is called with: sizes are constants unless they are marked."""
+    """Return a context that compiles the search for the length at hand: sizes nobody marks dynamic are compile-time constants."""
     return mock.patch.object(search, "with_dynamic", lambda tensor, dim: tensor)
 
 
 def _steady(name: str, tokens: int, tensors: Tensors, backend: str, gamma: float) -> dict[str, Any]:
-    """Warm milliseconds of the whole call, and the seconds of the first one here, which may compile."""
-    whole = methods.call(tensors, backend, gamma, DEFAULT_FLOOR)
+    """Time the first call, which may compile, and the warm call."""
+    call = methods.call(tensors, backend, gamma, DEFAULT_FLOOR)
     row: dict[str, Any] = {"tokens": tokens}
     try:
-        synchronize()
-        start = time.perf_counter()
-        whole()
-        synchronize()
-        row[f"{name}_first_s"] = round(time.perf_counter() - start, 4)
+        row[f"{name}_first_s"] = round(seconds(call), 4)
     except Exception as error:
         return row | {f"{name}_error": text_of(error)}
-    times = cast(dict[str, Any], interleaved({"call": whole}))
-    return row | {f"{name}_ms": times["call"]}
+    return row | {f"{name}_ms": interleaved({"call": call})["call"]}
 
 
 def _forget() -> None:
-    """Drop everything compiled in this process; what is cached on disk stays."""
+    """Drop everything this process compiled; the cache on disk stays."""
     torch._dynamo.reset()
     compilation._compile.cache_clear()

@@ -1,4 +1,4 @@
-"""Where the time of a call goes: GPU kernels by stage of the algorithm (the paper's latency breakdown)."""
+"""GPU kernel time of a call by stage of the algorithm, after the paper's latency breakdown."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from bench.measure import synchronize, wall_and_graph
+from bench.measure.clock import eager_and_graph_times, synchronize
 
-# parts of kernel names, in the order of the algorithm; the first that fits counts
+# parts of kernel names, in the order of the algorithm; the first match counts. The stages' names are keys of the results.
 STAGES: dict[str, tuple[str, ...]] = {
     "representative scores": ("_block_sums_kernel", "_row_norms_kernel", "_lines_kernel"),
     "pattern": ("_estimate_kernel", "_pattern_kernel"),
@@ -19,14 +19,14 @@ STAGES: dict[str, tuple[str, ...]] = {
 }
 GLUE = "glue"
 NAMES = (*STAGES, GLUE)
-# block means of keys are made first, for the pattern, then those of queries, for the index
+# a call averages the keys of each block first, for the pattern, then the queries, for the index
 _MEANS = "_means_kernel"
 _CALLS = 10
 _MOST_GLUE = 12
 
 
 def stage_of(name: str, means_before: int) -> str:
-    """The stage of a kernel, given how many kernels of block means the call has run before."""
+    """Return a kernel's stage; `means_before` counts the block means that the call has computed so far."""
     if _MEANS in name:
         return "pattern" if means_before == 0 else "index"
     for stage, words in STAGES.items():
@@ -36,9 +36,9 @@ def stage_of(name: str, means_before: int) -> str:
 
 
 def grouped(calls: Iterable[Iterable[tuple[str, float]]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds per call by stage, and by kernel for what is glue.
+    """Return milliseconds per call by stage, and by kernel for those without a stage, heaviest first.
 
-    `calls` holds, for each call, its kernels in order: name and microseconds.
+    `calls` holds each call's kernels in launch order: name and microseconds.
     """
     stages, glue = dict.fromkeys(NAMES, 0.0), dict[str, float]()
     count = 0
@@ -59,22 +59,23 @@ def grouped(calls: Iterable[Iterable[tuple[str, float]]]) -> tuple[dict[str, flo
 
 
 def stage_fields(method: Callable[[], Any]) -> dict[str, Any]:
-    """Fields of a row: times by stage, the heaviest kernels without a stage, and the whole call by wall clock and by graph."""
-    times = wall_and_graph({"": method})[""]
+    """Return times by stage, the heaviest kernels without a stage, and eager and graph times, as fields of a row."""
+    times = eager_and_graph_times({"": method})[""]
     if "error" in times:
         return times
-    # the first profile sets the profiler up
+    # the first profile includes setting up the profiler
     calls = [kernels_of(method) for _ in range(1 + _CALLS)][1:]
     stages, glue = grouped(calls)
-    for name, milliseconds in list(glue.items())[:_MOST_GLUE]:
+    heaviest = list(glue.items())[:_MOST_GLUE]
+    for name, milliseconds in heaviest:
         print(f"    no stage: {milliseconds:.4f} ms {name[:100]}", flush=True)
-    shown = {name[:100]: round(milliseconds, 5) for name, milliseconds in list(glue.items())[:_MOST_GLUE]}
-    kernels = [len(call) for call in calls]
-    return times | {"stages_ms": stages, "glue_kernels_ms": shown, "kernels": max(kernels), "kernel_ms": sum(stages.values())}
+    shown = {name[:100]: round(milliseconds, 5) for name, milliseconds in heaviest}
+    kernels = max(len(call) for call in calls)
+    return times | {"stages_ms": stages, "glue_kernels_ms": shown, "kernels": kernels, "kernel_ms": sum(stages.values())}
 
 
 def kernels_of(method: Callable[[], Any]) -> list[tuple[str, float]]:
-    """The kernels of one call in order: name and microseconds."""
+    """Profile one call and return its kernels in launch order: name and microseconds."""
     synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         method()

@@ -1,4 +1,4 @@
-"""A mask of any density, for models with random weights, whose own density says nothing."""
+"""A mask of any density, for models with random weights, whose own density means nothing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def random_blocks_mask(
     attention_mask: Tensor | None = None,
     q_offset: int | Tensor | None = None,
 ) -> BlockMask:
-    """Random visible blocks, a share `density` of them in every head, with the first block and the diagonal; `seed` fixes them.
+    """Keep a random share `density` of the visible blocks in every head, plus the first block and the diagonal.
 
-    The mask_mod cuts partial blocks only: the choice is in the lists, as compiled attention reads them.
+    As in `flexprefill_attention`, the block lists alone hold the selection and the mask_mod only cuts partial blocks, so that the
+    attention kernel does the same work per block. `flexmask.method.mask_method` would put the selection into the mask_mod too.
     """
     inputs = attention_inputs(query, key, window=window, attention_mask=attention_mask, q_offset=q_offset).placed()
     tokens = token_validity(query.shape[2], key.shape[2], inputs.offset, inputs.attention_mask, key)

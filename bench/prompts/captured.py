@@ -1,4 +1,4 @@
-"""Queries, keys and values captured from the trained retriever while it reads a prompt with needles."""
+"""Query, key and value captured from the layers of the trained retriever while it reads a prompt with needles."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MODEL = Path(__file__).parent / "retriever" / "model"
+from bench.prompts.structured import Tensors
+
+MODEL = Path(__file__).parents[1] / "retriever" / "model"
 LAYERS = (0, 1, 2, 3)
 _NAME = "flexmask_bench_captured"
 _NEEDLES = 16
 
 # by layer, of the prefill that is running
-_CALLS: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+_CALLS: dict[int, Tensors] = {}
 
 
 def retriever_prompt(
@@ -29,24 +31,24 @@ def retriever_prompt(
     seed: int = 0,
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value as the retriever's layers hand them to attention, side by side as heads.
+) -> Tensors:
+    """Capture query, key and value from the retriever's layers and stack them as heads.
 
-    The model has four layers of 8 heads and 2 key-value heads: all of them are as many as Llama-3.1-8B has in one layer. Fewer
-    layers are repeated until there are enough heads. head_dim stays the model's 64.
+    Each of the four layers has 8 query heads and 2 key-value heads; together they match one layer of Llama-3.1-8B. With fewer
+    layers the heads repeat. head_dim stays the model's 64.
 
     Parameters
     ----------
     length
-        Tokens of the prompt: 16 needles in a haystack (fewer where they do not fit), and a question at the end.
+        Tokens of the prompt: up to 16 needles in a haystack, with a question at the end.
     layers
-        Whose heads to take. Layers 1 and 2 attend to few keys, 0 and 3 to many (`bench/retriever/README.md`).
+        Layers to take heads from. Layers 1 and 2 are sparse, 0 and 3 broad (`bench/retriever/README.md`).
     num_heads, num_kv_heads
-        Of the result; multiples of the model's 8 and 2, in the same proportion.
+        Heads of the result; multiples of the model's 8 and 2, in the same proportion.
     seed
-        Of the prompt.
+        Seed of the prompt.
     device, dtype
-        To run the model on and in.
+        Device and dtype to run the model with.
     """
     from bench.retriever.task import make_prompt
 
@@ -58,19 +60,19 @@ def retriever_prompt(
     chosen = [_CALLS[layer] for layer in layers]
     _CALLS.clear()
 
-    def side_by_side(which: int, heads: int) -> Tensor:
+    def stacked(which: int, heads: int) -> Tensor:
         joined = torch.cat([layer[which] for layer in chosen], dim=1)
         if heads % joined.shape[1]:
             raise ValueError(f"{heads} heads are no multiple of the {joined.shape[1]} that {len(layers)} layers have")
         return joined.repeat(1, heads // joined.shape[1], 1, 1)
 
-    return side_by_side(0, num_heads), side_by_side(1, num_kv_heads), side_by_side(2, num_kv_heads)
+    return stacked(0, num_heads), stacked(1, num_kv_heads), stacked(2, num_kv_heads)
 
 
 def _capture(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Dense causal attention that keeps what it was given; an attention implementation of transformers."""
+    """Run dense causal attention and keep its inputs; registered with transformers as an attention implementation."""
     index = module.layer_idx
     assert isinstance(index, int)
     _CALLS[index] = (query, key, value)
@@ -85,7 +87,7 @@ def _model(device: str, dtype: torch.dtype) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     AttentionInterface.register(_NAME, _capture)
-    # one unpadded row: causality is all there is to say
+    # one unpadded row needs no mask beyond causality
     AttentionMaskInterface.register(_NAME, lambda *arguments, **options: None)
     loaded: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype, attn_implementation=_NAME, local_files_only=True)
     return loaded.to(device).eval()

@@ -1,7 +1,7 @@
-"""Seeded queries and keys with structure: sinks, heavy keys, bands along offsets and topics, by a recipe per head.
+"""Seeded synthetic queries and keys with attention structure: sinks, heavy keys, bands and topics, one recipe per head.
 
-Gaussian noise alone has no structure to find: every block weighs the same, and any mask of it means nothing. Here the heads of a
-key group take the recipes of `RECIPES` in turn, so that a quarter of all heads follow topics (query-aware).
+Gaussian noise has no structure to find: every block carries the same mass, so no mask on it means anything. Here the heads of
+each key-value group cycle through `RECIPES`, which makes a quarter of all heads follow topics (query-aware).
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from torch import Tensor
 
 RECIPES = ("heavy", "bands", "topics", "heavy")
 ALL_TOPICS = ("topics",)
-# tokens that are made at once: no float32 tensor is longer
+# tokens generated at a time: no float32 tensor is longer
 CHUNK = 65536
 _POSITION_DIMS = 32
 _TOPIC_DIMS = 64
 _HEAVY_DIM, _SINK_DIM = 32, 33
 _LEAST_HEAD_DIM = _SINK_DIM + 1 + _TOPIC_DIMS
-_MASS = 0.99  # share of a row's attention that its recipe gets; the rest is spread over all keys
-# A head is query-aware if its block means predict its last rows. They err on the diagonal block, which is half visible, by about
-# 0.2 / sqrt(blocks of the topic) in Jensen-Shannon distance: with eight blocks 0.07, under the 0.1 of the default tau.
+_MASS = 0.99  # share of a row's attention that goes to its recipe; the rest spreads over all keys
+# A head is query-aware if its block means predict its last rows. They err on the diagonal block, which is half visible,
+# by about 0.2 / sqrt(blocks per topic) in Jensen-Shannon distance. With eight blocks that is 0.07, below the default tau of 0.1.
 _LEAST_TOPIC_BLOCKS = 8
+
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+"""query, key and value"""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """What the heads of one key group share."""
+    """Structure shared by the heads of one key-value group."""
 
     heavy: Tensor  # (num_heavy,) positions
     offsets: Tensor  # (num_bands,) distances
@@ -48,28 +52,28 @@ def structured_prompt(
     seed: int = 0,
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of one prompt on which gamma = 0.9 keeps very roughly `density` of the visible blocks.
+) -> Tensors:
+    """Generate query, key and value on which gamma = 0.9 keeps very roughly `density` of the visible blocks.
 
-    `bench.calibration` finds the value to give here, so that a wanted density is met. Tensors are made in chunks of `CHUNK`
-    tokens, so that a million tokens need no memory beyond the result.
+    `bench.prompts.calibration` searches for the value that meets a wanted density. Tensors are filled in chunks of `CHUNK`
+    tokens, so a million tokens need no memory beyond the result.
 
     Parameters
     ----------
     length
         Tokens.
     density
-        > 0. More of it means more heavy keys and bands, and fewer topics. Counts are fractional: with 2.5 every second key
-        group has 3 and the others 2.
+        > 0. A higher density means more heavy keys and bands, and fewer topics. Fractional counts are spread over the key-value
+        groups: at 2.5, every other group has 3 and the rest have 2.
     num_heads, num_kv_heads, head_dim
         Default: the shape of Llama-3.1-8B. head_dim >= 98.
     recipes
-        Kinds of head, by turns within each group: "heavy" (a few keys that all rows attend to), "bands" (keys at certain
+        Kinds of head, cycled through within each group: "heavy" (a few keys that all rows attend to), "bands" (keys at fixed
         distances), "topics" (keys of the row's own topic).
     block_size
-        Tokens in a block; heavy keys and topics are laid out by it.
+        Tokens in a block, the grid for heavy keys and topics.
     seed, device, dtype
-        Of the tensors.
+        Seed, device and dtype of the tensors.
 
     Returns
     -------
@@ -77,7 +81,7 @@ def structured_prompt(
         query (1, num_heads, length, head_dim), key and value (1, num_kv_heads, length, head_dim).
     """
     if head_dim < _LEAST_HEAD_DIM:
-        raise ValueError(f"head_dim must be >= {_LEAST_HEAD_DIM}, to hold positions and topics side by side; got {head_dim}")
+        raise ValueError(f"head_dim must be >= {_LEAST_HEAD_DIM}, to fit positions and topics; got {head_dim}")
     generator = torch.Generator(device).manual_seed(seed)
     wavelengths = torch.logspace(math.log10(8 * block_size), math.log10(4 * length), _POSITION_DIMS // 2)
     frequencies = (2 * math.pi / wavelengths).to(device)
@@ -115,7 +119,7 @@ def _group(length: int, density: float, block_size: int, rounding: float, genera
     def uniform(count: int) -> Tensor:
         return torch.rand(count, generator=generator, device=device)
 
-    # a heavy key costs one key block and, its offsets running over a whole block of rows, two block diagonals
+    # a heavy key costs one key block and two block diagonals, since its offsets span a whole block of rows
     num_heavy = min(blocks, max(1, int(density * blocks / 2.6 + rounding)))
     num_bands = max(1, int(density * blocks / 26 + rounding))
     num_topics = max(1, min(int(0.92 / density + rounding), blocks // _LEAST_TOPIC_BLOCKS))
@@ -123,7 +127,7 @@ def _group(length: int, density: float, block_size: int, rounding: float, genera
     heavy = (heavy_blocks * block_size + (uniform(num_heavy) * block_size).long()).clamp(max=length - 1)
     offsets = (uniform(num_bands) ** 2 * length * 0.8).long()
     topics = torch.randn(num_topics, _TOPIC_DIMS, generator=generator, device=device).sign() / math.sqrt(_TOPIC_DIMS)
-    # Segments of two blocks, shared out evenly among the topics; the last segment's topic is among those with the most.
+    # Segments of two blocks, divided evenly among the topics; the last segment's topic has as many as any.
     num_segments = math.ceil(blocks / 2)
     order = uniform(num_segments).argsort()
     topic_of_segment = (order - order[-1]) % num_segments % num_topics
@@ -135,7 +139,7 @@ def _noise(position: Tensor, head_dim: int, generator: torch.Generator) -> Tenso
 
 
 def _code(position: Tensor, frequencies: Tensor) -> Tensor:
-    """Positions as cosines and sines, (chunk, _POSITION_DIMS)."""
+    """Encode positions as cosines and sines, (chunk, _POSITION_DIMS)."""
     angles = position.unsqueeze(-1) * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1)
 
@@ -143,8 +147,8 @@ def _code(position: Tensor, frequencies: Tensor) -> Tensor:
 def _add_recipe(
     recipe: str, row: Tensor, position: Tensor, topic: Tensor, group: _Group, frequencies: Tensor, length: int
 ) -> None:
-    """Let the queries `row` (chunk, head_dim) look at what `recipe` says, in place."""
-    # scores are multiplied by 1 / sqrt(head_dim) in attention
+    """Point the queries `row` (chunk, head_dim) at the keys of `recipe`, in place."""
+    # attention will scale the scores by 1 / sqrt(head_dim)
     root, odds = math.sqrt(row.shape[1]), _MASS / (1 - _MASS)
     if recipe == "heavy":
         row[:, _HEAVY_DIM] += root * math.log(odds * length / len(group.heavy))

@@ -1,0 +1,106 @@
+"""Models and token prompts for `bench.hf`: pretrained, or a known shape with random weights, over one GPU or several."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.prompts.captured import MODEL
+from bench.retriever.task import make_prompt
+
+# sizes from the models' own config.json; no weights
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.1-8b": (
+        "Llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072 + 256,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "qwen3-8b": (
+        "Qwen3",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 131072 + 256,
+        },
+    ),
+}
+
+
+def load(options: argparse.Namespace) -> Any:
+    """Load the model that the command line names, onto its device."""
+    if options.tensor_parallel:
+        return _load_parallel(options)
+    if options.shape:
+        return random_model(options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
+    )
+    return loaded.to(options.device).eval()
+
+
+def _load_parallel(options: argparse.Namespace) -> Any:
+    """Load this process's shard; random weights go through a checkpoint that the first process writes."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [options.model or folder]
+        if options.shape and dist.get_rank() == 0:
+            random_model(options).save_pretrained(folder)
+        dist.broadcast_object_list(paths, 0)
+        dtype = getattr(torch, options.dtype)
+        model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=dtype, attn_implementation="sdpa", tp_plan="auto").eval()
+        dist.barrier()  # keeps the folder until every process has read it
+    return model
+
+
+def random_model(options: argparse.Namespace) -> Any:
+    """Create a model with random weights in the shape that the command line names, directly on its device."""
+    family, sizes = SHAPES[options.shape]
+    layers = {"num_hidden_layers": options.layers} if options.layers else {}
+    config = AutoConfig.for_model(family.lower(), **{**sizes, **layers})
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, options.dtype))
+    try:
+        with torch.device(options.device):
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def prompt_ids(options: argparse.Namespace, tokens: int, vocab_size: int) -> Tensor:
+    """Return the prompt, (1, tokens): text from a file, needles for the retriever, else seeded random tokens."""
+    if options.text:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        ids = tokenizer(Path(options.text).read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :tokens]
+        if ids.shape[1] < tokens:
+            raise ValueError(f"--text must hold {tokens} tokens; got {ids.shape[1]}")
+        return ids
+    if options.model and Path(options.model).resolve() == MODEL.resolve():
+        return make_prompt(tokens, 16, 1, 0).token_ids[None]
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(min(1000, vocab_size // 2), vocab_size, (1, tokens), generator=generator)
