@@ -104,7 +104,7 @@ def distance_with_nan(estimated: Tensor, true: Tensor) -> float:
 
 
 def may_underflow(estimated: Tensor, true: Tensor) -> bool:
-    """Whether the NaN of `distance_with_nan` is open: near the smallest float32, underflow depends on the order of a sum."""
+    """True if float32 may or may not reach NaN here: near its smallest number, underflow depends on the order of a sum."""
     shares = torch.cat([estimated, true])
     return bool(((shares > 2.0**-160) & (shares < 2.0**-116)).any())
 
