@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.kernels.softcap import soft_capped
+from flexmask.kernels.scores import soft_capped
 from flexmask.kernels.visibility import PackedEdges, row_edges, sees
 
 _ROWS = 16
@@ -17,8 +17,8 @@ _COLUMNS = 64
 
 @triton.jit
 def _scores(
-    q, k_means, columns, keys, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len, far, scale,
-    softcap,
+    q, k_means, columns, keys, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len, max_distance,
+    scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pooled scores of a tile in powers of two; -inf where the query block sees nothing of the key block."""
@@ -33,7 +33,7 @@ def _scores(
     count = tl.load(keys + 2 * keys_stride + columns, mask=exists, other=0)
     score = score * 1.4426950408889634 + tl.log2(tl.maximum(count, 1).to(tl.float32))[None, :]
     last_key = tl.minimum(columns * BLOCK_SIZE + BLOCK_SIZE, kv_len)[None, :] - 1
-    visible = sees(columns[None, :], own_first, own_last, first_valid_row, last_valid_key, last_key, far)
+    visible = sees(columns[None, :], own_first, own_last, first_valid_row, last_valid_key, last_key, max_distance)
     return tl.where(visible & exists[None, :] & (count > 0)[None, :], score, float("-inf"))
 
 
@@ -53,7 +53,7 @@ def _pooled_map_kernel(
     num_q_blocks,
     num_kv_blocks,
     kv_len,
-    far,
+    max_distance,
     scale,
     softcap,
     HEAD_DIM: tl.constexpr,
@@ -96,7 +96,8 @@ def _pooled_map_kernel(
             columns = start + tl.arange(0, COLUMNS)
             score = _scores(
                 q, key_means, columns, key_edges, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len,
-                far, scale, softcap, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION,
+                max_distance, scale, softcap,
+                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION,
             )  # fmt: skip
             higher = tl.maximum(highest, tl.max(score, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -109,7 +110,8 @@ def _pooled_map_kernel(
             columns = start + tl.arange(0, COLUMNS)
             score = _scores(
                 q, key_means, columns, key_edges, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len,
-                far, scale, softcap, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION,
+                max_distance, scale, softcap,
+                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION,
             )  # fmt: skip
             p = tl.exp2(score - base[:, None]) * factor[:, None]
             p = tl.where(score == float("-inf"), -1.0, tl.where(p == p, p, 0.0))

@@ -18,7 +18,7 @@ from flexmask._torch import computed_once
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.visibility import num_blocks
-from flexmask.kernels.softcap import soft_capped
+from flexmask.kernels.scores import soft_capped
 
 BLOCKS_PER_PROGRAM = 16
 # what a program may have of shared memory on the consumer GPUs (compute capability 8.6, 8.9, 12.0), the least of NVIDIA's
