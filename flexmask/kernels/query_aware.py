@@ -19,14 +19,14 @@ _COLUMNS = 64
 def _scores(
     q, k_means, columns, keys, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len, max_distance,
     scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
     """Pooled scores of a tile in powers of two; -inf where the query block sees nothing of the key block."""
     exists = columns < num_kv_blocks
     k = tl.load(
         k_means + columns[None, :] * HEAD_DIM + dims[:, None], mask=exists[None, :] & (dims < HEAD_DIM)[:, None], other=0.0
     )
-    score = tl.dot(q, k, input_precision=PRECISION) * scale
+    score = tl.dot(q, k, input_precision="tf32x3" if HAS_TF32 else "ieee") * scale
     if HAS_SOFTCAP:
         score = soft_capped(score, softcap)
     last_valid_key = tl.load(keys + columns, mask=exists, other=0)[None, :]
@@ -63,7 +63,7 @@ def _pooled_map_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_TF32: tl.constexpr,
 ):
     # compilers hand Python's floats over in float64
     scale = tl.cast(scale, tl.float32)
@@ -97,7 +97,7 @@ def _pooled_map_kernel(
             score = _scores(
                 q, key_means, columns, key_edges, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len,
                 max_distance, scale, softcap,
-                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION,
+                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             higher = tl.maximum(highest, tl.max(score, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -111,7 +111,7 @@ def _pooled_map_kernel(
             score = _scores(
                 q, key_means, columns, key_edges, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len,
                 max_distance, scale, softcap,
-                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION,
+                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             p = tl.exp2(score - base[:, None]) * factor[:, None]
             p = tl.where(score == float("-inf"), -1.0, tl.where(p == p, p, 0.0))
@@ -181,7 +181,7 @@ def pooled_map(
         COLUMNS=_COLUMNS,
         HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; AMD's GPUs have none
-        PRECISION="tf32x3" if torch.version.hip is None else "ieee",
+        HAS_TF32=torch.version.hip is None,
         num_warps=4,
         # a second buffer of keys does not fit into the shared memory of consumer GPUs
         num_stages=2 if padded_dim <= 128 else 1,
