@@ -7,7 +7,6 @@ little. Inside somebody else's ``torch.compile`` the plain search is traced and 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import fields
 from typing import Any
@@ -65,7 +64,9 @@ def _run(
     run = compiled(kernel_search if by_kernels else plain_search, config, *where, *shape, *given, launched=by_kernels)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
     dynamic = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, *inputs[3:6], mask, inputs.offset)
-    with contextlib.nullcontext() if by_kernels else without_tf32():  # our kernels have no such products
+    # Triton launches on the current device where nothing compiles around it; our kernels have no products that TF32 changes
+    surroundings: Any = torch.cuda.device(query.device) if by_kernels else without_tf32()
+    with surroundings:
         result: SearchResult = run(dynamic, config, gamma, tau, with_stats, with_keep)
         return result
 

@@ -70,6 +70,34 @@ def test_compiled_search_equals_the_reference_on_cuda(cuda, fixed):
     assert drawn.sparse > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+def test_kernels_run_where_query_is(stance):
+    query, key = structured_inputs(torch.Generator().manual_seed(8), 1, 4, 2, 300, 300, 64)
+    case = Case(query, key, FlexPrefillConfig(0.8, 0.3, block_size=32, min_budget=32))
+    torch.cuda.set_device(0)
+    with torch.compiler.set_stance(stance):
+        result = case.to(torch.device("cuda", 1)).search()
+    assert result.lists[0].device == torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    assert_well_formed(result)
+    assert_same_blocks(result, case.reference())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_wide_heads_fit_into_shared_memory(cuda, head_dim, dtype):
+    query, key = (x.to(dtype) for x in structured_inputs(torch.Generator().manual_seed(9), 1, 4, 2, 900, 900, head_dim))
+    for block_size in (64, 128, 256):
+        case = Case(query, key, FlexPrefillConfig(0.8, 0.3, block_size=block_size, min_budget=block_size))
+        with torch.compiler.set_stance("force_eager"):
+            result = case.to(cuda).search()
+        assert_well_formed(result)
+        assert_same_blocks(result, case.reference())
+
+
 def poison():
     """What the next tensors on the GPU are allocated from holds NaN, to a kernel's eye: compiled code fills nothing by itself."""
     gc.collect()

@@ -35,7 +35,7 @@ def _lists_kernel(
     num_q_blocks,
     num_kv_blocks,
     kv_len,
-    far,
+    max_distance,
     window,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -68,7 +68,7 @@ def _lists_kernel(
         exists = column < to
         last_valid_key = tl.load(key_edges + column, mask=exists, other=0)
         last_key = tl.minimum(column * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
-        visible = sees(column, own_first, own_last, first_valid_row, last_valid_key, last_key, far) & exists
+        visible = sees(column, own_first, own_last, first_valid_row, last_valid_key, last_key, max_distance) & exists
         first_visible = tl.minimum(first_visible, tl.min(tl.where(visible, column, num_kv_blocks), 0))
         on = tl.load(vertical + column, mask=exists, other=0) != 0
         on = on | (tl.load(slash + first_diagonal - column, mask=column <= first_diagonal, other=0) != 0)

@@ -1,4 +1,8 @@
-"""Pattern and kept lines of each head in one launch: the twin of `flexmask.plain.pattern` and of `kept_lines`."""
+"""Triton kernels for the pattern of each head: the twin of `flexmask.plain.pattern`.
+
+The estimate's softmax, its distance and the top-p of either family of lines (`kept_lines` of `flexmask.plain.vertical_slash`) are
+one launch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
 from flexmask.config import FlexPrefillConfig
-from flexmask.kernels.softcap import soft_capped
+from flexmask.kernels.scores import soft_capped
 from flexmask.kernels.top_p import keep_top_p
 
 
@@ -22,6 +26,90 @@ class Lines(NamedTuple):
     distance: Tensor  # (batch, num_heads) float32
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
     number: Tensor  # (2, batch, num_heads) int64: how many of either
+
+
+@triton.jit
+def _estimate_kernel(
+    query,  # (batch, num_heads, q_len, head_dim), any strides
+    key_means,  # (batch, num_kv_heads, num_kv_blocks, head_dim) float32
+    rows,  # (batch or 1, 1 + block_size) int32, from packed_rows
+    last_valid_key,  # (batch or 1, num_kv_blocks) int32
+    estimate,  # (batch, num_heads, num_kv_blocks) float32
+    rows_stride,
+    keys_stride,
+    query_stride_batch,
+    query_stride_head,
+    query_stride_token,
+    query_stride_dim,
+    num_heads,
+    num_kv_blocks,
+    max_distance,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    batch = head // num_heads
+    dims = tl.arange(0, PADDED_DIM)
+    queries = query + batch * query_stride_batch + (head % num_heads) * query_stride_head
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    last_key = tl.load(last_valid_key + batch * keys_stride + block, mask=block < num_kv_blocks, other=0)[:, None]
+    first_position = tl.load(rows + batch * rows_stride)
+    total = tl.zeros([PADDED_DIM], tl.float32)
+    seen = tl.zeros([TILE], tl.int32)
+    num_rows = 0
+    for start in tl.static_range(0, BLOCK_SIZE, ROWS):
+        row = tl.load(rows + batch * rows_stride + 1 + start + tl.arange(0, ROWS))
+        place = queries + row[:, None].to(tl.int64) * query_stride_token + dims[None, :].to(tl.int64) * query_stride_dim
+        q = tl.load(place, mask=(row >= 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        total += tl.sum(q.to(tl.float32), 0)
+        num_rows += tl.sum((row >= 0).to(tl.int32), 0)
+        # a row sees its own key, and an earlier key block by its last valid key
+        position = (first_position + row)[None, :]
+        own = position // BLOCK_SIZE
+        sees = (block[:, None] == own) | ((block[:, None] < own) & (position - last_key < max_distance))
+        seen = tl.maximum(seen, tl.max((sees & (row >= 0)[None, :]).to(tl.int32), 1))
+    mean = total / tl.maximum(num_rows, 1).to(tl.float32)
+    key_head = batch * (num_heads // GROUPS) + (head % num_heads) // GROUPS
+    place = key_means + (key_head * num_kv_blocks + block)[:, None] * HEAD_DIM + dims[None, :]
+    k = tl.load(place, mask=(block < num_kv_blocks)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    score = tl.where(seen != 0, tl.sum(k * mean[None, :], 1), float("-inf"))
+    tl.store(estimate + head * num_kv_blocks + block, score, mask=block < num_kv_blocks)
+
+
+def estimated_scores(inputs: AttentionInputs, key_means: Tensor, rows: Tensor, last_valid_key: Tensor, block_size: int) -> Tensor:
+    """Unscaled scores of the mean representative row with the mean of each key block, (batch, num_heads, num_kv_blocks) float32.
+
+    -inf for key blocks of which no representative row sees anything. `last_valid_key` is (batch or 1, num_kv_blocks) int32 as in
+    `BlockEdges`; `key_means` is (batch, num_kv_heads, num_kv_blocks, head_dim) float32; `rows` as in `block_sums`.
+    """
+    query, kv_len, window = inputs.query, inputs.key.shape[2], inputs.window
+    batch, num_heads, _, head_dim = query.shape
+    num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
+    estimate = key_means.new_empty((batch, num_heads, blocks))
+    _estimate_kernel[(triton.cdiv(blocks, 32), batch * num_heads)](
+        query,
+        key_means,
+        rows,
+        last_valid_key,
+        estimate,
+        1 + block_size if rows.shape[0] > 1 else 0,
+        blocks if last_valid_key.shape[0] > 1 else 0,
+        *query.stride(),
+        num_heads,
+        blocks,
+        kv_len if window is None else min(window, kv_len),
+        HEAD_DIM=head_dim,
+        PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        ROWS=min(64, block_size & -block_size),
+        GROUPS=num_heads // num_kv_heads,
+        TILE=32,
+    )
+    return estimate
 
 
 @triton.jit
@@ -46,7 +134,7 @@ def _relative_entropy(p, q):
 @triton.jit
 def _pattern_kernel(
     estimate,  # (batch, num_heads, num_kv_blocks) float32: unscaled scores; -inf: no pattern row sees any of the block
-    attended,  # (batch, num_heads, num_kv_blocks) float32: V of the pattern rows; -1: no candidate
+    vertical,  # (batch, num_heads, num_kv_blocks) float32: V of the pattern rows; -1: no candidate
     rows,  # (batch or 1, 1 + block_size) int32: an offset, then the pattern rows, -1 where not taken
     key_count,  # (batch or 1, num_kv_blocks) int32
     lines,  # (2, batch, num_heads, num_kv_blocks) float32; -1: no candidate
@@ -77,7 +165,7 @@ def _pattern_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
     slot = tl.arange(0, PADDED_SIZE)
-    num_taken = tl.sum((tl.load(rows + batch * rows_stride + 1 + slot, mask=slot < BLOCK_SIZE, other=-1) >= 0).to(tl.int32), 0)
+    num_rows = tl.sum((tl.load(rows + batch * rows_stride + 1 + slot, mask=slot < BLOCK_SIZE, other=-1) >= 0).to(tl.int32), 0)
 
     scores = estimate + head * num_kv_blocks
     row_count = key_count + batch * block_stride
@@ -97,14 +185,14 @@ def _pattern_kernel(
         block = start + lane
         score = _weighted_scores(scores, row_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
         estimated = tl.exp(score - base) / total
-        held = tl.load(attended + head * num_kv_blocks + block, mask=block < num_kv_blocks, other=0.0)
-        held = tl.where(held < 0, 0.0, held)
-        middle = (estimated + held) / 2
-        divergence += _relative_entropy(estimated, middle) + _relative_entropy(held, middle)
+        true = tl.load(vertical + head * num_kv_blocks + block, mask=block < num_kv_blocks, other=0.0)
+        true = tl.where(true < 0, 0.0, true)
+        middle = (estimated + true) / 2
+        divergence += _relative_entropy(estimated, middle) + _relative_entropy(true, middle)
     jsd = tl.sum(divergence, 0) / 2
     # a comparison with NaN is false: it stays NaN, and the head is not query-aware
     d = tl.sqrt(tl.where(jsd < 0, 0.0, jsd))
-    query_aware = (d.to(tl.float64) < tl.load(tau)) & (num_taken > 0)
+    query_aware = (d.to(tl.float64) < tl.load(tau)) & (num_rows > 0)
     if family == 0:
         tl.store(is_query_aware + head, query_aware)
         tl.store(distance + head, d)
@@ -117,7 +205,7 @@ def _pattern_kernel(
 
 def pattern_and_lines(
     estimate: Tensor,
-    attended: Tensor,
+    vertical: Tensor,
     rows: Tensor,
     key_count: Tensor,
     lines: Tensor,
@@ -134,7 +222,7 @@ def pattern_and_lines(
     ----------
     estimate
         (batch, num_heads, num_kv_blocks) float32, from `estimated_scores` of the pattern rows.
-    attended
+    vertical
         (batch, num_heads, num_kv_blocks) float32: V of the pattern rows.
     rows
         (batch or 1, 1 + block_size) int32: the pattern rows, from `packed_rows`.
@@ -156,7 +244,7 @@ def pattern_and_lines(
     count = lines.new_empty((2, batch, num_heads), dtype=torch.int64)
     _pattern_kernel[(2, heads)](
         estimate,
-        attended,
+        vertical,
         rows,
         key_count,
         lines,

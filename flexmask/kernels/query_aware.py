@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.kernels.softcap import soft_capped
+from flexmask.kernels.scores import soft_capped
 from flexmask.kernels.visibility import PackedEdges, row_edges, sees
 
 _ROWS = 16
@@ -16,23 +17,23 @@ _COLUMNS = 64
 
 @triton.jit
 def _scores(
-    q, k_means, columns, keys, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len, far, scale,
-    softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    q, k_means, columns, keys, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len, max_distance,
+    scale, softcap,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
     """Pooled scores of a tile in powers of two; -inf where the query block sees nothing of the key block."""
     exists = columns < num_kv_blocks
     k = tl.load(
         k_means + columns[None, :] * HEAD_DIM + dims[:, None], mask=exists[None, :] & (dims < HEAD_DIM)[:, None], other=0.0
     )
-    score = tl.dot(q, k, input_precision="tf32x3") * scale
+    score = tl.dot(q, k, input_precision="tf32x3" if HAS_TF32 else "ieee") * scale
     if HAS_SOFTCAP:
         score = soft_capped(score, softcap)
     last_valid_key = tl.load(keys + columns, mask=exists, other=0)[None, :]
     count = tl.load(keys + 2 * keys_stride + columns, mask=exists, other=0)
     score = score * 1.4426950408889634 + tl.log2(tl.maximum(count, 1).to(tl.float32))[None, :]
     last_key = tl.minimum(columns * BLOCK_SIZE + BLOCK_SIZE, kv_len)[None, :] - 1
-    visible = sees(columns[None, :], own_first, own_last, first_valid_row, last_valid_key, last_key, far)
+    visible = sees(columns[None, :], own_first, own_last, first_valid_row, last_valid_key, last_key, max_distance)
     return tl.where(visible & exists[None, :] & (count > 0)[None, :], score, float("-inf"))
 
 
@@ -52,7 +53,7 @@ def _pooled_map_kernel(
     num_q_blocks,
     num_kv_blocks,
     kv_len,
-    far,
+    max_distance,
     scale,
     softcap,
     HEAD_DIM: tl.constexpr,
@@ -62,6 +63,7 @@ def _pooled_map_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_TF32: tl.constexpr,
 ):
     # compilers hand Python's floats over in float64
     scale = tl.cast(scale, tl.float32)
@@ -94,7 +96,8 @@ def _pooled_map_kernel(
             columns = start + tl.arange(0, COLUMNS)
             score = _scores(
                 q, key_means, columns, key_edges, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len,
-                far, scale, softcap, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP,
+                max_distance, scale, softcap,
+                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             higher = tl.maximum(highest, tl.max(score, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -107,7 +110,8 @@ def _pooled_map_kernel(
             columns = start + tl.arange(0, COLUMNS)
             score = _scores(
                 q, key_means, columns, key_edges, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len,
-                far, scale, softcap, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP,
+                max_distance, scale, softcap,
+                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             p = tl.exp2(score - base[:, None]) * factor[:, None]
             p = tl.where(score == float("-inf"), -1.0, tl.where(p == p, p, 0.0))
@@ -150,6 +154,7 @@ def pooled_map(
     num_kv_heads, num_kv_blocks = k_means.shape[1], k_means.shape[2]
     values = q_means.new_empty((batch, num_heads, num_q_blocks, num_kv_blocks))
     shared = edges.rows.shape[1] == 1
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
     _pooled_map_kernel[(triton.cdiv(num_q_blocks, _ROWS), batch * num_heads)](
         q_means,
         k_means,
@@ -169,13 +174,16 @@ def pooled_map(
         scale,
         1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim,
-        PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
+        PADDED_DIM=padded_dim,
         BLOCK_SIZE=block_size,
         GROUPS=num_heads // num_kv_heads,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         HAS_SOFTCAP=softcap is not None,
+        # three products in TF32 are as exact as one in float32, and faster; AMD's GPUs have none
+        HAS_TF32=torch.version.hip is None,
         num_warps=4,
-        num_stages=2,
+        # a second buffer of keys does not fit into the shared memory of consumer GPUs
+        num_stages=2 if padded_dim <= 128 else 1,
     )
     return values

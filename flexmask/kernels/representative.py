@@ -18,9 +18,11 @@ from flexmask._torch import computed_once
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.visibility import num_blocks
-from flexmask.kernels.softcap import soft_capped
+from flexmask.kernels.scores import soft_capped
 
 BLOCKS_PER_PROGRAM = 16
+# what a program may have of shared memory on the consumer GPUs (compute capability 8.6, 8.9, 12.0), the least of NVIDIA's
+_SHARED_MEMORY = 101_376
 
 
 def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
@@ -77,6 +79,7 @@ def _block_sums_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PADDED: tl.constexpr,
+    ONE_STORE: tl.constexpr,
 ):
     # compilers hand Python's floats over in float64
     scale = tl.cast(scale, tl.float32)
@@ -150,19 +153,42 @@ def _block_sums_kernel(
             highest = higher
         # the mean lead is after - before
         before = tl.maximum(after - (row_phase * total - by_phase), 0.0)
-        # one store of neighbours: of four, each would be laid out anew
-        four = tl.join(tl.join(highest, after / BLOCK_SIZE), tl.join(total, before / BLOCK_SIZE))
         place = ((head * num_kv_blocks + block) * BLOCK_SIZE + slot) * 4
-        tl.store(
-            sums + place[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
-            four,
-        )
+        if ONE_STORE:
+            # of four stores, each would convert the layout of its values
+            four = tl.join(tl.join(highest, after / BLOCK_SIZE), tl.join(total, before / BLOCK_SIZE))
+            tl.store(
+                sums + place[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
+                four,
+            )
+        else:
+            tl.store(sums + place, highest)
+            tl.store(sums + place + 1, total)
+            tl.store(sums + place + 2, after / BLOCK_SIZE)
+            tl.store(sums + place + 3, before / BLOCK_SIZE)
         higher = tl.maximum(chunk_highest, highest)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         chunk_total = chunk_total * tl.exp2(chunk_highest - base) + total * tl.exp2(highest - base)
         chunk_highest = higher
     place = ((head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_SIZE + slot) * 2
-    tl.store(chunks + place[:, None] + tl.arange(0, 2)[None, :], tl.join(chunk_highest, chunk_total))
+    if ONE_STORE:
+        tl.store(chunks + place[:, None] + tl.arange(0, 2)[None, :], tl.join(chunk_highest, chunk_total))
+    else:
+        tl.store(chunks + place, chunk_highest)
+        tl.store(chunks + place + 1, chunk_total)
+
+
+def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int) -> int:
+    """Stages of the loop over key blocks: three, or as many as fit into shared memory.
+
+    The loop over the tiles of a key block is unrolled, and Triton buffers each of its loads apart: every stage but one takes the
+    keys of a whole block. The number of stages changes no result, so that one rule does for all GPUs of a kind.
+    """
+    if torch.version.hip is not None:
+        return 1  # 64 KiB of shared memory
+    row = padded_dim * itemsize
+    stages = (_SHARED_MEMORY - tile * row - 2048) // (block_size * row) + 1
+    return max(1, min(3, stages))
 
 
 def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, block_size: int) -> BlockSums:
@@ -186,6 +212,7 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
     num_chunks = triton.cdiv(blocks, BLOCKS_PER_PROGRAM)
     chunks = query.new_empty(batch * num_heads * num_chunks * block_size * 2, dtype=torch.float32)
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
     grid = (groups * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
         query,
@@ -205,7 +232,7 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
         1.0 if softcap is None else softcap,
         kv_len if window is None else window,
         HEAD_DIM=head_dim,
-        PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
+        PADDED_DIM=padded_dim,
         BLOCK_SIZE=block_size,
         TILE=tile,
         KEYS=min(64, tile),
@@ -214,6 +241,9 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
         PADDED=key_valid is not None,
+        # Triton's layouts of matrix products on RDNA GPUs do not convert to that of the joined values
+        ONE_STORE=torch.version.hip is None,
         num_warps=8 if tile == 128 else 4,
+        num_stages=_pipeline_stages(block_size, tile, padded_dim, query.element_size()),
     )
     return BlockSums(sums, chunks)

@@ -16,8 +16,7 @@ from flexmask.base.search_result import BlockLists, SearchResult
 from flexmask.base.visibility import Tokens, block_visibility, token_validity
 from flexmask.config import FlexPrefillConfig
 from flexmask.kernels.block_lists import block_lists
-from flexmask.kernels.estimate import estimated_scores
-from flexmask.kernels.pattern import Lines, pattern_and_lines
+from flexmask.kernels.pattern import Lines, estimated_scores, pattern_and_lines
 from flexmask.kernels.pooling import block_means
 from flexmask.kernels.query_aware import pooled_map
 from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
@@ -114,12 +113,12 @@ def _statistics(
     rows, sums, norms = mass.rows, mass.sums, mass.norms
     q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)
-    held = torch.where(keep.gather(2, q_block), by_row.mT, 0.0).sum((-2, -1))
+    kept_mass = torch.where(keep.gather(2, q_block), by_row.mT, 0.0).sum((-2, -1))
     return (
         decided.is_query_aware,
         decided.distance,
         keep.sum((-2, -1)) / visible.sum((-2, -1)).clamp(min=1)[:, None],
         decided.number[0].clone(),  # an operator's results must not share memory
         decided.number[1].clone(),
-        held / rows.taken.sum(-1).clamp(min=1)[:, None],
+        kept_mass / rows.taken.sum(-1).clamp(min=1)[:, None],
     )

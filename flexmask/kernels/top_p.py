@@ -1,6 +1,6 @@
-"""The fewest candidates that reach a goal, found without a sort: the Triton side of `flexmask.plain.top_p` for one row.
+"""Top-p without a sort: the Triton side of `flexmask.plain.top_p` for one row.
 
-The fewest entries whose sum reaches a goal are those at or above some value, and non-negative floats order as their bit patterns
+The heaviest entries that just reach a sum are those at or above some value, and non-negative floats order as their bit patterns
 do. That value is found digit by digit: each pass sums the entries at or above 32 thresholds. A floor and a cap on the number of
 entries are part of the same question, since more entries can only help both.
 """
@@ -10,10 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+BITS = 30  # values up to 1.0 have the bit pattern 0x3F800000, below 2**30
+
 
 @triton.jit
 def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
-    """Keep the fewest candidates of a row that reach ``share`` of its sum, at most `cap`, at least `floor`; heaviest first.
+    """Top-p: keep the heaviest candidates of a row up to ``share`` of its sum; at most `cap`, at least `floor`.
 
     Parameters
     ----------
@@ -42,17 +44,17 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
     for digit_pass in tl.static_range(PASSES):
         step = 1 << (DIGIT_BITS * (PASSES - 1 - digit_pass))
         thresholds = low + digit * step
-        held = tl.zeros([DIGITS, TILE], tl.float32)
+        sums = tl.zeros([DIGITS, TILE], tl.float32)
         number = tl.zeros([DIGITS, TILE], tl.int32)
         for start in range(0, size, TILE):
             value, bits = _entries(values, start + lane, size)
             above = bits[None, :] >= thresholds[:, None]
-            held += tl.where(above, value[None, :], 0.0)
+            sums += tl.where(above, value[None, :], 0.0)
             number += above.to(tl.int32)
-        totals = tl.sum(held.to(tl.float64), 1)
+        totals = tl.sum(sums.to(tl.float64), 1)
         numbers = tl.sum(number, 1)
         if digit_pass == 0:
-            # the first threshold is 0: what it holds is everything
+            # the first threshold is 0: its sum is the total
             everything = tl.sum(tl.where(digit == 0, totals, 0.0), 0)
             goal = everything * share
             if share >= 1:
@@ -61,13 +63,13 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
         enough = ((totals >= goal) | (numbers >= cap)) & (numbers >= floor)
         low += tl.maximum(tl.sum(enough.to(tl.int32), 0) - 1, 0) * step
 
-    held_above = tl.zeros([TILE], tl.float32)
+    sum_above = tl.zeros([TILE], tl.float32)
     number_above = tl.zeros([TILE], tl.int32)
     for start in range(0, size, TILE):
         value, bits = _entries(values, start + lane, size)
-        held_above += tl.where(bits > low, value, 0.0)
+        sum_above += tl.where(bits > low, value, 0.0)
         number_above += (bits > low).to(tl.int32)
-    missing = missing_entries(low, goal - tl.sum(held_above.to(tl.float64), 0))
+    missing = missing_entries(low, goal - tl.sum(sum_above.to(tl.float64), 0))
     count = tl.sum(number_above, 0)
     missing = tl.maximum(tl.minimum(missing, cap - count), floor - count)
 
@@ -98,3 +100,15 @@ def missing_entries(bits, gap):
     number = tl.where(value > 0, tl.ceil(gap / tl.where(value > 0, value, 1.0)), 1e9)
     number = tl.where(gap <= 0, 0.0, number)
     return tl.minimum(tl.maximum(number, 0.0), 1e9).to(tl.int32)
+
+
+@triton.jit
+def refined_threshold(totals, goal, low, above, step, DIGITS: tl.constexpr):
+    """The highest threshold at or above which the goal is reached, and the sum of the entries above its digit.
+
+    `totals` are the sums at or above ``low + digit * step``, `above` is the sum from ``low + DIGITS * step`` on.
+    """
+    chosen = tl.maximum(tl.sum((totals >= goal).to(tl.int32), 0) - 1, 0)
+    if chosen < DIGITS - 1:
+        above = tl.sum(tl.where(tl.arange(0, DIGITS) == chosen + 1, totals, 0.0), 0)
+    return low + chosen * step, above

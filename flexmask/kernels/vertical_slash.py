@@ -57,7 +57,7 @@ def _lines_kernel(
     sums,
     base,
     factor,
-    rows,  # (batch or 1, 1 + block_size) int32, as above
+    rows,  # (batch or 1, 1 + block_size) int32, from packed_rows
     candidates,  # (2, batch or 1, num_kv_blocks) int32
     lines,  # (2, batch, num_heads, num_kv_blocks) float32
     rows_stride,
@@ -78,8 +78,8 @@ def _lines_kernel(
     row_base = tl.load(base + head * BLOCK_SIZE + slot, mask=exists, other=0.0)[None, :]
     row_factor = tl.load(factor + head * BLOCK_SIZE + slot, mask=exists, other=0.0)[None, :]
     row = tl.load(rows + batch * rows_stride + 1 + slot, mask=exists, other=-1)
-    num_taken = tl.maximum(tl.sum((row >= 0).to(tl.int32), 0), 1).to(tl.float32)
-    # what rows that are not taken hold is 0, wherever they stand
+    num_rows = tl.maximum(tl.sum((row >= 0).to(tl.int32), 0), 1).to(tl.float32)
+    # the sums of rows not taken are 0, whatever their block
     own = ((tl.load(rows + batch * rows_stride) + tl.maximum(row, 0)) // BLOCK_SIZE)[None, :]
 
     here = (line < num_kv_blocks) & exists[None, :]
@@ -109,10 +109,10 @@ def _lines_kernel(
     wanted = candidates + batch * candidates_stride_batch + index
     in_vertical = tl.load(wanted, mask=inside, other=0) != 0
     in_slash = tl.load(wanted + candidates_stride, mask=inside, other=0) != 0
-    tl.store(out, tl.where(in_vertical, vertical / num_taken, -1.0), mask=inside)
+    tl.store(out, tl.where(in_vertical, vertical / num_rows, -1.0), mask=inside)
     # a difference: what rounding leaves of nothing may be negative
     total = tl.maximum(tl.sum(slash, 1), 0.0)
-    tl.store(out + lines_stride, tl.where(in_slash, total / num_taken, -1.0), mask=inside)
+    tl.store(out + lines_stride, tl.where(in_slash, total / num_rows, -1.0), mask=inside)
 
 
 def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def row_edges(rows, stride, q_block, here):
 
 
 @triton.jit
-def sees(kv_block, own_first, own_last, first_valid_row, last_valid_key, last_key, far):
-    """Whether blocks of queries see blocks of keys; the arguments broadcast."""
+def sees(kv_block, own_first, own_last, first_valid_row, last_valid_key, last_key, max_distance):
+    """True for blocks of queries that see blocks of keys; the arguments broadcast."""
     stands_in = (kv_block == own_first) | (kv_block == own_last)
-    return stands_in | ((first_valid_row > last_key) & (first_valid_row - last_valid_key < far))
+    return stands_in | ((first_valid_row > last_key) & (first_valid_row - last_valid_key < max_distance))

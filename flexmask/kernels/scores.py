@@ -1,4 +1,4 @@
-"""Soft-capping in Triton: the counterpart of `flexmask.plain.pooling.capped`."""
+"""Soft-capping in Triton: the Triton side of `flexmask.base.scores.capped`."""
 
 from __future__ import annotations
 

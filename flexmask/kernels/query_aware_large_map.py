@@ -1,0 +1,206 @@
+"""Triton kernels for top-p over a pooled map too large for one program: a launch a digit.
+
+Each pass sums the entries at or above as many thresholds as a digit has values (`flexmask.kernels.top_p` says why). It has many
+programs a head, each for a chunk of the rows; the next pass picks the digit from the sums of the chunks. Sums are float32 within
+a group of rows and float64 beyond, in a fixed order, without atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexmask.kernels.top_p import BITS, missing_entries, refined_threshold
+from flexmask.kernels.visibility import PackedEdges
+
+TILE = 256
+
+
+@triton.jit
+def _chosen_digit(sums, gamma, head, step, is_first, DIGITS: tl.constexpr, CHUNKS: tl.constexpr):
+    """The threshold after the pass that wrote `sums`, the goal, and the sum of the entries above the threshold's digit.
+
+    `is_first`: that pass was the first, which left no threshold before it; its lowest is 0, whose sum is the total.
+    """
+    chunk = tl.arange(0, CHUNKS)
+    digit = tl.arange(0, DIGITS)
+    sums += head * (CHUNKS + 1) * DIGITS
+    totals = tl.sum(tl.load(sums + chunk[:, None] * DIGITS + digit[None, :]), 0)
+    everything = tl.sum(tl.where(digit == 0, totals, 0.0), 0)
+    state = sums + CHUNKS * DIGITS
+    low = tl.load(state, mask=is_first == 0, other=0.0).to(tl.int32)
+    goal = tl.load(state + 1, mask=is_first == 0, other=0.0)
+    above = tl.load(state + 2, mask=is_first == 0, other=0.0)
+    goal = tl.where(is_first, everything * tl.load(gamma), goal)
+    low, above = refined_threshold(totals, goal, low, above, step, DIGITS=DIGITS)
+    return low, goal, above
+
+
+@triton.jit
+def _digit_pass_kernel(
+    values,
+    active,
+    rows,
+    gamma,
+    # (heads, CHUNKS + 1, DIGITS) float64: the sums of the pass before; then threshold, goal and what is above, before that pass
+    sums,
+    new_sums,
+    digit_pass,  # a number, not a constant, so that all passes share what is compiled
+    rows_stride_batch,
+    num_heads,
+    num_q_blocks,
+    num_kv_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    PASSES: tl.constexpr,
+    DIGIT_BITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    DIGITS: tl.constexpr = 1 << DIGIT_BITS
+    chunk = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    if tl.load(active + head) != 0:
+        step = 1 << (DIGIT_BITS * (PASSES - 1 - digit_pass))
+        low = 0
+        if digit_pass > 0:
+            low, goal, above = _chosen_digit(sums, gamma, head, step << DIGIT_BITS, digit_pass == 1, DIGITS=DIGITS, CHUNKS=CHUNKS)
+            if chunk == 0:
+                new_state = new_sums + (head * (CHUNKS + 1) + CHUNKS) * DIGITS
+                tl.store(new_state, low.to(tl.float64))
+                tl.store(new_state + 1, goal)
+                tl.store(new_state + 2, above)
+        digit = tl.arange(0, DIGITS)
+        thresholds = low + digit * step
+        last_row = rows + (head // num_heads) * rows_stride_batch
+        totals = tl.zeros([DIGITS], tl.float64)
+        for deal in range(0, tl.cdiv(tl.cdiv(num_q_blocks, ROWS), CHUNKS)):
+            # groups of rows are dealt out to and fro, so that all chunks have long and short ones
+            first = (deal * CHUNKS + tl.where(deal % 2 == 0, chunk, CHUNKS - 1 - chunk)) * ROWS
+            if first < num_q_blocks:
+                row = first + tl.arange(0, ROWS)
+                end = tl.load(last_row + row, mask=row < num_q_blocks, other=0) // BLOCK_SIZE + 1
+                end = tl.where(row < num_q_blocks, end, 0)
+                line = values + (head * num_q_blocks + row) * num_kv_blocks
+                longest = tl.load(last_row + tl.minimum(first + ROWS, num_q_blocks) - 1) // BLOCK_SIZE + 1
+                group_sums = tl.zeros([DIGITS, COLUMNS], tl.float32)
+                for start in range(0, longest, COLUMNS):
+                    column = (start + tl.arange(0, COLUMNS))[None, :]
+                    value = tl.load(line[:, None] + column, mask=column < end[:, None], other=-1.0)
+                    bits = value.to(tl.int32, bitcast=True)
+                    group_sums += tl.sum(tl.where(bits[None, :, :] >= thresholds[:, None, None], value[None, :, :], 0.0), 1)
+                totals += tl.sum(group_sums, 1).to(tl.float64)
+        tl.store(new_sums + (head * (CHUNKS + 1) + chunk) * DIGITS + digit, totals)
+
+
+@triton.jit
+def _ties_kernel(
+    values,
+    active,
+    rows,
+    sums,
+    gamma,
+    choice,  # (heads, 2) int32: the threshold, and how many of the entries equal to it are kept
+    ties,  # (heads, num_q_blocks) int32: entries of each row equal to it
+    rows_stride_batch,
+    num_heads,
+    num_q_blocks,
+    num_kv_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    DIGITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0)
+    if tl.load(active + head) != 0:
+        low, goal, above = _chosen_digit(sums, gamma, head, 1, False, DIGITS=DIGITS, CHUNKS=CHUNKS)
+        if chunk == 0:
+            tl.store(choice + head * 2, low)
+            tl.store(choice + head * 2 + 1, tl.maximum(missing_entries(low, goal - above), 1))
+        last_row = rows + (head // num_heads) * rows_stride_batch
+        for row in range(chunk, num_q_blocks, CHUNKS):
+            to = tl.load(last_row + row) // BLOCK_SIZE + 1
+            tied = tl.zeros([TILE], tl.int32)
+            for start in range(0, to, TILE):
+                column = start + tl.arange(0, TILE)
+                value = tl.load(values + (head * num_q_blocks + row) * num_kv_blocks + column, mask=column < to, other=-1.0)
+                tied += (value.to(tl.int32, bitcast=True) == low).to(tl.int32)
+            tl.store(ties + head * num_q_blocks + row, tl.sum(tied, 0))
+
+
+@triton.jit
+def _chosen_kernel(
+    values,
+    active,
+    rows,
+    choice,
+    ties,
+    chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8
+    rows_stride_batch,
+    num_heads,
+    num_q_blocks,
+    num_kv_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    if tl.load(active + head) != 0:
+        low = tl.load(choice + head * 2)
+        missing = tl.load(choice + head * 2 + 1)
+        lane = tl.arange(0, TILE)
+        earlier = tl.zeros([TILE], tl.int32)
+        for start in range(0, row, TILE):
+            earlier += tl.load(ties + head * num_q_blocks + start + lane, mask=start + lane < row, other=0)
+        before = tl.sum(earlier, 0)
+        to = tl.load(rows + (head // num_heads) * rows_stride_batch + row) // BLOCK_SIZE + 1
+        line = (head * num_q_blocks + row) * num_kv_blocks
+        for start in range(0, to, TILE):
+            column = start + lane
+            value = tl.load(values + line + column, mask=column < to, other=-1.0)
+            bits = value.to(tl.int32, bitcast=True)
+            tied = (bits == low).to(tl.int32)
+            place = before + tl.cumsum(tied, 0) - tied
+            keep = (bits > low) | ((tied != 0) & (place < missing))
+            tl.store(chosen + line + column, keep.to(tl.int8), mask=column < to)
+            before += tl.sum(tied, 0)
+
+
+def large_map_top_p(
+    values: Tensor,
+    active: Tensor,
+    edges: PackedEdges,
+    gamma: Tensor,
+    chosen: Tensor,
+    block_size: int,
+    digit_bits: int,
+    chunks: int,
+) -> None:
+    """Write `top_p_map`'s result into `chosen`, in passes of `digit_bits` bits over `chunks` chunks of rows.
+
+    Eight arguments: those of `top_p_map`, and how it splits the work.
+    """
+    batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
+    heads = batch * num_heads
+    sizes = (num_q_blocks if edges.rows.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
+    passes, digits = BITS // digit_bits, 1 << digit_bits
+    sums = gamma  # a first pass does not read it
+    for digit_pass in range(passes):
+        new_sums = values.new_empty((heads, chunks + 1, digits), dtype=torch.float64)
+        _digit_pass_kernel[(chunks, heads)](
+            values, active, edges.rows, gamma, sums, new_sums, digit_pass, *sizes,
+            BLOCK_SIZE=block_size, PASSES=passes, DIGIT_BITS=digit_bits, CHUNKS=chunks, ROWS=8, COLUMNS=128,
+        )  # fmt: skip
+        sums = new_sums
+    choice = values.new_empty((heads, 2), dtype=torch.int32)
+    ties = values.new_empty((heads, num_q_blocks), dtype=torch.int32)
+    _ties_kernel[(chunks, heads)](
+        values, active, edges.rows, sums, gamma, choice, ties, *sizes,
+        BLOCK_SIZE=block_size, DIGITS=digits, CHUNKS=chunks, TILE=TILE,
+    )  # fmt: skip
+    _chosen_kernel[(num_q_blocks, heads)](
+        values, active, edges.rows, choice, ties, chosen, *sizes, BLOCK_SIZE=block_size, TILE=TILE, num_warps=2
+    )

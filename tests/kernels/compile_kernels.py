@@ -1,0 +1,144 @@
+"""Compile the kernels for GPUs that need not be there, and report the shared memory that each takes.
+
+``python -m tests.kernels.compile_kernels tight|choice|all TARGET...`` in a process without the interpreter. "choice" compiles
+every kernel, for a few problems; "tight" only those that hold tiles of keys, where they come closest to a limit; "all" those for
+every head_dim, block size and dtype. Writes a line of JSON for each kernel and its compile-time constants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.config import FlexPrefillConfig
+from flexmask.kernels import query_aware_top_p
+from flexmask.kernels.search import search
+
+# entries up to which a pooled map is small, and up to which it is medium
+MAPS = {"small": (128 * 128, 256 * 256), "medium": (0, 256 * 256), "large": (0, 0)}
+NAMES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+class Problem(NamedTuple):
+    """What the host chooses kernels and constants by."""
+
+    head_dim: int = 64
+    block_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    rich: bool = False  # with padding, window, soft cap and a largest budget
+    map_size: str = "small"
+
+
+class Variant(NamedTuple):
+    """A kernel as Triton would compile it."""
+
+    kernel: JITFunction
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int], list[list[Any]]]
+    options: dict[str, Any]
+
+
+# the kernels that hold tiles of keys, and the problems that bring them closest to a limit
+WITH_TILES = ("_block_sums_kernel", "_pooled_map_kernel")
+TIGHT = [Problem(128, 128, rich=True), Problem(256, 128), Problem(256, 64, torch.float32)]
+# every kernel, and dims that are no power of two
+CHOICE = [Problem(rich=True), Problem(map_size="medium"), Problem(map_size="large"), Problem(80, 128), *TIGHT, Problem(128, 256)]
+ALL = [
+    Problem(*sizes) for sizes in itertools.product((256, 128, 64, 192, 96, 80), (64, 128, 256), (torch.bfloat16, torch.float32))
+]
+
+
+def launched(problem: Problem) -> dict[str, Variant]:
+    """Every kernel that a search of `problem` launches, by all that tells one compilation from another."""
+    found = {}
+
+    def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: Any, **keywords: Any) -> None:
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+        options = {name: value for name, value in keywords.items() if name not in kernel.arg_names}
+        variant = Variant(kernel, {}, {}, {}, options)
+        for index, parameter in enumerate(kernel.params):
+            name, value = parameter.name, given[parameter.name]
+            variant.signature[name] = "i32"
+            if isinstance(value, torch.Tensor):
+                variant.signature[name] = "*" + NAMES[value.dtype]
+            elif isinstance(value, float):
+                variant.signature[name] = "fp64"  # as compilers hand them over, which the interpreter does not notice
+            # Triton specializes on integers that are 1, and on those and addresses that are multiples of 16
+            if parameter.is_constexpr or (type(value) is int and value == 1):
+                variant.signature[name], variant.constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                variant.attributes[(index,)] = [["tt.divisibility", 16]]
+        found[f"{kernel.fn.__name__} {variant[1:]}"] = variant
+
+    JITFunction.run = record
+    query_aware_top_p.SMALL_MAP, query_aware_top_p.MEDIUM_MAP = MAPS[problem.map_size]
+    head_dim, block_size, dtype, rich, _ = problem
+    q_len, kv_len = 1024, 2048 if rich else 1024
+    query, key = torch.empty(2, 4, q_len, head_dim, dtype=dtype), torch.empty(2, 2, kv_len, head_dim, dtype=dtype)
+    scores = (0.1, 3.0, 500, torch.ones(2, kv_len, dtype=torch.bool)) if rich else (0.1,)
+    most = 3 * block_size if rich else None
+    number = torch.tensor(0.5, dtype=torch.float64)
+    for rule in ("flatten", "per_query"):
+        config = FlexPrefillConfig(0.5, 0.5, block_size=block_size, min_budget=block_size, max_budget=most, query_aware=rule)
+        search(AttentionInputs(query, key, None, *scores), config, number, number, False, rich)
+    return found
+
+
+def shared_memory(variant: Variant, target: str) -> int:
+    """Bytes of shared memory of a kernel, from Triton's stages up to the one that lays it out."""
+    name, arch = target.split("_") if "_" in target else ("", target)
+    gpu = GPUTarget("cuda", int(arch), 32) if name else GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+    source, backend = ASTSource(*variant[:4]), make_backend(gpu)
+    options = backend.parse_options(dict(variant.options))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    module = source.make_ir(gpu, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    metadata = {"target": gpu, **options.__dict__}
+    for stage in ("ttir", "ttgir", "llir"):
+        module = stages[stage](module, metadata)
+    return int(metadata["shared"])
+
+
+def main(targets: list[str], which: str) -> None:
+    for target in targets:
+        torch.version.hip = "6.4" if target.startswith("gfx") else None
+        done = set()
+        for problem in {"tight": TIGHT, "choice": CHOICE, "all": ALL}[which]:
+            for name, variant in launched(problem).items():
+                kernel = variant.kernel.fn.__name__
+                if name in done or (which != "choice" and kernel not in WITH_TILES):
+                    continue
+                done.add(name)
+                result = {"target": target, "kernel": kernel, "problem": str(problem), "shared": None, "error": None}
+                try:
+                    result["shared"] = shared_memory(variant, target)
+                except Exception as error:
+                    result["error"] = repr(error)
+                print("compiled " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:], sys.argv[1])

@@ -1,0 +1,37 @@
+"""Tensors for tests of single kernels, on the GPU if there is one, elsewhere for Triton's interpreter.
+
+`tests/conftest.py` switches the interpreter on where there is no GPU. It has no bfloat16 arithmetic: that is for GPUs only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.visibility import Tokens, token_validity
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,)
+LAYOUTS = ("transposed", "stepped", "expanded")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def float64(x: float) -> Tensor:
+    return torch.full((), x, dtype=torch.float64, device=DEVICE)
+
+
+def tokens_of(batch: int, q_len: int, kv_len: int, padded: bool) -> Tokens:
+    mask = (torch.rand(batch, kv_len, generator=torch.Generator().manual_seed(2)) < 0.7).to(DEVICE) if padded else None
+    return token_validity(q_len, kv_len, None, mask, torch.empty(batch, 1, kv_len, 16, device=DEVICE))
+
+
+def in_layout(layout: str, batch: int, heads: int, length: int, head_dim: int, seed: int = 0) -> Tensor:
+    """(batch, heads, length, head_dim) with strides as callers bring them."""
+    if layout == "transposed":  # Hugging Face's: heads inside tokens
+        return normal(batch, length, heads, head_dim, seed=seed).transpose(1, 2)
+    if layout == "stepped":  # between all entries lie others
+        return normal(2 * batch, 2 * heads, 3 * length, 2 * head_dim, seed=seed)[::2, 1::2, ::3, 1::2]
+    return normal(1, 1, length, head_dim, seed=seed).expand(batch, heads, -1, -1)

@@ -1,0 +1,49 @@
+"""Every kernel compiles, and fits into shared memory, for GPUs that need not be there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+# shared memory that a program may have, in bytes; gfx names are AMD's
+LIMITS = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_120": 101_376,
+    "gfx942": 65_536,
+    "gfx1100": 65_536,
+}
+
+
+def compiled(tmp_path: Path, which: str, *targets: str) -> set[str]:
+    """Names of the kernels compiled, none of which failed or took too much memory."""
+    # the interpreter compiles nothing
+    surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.kernels.compile_kernels", which, *targets]
+    run = subprocess.run(command, capture_output=True, text=True, env=surroundings, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    results = [json.loads(line.removeprefix("compiled ")) for line in run.stdout.splitlines() if line.startswith("compiled ")]
+    assert {result["target"] for result in results} == set(targets)
+    for result in results:
+        assert result["error"] is None, result
+        assert result["shared"] <= LIMITS[result["target"]], result
+    return {result["kernel"] for result in results}
+
+
+def test_tiles_of_keys_fit_into_the_least_shared_memory(tmp_path):
+    assert compiled(tmp_path, "tight", "sm_86", "gfx942") == {"_block_sums_kernel", "_pooled_map_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", LIMITS)
+def test_every_kernel_compiles(target, tmp_path):
+    assert len(compiled(tmp_path, "choice", target)) == 13

@@ -1,0 +1,130 @@
+"""The estimate, the pattern and the kept lines by kernels, against the plain steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.representative_rows import representative_rows
+from flexmask.base.scores import masked_softmax
+from flexmask.base.visibility import blocks_seen_by_rows
+from flexmask.config import FlexPrefillConfig
+from flexmask.plain.pattern import jensen_shannon_distance
+from flexmask.plain.pooling import block_means
+from flexmask.plain.representative import take_rows
+from flexmask.plain.top_p import ranks, top_p_count
+from tests.kernels.support import DEVICE, HALF, LAYOUTS, float64, in_layout, normal, tokens_of
+
+pytest.importorskip("triton")
+
+from flexmask.kernels.pattern import estimated_scores, pattern_and_lines
+from flexmask.kernels.representative import packed_rows
+from flexmask.kernels.visibility import packed_edges
+
+
+def assert_scores_as_expected(query, key, tokens, block_size, window):
+    rows, edges = representative_rows("last", tokens, block_size), packed_edges(tokens, block_size, window)
+    means = block_means(key, tokens.key_valid, block_size)
+    inputs = AttentionInputs(query, key, None, query.shape[3] ** -0.5, None, window)
+    sees = (blocks_seen_by_rows(rows.position, tokens, block_size, window) & rows.taken.unsqueeze(-1)).any(-2)
+    mean_row = take_rows(query, rows).float().sum(2, keepdim=True) / rows.taken.sum(-1)[:, None, None, None]
+    scores = (mean_row @ means.repeat_interleave(query.shape[1] // key.shape[1], 1).mT).squeeze(2)
+    torch.testing.assert_close(
+        estimated_scores(inputs, means, packed_rows(rows, tokens.offset), edges.last_valid_key, block_size),
+        torch.where(sees[:, None], scores, float("-inf")),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+    return sees
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 2, 1, 70, 70, 16, 32),
+        (2, 2, 1, 50, 80, 48, 24),
+        (1, 2, 2, 100, 150, 64, 64),
+        (1, 1, 1, 130, 140, 128, 128),
+        (1, 1, 1, 1, 33, 256, 16),
+    ],
+    ids=lambda x: "x".join(map(str, x)),
+)
+def test_estimated_scores(shape, dtype):
+    batch, heads, kv_heads, q_len, kv_len, block_size, head_dim = shape
+    query = normal(batch, heads, q_len, head_dim).to(dtype)
+    key = normal(batch, kv_heads, kv_len, head_dim, seed=1).to(dtype)
+    assert_scores_as_expected(query, key, tokens_of(batch, q_len, kv_len, False), block_size, None)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_estimated_scores_within_a_window(padded):
+    query, key = normal(2, 2, 30, 16), normal(2, 1, 203, 16, seed=1)
+    tokens, seen = tokens_of(2, 30, 203, padded), set()
+    # a block more or less at a whole number of blocks plus where the rows begin: every window crosses that somewhere
+    for window in range(94, 114):
+        seen.add(int(assert_scores_as_expected(query, key, tokens, 16, window).sum()))
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_estimated_scores_of_any_layout(layout):
+    query = in_layout(layout, 2, 4, 40, 16)
+    assert not query.is_contiguous()
+    assert_scores_as_expected(query, normal(2, 2, 60, 16, seed=1), tokens_of(2, 40, 60, False), 16, None)
+
+
+@pytest.mark.parametrize("blocks", [1, 40, 300])
+@pytest.mark.parametrize(("gamma", "floor", "cap"), [(0.6, 0, None), (0.9, 5, None), (0.9, 0, 3), (1.0, 0, None), (1.0, 2, 7)])
+def test_pattern_and_lines(blocks, gamma, floor, cap):
+    heads = 6
+    lines = normal(2, 1, heads, blocks).softmax(-1)
+    lines[0, 0, 1] = 1 / blocks  # nothing but ties
+    lines[1, 0, 2] = lines[1, 0, 2].round(decimals=2)  # many ties, zeros among them
+    lines[:, 0, 3, 2:] = 0  # fewer than a floor may ask for
+    candidates = normal(2, 1, blocks, seed=1) < 1
+    candidates[..., 0] = True
+    values = torch.where(candidates.unsqueeze(2), lines, 0.0)
+    estimate = 2 * normal(1, heads, blocks, seed=3)
+    sees = normal(1, blocks, seed=4) < 1
+    sees[..., 0] = True
+    count = torch.full((1, blocks), 16, dtype=torch.int32, device=DEVICE)
+    count[..., -1] = 3
+    rows = torch.arange(-1, 16, device=DEVICE, dtype=torch.int32)[None]  # an offset goes first
+    tau = float64(0.5)
+    chosen = pattern_and_lines(
+        torch.where(sees[:, None], estimate, float("-inf")), values[0], rows, count,
+        torch.where(candidates.unsqueeze(2), lines, -1.0), float64(gamma), tau,
+        FlexPrefillConfig(block_size=16, min_budget=16 * floor, max_budget=None if cap is None else 16 * cap),
+        AttentionInputs(lines, lines, None, 0.7, 4.0),
+    )  # fmt: skip
+
+    scores = 4.0 * torch.tanh(0.7 * estimate / 4.0) + count.log()[:, None]
+    estimated = torch.where(sees[:, None], masked_softmax(scores, sees[:, None]), 0.0)
+    distance = jensen_shannon_distance(estimated, values[0])
+    torch.testing.assert_close(chosen.distance, distance, atol=1e-5, rtol=1e-5)
+    assert torch.equal(chosen.is_query_aware, distance.double() < tau)
+    available = candidates.sum(-1, keepdim=True)
+    number = available if gamma == 1 else top_p_count(values, candidates.unsqueeze(2), float64(gamma))
+    number = number.clamp(max=blocks if cap is None else cap)
+    number = torch.where(chosen.is_query_aware, 0, number).maximum(available.clamp(max=floor))
+    assert torch.equal(chosen.number, number)
+    assert torch.equal(chosen.kept.bool(), ranks(lines, candidates.unsqueeze(2)) < number.unsqueeze(-1))
+
+
+def test_a_row_of_padding_is_not_query_aware():
+    heads, blocks = 3, 5
+    lines, estimate = normal(2, 2, heads, blocks).softmax(-1), normal(2, heads, blocks, seed=1)
+    rows = torch.arange(-1, 16, device=DEVICE, dtype=torch.int32).expand(2, -1).clone()
+    rows[1, 1:] = -1
+    count = torch.tensor([[16, 16, 16, 16, 3], [5, 1, 16, 9, 2]], dtype=torch.int32, device=DEVICE)
+    chosen = pattern_and_lines(
+        estimate, lines[0], rows, count, lines, float64(0.6), float64(1.0), FlexPrefillConfig(block_size=16, min_budget=0),
+        AttentionInputs(lines, lines, None, 0.7),
+    )  # fmt: skip
+    estimated = (0.7 * estimate + count.log()[:, None]).softmax(-1)
+    torch.testing.assert_close(chosen.distance, jensen_shannon_distance(estimated, lines[0]), atol=1e-5, rtol=1e-5)
+    assert (chosen.distance < 1.0).all()
+    assert chosen.is_query_aware.tolist() == [[True] * heads, [False] * heads]
+    assert (chosen.number[:, 0] == 0).all() and (chosen.number[:, 1] > 0).all()
