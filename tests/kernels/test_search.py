@@ -54,11 +54,14 @@ def short_cases(draw):
 @pytest.fixture
 def _poisoned():
     """Memory that nothing was written to holds NaN, the largest number or True, so that reading it shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(100).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.empty(100).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @interpreted
@@ -191,7 +194,6 @@ print(len({name for name, _ in compiled}), len(compiled))
 """
 
 
-@pytest.mark.slow
 def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
     # compilers hand Python's floats over in float64, which the interpreter does not notice
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
