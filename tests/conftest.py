@@ -1,6 +1,6 @@
 """Settings for all tests: hypothesis without deadlines (a first call may compile), GPU tests only where there is a GPU.
 
-Tests run in any order and in several processes: each starts from the same random numbers and puts back what it sets for the process.
+Tests run in any order and in several processes: each starts from the same random numbers, and puts back what it sets globally.
 The results of the table of transformers' models come together here, from all workers.
 """
 
@@ -42,7 +42,9 @@ class _Cells:
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" and report.passed:
-            self.config.stash[_CELLS].update((tuple(cell), result) for name, (cell, result) in report.user_properties if name == _CELL)
+            self.config.stash[_CELLS].update(
+                (tuple(cell), result) for name, (cell, result) in report.user_properties if name == _CELL
+            )
 
     def pytest_sessionfinish(self, session):
         results = self.config.stash[_CELLS]
