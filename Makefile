@@ -8,7 +8,7 @@ VENV ?= .venv
 PYTHON ?= python3
 # what `make bench` measures for the report; none: the short benchmark
 PART ?=
-# more words for the command that a target runs, as in  make test ARGS="-k pooling"
+# more words for the command that a target runs, as in  make test ARGS="-k pooling"; they come last, so that ARGS="-n 0" or -m wins
 ARGS ?=
 
 ifeq ($(strip $(VENV)),)
@@ -20,7 +20,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all style format bench bench-report test-versions clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,12 +35,21 @@ install: $(READY) ## make VENV and install flexmask with what it is developed wi
 demo: $(READY) ## dense attention and FlexPrefill on a trained model: one table, one picture
 	$(RUN) -m bench.demo $(ARGS)
 
-# one pytest for the tests and for the examples in the docstrings; a module whose optional package is missing is skipped
-test: $(READY) ## the tests and the docstrings' examples, on CPU without network
-	$(RUN) -m pytest --doctest-modules --doctest-ignore-import-errors tests flexmask $(ARGS)
+# One pytest for the tests and for the examples in the docstrings; a module whose optional package is missing is skipped.
+# A worker a core, each with one thread: threads that wait for others spin, and the kernels of the tests are too small to share out.
+# The C++ that Inductor writes takes most of the time, and workers share it through Inductor's cache. `worksteal` gives each worker
+# neighbouring tests, which need the same kernels, and lets the one that is done first take over some of the other's.
+TESTS := -m pytest --doctest-modules --doctest-ignore-import-errors tests flexmask
+ON_CPU := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) $(TESTS) -n 2 --dist worksteal
 
-test-all: $(READY) ## every transformers model by cache, padding, prefill and call, on CPU; writes integrations/SUPPORT.md
-	$(RUN) -m pytest --all-cells tests/integrations/test_matrix.py $(ARGS)
+test: $(READY) ## the tests and the docstrings' examples but the slowest, on CPU without network
+	$(ON_CPU) -m "not slow" $(ARGS)
+
+test-all: $(READY) ## all tests, and every transformers model by cache, padding, prefill and call; writes integrations/SUPPORT.md
+	$(ON_CPU) --all-cells $(ARGS)
+
+test-gpu: $(READY) ## the tests that need a GPU, ten at a time; VENV= PYTHON=python3 takes a torch that is there
+	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 tests $(ARGS)
 
 style: $(READY) ## ruff and mypy, changing nothing
 	$(RUN) -m ruff check .

@@ -1,6 +1,11 @@
-"""Settings for all tests: hypothesis without deadlines (a first call may compile), GPU tests only where there is a GPU."""
+"""Settings for all tests: hypothesis without deadlines (a first call may compile), GPU tests only where there is a GPU.
+
+Tests run in any order and in several processes: each starts from the same random numbers, and puts back what it sets globally.
+The results of the table of transformers' models come together here, from all workers.
+"""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +21,51 @@ settings.register_profile(
 )
 settings.load_profile("flexmask")
 
+_CELLS = pytest.StashKey[dict]()
+_CELL = "cell of the table of transformers' models"
+
 
 def pytest_addoption(parser):
     parser.addoption("--all-cells", action="store_true", help="every cell of the table of transformers' models, not a choice")
+
+
+def pytest_configure(config):
+    config.stash[_CELLS] = {}
+    config.pluginmanager.register(_Cells(config), "cells")
+
+
+class _Cells:
+    """Collects the results of cells that passed, and writes the table once there is one of every cell."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            self.config.stash[_CELLS].update(
+                (tuple(cell), result) for name, (cell, result) in report.user_properties if name == _CELL
+            )
+
+    def pytest_sessionfinish(self, session):
+        results = self.config.stash[_CELLS]
+        if not (results and session.config.getoption("all_cells")):
+            return
+        from tests.integrations import cells, support
+
+        if results.keys() == set(cells.ALL_CELLS):
+            table = {cells.Cell(*cell): support.Result(*result) for cell, result in results.items()}
+            support.PATH.write_text(support.support_table(table), encoding="utf-8")
+
+
+@pytest.fixture
+def keep_result(request, cell):
+    """Note the result of the cell under test; it counts if the test passes."""
+
+    def keep(result):
+        # goes with the report from a worker to the process that collects
+        request.node.user_properties.append((_CELL, (list(cell), list(result))))
+
+    return keep
 
 
 def pytest_collection_modifyitems(items):
@@ -33,6 +80,31 @@ def pytest_collection_modifyitems(items):
 def device(request):
     """Each device in turn; the GPU's turn carries the mark `gpu`."""
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers():
+    """Torch's generators start alike in every test, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def matmul_precision():
+    """Switch TF32 on for float32 matmuls on CUDA, and ask for it; the settings are put back.
+
+    From torch 2.9 on there are two ways to set it. Once both were used, torch refuses to read or set the older one: tests use the
+    newer one alone, where there is one.
+    """
+    matmul = torch.backends.cuda.matmul
+    newer = hasattr(matmul, "fp32_precision")
+    name, on = ("fp32_precision", "tf32") if newer else ("allow_tf32", True)
+    holders = [torch.backends, matmul] if newer else [matmul]  # the first is the one that the second may inherit from
+    before = [getattr(holder, name) for holder in holders]
+    if newer and before[0] == before[1]:
+        before[1] = "none"  # inherited, or it might as well be
+    yield SimpleNamespace(newer=newer, use_tf32=lambda: setattr(matmul, name, on), is_tf32=lambda: getattr(matmul, name) == on)
+    for holder, value in zip(holders, before, strict=True):
+        setattr(holder, name, value)
 
 
 @pytest.fixture

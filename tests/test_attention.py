@@ -10,12 +10,12 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask
 from flexmask.flex.backend import flash_installed
-from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call, check
+from tests.attention_calls import SINKS, VARIANTS, call, check, marked
 from tests.comparisons import assert_same_attention
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("name", [pytest.param(x, marks=CPP_ERROR) if "padded chunk" in x else x for x in VARIANTS])
+@pytest.mark.parametrize("name", [marked(name) for name in VARIANTS])
 def test_is_dense_attention_under_the_mask(name):
     check(call(**VARIANTS[name]))
 

@@ -214,7 +214,6 @@ def test_targets_are_met_or_missed():
 
 
 @pytest.mark.attention
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a run on the GPU is what make bench is for")
 @pytest.mark.filterwarnings("default")
 def test_latency_part_runs_stops_and_goes_on(tmp_path, capsys):

@@ -76,7 +76,6 @@ def test_mask_has_no_mutation_that_a_compiler_must_undo():
 
 
 @pytest.mark.attention
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device"),
     [

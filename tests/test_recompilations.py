@@ -81,7 +81,6 @@ def test_attention_called_plainly_serves_all_lengths(padded):
 
 
 @pytest.mark.attention
-@pytest.mark.slow
 @CPP_ERROR
 def test_masks_in_a_compilation_of_the_user_serve_all_lengths():
     run = torch.compile(lambda *inputs: flex_attention(*inputs[:3], block_mask=inputs[3], enable_gqa=True), fullgraph=True)

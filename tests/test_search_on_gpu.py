@@ -154,33 +154,39 @@ def test_attention_reads_nothing_that_was_not_written(cuda):
 
 
 @pytest.mark.gpu
-def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, monkeypatch):
+def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, matmul_precision):
     """Where plain products choose the blocks; our kernels do not ask."""
     config = FlexPrefillConfig(0.8, 0.3, block_size=32, min_budget=32, selection="reference")
     query, key = structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 704, 704, 64)
     case = Case(query, key, config).to(cuda)
     keep = case.search().keep
     exact = query[0, 0].to(cuda) @ key[0, 0].to(cuda).mT
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    matmul_precision.use_tf32()
     assert not torch.equal(query[0, 0].to(cuda) @ key[0, 0].to(cuda).mT, exact)  # it is on
     assert torch.equal(case.search().keep, keep)
-    assert torch.backends.cuda.matmul.allow_tf32
+    assert matmul_precision.is_tf32()
 
 
 @pytest.mark.parametrize("generic", ["none", "tf32"])
-def test_tf32_is_put_back_as_it_was(generic):
-    """A precision that the program set for matrix products, or for everything, where the one of products is inherited."""
-    if not hasattr(torch.backends, "fp32_precision"):
+def test_tf32_is_put_back_as_it_was(generic, matmul_precision):
+    """A precision that the program set for matmuls, or for everything, where the one of matmuls is inherited."""
+    if not matmul_precision.newer:
         pytest.skip("this torch has no precision for everything")
     products = torch.backends.cuda.matmul
-    before = torch.backends.fp32_precision, products.fp32_precision
-    try:
-        torch.backends.fp32_precision, products.fp32_precision = generic, "none" if generic == "tf32" else "tf32"
-        assert products.fp32_precision == "tf32"
-        with without_tf32():
-            assert products.fp32_precision == "ieee"
-        assert products.fp32_precision == "tf32"
-        torch.backends.fp32_precision = "ieee"
-        assert products.fp32_precision == ("ieee" if generic == "tf32" else "tf32")
-    finally:
-        torch.backends.fp32_precision, products.fp32_precision = before
+    torch.backends.fp32_precision, products.fp32_precision = generic, "none" if generic == "tf32" else "tf32"
+    assert products.fp32_precision == "tf32"
+    with without_tf32():
+        assert products.fp32_precision == "ieee"
+    assert products.fp32_precision == "tf32"
+    torch.backends.fp32_precision = "ieee"
+    assert products.fp32_precision == ("ieee" if generic == "tf32" else "tf32")
+
+
+def test_tf32_is_put_back_as_it_was_by_the_older_setting(matmul_precision):
+    """The program of an older torch, which knows no other."""
+    if matmul_precision.newer:
+        pytest.skip("the newer setting must not be mixed with it")
+    matmul_precision.use_tf32()
+    with without_tf32():
+        assert not matmul_precision.is_tf32()
+    assert matmul_precision.is_tf32()

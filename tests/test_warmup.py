@@ -20,7 +20,6 @@ def call(length, device, chunked, padded, **options):
 
 
 @pytest.mark.attention
-@pytest.mark.slow
 @pytest.mark.parametrize(("chunked", "padded"), [(False, False), (True, True)])
 def test_no_call_compiles_after_it(device, chunked, padded, caplog, request):
     if padded and device.type == "cpu" and not CPU_TAKES_UNBACKED_SIZES:

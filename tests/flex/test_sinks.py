@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexmask import flexprefill_attention
-from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call
+from tests.attention_calls import ALONE, CPP_ERROR, SINKS, VARIANTS, call
 from tests.comparisons import assert_same_attention
 from tests.expected import expanded
 
@@ -25,7 +25,7 @@ def under_with_sinks(it, keep, sinks):
 WITH_SINKS = ["groups", "chunk inside a block", "window", "softcap"]
 WITH_SINKS_AND_PADDING = ["everything", "bfloat16, padded chunk"]
 SINKS_BY_DEVICE = [
-    *((name, "cpu") for name in WITH_SINKS),
+    *(pytest.param(name, "cpu", marks=[pytest.mark.slow] if name in ALONE else []) for name in WITH_SINKS),
     *(pytest.param(name, "cpu", marks=CPP_ERROR) for name in WITH_SINKS_AND_PADDING),
     *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in WITH_SINKS + WITH_SINKS_AND_PADDING),
 ]

@@ -20,7 +20,7 @@ from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, SPARSE, ma
 pytestmark = MARKS
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Mistral", marks=pytest.mark.slow)])
 def test_hooked_model_selects_and_others_do_not(tokens, family):
     model, other = (make_model(family, attn_implementation=name) for name in ("sdpa", "flex_attention"))
     stock_runs = RELEASE >= (4, 57)  # before, it asks for a log-sum-exp, which CPUs have not
@@ -46,6 +46,18 @@ def test_hooked_model_selects_and_others_do_not(tokens, family):
     if stock_runs:
         assert (model(tokens).logits - expected).abs().max() < 1e-4
     assert len(run.stats[0]) == 4
+
+
+def test_hooked_model_keeps_its_window(tokens):
+    model = make_model("Mistral", attn_implementation="sdpa")
+    expected = model(tokens).logits
+    model.set_attn_implementation("flex_attention")
+    run = flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
+    try:
+        assert (model(tokens).logits - expected).abs().max() < 1e-4
+        assert [calls[0].dense for calls in run.stats.values()] == [False, False]
+    finally:
+        flexmask_hf.unhook_flex_attention(model)
 
 
 def test_hooked_model_keeps_the_mask_of_hugging_face(tokens):

@@ -42,7 +42,6 @@ print(peak() - before, float(run.stats[0][-1].density.max()))
 
 
 @pytest.mark.attention
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_long_padded_prompt_stays_far_below_a_map_of_tokens():
     command = [sys.executable, "-c", CODE, str(TOKENS)]

@@ -49,6 +49,7 @@ def test_windows_below_the_break_even_stay_exact(tokens):
     assert run.stats[1][0].density.max() < 1
 
 
+@pytest.mark.slow  # a kernel for heads that come alone, as for the head groups of the core
 def test_masks_too_large_go_through_head_groups(model, tokens):
     mask = padded(tokens)
     with flexmask_hf.flexprefill(model, **SPARSE) as whole:

@@ -49,7 +49,6 @@ def tokens():
     return torch.randint(1, VOCABULARY, (2, 530), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path, tokens):
     model = FAMILIES["Llama"].make()
     results = results_of_two_processes(tmp_path, model, tokens, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})

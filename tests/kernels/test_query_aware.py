@@ -51,23 +51,29 @@ def test_pooled_map_and_its_top_p(q_len, kv_len, window, padded, gamma, map_size
     query_means = normal(2, heads, -(-q_len // size), head_dim)
     key_means = normal(2, 2, -(-kv_len // size), head_dim, seed=1)
     active = torch.tensor([[True, True, False, True], [True, False, True, True]], device=DEVICE)
-    inputs = AttentionInputs(query_means, torch.empty(2, 2, kv_len, 0), None, 0.5, 6.0, window)
-    values = pooled_map(query_means, key_means, active, edges, inputs, size)
-    visible = seen.visible.expand(2, -1, -1)[:, None].expand_as(values)
     count = valid_keys(tokens, size).expand(2, -1)
-    plain = masked_softmax(pooled_scores(query_means, key_means, count, 0.5, 6.0), visible)
+    scores = pooled_scores(query_means, key_means, count, 0.5, 6.0)
+    visible = seen.visible.expand(2, -1, -1)[:, None].expand_as(scores)
+    plain = masked_softmax(scores, visible)
     written = active[..., None, None] & visible
-    torch.testing.assert_close(values[written], plain[written], atol=1e-6, rtol=1e-5)
+    values = plain
+    # the kernels of the map and of its rows do not depend on the map's size: once is enough
+    if map_size == MAP_SIZES[0]:
+        inputs = AttentionInputs(query_means, torch.empty(2, 2, kv_len, 0), None, 0.5, 6.0, window)
+        values = pooled_map(query_means, key_means, active, edges, inputs, size)
+        torch.testing.assert_close(values[written], plain[written], atol=1e-6, rtol=1e-5)
 
     share = float64(gamma)
     values = torch.where(visible, values, -1.0)
     values[0, 1] = torch.where(visible[0, 1], 0.25, -1.0)  # nothing but ties
     values[1, 2] = torch.where(visible[1, 2], values[1, 2].round(decimals=1), -1.0)  # many ties, zeros among them
-    for got, expected in [
-        (top_p_map(values, active, edges, share, size), top_p(values.flatten(2), visible.flatten(2), share)),
-        (top_p_rows(values, active, edges, share, None, size), top_p(values, visible, share)),
-        (top_p_rows(values, active, edges, float64(1.0), 2, size), (ranks(values, visible) < 2) & visible),
-    ]:
+    pairs = [(top_p_map(values, active, edges, share, size), top_p(values.flatten(2), visible.flatten(2), share))]
+    if map_size == MAP_SIZES[0]:
+        pairs += [
+            (top_p_rows(values, active, edges, share, None, size), top_p(values, visible, share)),
+            (top_p_rows(values, active, edges, float64(1.0), 2, size), (ranks(values, visible) < 2) & visible),
+        ]
+    for got, expected in pairs:
         assert torch.equal((got != 0) & written, expected.view_as(values) & written)
 
 
@@ -87,16 +93,16 @@ def test_pooled_map_within_a_window(padded):
     assert len(visible_blocks) > 1
 
 
-@pytest.mark.parametrize(("q_blocks", "kv_blocks"), [(33, 65), (70, 70), (9, 300), (12, 135)])
+@pytest.mark.parametrize(("q_blocks", "kv_blocks"), [(33, 65), pytest.param(70, 70, marks=pytest.mark.slow), (9, 300), (12, 135)])
 # the last: a group of eight rows that ends in another tile of 128 columns than it begins
 def test_maps_of_all_sizes_give_the_same_blocks(q_blocks, kv_blocks, monkeypatch):
-    size, heads = 16, 4
+    size, heads = 16, 3
     tokens = tokens_of(1, q_blocks * size - 3, kv_blocks * size - 3, False)
     edges, visible = packed_edges(tokens, size, None), block_visibility(tokens, size, None).visible
     # of all magnitudes, so that every digit decides somewhere; in one head values of which many are equal
     values = (10 * normal(1, heads, q_blocks, kv_blocks)).where(visible, float("-inf")).softmax(-1)
     values[:, 2] = values[:, 2].round(decimals=2)
-    active = torch.tensor([[True, True, True, False]], device=DEVICE)
+    active = torch.tensor([[True, False, True]], device=DEVICE)
     for gamma in (0.05, 0.6, 0.99):
         chosen = []
         for map_size in MAP_SIZES:

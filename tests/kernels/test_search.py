@@ -50,11 +50,14 @@ def short_cases(draw):
 @pytest.fixture
 def _poisoned():
     """Memory that nothing was written to holds NaN, the largest number or True, so that reading it shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(100).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.empty(100).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @interpreted
