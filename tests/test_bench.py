@@ -257,7 +257,7 @@ def test_latency_part_runs_stops_and_goes_on(tmp_path, capsys):
     assert "run the same command again" in capsys.readouterr().out
     # sizes that change are symbolic from the first compilation on, which halves the number of compilations
     with torch._dynamo.config.patch(assume_static_by_default=False):
-        assert main(arguments) == 0
+        assert main([*arguments, "--minutes", "60"]) == 0  # however busy the machine is
     (path,) = tmp_path.glob("*.json")
     rows = json.loads(path.read_text())["parts"]["latency"]
     assert not [row for row in rows if "error" in row]
