@@ -27,7 +27,7 @@ def timed(benchmark: Any) -> Callable[..., float]:
     while the device works on the one before, and shows only where it is the slower of the two.
     """
 
-    def time(method: Method, **info: Any) -> float:
+    def time(method: Method, /, **info: Any) -> float:
         with torch.no_grad():
             method()
             if ON_GPU:

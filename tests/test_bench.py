@@ -12,12 +12,15 @@ import torch
 pytest.importorskip("matplotlib")
 
 import flexmask
+from bench.measure.compare import compare
 from bench.measure.compile_times import constant_sizes
 from bench.measure.results import Results
+from bench.measure.resumable import ResumableRun
 from bench.measure.stages import GLUE, grouped, stage_of
+from bench.measure.variants import Variant, mask_variants
 from bench.prompts import calibration, structured
 from bench.prompts.calibration import calibrated_prompt, landed, measured_density
-from bench.prompts.prompt import floor_of, named_density
+from bench.prompts.prompt import Prompt, floor_of, named_density
 from bench.prompts.structured import ALL_TOPICS, structured_prompt
 from bench.report import main as write_report
 from bench.reporting import plots
@@ -213,6 +216,35 @@ def test_targets_are_met_or_missed():
     assert next(verdict for name, verdict in by_name.items() if name.startswith("kernel")).met is True
 
 
+def _planted(tensors):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a run on the GPU is what make bench is for")
+def test_comparison_stops_goes_on_and_keeps_errors(tmp_path):
+    prompt = Prompt("mixture", 512, 64, aim=0.2)
+    variants = [*mask_variants((0.8, 0.9), 64), Variant("planted", _planted)]
+    out_of_time = ResumableRun("latency", Results(tmp_path), limit=-1.0)
+    compare(out_of_time, prompt, variants)
+    assert out_of_time.left == 3
+    assert not list(tmp_path.iterdir())
+
+    compare(ResumableRun("latency", Results(tmp_path), limit=600.0), prompt, variants[1:])
+    compare(ResumableRun("latency", Results(tmp_path), limit=600.0), prompt, variants)
+    rows = {(row["method"], row["gamma"]): row for row in Results(tmp_path).parts["latency"]}
+    assert list(rows) == [("mask", 0.9), ("planted", None), ("mask", 0.8)]
+    assert rows["planted", None]["error"] == "RuntimeError: planted"
+    for gamma in (0.8, 0.9):
+        row = rows["mask", gamma]
+        assert row["ratio"] == pytest.approx(row["dense_ms"] / row["wall_ms"])
+        assert (row["num_heads"], row["num_kv_heads"], row["head_dim"], row["dtype"]) == (8, 2, 128, "float32")
+    assert 0 < rows["mask", 0.8]["density"] <= rows["mask", 0.9]["density"] <= 1
+
+    complete = ResumableRun("latency", Results(tmp_path), limit=-1.0)
+    compare(complete, prompt, [Variant(variant.method, _planted, variant.gamma, variant.min_budget) for variant in variants])
+    assert complete.left == 0
+
+
 @pytest.mark.attention
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a run on the GPU is what make bench is for")
 @pytest.mark.filterwarnings("default")
@@ -224,7 +256,7 @@ def test_latency_part_runs_stops_and_goes_on(tmp_path, capsys):
     assert "run the same command again" in capsys.readouterr().out
     # sizes that change are symbolic from the first compilation on, which halves the number of compilations
     with torch._dynamo.config.patch(assume_static_by_default=False):
-        assert main(arguments) == 0
+        assert main([*arguments, "--minutes", "60"]) == 0  # however busy the machine is
     (path,) = tmp_path.glob("*.json")
     rows = json.loads(path.read_text())["parts"]["latency"]
     assert not [row for row in rows if "error" in row]

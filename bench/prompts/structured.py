@@ -34,6 +34,8 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 class _Group:
     """Structure shared by the heads of one key-value group."""
 
+    length: int
+    frequencies: Tensor  # (_POSITION_DIMS / 2,) of the positions' code
     heavy: Tensor  # (num_heavy,) positions
     offsets: Tensor  # (num_bands,) distances
     topics: Tensor  # (num_topics, topic_dims)
@@ -83,8 +85,6 @@ def structured_prompt(
     if head_dim < _LEAST_HEAD_DIM:
         raise ValueError(f"head_dim must be >= {_LEAST_HEAD_DIM}, to fit positions and topics; got {head_dim}")
     generator = torch.Generator(device).manual_seed(seed)
-    wavelengths = torch.logspace(math.log10(8 * block_size), math.log10(4 * length), _POSITION_DIMS // 2)
-    frequencies = (2 * math.pi / wavelengths).to(device)
     per_group = num_heads // num_kv_heads
 
     query = torch.empty(1, num_heads, length, head_dim, dtype=dtype, device=device)
@@ -98,7 +98,7 @@ def structured_prompt(
             here = slice(first, first + len(position))
 
             features = _noise(position, head_dim, generator)
-            features[:, :_POSITION_DIMS] += _code(position, frequencies)
+            features[:, :_POSITION_DIMS] += _code(position, group.frequencies)
             features[:, _HEAVY_DIM] += torch.isin(position, group.heavy)
             features[:, _SINK_DIM] += position < 4
             features[:, -_TOPIC_DIMS:] += topic
@@ -107,7 +107,7 @@ def structured_prompt(
 
             for member in range(per_group):
                 row = _noise(position, head_dim, generator)
-                _add_recipe(recipes[member % len(recipes)], row, position, topic, group, frequencies, length)
+                _add_recipe(recipes[member % len(recipes)], row, position, topic, group)
                 query[0, kv_head * per_group + member, here] = row
     return query, key, value
 
@@ -131,7 +131,8 @@ def _group(length: int, density: float, block_size: int, rounding: float, genera
     num_segments = math.ceil(blocks / 2)
     order = uniform(num_segments).argsort()
     topic_of_segment = (order - order[-1]) % num_segments % num_topics
-    return _Group(heavy, offsets, topics, topic_of_segment)
+    wavelengths = torch.logspace(math.log10(8 * block_size), math.log10(4 * length), _POSITION_DIMS // 2)
+    return _Group(length, (2 * math.pi / wavelengths).to(device), heavy, offsets, topics, topic_of_segment)
 
 
 def _noise(position: Tensor, head_dim: int, generator: torch.Generator) -> Tensor:
@@ -144,18 +145,16 @@ def _code(position: Tensor, frequencies: Tensor) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
-def _add_recipe(
-    recipe: str, row: Tensor, position: Tensor, topic: Tensor, group: _Group, frequencies: Tensor, length: int
-) -> None:
+def _add_recipe(recipe: str, row: Tensor, position: Tensor, topic: Tensor, group: _Group) -> None:
     """Point the queries `row` (chunk, head_dim) at the keys of `recipe`, in place."""
     # attention will scale the scores by 1 / sqrt(head_dim)
     root, odds = math.sqrt(row.shape[1]), _MASS / (1 - _MASS)
     if recipe == "heavy":
-        row[:, _HEAVY_DIM] += root * math.log(odds * length / len(group.heavy))
-        row[:, _SINK_DIM] += root * math.log(length / len(group.heavy))
+        row[:, _HEAVY_DIM] += root * math.log(odds * group.length / len(group.heavy))
+        row[:, _SINK_DIM] += root * math.log(group.length / len(group.heavy))
     elif recipe == "bands":
         for offset in [0, *group.offsets.tolist()]:
-            row[:, :_POSITION_DIMS] += root * _code((position - offset).clamp(min=0), frequencies)
+            row[:, :_POSITION_DIMS] += root * _code((position - offset).clamp(min=0), group.frequencies)
     elif recipe == "topics":
         row[:, -_TOPIC_DIMS:] += root * math.log(odds * max(2, len(group.topics))) * topic
     else:
