@@ -154,7 +154,7 @@ def attention_to_kept(
         return mask, None if found.stats is None else FlexPrefillStats(*found.stats)
 
     at_once = max_mask_bytes // mask_bytes(inputs.query.shape[2], inputs.key.shape[2], config)
-    return sparse_attention(inputs.placed(), make_mask, config.block_size, at_once, backend, return_lse)
+    return sparse_attention(inputs, make_mask, config.block_size, at_once, backend, return_lse)
 
 
 def check_dense_below(dense_below: int | None) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON, with_dynamic, without_tf32
+from flexmask._torch import HAS_TRITON, in_dispatch_mode, widest_float, with_dynamic, without_autocast, without_tf32
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.search_result import BlockLists, SearchResult
 from flexmask.base.visibility import num_blocks
@@ -28,7 +28,7 @@ if HAS_TRITON:
 
 
 def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool = False, with_keep: bool = False) -> SearchResult:
-    """Choose the blocks of every head, outside of autograd.
+    """Choose the blocks of every head, outside of autograd and of autocast.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
     with_keep
         Whether the map of kept blocks is wanted besides the lists.
     """
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(inputs.query.device):
         gamma, tau = _scalars((config.gamma, config.tau), inputs.query.device)
         # what the search has no use for must not tell one compilation from another
         detached = inputs.detached()
@@ -71,9 +71,11 @@ def _run(
 
 
 def _scalars(values: tuple[float, ...], device: torch.device) -> list[Tensor]:
-    """`values` as 0-d float64 tensors; on a GPU those of earlier calls, since to make one is a launch."""
-    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-        return [torch.full((), value, dtype=torch.float64, device=device) for value in values]
+    """`values` as 0-d float64 tensors (float32 where the device has none); on CUDA those of earlier calls, to save the launch."""
+    kept = device.type == "cuda" and not torch.compiler.is_compiling()
+    # what a mode made must not outlive it
+    if not kept or in_dispatch_mode() or torch.cuda.is_current_stream_capturing():
+        return [torch.full((), value, dtype=widest_float(device), device=device) for value in values]
     return _kept_scalars(values, device, torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled())
 
 

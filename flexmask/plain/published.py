@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.running_sums import running_sums
 from flexmask.config import FlexPrefillConfig
 
 
@@ -71,7 +72,7 @@ def published_selection(
     pooled
         (batch, num_heads, num_blocks, num_blocks) float32: causal softmax of the pooled scores (no log term).
     gamma, tau
-        0-d float64.
+        0-d; sums are in gamma's dtype.
     config
         The options; the budgets bound the two counts.
     """
@@ -92,7 +93,7 @@ def published_selection(
 
     flat = pooled.flatten(2)
     ordered, order = flat.sort(dim=-1, descending=True, stable=True)
-    within = ordered.double().cumsum(-1) <= gamma * blocks
+    within = running_sums(ordered, gamma.dtype) <= gamma * blocks
     query_aware = torch.zeros_like(within).scatter(-1, order, within).unflatten(-1, (blocks, blocks))
     return PublishedSelection(
         _top(vertical, num_vertical),
@@ -116,7 +117,7 @@ def _by_offset(attention: Tensor) -> Tensor:
 
 def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:
     """Blocks by the published rule: tokens whose running sum stays at or under gamma, plus one, ``// 128 + 1``."""
-    running = tokens.sort(dim=-1, descending=True).values.double().cumsum(-1)
+    running = running_sums(tokens.sort(dim=-1, descending=True).values, gamma.dtype)
     return ((running <= gamma).sum(-1) + 1) // 128 + 1
 
 
