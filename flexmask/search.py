@@ -49,11 +49,16 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
         return _run(inputs, compile_time(config), gamma, tau, with_stats, with_keep or with_stats)
 
 
+def runs_kernels(inputs: AttentionInputs, config: FlexPrefillConfig) -> bool:
+    """Whether the kernels search for these inputs, rather than the plain steps."""
+    return HAS_TRITON and inputs.query.is_cuda and config.selection == "coverage"
+
+
 def _run(
     inputs: AttentionInputs, config: FlexPrefillConfig, gamma: Tensor, tau: Tensor, with_stats: bool, with_keep: bool
 ) -> SearchResult:
     query, key = inputs.query, inputs.key
-    by_kernels = HAS_TRITON and query.is_cuda and config.selection == "coverage"
+    by_kernels = runs_kernels(inputs, config)
     if by_kernels and torch.compiler.is_compiling():
         return _as_one_operator(inputs, config, gamma, tau, with_stats, with_keep)
     if query.device.type == "cpu" or torch.compiler.is_compiling():

@@ -172,7 +172,8 @@ def _device_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) ->
     if q_offset is None:
         return None
     if isinstance(q_offset, Tensor):
-        return q_offset.clamp(0, most).to(torch.int32).expand(batch).clone()
+        # contiguous by name: the clone of one expanded number keeps its stride of 0, which Inductor's C++ kernel cannot read
+        return q_offset.clamp(0, most).to(torch.int32).expand(batch).clone(memory_format=torch.contiguous_format)
     return torch.full((batch,), q_offset, dtype=torch.int32, device=query.device)
 
 

@@ -88,8 +88,9 @@ def published_selection(
     highest = blocks if max_blocks is None else min(max_blocks, blocks)
     num_vertical = _budget(vertical_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
     num_slash = _budget(slash_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
-    num_vertical = torch.where(is_query_aware, min_blocks, num_vertical)
-    num_slash = torch.where(is_query_aware, min_blocks, num_slash)
+    floor = min(min_blocks, highest)
+    num_vertical = torch.where(is_query_aware, floor, num_vertical)
+    num_slash = torch.where(is_query_aware, floor, num_slash)
 
     flat = pooled.flatten(2)
     ordered, order = flat.sort(dim=-1, descending=True, stable=True)
@@ -132,6 +133,7 @@ def _top(values: Tensor, count: Tensor) -> Tensor:
 
 
 def _distance_with_nan(estimated: Tensor, true: Tensor) -> Tensor:
+    """Jensen-Shannon distance where 0 * log 0 is NaN; two equal distributions have 0, not the root of a rounding error below it."""
     middle = (estimated + true) / 2
     divergence = (estimated * (estimated / middle).log()).sum(-1) + (true * (true / middle).log()).sum(-1)
-    return (divergence / 2).sqrt()
+    return (divergence / 2).clamp(min=0).sqrt()
