@@ -55,7 +55,9 @@ def check_plain(name: str, tensor: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     if type(tensor).__name__ == "DTensor":
-        raise TypeError(f"{name} must be a plain tensor; got a DTensor: give each device its own heads, as to_local() returns them")
+        raise TypeError(
+            f"{name} must be a plain tensor; got a DTensor: give each device its own heads, as to_local() returns them"
+        )
     if is_under_vmap(tensor):
         raise TypeError(f"{name} must be a plain tensor; got one inside torch.vmap: give the batch as the first dimension")
     if tensor.device.type == "meta":

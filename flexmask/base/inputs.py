@@ -84,7 +84,7 @@ class AttentionInputs(NamedTuple):
 
         A weight of 0 does not hide what memory there holds: 0 * NaN is NaN. Copies, but only where there may be such keys.
         """
-        mask, offset, value = self.attention_mask, self.offset, self.value
+        mask, offset = self.attention_mask, self.offset
         if mask is None and offset is None:
             return self
         absent = None if mask is None else ~mask
@@ -127,7 +127,8 @@ def attention_inputs(
 ) -> AttentionInputs:
     """Check the arguments of a public function and fill in their defaults.
 
-    Tensors of DTensor, of ``torch.vmap`` and of the meta device are refused. Only types, shapes, dtypes, devices and ranges are looked at: no value of a tensor is read back from its device.
+    DTensors and tensors of ``torch.vmap`` or of the meta device are refused. Only types, shapes, dtypes, devices and ranges are
+    looked at: no value of a tensor is read back from its device.
 
     Raises
     ------
@@ -181,10 +182,10 @@ def _check_query_key(query: Tensor, key: Tensor) -> None:
     check_shape("query", query, "(batch, num_heads, q_len, head_dim)")
     check_shape("key", key, "(batch, num_kv_heads, kv_len, head_dim)")
     check_plain("query", query)
-    check_plain("key", key)
     if query.dtype not in DTYPES:
         raise TypeError(f"query must be float32, float16 or bfloat16; got {query.dtype}")
     check_like_query("key", key, query)
+    check_plain("key", key)
     batch, num_heads, q_len, head_dim = query.shape
     key_batch, num_kv_heads, kv_len, key_head_dim = key.shape
     if batch != key_batch:
@@ -203,8 +204,8 @@ def _check_query_key(query: Tensor, key: Tensor) -> None:
 
 def _check_value(value: Tensor, key: Tensor) -> None:
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
-    check_plain("value", value)
     check_like_query("value", value, key)
+    check_plain("value", value)
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
             f"value must have key's batch, num_kv_heads and kv_len {tuple(key.shape[:3])}; got {tuple(value.shape[:3])}"

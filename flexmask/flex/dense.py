@@ -18,9 +18,9 @@ _MOST_VISIBLE = 2**26  # a bool each, and what SDPA makes of it
 def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention to every visible key: SDPA where it can, else written out in float32.
 
-    SDPA knows neither soft-capping nor sinks nor the log-sum-exp. Autocast is off for both. Rows that see nothing give zero and a log-sum-exp of -inf. What
-    needs a map of visible keys goes through the query rows in parts: 64 MiB of map, or a GiB of scores where attention is written
-    out, at a time; inside a surrounding compilation in one.
+    SDPA knows neither soft-capping nor sinks nor the log-sum-exp. Autocast is off for both. Rows that see nothing give zero and a
+    log-sum-exp of -inf. What needs a map of visible keys goes through the query rows in parts: 64 MiB of map, or a GiB of scores
+    where attention is written out, at a time; inside a surrounding compilation in one.
 
     Returns
     -------

@@ -133,7 +133,7 @@ def _top(values: Tensor, count: Tensor) -> Tensor:
 
 
 def _distance_with_nan(estimated: Tensor, true: Tensor) -> Tensor:
-    """Jensen-Shannon distance where 0 * log 0 is NaN; two equal distributions have 0, not the root of a rounding error below it."""
+    """Jensen-Shannon distance where 0 * log 0 is NaN, but the root of a rounding error below 0 is not."""
     middle = (estimated + true) / 2
     divergence = (estimated * (estimated / middle).log()).sum(-1) + (true * (true / middle).log()).sum(-1)
     return (divergence / 2).clamp(min=0).sqrt()
