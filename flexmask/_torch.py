@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,26 +27,72 @@ _FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).paramete
 KNOWS_LENGTHS = "seq_lengths" in _FROM_KV_BLOCKS
 
 
+class _Tf32:
+    """How many blocks of `without_tf32` are open in this process, and the program's setting, which the last of them restores."""
+
+    lock = threading.Lock()
+    open_blocks = 0
+    restored: Any = None
+
+
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Float32 products at full precision on CUDA, whatever the program has set; its setting is put back.
+    """Float32 matmuls at full precision on CUDA, whatever the program has set; its setting is put back.
 
-    The setting is the process's: threads that multiply meanwhile do so at full precision too.
+    The setting belongs to the process. Blocks of several threads may overlap: the first switches TF32 off, the last restores the
+    setting. Matmuls of other threads run at full precision meanwhile, and nothing keeps those threads from switching it on again.
     """
     matmul = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")
     name, off = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
-    before = getattr(matmul, name)
-    if before not in (True, "tf32"):
-        yield
-        return
-    setattr(matmul, name, off)
+    with _Tf32.lock:
+        if _Tf32.open_blocks == 0:
+            before = getattr(matmul, name)
+            # what is read may be inherited
+            inherited = newer and getattr(torch.backends, name, None) == before
+            _Tf32.restored = None if before not in (True, "tf32") else "none" if inherited else before
+        if _Tf32.restored is not None:
+            setattr(matmul, name, off)
+        _Tf32.open_blocks += 1
     try:
         yield
     finally:
-        # what was read may have been inherited
-        inherited = newer and getattr(torch.backends, name, None) == before
-        setattr(matmul, name, "none" if inherited else before)
+        with _Tf32.lock:
+            _Tf32.open_blocks -= 1
+            if _Tf32.open_blocks == 0 and _Tf32.restored is not None:
+                setattr(matmul, name, _Tf32.restored)
+
+
+# asked once: dynamo cannot trace the question
+_AUTOCAST_DEVICES = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
+)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Switch autocast off on `device`: arithmetic in the dtypes of its tensors, whatever the program has set."""
+    if device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
+        return cast(contextlib.AbstractContextManager[None], torch.autocast(device.type, enabled=False))
+    return contextlib.nullcontext()
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 where `device` has no float64: Apple's GPUs and some of Intel's."""
+    if device.type == "mps":
+        return torch.float32
+    if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
+        return torch.float32
+    return torch.float64
+
+
+def in_dispatch_mode() -> bool:
+    """Return True where a mode such as FakeTensorMode may make other than plain tensors."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_under_vmap(tensor: Tensor) -> bool:
+    """Return True if `tensor` stands for a batch of tensors inside ``torch.vmap``."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
@@ -95,7 +142,7 @@ def captured(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         return tensor
     if torch.compiler.is_compiling():
-        in_passing = tensor[torch.arange(tensor.shape[0])]
+        in_passing = tensor[torch.arange(tensor.shape[0], device=tensor.device)]
         return in_passing.as_strided(in_passing.shape, in_passing.stride())
     view = tensor.detach()
     if CPU_TAKES_UNBACKED_SIZES:
@@ -112,7 +159,7 @@ def captured_int(number: int, device: torch.device) -> int | Tensor:
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return number
-    return torch.tensor(number)
+    return torch.tensor(number, device=device)
 
 
 def named(function: _Function, name: str) -> _Function:

@@ -13,7 +13,7 @@ from flexmask.config import UNSET, FlexPrefillConfig, config_from, takes_options
 from flexmask.flex.backend import BACKENDS, chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention
-from flexmask.flex.head_groups import mask_bytes
+from flexmask.flex.head_groups import head_bytes
 from flexmask.flex.sparse import sparse_attention
 from flexmask.plain.published import check_published
 from flexmask.search import search
@@ -66,9 +66,9 @@ def flexprefill_attention(
         (num_heads,) floating, on query's device: a logit per head that takes part in the softmax and brings no value (attention
         sinks, as in gpt-oss). The selection does not see them: `gamma` is a share of the attention to keys. Default None.
     backend
-        ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, Hopper or Blackwell, block_size 128,
-        head_dim <= 128, half precision; no softcap, gradients or log-sum-exp) or ``"auto"`` (default): flash where it can run,
-        else triton. On CPUs ``"auto"`` is the compiled C++ kernel.
+        ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, a Hopper GPU, block_size 128, head_dim
+        <= 128, half precision; no softcap, gradients or log-sum-exp) or ``"auto"`` (default): flash where it can run, else
+        triton. On CPUs ``"auto"`` is the compiled C++ kernel.
     dense_below
         Tokens: with a kv_len below this, and for a single query row, dense attention runs instead. Default None: 16384,
         where it was 1.6 times as fast as dense attention on an H200 at a density of .55 and gamma .95 (FLASH backend); at 8,192
@@ -78,13 +78,13 @@ def flexprefill_attention(
         float32; -inf for a row that sees nothing. Not on CPUs, where FlexAttention has none.
     max_mask_bytes
         Bytes, > 0, that masks may take at one time: where all heads need more, groups of heads are masked and attended to one
-        after the other. Default 2**30. A single head may exceed it: at a million tokens and blocks of 128 it takes 0.9 GB. It
-        does not bound what gradients keep until the backward pass, nor ``selection="reference"``.
+        after the other. Default 2**30. A single head may exceed it: at a million tokens and blocks of 128 it takes 0.9 GB on
+        CUDA, 6 GB on a CPU. It does not bound what gradients keep until the backward pass.
 
     Returns
     -------
     Tensor
-        (batch, num_heads, q_len, v_head_dim) in query's dtype; zero for padded rows.
+        (batch, num_heads, q_len, v_head_dim) in query's dtype, under autocast too; zero for padded rows.
     Tensor
         The log-sum-exp, only with `return_lse`.
     FlexPrefillStats
@@ -153,8 +153,8 @@ def attention_to_kept(
         mask = block_mask(part, found.lists, None, config.block_size)
         return mask, None if found.stats is None else FlexPrefillStats(*found.stats)
 
-    at_once = max_mask_bytes // mask_bytes(inputs.query.shape[2], inputs.key.shape[2], config)
-    return sparse_attention(inputs.placed(), make_mask, config.block_size, at_once, backend, return_lse)
+    at_once = max_mask_bytes // head_bytes(inputs, config)
+    return sparse_attention(inputs, make_mask, config.block_size, at_once, backend, return_lse)
 
 
 def check_dense_below(dense_below: int | None) -> int:

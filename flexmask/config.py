@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from flexmask.base.checks import check_int, check_real, check_word
+from flexmask.base.checks import check_int, check_int64, check_real, check_word
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -84,10 +84,12 @@ class FlexPrefillConfig:
         if self.block_size % 16 != 0 or not 16 <= self.block_size <= 256:
             raise ValueError(f"block_size must be a multiple of 16 from 16 to 256; got {self.block_size}")
         check_int("min_budget", self.min_budget)
+        check_int64("min_budget", self.min_budget, "tokens")
         if self.min_budget < 0:
             raise ValueError(f"min_budget must be >= 0 tokens; got {self.min_budget}")
         if self.max_budget is not None:
             check_int("max_budget", self.max_budget)
+            check_int64("max_budget", self.max_budget, "tokens")
             if self.max_budget < max(1, self.min_budget):
                 raise ValueError(
                     f"max_budget must be at least 1 token and at least min_budget ({self.min_budget}); got {self.max_budget}"

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.base.inputs import attention_inputs
 from flexmask.config import UNSET, FlexPrefillConfig, config_from, takes_options
 from flexmask.flex.block_mask import block_mask
-from flexmask.flex.head_groups import mask_bytes
+from flexmask.flex.head_groups import head_bytes
 from flexmask.plain.published import check_published
 from flexmask.search import search
 from flexmask.stats import FlexPrefillStats
@@ -82,8 +82,10 @@ def flexprefill_mask(
         so that ``to_dense()``, ``sparsity()`` and flex_attention without compilation agree with the compiled kernel. It has no
         lists by key block, which only the backward pass needs: use `flexprefill_attention` for gradients. Memory: two int32 lists
         and a bool map of batch * num_heads * num_q_blocks * num_kv_blocks entries, 9 bytes an entry (0.3 GB for 32 heads at 128k
-        tokens in blocks of 128); up to 14 bytes while it is made. torch 2.5's BlockMask knows
-        whole blocks only: its shape and sparsity round the lengths up to them.
+        tokens in blocks of 128). While it is made, up to 14 bytes an entry by the kernels on CUDA; elsewhere up to 72, and 12
+        for each representative row and key (18 with a soft cap), since their attention is written out. torch 2.5's BlockMask
+        knows whole blocks only: its shape and sparsity round the lengths up to them. A mask_mod is a closure, so that
+        ``torch.save`` and pickle refuse the mask: save its four lists, or make it again.
     FlexPrefillStats
         Only with `return_stats`.
 
@@ -92,15 +94,23 @@ def flexprefill_mask(
     TypeError, ValueError
         For wrong types, shapes, dtypes, devices or ranges, before anything is computed. The values of tensors are not read:
         there is no host synchronisation, and NaN or infinity spoil their own head only.
-        Also for a mask that would take more than 16 GiB while it is made (32 heads at a million tokens): `flexprefill_attention`
-        goes through the heads in groups.
+        Also for a mask that would take more than 16 GiB while it is made (32 heads at a million tokens on CUDA, at 200 thousand
+        on a CPU): `flexprefill_attention` goes through the heads in groups. DTensors, tensors inside ``torch.vmap`` and those of
+        the meta device are refused.
 
     Notes
     -----
     On accelerators it compiles itself on first use, once per head count, head_dim, dtype and set of options, on CUDA for each of
     three ranges of map size; on CPUs it runs as it is, since there a compilation takes a minute and gains little. Inside
     ``torch.compile(fullgraph=True)`` it is traced with the rest; on CUDA it is one operator there. Gradients do not flow through
-    a mask.
+    a mask. It is made in float32, whatever autocast, TF32 or the default dtype say.
+
+    CPU, compiled code and kernels sum in different orders, so that a decision which hangs on the last bit may fall either way. It
+    does where blocks tie: in a query-aware head that attends evenly, with gamma times the number of query blocks an integer, the
+    masks of two of them can differ by one block, and each holds gamma up to rounding.
+
+    The mask hides padding and keys behind the last row, whatever key holds there. flex_attention multiplies values by a weight of
+    0 within partial blocks, so that NaN in hidden values comes through: `flexprefill_attention` replaces them.
 
     Examples
     --------
@@ -115,7 +125,7 @@ def flexprefill_mask(
         query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
     )
     check_published(config, inputs)
-    needed = query.shape[0] * query.shape[1] * mask_bytes(query.shape[2], key.shape[2], config)
+    needed = query.shape[0] * query.shape[1] * head_bytes(inputs, config)
     if needed > MOST_BYTES:
         raise ValueError(
             f"query and key need a mask of at most {MOST_BYTES / 2**30:.1f} GiB while it is made; got {needed / 2**30:.1f} GiB. "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask._torch import without_autocast
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, token_validity
 from flexmask.config import FlexPrefillConfig
@@ -76,7 +77,7 @@ def mask_method(keep: Callable[..., Tensor | None]) -> Callable[..., BlockMask]:
         ).placed()
         tokens = token_validity(query.shape[2], key.shape[2], inputs.offset, inputs.attention_mask, key)
         seen = block_visibility(tokens, block_size, window)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(query.device):
             chosen = keep(BlockProblem(inputs, block_size, tokens, seen), **options)
         visible = seen.visible[:, None]
         if chosen is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON, with_dynamic, without_tf32
+from flexmask._torch import HAS_TRITON, in_dispatch_mode, widest_float, with_dynamic, without_autocast, without_tf32
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.search_result import BlockLists, SearchResult
 from flexmask.base.visibility import num_blocks
@@ -27,7 +27,7 @@ if HAS_TRITON:
 
 
 def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool = False, with_keep: bool = False) -> SearchResult:
-    """Choose the blocks of every head, outside of autograd.
+    """Choose the blocks of every head, outside of autograd and of autocast.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
     with_keep
         Whether the map of kept blocks is wanted besides the lists.
     """
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(inputs.query.device):
         gamma, tau = _scalars((config.gamma, config.tau), inputs.query.device)
         # what the search has no use for must not tell one compilation from another
         detached = inputs.detached()
@@ -48,11 +48,16 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
         return _run(inputs, compile_time(config), gamma, tau, with_stats, with_keep or with_stats)
 
 
+def runs_kernels(inputs: AttentionInputs, config: FlexPrefillConfig) -> bool:
+    """Whether the kernels search for these inputs, rather than the plain steps."""
+    return HAS_TRITON and inputs.query.is_cuda and config.selection == "coverage"
+
+
 def _run(
     inputs: AttentionInputs, config: FlexPrefillConfig, gamma: Tensor, tau: Tensor, with_stats: bool, with_keep: bool
 ) -> SearchResult:
     query, key = inputs.query, inputs.key
-    by_kernels = HAS_TRITON and query.is_cuda and config.selection == "coverage"
+    by_kernels = runs_kernels(inputs, config)
     if by_kernels and torch.compiler.is_compiling():
         return _as_one_operator(inputs, config, gamma, tau, with_stats, with_keep)
     if query.device.type == "cpu" or torch.compiler.is_compiling():
@@ -72,9 +77,11 @@ def _run(
 
 
 def _scalars(values: tuple[float, ...], device: torch.device) -> list[Tensor]:
-    """`values` as 0-d float64 tensors; on a GPU those of earlier calls, since to make one is a launch."""
-    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-        return [torch.full((), value, dtype=torch.float64, device=device) for value in values]
+    """`values` as 0-d float64 tensors (float32 where the device has none); on CUDA those of earlier calls, to save the launch."""
+    kept = device.type == "cuda" and not torch.compiler.is_compiling()
+    # what a mode made must not outlive it
+    if not kept or in_dispatch_mode() or torch.cuda.is_current_stream_capturing():
+        return [torch.full((), value, dtype=widest_float(device), device=device) for value in values]
     return _kept_scalars(values, device, torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled())
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask
+from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask, warmup
 from tests.comparisons import known_lengths
 from tests.refusals import LAYOUT, Refusals, ids, right, zeros
 
@@ -71,6 +71,14 @@ REFUSED: Refusals = [
     ),
     *(({"window": x}, ValueError, f"window must be >= 1 token (the row's own position counts); got {x}") for x in (0, -1)),
     *(({"window": x}, TypeError, f"window must be an int; got {type(x).__name__}") for x in (64.0, True, torch.tensor(64))),
+    ({"window": 2**70}, ValueError, f"window must be < 2**63 tokens; got {2**70}"),
+    ({"scale": 10**400}, ValueError, "scale must be a number that a float can hold; got one of 401 digits"),
+    # tensors without values of their own
+    (
+        {"query": zeros(2, 4, 64, 32, device="meta"), "key": zeros(2, 2, 96, 32, device="meta")},
+        ValueError,
+        "query must hold values; got a tensor on the meta device",
+    ),
     # attention_mask
     *(
         (
@@ -178,6 +186,49 @@ def test_both_functions_refuse(function, changes, error, message):
         function(**arguments)
 
 
+def both(query, key):
+    """Each function with arguments that are accepted but for these."""
+    yield lambda: flexprefill_mask(query, key, block_size=32)
+    yield lambda: flexprefill_attention(query, key, key, block_size=32)
+    yield lambda: flexprefill_attention(query, key, key, block_size=32, dense_below=0)
+
+
+def test_both_functions_refuse_vmap():
+    def run(query, key):
+        for function in both(query, key):
+            with pytest.raises(TypeError, match=r"^query must be a plain tensor; got one inside torch\.vmap: give the batch"):
+                function()
+        return query
+
+    torch.vmap(run)(zeros(3, 2, 4, 64, 32), zeros(3, 2, 2, 96, 32))
+
+
+def test_both_functions_refuse_distributed_tensors():
+    class DTensor(torch.Tensor):
+        """Stands for torch.distributed's, which needs a process group; it is known by its name."""
+
+    query = zeros(2, 4, 64, 32).as_subclass(DTensor)
+    for function in both(query, zeros(2, 2, 96, 32)):
+        with pytest.raises(TypeError, match=r"^query must be a plain tensor; got a DTensor: .* to_local\(\)"):
+            function()
+    for function in both(zeros(2, 4, 64, 32), zeros(2, 2, 96, 32).as_subclass(DTensor)):
+        with pytest.raises(TypeError, match=r"^key must be a plain tensor; got a DTensor"):
+            function()
+
+
+@pytest.mark.parametrize("name", ["gamma", "tau", "min_budget"])
+def test_a_config_excludes_keywords_that_equal_their_defaults(name):
+    keywords = {"config": FlexPrefillConfig(), name: getattr(FlexPrefillConfig(), name)}
+    query, key = zeros(1, 2, 64, 32), zeros(1, 2, 64, 32)
+    for function in (
+        lambda: flexprefill_mask(query, key, **keywords),
+        lambda: flexprefill_attention(query, key, key, **keywords),
+        lambda: warmup(2, 2, 32, dtype=torch.float32, device="cpu", **keywords),
+    ):
+        with pytest.raises(ValueError, match=f"config excludes the keywords that it holds; got config and {name}"):
+            function()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -188,6 +239,7 @@ def test_both_functions_refuse(function, changes, error, message):
         {"q_offset": torch.tensor([5, 6], dtype=torch.int32)},
         {"window": 1},
         {"window": 10**12},
+        {"window": 2**63 - 1},
         {"scale": 1},
         {"softcap": 1e-3},
         *({"attention_mask": torch.ones(2, 96, dtype=dtype)} for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64)),

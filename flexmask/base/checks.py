@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
+
+from flexmask._torch import is_under_vmap
 
 
 def check_int(name: str, value: object) -> None:
@@ -17,8 +20,18 @@ def check_real(name: str, value: object) -> None:
     """Raise TypeError or ValueError unless `value` is a finite int or float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-    if not -math.inf < value < math.inf:
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an int past the largest float
+        raise ValueError(f"{name} must be a number that a float can hold; got one of {len(str(value))} digits") from None
+    if not finite:
         raise ValueError(f"{name} must be finite; got {value}")
+
+
+def check_int64(name: str, value: int, unit: str) -> None:
+    """Raise ValueError if `value` is past the largest int64, which tensors cannot be compared with."""
+    if value >= 2**63:
+        raise ValueError(f"{name} must be < 2**63 {unit}; got {value}")
 
 
 def check_word(name: str, value: object, words: tuple[str | None, ...]) -> None:
@@ -35,6 +48,20 @@ def check_shape(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} must be {layout}; got shape {tuple(tensor.shape)}")
     if 0 in tensor.shape:
         raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Raise unless `tensor` holds values of its own, all of them, on this device."""
+    if torch.compiler.is_compiling():
+        return
+    if type(tensor).__name__ == "DTensor":
+        raise TypeError(
+            f"{name} must be a plain tensor; got a DTensor: give each device its own heads, as to_local() returns them"
+        )
+    if is_under_vmap(tensor):
+        raise TypeError(f"{name} must be a plain tensor; got one inside torch.vmap: give the batch as the first dimension")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} must hold values; got a tensor on the meta device")
 
 
 def check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:

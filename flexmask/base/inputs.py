@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.checks import check_int, check_like_query, check_real, check_shape
+from flexmask.base.checks import check_int, check_int64, check_like_query, check_plain, check_real, check_shape
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
@@ -79,6 +79,29 @@ class AttentionInputs(NamedTuple):
         offset = torch.full((batch,), kv_len - q_len, dtype=torch.int32, device=self.query.device)
         return AttentionInputs(*self[:7], offset, self.sinks)
 
+    def without_absent(self, keys: bool = True) -> AttentionInputs:
+        """With zeros for the values, and the `keys`, of padding and of what lies behind the last row of a chunk.
+
+        A weight of 0 does not hide what memory there holds: 0 * NaN is NaN. Copies, but only where there may be such keys.
+        """
+        mask, offset = self.attention_mask, self.offset
+        if mask is None and offset is None:
+            return self
+        absent = None if mask is None else ~mask
+        if offset is not None:
+            slot = torch.arange(self.key.shape[2], device=self.key.device)
+            behind = slot >= (offset + self.query.shape[2]).unsqueeze(-1)
+            absent = behind if absent is None else absent | behind
+        assert absent is not None
+        return self.with_zeros(absent, keys)
+
+    def with_zeros(self, absent: Tensor, keys: bool = True) -> AttentionInputs:
+        """With zeros for the values, and the `keys`, that are `absent`, (batch or 1, kv_len) bool."""
+        absent = absent[:, None, :, None]
+        key = self.key.masked_fill(absent, 0) if keys else self.key
+        value = None if self.value is None else self.value.masked_fill(absent, 0)
+        return AttentionInputs(self.query, key, value, *self[3:])
+
     def with_query(self, query: Tensor) -> AttentionInputs:
         """The same problem for other query rows; the offset is then the caller's matter."""
         # not _replace, which older releases of torch cannot trace
@@ -104,7 +127,8 @@ def attention_inputs(
 ) -> AttentionInputs:
     """Check the arguments of a public function and fill in their defaults.
 
-    Only types, shapes, dtypes, devices and ranges are looked at: no value of a tensor is read back from its device.
+    DTensors and tensors of ``torch.vmap`` or of the meta device are refused. Only types, shapes, dtypes, devices and ranges are
+    looked at: no value of a tensor is read back from its device.
 
     Raises
     ------
@@ -121,6 +145,7 @@ def attention_inputs(
                 raise ValueError(f"{name} must be > 0; got {number}")
     if window is not None:
         check_int("window", window)
+        check_int64("window", window, "tokens")
         if window < 1:
             raise ValueError(f"window must be >= 1 token (the row's own position counts); got {window}")
     _check_attention_mask(attention_mask, key)
@@ -148,16 +173,19 @@ def _device_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) ->
     if q_offset is None:
         return None
     if isinstance(q_offset, Tensor):
-        return q_offset.clamp(0, most).to(torch.int32).expand(batch).clone()
+        # contiguous by name: the clone of one expanded number keeps its stride of 0, which Inductor's C++ kernel cannot read
+        return q_offset.clamp(0, most).to(torch.int32).expand(batch).clone(memory_format=torch.contiguous_format)
     return torch.full((batch,), q_offset, dtype=torch.int32, device=query.device)
 
 
 def _check_query_key(query: Tensor, key: Tensor) -> None:
     check_shape("query", query, "(batch, num_heads, q_len, head_dim)")
     check_shape("key", key, "(batch, num_kv_heads, kv_len, head_dim)")
+    check_plain("query", query)
     if query.dtype not in DTYPES:
         raise TypeError(f"query must be float32, float16 or bfloat16; got {query.dtype}")
     check_like_query("key", key, query)
+    check_plain("key", key)
     batch, num_heads, q_len, head_dim = query.shape
     key_batch, num_kv_heads, kv_len, key_head_dim = key.shape
     if batch != key_batch:
@@ -177,6 +205,7 @@ def _check_query_key(query: Tensor, key: Tensor) -> None:
 def _check_value(value: Tensor, key: Tensor) -> None:
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
     check_like_query("value", value, key)
+    check_plain("value", value)
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
             f"value must have key's batch, num_kv_heads and kv_len {tuple(key.shape[:3])}; got {tuple(value.shape[:3])}"

@@ -14,6 +14,7 @@ from flexmask.base.inputs import AttentionInputs
 BACKENDS = ("auto", "triton", "flash")
 _FLASH_BLOCK_SIZE = 128
 _FLASH_HEAD_DIM = 128
+_HOPPER, _BLACKWELL = 9, 10  # major compute capability
 
 
 def flash_installed() -> bool:
@@ -52,8 +53,8 @@ def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, retur
     reasons = []
     if device != "cuda":
         reasons.append(f"it needs a CUDA device (got {device})")
-    elif torch.cuda.get_device_capability(query.device)[0] not in (9, 10):
-        reasons.append("it needs a Hopper or Blackwell GPU")
+    else:
+        reasons += _flash_refusals_of(torch.cuda.get_device_capability(query.device)[0])
     if query.dtype == torch.float32:
         reasons.append("it needs float16 or bfloat16 (got float32)")
     if block_size != _FLASH_BLOCK_SIZE:
@@ -79,6 +80,16 @@ def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, retur
     if device == "cpu":
         return "cpu"
     return "flash" if not reasons and flash_available() else "triton"
+
+
+def _flash_refusals_of(capability: int) -> list[str]:
+    """Why flash-attn-4 cannot take our blocks on GPUs of this major compute capability; none where it was seen to work."""
+    if capability == _HOPPER:
+        return []
+    if capability == _BLACKWELL:
+        # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program there
+        return ["on Blackwell flash-attn-4 takes query blocks of 256 tokens and key blocks of 128, and ours are square"]
+    return [f"it needs a Hopper GPU (got compute capability {capability})"]
 
 
 def kernel_options(backend: str, block_size: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmask._torch import without_autocast
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
 from flexmask.base.visibility import token_validity
@@ -17,9 +18,9 @@ _MOST_VISIBLE = 2**26  # a bool each, and what SDPA makes of it
 def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention to every visible key: SDPA where it can, else written out in float32.
 
-    SDPA knows neither soft-capping nor sinks nor the log-sum-exp. Rows that see nothing give zero and a log-sum-exp of -inf. What
-    needs a map of visible keys goes through the query rows in parts: 64 MiB of map, or a GiB of scores where attention is written
-    out, at a time; inside a surrounding compilation in one.
+    SDPA knows neither soft-capping nor sinks nor the log-sum-exp. Autocast is off for both. Rows that see nothing give zero and a
+    log-sum-exp of -inf. What needs a map of visible keys goes through the query rows in parts: 64 MiB of map, or a GiB of scores
+    where attention is written out, at a time; inside a surrounding compilation in one.
 
     Returns
     -------
@@ -27,6 +28,11 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
         (batch, num_heads, q_len, v_head_dim) in query's dtype; (batch, num_heads, q_len) float32 with `return_lse`, else None.
         The log-sum-exp is of the keys alone, without the sinks.
     """
+    with without_autocast(inputs.query.device):
+        return _dense_attention(inputs, return_lse)
+
+
+def _dense_attention(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
     batch, num_heads, q_len = query.shape[:3]
@@ -38,6 +44,7 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
         gqa = num_heads != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=inputs.scale, enable_gqa=gqa), None
 
+    inputs = inputs.without_absent()
     tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
     row = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
     column = torch.arange(kv_len, device=key.device)
@@ -50,7 +57,7 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
         visible = (column <= position.unsqueeze(-1)) & tokens.key_valid.unsqueeze(-2) & row_valid.unsqueeze(-1)
         if inputs.window is not None:
             visible = visible & (column > position.unsqueeze(-1) - inputs.window)
-        out, lse = attention_to_visible(inputs.with_query(part), visible[:, None], return_lse)
+        out, lse = _attention_to_visible(inputs.with_query(part), visible[:, None], return_lse)
         outs.append(out)
         lses.append(lse)
     if len(outs) == 1:
@@ -61,8 +68,15 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
 def attention_to_visible(inputs: AttentionInputs, visible: Tensor, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention under a map of visible keys, (batch or 1, num_heads or 1, q_len, kv_len) bool; as `dense_attention` otherwise.
 
-    Window, padding and offset of `inputs` are not looked at: `visible` holds them.
+    Window, padding and offset of `inputs` are not looked at: `visible` holds them. Keys and values that no row sees may hold
+    anything, NaN too, as a cache made by ``torch.empty`` does.
     """
+    hidden = ~visible.any(-2).any(1)
+    with without_autocast(inputs.query.device):
+        return _attention_to_visible(inputs.with_zeros(hidden), visible, return_lse)
+
+
+def _attention_to_visible(inputs: AttentionInputs, visible: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     assert value is not None
     batch, num_heads, q_len = query.shape[:3]

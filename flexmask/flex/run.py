@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flexmask._torch import captured
+from flexmask._torch import captured, without_autocast
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
 from flexmask.compilation import compiled
@@ -50,7 +50,8 @@ def run_flex_attention(
     # As text, which is always a constant. A float becomes symbolic once another variant had another one (dynamo remembers values
     # by their place in the source), and score_mods cannot capture a symbolic float. Traced from outside it may already be one.
     limit = softcap if softcap is None or torch.compiler.is_compiling() else repr(float(softcap))
-    out, lse = run(query, key, value, block_mask, scale, limit, options, needs_lse, sinks if on_cpu else None)
+    with without_autocast(query.device):
+        out, lse = run(query, key, value, block_mask, scale, limit, options, needs_lse, sinks if on_cpu else None)
     if sinks is not None and lse is not None:
         out = with_sinks(out, lse, sinks)
     return out, lse if return_lse else None

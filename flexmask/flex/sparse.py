@@ -28,7 +28,7 @@ def sparse_attention(
     Parameters
     ----------
     inputs
-        A placed problem.
+        A problem, which need not be placed. What its hidden keys and values hold does not matter, NaN included.
     make_mask
         From the problem of one group of heads to its mask, in blocks of `block_size`, and statistics or None.
     at_once
@@ -48,6 +48,8 @@ def sparse_attention(
     if not grad:
         # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
         inputs = inputs.detached()
+    # scores of hidden keys are replaced, but the backward pass multiplies by those keys, as the forward pass by their values
+    inputs = inputs.without_absent(keys=grad).placed()
     batch, num_heads = inputs.query.shape[:2]
     groups = head_groups(batch, num_heads, inputs.key.shape[1], at_once)
 

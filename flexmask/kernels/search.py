@@ -117,7 +117,7 @@ def _statistics(
     return (
         decided.is_query_aware,
         decided.distance,
-        keep.sum((-2, -1)) / visible.sum((-2, -1)).clamp(min=1)[:, None],
+        keep.sum((-2, -1)).float() / visible.sum((-2, -1)).clamp(min=1)[:, None],
         decided.number[0].clone(),  # an operator's results must not share memory
         decided.number[1].clone(),
         kept_mass / rows.taken.sum(-1).clamp(min=1)[:, None],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.running_sums import running_sums
 from flexmask.config import FlexPrefillConfig
 
 
@@ -71,7 +72,7 @@ def published_selection(
     pooled
         (batch, num_heads, num_blocks, num_blocks) float32: causal softmax of the pooled scores (no log term).
     gamma, tau
-        0-d float64.
+        0-d; sums are in gamma's dtype.
     config
         The options; the budgets bound the two counts.
     """
@@ -87,12 +88,13 @@ def published_selection(
     highest = blocks if max_blocks is None else min(max_blocks, blocks)
     num_vertical = _budget(vertical_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
     num_slash = _budget(slash_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
-    num_vertical = torch.where(is_query_aware, min_blocks, num_vertical)
-    num_slash = torch.where(is_query_aware, min_blocks, num_slash)
+    floor = min(min_blocks, highest)
+    num_vertical = torch.where(is_query_aware, floor, num_vertical)
+    num_slash = torch.where(is_query_aware, floor, num_slash)
 
     flat = pooled.flatten(2)
     ordered, order = flat.sort(dim=-1, descending=True, stable=True)
-    within = ordered.double().cumsum(-1) <= gamma * blocks
+    within = running_sums(ordered, gamma.dtype) <= gamma * blocks
     query_aware = torch.zeros_like(within).scatter(-1, order, within).unflatten(-1, (blocks, blocks))
     return PublishedSelection(
         _top(vertical, num_vertical),
@@ -116,7 +118,7 @@ def _by_offset(attention: Tensor) -> Tensor:
 
 def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:
     """Blocks by the published rule: tokens whose running sum stays at or under gamma, plus one, ``// 128 + 1``."""
-    running = tokens.sort(dim=-1, descending=True).values.double().cumsum(-1)
+    running = running_sums(tokens.sort(dim=-1, descending=True).values, gamma.dtype)
     return ((running <= gamma).sum(-1) + 1) // 128 + 1
 
 
@@ -131,6 +133,7 @@ def _top(values: Tensor, count: Tensor) -> Tensor:
 
 
 def _distance_with_nan(estimated: Tensor, true: Tensor) -> Tensor:
+    """Jensen-Shannon distance where 0 * log 0 is NaN, but the root of a rounding error below 0 is not."""
     middle = (estimated + true) / 2
     divergence = (estimated * (estimated / middle).log()).sum(-1) + (true * (true / middle).log()).sum(-1)
-    return (divergence / 2).sqrt()
+    return (divergence / 2).clamp(min=0).sqrt()

@@ -51,7 +51,7 @@ def search(
     config
         The options, as `flexmask.config.compile_time` gives them.
     gamma, tau
-        0-d float64 on query's device.
+        0-d on query's device, of `flexmask._torch.widest_float`.
     with_stats, with_keep
         Whether statistics are wanted; the map of kept blocks is there anyway.
     """
@@ -83,7 +83,7 @@ def search(
     else:
         distance = jensen_shannon_distance(estimated, attended)
         has_rows = tokens.row_valid.any(-1, keepdim=True)
-        is_query_aware = (distance.double() < tau) & has_rows
+        is_query_aware = (distance.to(tau.dtype) < tau) & has_rows
 
         # step 3a, and the floor for both kinds of head: verticals and slashes
         candidates = candidate_lines(tokens, block_size, inputs.window)
@@ -112,7 +112,7 @@ def _statistics(
     return (
         choice.is_query_aware,
         choice.distance,
-        keep.sum((-2, -1)) / visible_blocks,
+        keep.sum((-2, -1)).float() / visible_blocks,
         choice.num_vertical.expand(keep.shape[:2]).clone(),
         choice.num_slash.expand(keep.shape[:2]).clone(),
         held / rows.taken.sum(-1).clamp(min=1)[:, None],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmask.base.running_sums import running_sums
+
 
 def ranks(values: Tensor, candidates: Tensor) -> Tensor:
     """Place of every entry in descending order over the last dimension, int64 from 0.
@@ -18,10 +20,10 @@ def ranks(values: Tensor, candidates: Tensor) -> Tensor:
 def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
     """How many of the heaviest candidates it takes for their sum to reach gamma times the sum of all candidates.
 
-    `values` (..., n) float32 >= 0, `candidates` bool, `gamma` 0-d float64. Returns (...,) int64; sums are float64.
+    `values` (..., n) float32 >= 0, `candidates` bool, `gamma` 0-d, in whose dtype the sums are. Returns (...,) int64.
     """
-    ordered = torch.where(candidates, values, 0.0).sort(dim=-1, descending=True).values.double()
-    running = ordered.cumsum(-1)
+    ordered = torch.where(candidates, values, 0.0).sort(dim=-1, descending=True).values
+    running = running_sums(ordered, gamma.dtype)
     return (running - ordered < gamma * running[..., -1:]).sum(-1)
 
 
@@ -35,11 +37,11 @@ def top_p(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
     candidates
         Bool, broadcasts to it.
     gamma
-        0-d float64. Sums are float64: a running float32 sum over a large map never reaches .99 of its total.
+        0-d, in whose dtype the sums are (`running_sums`).
     """
     values = torch.where(candidates, values.nan_to_num(0.0), -1.0)
     ordered, order = values.sort(dim=-1, descending=True, stable=True)
-    weights = ordered.clamp(min=0).double()
-    running = weights.cumsum(-1)
+    weights = ordered.clamp(min=0)
+    running = running_sums(weights, gamma.dtype)
     kept = (running - weights < gamma * running[..., -1:]) & (ordered >= 0)
     return torch.zeros_like(kept).scatter(-1, order, kept)

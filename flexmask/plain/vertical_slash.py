@@ -46,7 +46,8 @@ def row_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> Ro
     """Sums of the representative attention by row and key block; rows not taken are 0."""
     attention = whole_blocks(attention, 3, block_size)
     row_phase = (rows.position % block_size).unsqueeze(-1)
-    lead = (row_phase - torch.arange(block_size, device=attention.device)) / block_size
+    # float32 by name: a quotient of integers has the program's default dtype
+    lead = (row_phase - torch.arange(block_size, device=attention.device)).float() / block_size
     weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)
     weights = torch.where(rows.taken[..., None, None], weights, 0.0)
     return RowMass(*(attention @ weights[:, None]).unbind(-1))
@@ -85,7 +86,7 @@ def line_counts(
     candidates
         (batch or 1, 1, num_lines) bool.
     gamma
-        0-d float64, or None for gamma = 1, which keeps every candidate without summing.
+        0-d, or None for gamma = 1, which keeps every candidate without summing.
     min_blocks, max_blocks
         Floor and cap, in lines; the floor comes last. Both end at the number of candidates.
 

@@ -56,7 +56,7 @@ def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
     monkeypatch.setattr(dense, "_MOST_SCORES", it.case.query.shape[1] * 100 * 13)  # 13 rows at a time
     monkeypatch.setattr(dense, "_MOST_VISIBLE", 100 * 13)
     monkeypatch.setattr(
-        dense, "attention_to_visible", lambda *args, run=dense.attention_to_visible: calls.append(1) or run(*args)
+        dense, "_attention_to_visible", lambda *args, run=dense._attention_to_visible: calls.append(1) or run(*args)
     )
     parts = it.attend(dense_below=101, **keywords)
     assert len(calls) == 6

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flexmask import flexprefill_attention
+from flexmask.flex.sinks import with_sinks
 from tests.attention_calls import ALONE, CPP_ERROR, SINKS, VARIANTS, call
 from tests.comparisons import assert_same_attention
 from tests.expected import expanded
@@ -20,6 +21,16 @@ def under_with_sinks(it, keep, sinks):
     logits = logits.masked_fill(~expanded(keep, case), float("-inf"))
     sink = sinks.double()[:, None, None].expand(*logits.shape[:3], 1)
     return torch.cat([logits, sink], -1).softmax(-1)[..., :-1] @ value
+
+
+def test_sinks_come_in_by_the_log_sum_exp():
+    it = call(**VARIANTS["groups"])
+    keep = it.case.search().keep
+    out, lse = it.under(keep)
+    expected = under_with_sinks(it, keep, SINKS)
+    torch.testing.assert_close(with_sinks(out.float(), lse.float(), SINKS).double(), expected, atol=1e-5, rtol=1e-5)
+    # a row that sees nothing has a log-sum-exp of -inf and stays 0
+    assert not with_sinks(torch.zeros(1, 4, 2, 8), torch.full((1, 4, 2), float("-inf")), SINKS).any()
 
 
 WITH_SINKS = ["groups", "chunk inside a block", "window", "softcap"]

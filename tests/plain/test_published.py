@@ -136,6 +136,21 @@ def test_underflow_makes_a_head_vertical_slash():
     assert not stats.is_query_aware.item()
 
 
+def test_a_floor_beyond_the_prompt_counts_the_blocks_that_are_there():
+    _, stats = by_scores(torch.zeros(48, 48), tau=1.0, min_budget=1024)
+    assert stats.is_query_aware.item()
+    assert (stats.num_vertical_blocks.item(), stats.num_slash_blocks.item()) == (3, 3)
+
+
+def test_two_equal_distributions_have_no_distance():
+    # with one block both are 1, and the rounded sum of a row's attention may be a little more
+    query, key = torch.randn(2, 1, 64, 64, 32, generator=torch.Generator().manual_seed(0)).unbind(0)
+    config = FlexPrefillConfig(tau=0.5, block_size=64, selection="reference")
+    stats = Case(query, key, config).search().stats
+    assert (stats.js_distance < 1e-3).all()
+    assert stats.is_query_aware.all()
+
+
 @settings(max_examples=25)
 @given(published_cases())
 def test_keeps_visible_blocks_only(case):

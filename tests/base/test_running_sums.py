@@ -1,0 +1,60 @@
+"""Running sums with and without float64, and the plain search on a device that has none."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexmask import search
+from flexmask.base.running_sums import running_sums
+from tests.cases import cases, published_cases
+from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics
+
+
+class NoFloat64(TorchDispatchMode):
+    """A device without float64: an operation that gives such a tensor fails."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float64:
+                raise TypeError(f"{func} gave float64")
+        return out
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_sums_of_many_small_values_reach_their_total(precision):
+    values = torch.rand(2, 2_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    sums = running_sums(values, precision)
+    assert sums.dtype == precision
+    exact = values.double().cumsum(-1)
+    torch.testing.assert_close(sums.double(), exact, rtol=1e-7 if precision == torch.float32 else 0, atol=1e-8)
+
+
+def test_the_search_needs_no_float64(monkeypatch):
+    tally, drawn = Tally(), Drawn()
+    monkeypatch.setattr(search, "widest_float", lambda device: torch.float32)
+
+    @settings(max_examples=40)
+    @given(cases() | published_cases())
+    def run(case):
+        with NoFloat64():
+            result = case.search()
+        expected = case.reference()
+        assert_same_blocks(result, expected)
+        assert_same_statistics(result, expected, underflow=case.config.selection == "reference")
+        tally.add_decisions(expected)
+        drawn.add(expected)
+
+    run()
+    tally.check()
+
+
+def test_the_search_is_seen_to_use_float64_elsewhere():
+    @settings(max_examples=1)
+    @given(cases(max_budget=None))
+    def run(case):
+        with pytest.raises(TypeError, match="gave float64"), NoFloat64():
+            case.search()
+
+    run()

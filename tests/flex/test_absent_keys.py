@@ -1,0 +1,104 @@
+"""Keys and values that no row sees may hold NaN, as a cache made by torch.empty does, on every path of attention."""
+
+import pytest
+import torch
+
+from flexmask import flexprefill_attention
+from flexmask.base.inputs import attention_inputs
+from flexmask.flex.dense import attention_to_visible
+from tests.attention_calls import CPP_ERROR, SINKS, call, padding
+from tests.comparisons import assert_same_attention
+
+NAN = float("nan")
+PROBLEMS = {
+    "behind a chunk": {"q_len": 100, "kv_len": 200, "q_offset": torch.tensor([70, 3]), "batch": 2},
+    "behind a chunk, one row": {"q_len": 100, "kv_len": 200, "q_offset": torch.tensor(70)},
+    "behind a chunk, an int": {"q_len": 100, "kv_len": 200, "q_offset": 41},
+    "padding": {"q_len": 200, "attention_mask": padding(200, ("left", 70), ("holes", 7)), "batch": 2},
+    "one row": {"q_len": 1, "kv_len": 200, "q_offset": torch.tensor(70)},
+    "one row, padding": {"q_len": 1, "kv_len": 200, "attention_mask": padding(200, ("left", 70))},
+}
+SCORES = {
+    "SDPA": {},
+    "window": {"window": 50},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": SINKS},
+    "log-sum-exp": {"return_lse": True},
+}
+
+
+def spoiled(it):
+    """Key and value of a call with NaN wherever no row can see, and which keys those are."""
+    case = it.case
+    q_len, kv_len = case.query.shape[2], case.key.shape[2]
+    slot = torch.arange(kv_len)
+    absent = torch.zeros(case.query.shape[0], kv_len, dtype=torch.bool)
+    if case.q_offset is not None:
+        absent |= slot >= (torch.as_tensor(case.q_offset).reshape(-1, 1) + q_len)
+    if case.attention_mask is not None:
+        absent |= case.attention_mask == 0
+    assert absent.any()
+    fill = absent[:, None, :, None]
+    return case.key.masked_fill(fill, NAN), it.value.masked_fill(fill, NAN), absent
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+def test_dense_attention_does_not_see_them(problem, scores):
+    it = call(**problem)
+    key, value, _ = spoiled(it)
+    arguments = {**it.case.keywords(), **scores}
+    clean = flexprefill_attention(it.case.query, it.case.key, it.value, **arguments)
+    found = flexprefill_attention(it.case.query, key, value, **arguments)
+    for got, wanted in zip(found, clean, strict=True) if "return_lse" in scores else [(found, clean)]:
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scores", [{}, {"softcap": 3.0, "sinks": SINKS}], ids=["SDPA", "written out"])
+def test_decoding_under_a_mask_does_not_see_them(scores):
+    it = call(q_len=1, kv_len=200, attention_mask=padding(200, ("left", 70), ("right", 50)), batch=2)
+    key, value, absent = spoiled(it)
+    visible = ~absent[:, None, None]
+    out, _ = attention_to_visible(attention_inputs(it.case.query, key, value, **scores), visible)
+    expected, _ = attention_to_visible(attention_inputs(it.case.query, it.case.key, it.value, **scores), visible)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("name", ["behind a chunk", "behind a chunk, one row", pytest.param("padding", marks=CPP_ERROR)])
+@pytest.mark.parametrize("scores", [{}, {"sinks": SINKS}], ids=["plain", "sinks"])
+def test_sparse_attention_does_not_see_them(name, scores):
+    it = call(**PROBLEMS[name])
+    key, value, _ = spoiled(it)
+    clean = it.attend(**scores)
+    it.case.key, it.value = key, value
+    assert torch.equal(it.attend(**scores), clean)
+
+
+def test_gradients_of_dense_attention_do_not_see_them():
+    it = call(**PROBLEMS["padding"])
+    gradients = []
+    for key, value in ((it.case.key, it.value), spoiled(it)[:2]):
+        tensors = [x.clone().requires_grad_() for x in (it.case.query, key, value)]
+        flexprefill_attention(*tensors, **it.case.keywords()).square().sum().backward()
+        gradients.append([x.grad for x in tensors])
+    for clean, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, clean, atol=1e-6, rtol=1e-6)
+
+
+def test_what_is_there_is_left_as_it_is():
+    it = call(**PROBLEMS["padding"])
+    inputs = attention_inputs(it.case.query, it.case.key, it.value, **it.case.keywords())
+    tokens = it.case.attention_mask.bool()[:, None, :, None]
+    without = inputs.without_absent()
+    assert torch.equal(without.key, it.case.key * tokens)
+    assert torch.equal(without.value, it.value * tokens)
+    assert inputs.without_absent(keys=False).key is inputs.key
+    whole = attention_inputs(it.case.query, it.case.key, it.value)
+    assert whole.without_absent() is whole
+    chunk = call(**PROBLEMS["behind a chunk"])
+    inputs = attention_inputs(chunk.case.query, chunk.case.key, chunk.value, **chunk.case.keywords()).without_absent()
+    assert_same_attention(inputs.value[0, :, :170], chunk.value[0, :, :170].double())
+    assert inputs.value[0, :, 169].any()
+    assert not inputs.value[0, :, 170:].any()
+    assert not inputs.value[1, :, 103:].any()

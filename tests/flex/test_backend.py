@@ -1,0 +1,77 @@
+"""The choice of FlexAttention's backend by GPU, with capabilities that are not there; and the FLASH backend's trivial masks."""
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import noop_mask
+
+from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.flex import backend
+from flexmask.flex.backend import chosen_backend
+from flexmask.flex.mask_mods import visible_mask_mod
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The choice on a GPU of some capability, with flash-attn-4 installed."""
+
+    def choose(name, capability, block_size=128, head_dim=128, dtype=torch.bfloat16):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (capability, 0))
+        monkeypatch.setattr(backend, "_HAS_FLASH", True)
+        with FakeTensorMode():
+            query = torch.empty(1, 2, 256, head_dim, dtype=dtype, device="cuda")
+        return chosen_backend(name, AttentionInputs(query, query, query, 1.0), block_size, False)
+
+    return choose
+
+
+@pytest.mark.parametrize("capability", [7, 8, 9, 10, 11, 12])
+def test_auto_takes_flash_only_where_it_was_seen_to_work(chosen, capability):
+    assert chosen("auto", capability) == ("flash" if capability == 9 else "triton")
+    assert chosen("triton", capability) == "triton"
+
+
+def test_flash_runs_by_name_on_hopper(chosen):
+    assert chosen("flash", 9) == "flash"
+
+
+@pytest.mark.parametrize("block_size", [128, 256])
+def test_flash_is_refused_on_blackwell_with_its_blocks(chosen, block_size):
+    reason = 'backend="flash" cannot run here: on Blackwell flash-attn-4 takes query blocks of 256 tokens and key blocks of 128'
+    with pytest.raises(ValueError, match=reason):
+        chosen("flash", 10, block_size)
+
+
+@pytest.mark.parametrize("capability", [8, 12])
+def test_flash_is_refused_on_other_gpus(chosen, capability):
+    with pytest.raises(ValueError, match=rf"it needs a Hopper GPU \(got compute capability {capability}\)"):
+        chosen("flash", capability)
+
+
+# The FLASH backend leaves the block lists out where it takes a mask_mod for trivial: ours, which alone do not select, never are.
+
+
+def is_trivial(mask_mod):
+    """Ask torch about the graph that Inductor sees of a mask_mod; captured tensors are constants in it rather than arguments."""
+    flash = pytest.importorskip("torch._inductor.kernel.flex.flex_flash_attention")
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch._inductor.decomposition import select_decomp_table
+
+    index = [torch.tensor(0, dtype=torch.int32) for _ in range(4)]
+    with TransformGetItemToIndex():
+        return flash.is_trivial_mask_graph(make_fx(mask_mod, decomposition_table=select_decomp_table())(*index))
+
+
+def test_a_trivial_mask_is_seen():
+    assert is_trivial(noop_mask)
+
+
+@pytest.mark.parametrize(("window", "padded", "shifted"), [*itertools.product([None, 1, 10**6], [False, True], [None, 0, 40])])
+def test_no_mask_of_ours_is_trivial(window, padded, shifted):
+    query, key = torch.zeros(1, 1, 24, 16), torch.zeros(1, 1, 24 if shifted is None else 64, 16)
+    mask = torch.ones(1, key.shape[2], dtype=torch.bool) if padded else None
+    inputs = attention_inputs(query, key, window=window, attention_mask=mask, q_offset=shifted)
+    assert not is_trivial(visible_mask_mod(inputs.placed()))

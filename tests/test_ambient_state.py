@@ -1,0 +1,175 @@
+"""The state of the program around a call changes nothing: default dtype and device, autocast, TF32, FakeTensorMode."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flexmask import flexprefill_attention, flexprefill_mask, search
+from flexmask._torch import without_tf32
+from flexmask.block_masks import causal_mask
+from tests.attention_calls import SINKS, call, padding
+from tests.cases import structured_inputs
+from tests.compile_support import assert_same_lists, fresh_compiler, traced
+
+__all__ = ["fresh_compiler"]
+
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+AMBIENT = {
+    "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
+    "float16 by default": lambda: default_dtype(torch.float16),
+    "float64 by default": lambda: default_dtype(torch.float64),
+    "meta by default": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+ambient = pytest.mark.parametrize("state", AMBIENT.values(), ids=AMBIENT)
+
+
+@ambient
+@pytest.mark.parametrize("options", [{}, {"selection": "reference"}, {"tau": 1.0, "max_budget": 128}], ids=str)
+def test_selection_and_statistics_stay_the_same(state, options):
+    query, key = structured_inputs(torch.Generator().manual_seed(0), 2, 8, 2, 384, 384, 32, 2.0)
+    keywords = {"gamma": 0.6, "block_size": 32, "min_budget": 0, **options}
+    if "selection" not in options:
+        keywords |= {"attention_mask": padding(384, ("left", 70), ("holes", 7)), "window": 300, "softcap": 20.0}
+    expected, stats = flexprefill_mask(query, key, return_stats=True, **keywords)
+    with state():
+        mask, found = flexprefill_mask(query, key, return_stats=True, **keywords)
+    assert_same_lists(mask, expected)
+    for name, wanted in vars(stats).items():
+        got = getattr(found, name)
+        if isinstance(wanted, torch.Tensor):
+            assert got.dtype == wanted.dtype
+            assert torch.equal(got.nan_to_num(-1.0), wanted.nan_to_num(-1.0)), name
+    assert (stats.density < 0.9).any()
+
+
+@ambient
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"attention_mask": padding(200, ("left", 30))},
+        {"return_lse": True},
+        {"softcap": 3.0, "sinks": SINKS, "return_lse": True},
+    ],
+    ids=["SDPA", "padding", "log-sum-exp", "written out"],
+)
+def test_dense_attention_stays_the_same(state, keywords):
+    it = call(q_len=200)
+    arguments = (it.case.query, it.case.key, it.value)
+    expected = flexprefill_attention(*arguments, **keywords)
+    with state():
+        found = flexprefill_attention(*arguments, **keywords)
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.attention
+@ambient
+def test_sparse_attention_stays_the_same(state):
+    it = call(q_len=200, scores={"window": 150})
+    expected = it.attend()
+    with state():
+        found = it.attend()
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["compiled under autocast", "autocast within"])
+def test_autocast_does_not_reach_a_traced_search(outside):
+    query, key = structured_inputs(torch.Generator().manual_seed(0), 1, 4, 2, 300, 300, 32, 2.0)
+    expected = flexprefill_mask(query, key, gamma=0.6, block_size=32, min_budget=0)
+
+    def lists(query, key):
+        with contextlib.nullcontext() if outside else torch.autocast("cpu", torch.bfloat16):
+            mask = flexprefill_mask(query, key, gamma=0.6, block_size=32, min_budget=0)
+        return [getattr(mask, name) for name in LISTS]
+
+    run, counter = traced(lists)
+    with torch.autocast("cpu", torch.bfloat16) if outside else contextlib.nullcontext():
+        found, *_ = [run(query[:, :, :n].clone(), key[:, :, :n].clone()) for n in (300, 200, 150, 100)]
+    assert all(torch.equal(got, getattr(expected, name)) for got, name in zip(found, LISTS, strict=True))
+    assert counter.frame_count <= 2
+
+
+def test_a_method_of_the_gallery_has_no_autocast():
+    from flexmask.method import mask_method
+
+    seen = []
+
+    @mask_method
+    def probing_mask(problem):
+        seen.append((problem.inputs.query @ problem.inputs.query.mT).dtype)
+
+    query = torch.randn(1, 1, 32, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        probing_mask(query, query.clone(), block_size=16)
+        causal_mask(query, query.clone(), block_size=16)
+    assert seen == [torch.float32]
+
+
+def test_numbers_kept_for_the_gpu_are_never_fake(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
+    kept = []
+    monkeypatch.setattr(search, "_kept_scalars", lambda values, *rest: kept.append(values) or [torch.tensor(x) for x in values])
+    device = torch.device("cuda")
+    with FakeTensorMode():
+        made = search._scalars((0.5, 0.1), device)
+    assert [x.device.type for x in made] == ["cuda", "cuda"]
+    assert not kept
+    search._scalars((0.5, 0.1), device)
+    assert kept == [(0.5, 0.1)]
+
+
+@pytest.fixture
+def tf32_on():
+    matmul = torch.backends.cuda.matmul
+    name, on = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    setattr(matmul, name, on)
+    yield lambda: getattr(matmul, name) == on
+    setattr(matmul, name, before)
+
+
+def test_tf32_stays_off_while_any_thread_needs_it_off(tf32_on):
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        with without_tf32():
+            inside.set()
+            leave.wait(10)
+            seen.append(tf32_on())
+
+    thread = threading.Thread(target=other)
+    with without_tf32():
+        thread.start()
+        assert inside.wait(10)
+    # the first block is left while the other thread is within its own
+    seen.append(tf32_on())
+    leave.set()
+    thread.join()
+    assert seen == [False, False]
+    assert tf32_on()
+
+
+def test_tf32_is_put_back_after_an_error(tf32_on):
+    with pytest.raises(KeyError), without_tf32(), without_tf32():
+        raise KeyError
+    assert tf32_on()
