@@ -14,7 +14,7 @@ from flexmask.integrations.settings import PrefillSettings
 from flexmask.stats import FlexPrefillStats
 
 
-@dataclass
+@dataclass(eq=False)
 class FlexPrefillRun:
     """The settings of one model, and what its prefill calls chose.
 
