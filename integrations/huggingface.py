@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from flexmask.integrations.attention_call import attention_call
 from flexmask.integrations.prefill_mask import HookedMask, PrefillMask, prefill_mask
+from flexmask.integrations.right_padding import watch_token_ids
 from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
 from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings, saved_settings
 from flexmask.integrations.versions import check_release
@@ -155,6 +156,7 @@ def flexprefill(
     configs = {id(module.config): module.config for module in modules if isinstance(module, PreTrainedModel)}
     previous_names = [(part, part._attn_implementation) for part in configs.values()]
     text = _text_config(model)
+    watch = None
     try:
         model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
         if text._attn_implementation != NAME:
@@ -162,8 +164,11 @@ def flexprefill(
                 f"model must go through transformers' attention interface; got {type(model).__name__}, which does not"
             )
         RUNS.update(dict.fromkeys(modules, run))
+        watch = watch_token_ids(model, run)
         yield run
     finally:
+        if watch is not None:
+            watch.remove()
         # a model's own config comes before those of its parts, which setting it overwrites
         for part, name in previous_names:
             part._attn_implementation = name

@@ -194,3 +194,19 @@ def test_refused_call_inside_a_compilation_leaves_later_ones_as_they_were():
         run(F.pad(QUERY, (0, 0, 0, 1)), KEY)
     assert_same_lists(run(QUERY, KEY), flexprefill_mask(QUERY, KEY, **SPARSE))
     assert counter.frame_count == 1
+
+
+@pytest.mark.attention
+def test_other_compilers_than_inductor_do_not_make_it_dense():
+    """They would run flex_attention as it was traced, dense under its mask_mod."""
+
+    def attend(query, key, value):
+        return flexprefill_attention(query, key, value, **SPARSE, dense_below=0)
+
+    query, key, value = torch.randn(3, 1, 2, 512, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    expected = attend(query, key, value)
+    assert (expected - F.scaled_dot_product_attention(query, key, value, is_causal=True)).abs().max() > 1e-2
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(query, key, value), expected, atol=2e-5, rtol=0)
+    torch._dynamo.reset()  # what it compiled with a break would do
+    with pytest.raises(Unsupported):
+        torch.compile(attend, backend="eager", fullgraph=True)(query, key, value)
