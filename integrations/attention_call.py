@@ -22,7 +22,7 @@ from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
 from flexmask.integrations.settings import PrefillSettings, saved_settings
 from flexmask.mask import flexprefill_mask
 from flexmask.plain.published import check_published
-from flexmask.stats import FlexPrefillStats, empty_stats
+from flexmask.stats import empty_stats
 
 # what models hand to attention that does not change its result; anything else that is set is refused
 _HARMLESS = frozenset(
@@ -130,7 +130,8 @@ def _prefilled(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     # SDPA's own causal kernel can run
     plain = q_len == kv_len and inputs[4:] == (None,) * 5
     if short or (exact and plain):
-        _collect(run, layer, empty_stats(inputs.query, dense=True), None)
+        if run is not None:
+            run.record(layer, empty_stats(inputs.query, dense=True), None, _why_dense(inputs, layer, settings, config))
         return dense_attention(inputs)[0]
     if exact or settings.method != "flexprefill":
         method = causal_mask if exact else settings.method if callable(settings.method) else MASKS[settings.method]
@@ -164,11 +165,12 @@ def _by_method(
     at_once = settings.max_mask_bytes // mask_bytes(inputs.query.shape[2], inputs.key.shape[2], config)
     out = sparse_attention(inputs.placed(), make_mask, config.block_size, at_once, settings.backend)[0]
     run, layer, exact = record or (None, -1, False)
-    if run and (exact or run.collect_masks):
+    if run:
         whole = None
         if run.collect_masks:
             whole = masks[0] if len(masks) == 1 else make_mask(inputs.placed())[0]
-        _collect(run, layer, empty_stats(inputs.query, dense=True) if exact else None, whole)
+        reason = _why_dense(inputs, layer, settings, config) if exact else None
+        run.record(layer, empty_stats(inputs.query, dense=True) if exact else None, whole, reason)
     return out
 
 
@@ -179,20 +181,22 @@ def _by_flexprefill(
     check_published(config, inputs)
     with_stats = run is not None and (run.collect_stats or run.collect_masks)
     out, _, stats = attention_to_kept(inputs, config, settings.backend, settings.max_mask_bytes, return_stats=with_stats)
-    if run is not None and with_stats:
+    if run is not None:
         made: Any = None
         if run.collect_masks:
             options = {"scale": inputs.scale, "softcap": inputs.softcap, "window": inputs.window, "config": config}
             where = {"attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
             made = flexprefill_mask(inputs.query, inputs.key, **options, **where)  # type: ignore[arg-type]
-        _collect(run, layer, stats, made)
+        run.record(layer, stats, made)
     return out
 
 
-def _collect(run: FlexPrefillRun | None, layer: int, stats: FlexPrefillStats | None, mask: BlockMask | None) -> None:
-    if run is None:
-        return
-    if run.collect_stats and stats is not None:
-        run.stats.setdefault(layer, []).append(stats)
-    if run.collect_masks:
-        run.masks.setdefault(layer, []).append(mask)
+def _why_dense(inputs: AttentionInputs, layer: int, settings: PrefillSettings, config: FlexPrefillConfig) -> str:
+    """The reason for a dense call, as the run and the log give it."""
+    if inputs.key.shape[2] < settings.break_even:
+        return f"{inputs.key.shape[2]} tokens < dense_below {settings.break_even}"
+    if inputs.query.shape[2] < config.block_size:
+        return f"{inputs.query.shape[2]} new tokens < block_size {config.block_size}"
+    if layer in settings.dense_layers:
+        return f"layer {layer} is in dense_layers"
+    return f"window {inputs.window} < dense_below {settings.break_even}"

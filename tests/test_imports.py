@@ -36,9 +36,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("warmup",),
     ("block_masks.*",),
     ("block_masks",),
-    ("integrations.versions", "integrations.settings"),
+    ("integrations.versions", "integrations.settings", "integrations.models"),
     ("integrations.prefill_mask", "integrations.run"),
-    ("integrations.attention_call",),
+    ("integrations.attention_call", "integrations.blocks"),
+    ("integrations.hooks",),
     ("integrations.*",),
     ("integrations",),
 )
