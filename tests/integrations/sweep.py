@@ -6,8 +6,8 @@ gamma, which must not::
     python -m tests.integrations.sweep run --results sweep-5.23.jsonl      # goes on where it was stopped; some minutes
     python -m tests.integrations.sweep table sweep-*.jsonl                 # one file for each release, the newest first
 
-Other releases: the same command in an environment that has them. Nothing is compiled here: uncompiled FlexAttention follows the
-mask_mod, which says the same as the block lists. The compiled kernels are tested on the families of SUPPORT.md.
+Other releases: the same command in an environment that has them. Nothing is compiled here: attention is written out, under the
+block lists and the mask_mod (sweep_attention.py). The compiled kernels are tested on the families of SUPPORT.md.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
+from tests.integrations.sweep_attention import write_out
 from tests.integrations.sweep_configs import attempts, causal_types
 from tests.integrations.sweep_table import PATH, table
 
@@ -119,7 +120,7 @@ def within(seconds: int) -> Iterator[None]:
 def work(results: Path, names: list[str]) -> None:
     """Try `names` in this process; a result is written as soon as it is known, its beginning before."""
     torch.set_num_threads(1)
-    torch.compiler.set_stance("force_eager")
+    write_out()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     for name in names:

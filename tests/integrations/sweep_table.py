@@ -17,6 +17,33 @@ MEANINGS = {
     "fails": "an error that is not a refusal of ours",
     "cannot be built here": "no tiny model of it could be made by shrinking its default configuration, so that nothing is known",
 }
+TEXT = """\
+# Models
+
+Every type that `AutoModelForCausalLM` knows, tried with one tiny random model on a CPU in float32: a prompt of 2 x 160 tokens without
+padding, blocks of 16, the default cache, `dense_below=0`. Attention was written out in PyTorch over the chosen blocks instead of
+compiled. Trained weights, other options of a type, images and sound were not tried. [SUPPORT.md](SUPPORT.md) has caches, padding and
+generation through the compiled kernels, for fewer families.
+
+Run: {run}.
+Written by `python -m tests.integrations.sweep`, not by hand.
+
+| | {heads} | |
+{lines}|---|
+{totals}
+
+## By type
+
+`-`: the release does not have the type. Numbers stand for the notes below.
+
+| type | {heads} |
+{lines}|
+{rows}
+
+## Notes
+
+{notes}
+"""
 Results = tuple[dict[str, str], dict[str, dict[str, str]]]
 
 
@@ -35,35 +62,13 @@ def table(releases: list[Results]) -> str:
     run = "; ".join(
         f"transformers {h['transformers']} on torch {h['torch']}, {len(found)} types, {h['date']}" for h, found in releases
     )
-    return "\n".join(
-        [
-            "# Models",
-            "",
-            "Every type that `AutoModelForCausalLM` knows, tried with one tiny random model on a CPU in float32: a prompt of 2 x 160",
-            "tokens without padding in blocks of 16, with the default cache, `dense_below=0`. Attention ran uncompiled, under the same",
-            "masks. Trained weights, other options of a type, images and sound were not tried. [SUPPORT.md](SUPPORT.md) has caches,",
-            "padding and generation, for fewer families.",
-            "",
-            f"Run: {run}.",
-            "Written by `python -m tests.integrations.sweep`, not by hand.",
-            "",
-            "| | " + " | ".join(heads) + " | |",
-            "|---" * (len(heads) + 2) + "|",
-            *totals,
-            "",
-            "## By type",
-            "",
-            "`-`: the release does not have the type. Numbers: the notes below.",
-            "",
-            "| type | " + " | ".join(heads) + " |",
-            "|---" * (len(heads) + 1) + "|",
-            *rows,
-            "",
-            "## Notes",
-            "",
-            *[f"{number}. {note}" for note, number in notes.items()],
-            "",
-        ]
+    return TEXT.format(
+        run=run,
+        heads=" | ".join(heads),
+        lines="|---" * (len(heads) + 1),
+        totals="\n".join(totals),
+        rows="\n".join(rows),
+        notes="\n".join(f"{number}. {note}" for note, number in notes.items()),
     )
 
 
