@@ -125,6 +125,30 @@ def named(function: _Function, name: str) -> _Function:
     return function
 
 
+def runs_flex_attention_uncompiled() -> bool:
+    """Whether a surrounding torch.compile has another backend than Inductor, which alone compiles flex_attention's block lists.
+
+    "eager" and "aot_eager" run the graph as it was traced, and there flex_attention is dense under its mask_mod.
+    """
+    return torch.compiler.is_compiling() and not _is_inductor()
+
+
+def _backend_is_inductor() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    for _ in range(8):  # dynamo wraps what torch.compile was given
+        if isinstance(backend, torch._TorchCompileInductorWrapper) or getattr(backend, "__name__", "") == "compile_fx":
+            return True
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "_torchdynamo_orig_callable", None)
+        backend = inner or getattr(backend, "compiler_fn", None)
+    return False
+
+
+# called while dynamo traces, which then sees a bool
+_is_inductor: Callable[[], bool] = torch.compiler.assume_constant_result(_backend_is_inductor)
+
+
 def recompile_limit() -> str:
     """What torch._dynamo.config calls the number of recompilations that a function may have."""
     import torch._dynamo.config as dynamo

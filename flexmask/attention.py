@@ -144,11 +144,17 @@ def attention_to_kept(
     max_mask_bytes: int = MAX_MASK_BYTES,
     return_lse: bool = False,
     return_stats: bool = False,
+    masks: list[BlockMask] | None = None,
 ) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
-    """Attention over the blocks that FlexPrefill keeps: the sparse half of `flexprefill_attention`, of checked inputs."""
+    """Attention over the blocks that FlexPrefill keeps: the sparse half of `flexprefill_attention`, of checked inputs.
+
+    To `masks`, if given, the mask of each group of heads is appended, its block choice in the mask_mod too: for pictures.
+    """
 
     def make_mask(part: AttentionInputs) -> tuple[BlockMask, FlexPrefillStats | None]:
-        found = search(part, config, return_stats)
+        found = search(part, config, return_stats, with_keep=masks is not None)
+        if masks is not None:
+            masks.append(block_mask(part, found.lists, found.keep, config.block_size, "flexprefill"))
         # the lists do the selection here, so that the mask_mod need only cut partial blocks
         mask = block_mask(part, found.lists, None, config.block_size)
         return mask, None if found.stats is None else FlexPrefillStats(*found.stats)

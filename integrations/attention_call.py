@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.attention import attention_to_kept
 from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.block_masks import MASKS, causal_mask
-from flexmask.config import FlexPrefillConfig
 from flexmask.flex.dense import attention_to_visible, dense_attention
-from flexmask.flex.head_groups import mask_bytes
-from flexmask.flex.sparse import sparse_attention
 from flexmask.integrations.prefill_mask import PrefillMask
-from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
-from flexmask.integrations.settings import PrefillSettings, saved_settings
-from flexmask.mask import flexprefill_mask
-from flexmask.plain.published import check_published
-from flexmask.stats import empty_stats
+from flexmask.integrations.route import HEAD_DIMS, PrefillCall, route
+from flexmask.integrations.versions import MODELS_MAKE_4D_MASKS
 
-# what models hand to attention that does not change its result; anything else that is set is refused
-_HARMLESS = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "cache_position",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "num_items_in_batch",
-        "sliding_window",
-    }
-)
+_SDPA, _EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
+_UNPACK = 'one prompt a batch row, or attn_implementation="flash_attention_2"'
+# Arguments that change attention, and what to use instead. The rest of what a model's forward is called with comes along too
+# (labels, lengths, flags, a tokenizer), and passes.
+_REFUSED = {
+    "position_bias": _EAGER,
+    "attention_bias": _EAGER,
+    "alibi": _EAGER,
+    "head_mask": _EAGER,
+    "output_attentions": _EAGER,
+    "block_indices": _SDPA,
+    "indices": _SDPA,
+    "sinks": _EAGER,
+    "cu_seq_lens_q": _UNPACK,
+    "cu_seq_lens_k": _UNPACK,
+    "block_table": _SDPA,
+    "prefill_chunk_size": "model.generate, which cuts the prompt",
+}
 
 
 def attention_call(
@@ -55,32 +50,23 @@ def attention_call(
     """The attention call of transformers: heads first in, (batch, q_len, num_heads, head_dim) out."""
     if dropout != 0:
         raise refusal(f"dropout {dropout}", "model.eval()")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise refusal(
-            "bidirectional or cross attention (an encoder)",
-            'attn_implementation="sdpa" for that part, as in set_attn_implementation({"text_config": "flexprefill"})',
-        )
-    for name, argument in kwargs.items():
-        if name not in _HARMLESS and argument is not None and argument is not False:
-            raise refusal(f"the argument {name}", 'attn_implementation="eager"')
+    for name, instead in _REFUSED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            packed = "packed sequences: " if instead is _UNPACK else ""
+            raise refusal(f"{packed}the argument {name}", instead)
     if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
-        raise refusal("a config with output_attentions", 'attn_implementation="eager"')
+        raise refusal("a config with output_attentions", _EAGER)
     scores: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if query.shape[2] == 1 and not isinstance(attention_mask, BlockMask):
-        out = _decoded(attention_inputs(query, key, value, **scores), attention_mask)
+        # one row sees every key that is not masked, causal or not
+        out = _decoded(_inputs(query, key, value, **scores), attention_mask)
     else:
+        _check_causal(module, is_causal, attention_mask)
         mask = _visibility(attention_mask, query, key)
+        _check_unpacked(kwargs.get("position_ids"), mask)
         at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
-        inputs = attention_inputs(
-            query,
-            key,
-            value,
-            window=mask.window,
-            attention_mask=mask.attention_mask,
-            q_offset=None if at_end else mask.offset,
-            **scores,
-        )
-        out = _prefilled(module, inputs)
+        where = {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
+        out = route(PrefillCall.of(module, _inputs(query, key, value, **scores, **where), mask))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -89,21 +75,62 @@ def refusal(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"flexprefill attention does not serve {what}; use {instead}")
 
 
+def _inputs(query: Tensor, key: Tensor, value: Tensor, **where: Any) -> AttentionInputs:
+    """The checked problem, also of heads of a size that no mask is made for: `route` takes those to dense attention."""
+    if query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS:
+        return attention_inputs(query, key, value, **where)
+    # everything else is checked on heads that pass
+    stand_ins = [x.new_empty(()).expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
+    checked = attention_inputs(*stand_ins, **where)
+    scale = query.shape[3] ** -0.5 if where.get("scale") is None else checked.scale
+    return AttentionInputs(query, key, value, scale, *checked[4:])
+
+
+def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None) -> None:
+    """Refuse attention that is not causal.
+
+    Under a mask of ours the argument `is_causal` says nothing: some modules (GPT-2) pass False wherever they were given a mask,
+    and a mask that is not causal holds its own refusal.
+    """
+    causal = getattr(module, "is_causal", True)
+    if is_causal is not None and not isinstance(mask, PrefillMask):
+        causal = is_causal
+    if not causal:
+        raise refusal("bidirectional or cross attention", f"{_SDPA} for the parts of the model that have it")
+
+
 def _visibility(mask: Tensor | BlockMask | None, query: Tensor, key: Tensor) -> PrefillMask:
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     if mask is None and q_len == kv_len:
         return PrefillMask((batch, 1, q_len, kv_len), 0)
+    if mask is None:
+        raise refusal("a prefill without a mask over a cache", f"a (batch, kv_len) attention_mask, or {_SDPA}")
     if not isinstance(mask, PrefillMask):
-        what = (
-            "a prefill without a mask over a cache" if mask is None else f"an attention_mask of type {type(mask).__name__} (4-D)"
-        )
-        raise refusal(what, 'a (batch, kv_len) attention_mask, or attn_implementation="sdpa"')
+        what = "a 4-D attention_mask"
+        if MODELS_MAKE_4D_MASKS:
+            what += (
+                ", which in this release of transformers some models (OPT, BART, GraniteMoe, Persimmon, FalconH1) make themselves"
+            )
+            raise refusal(what, f"a newer release, {_SDPA}, or where the mask is yours a (batch, kv_len) one")
+        raise refusal(what, f"a (batch, kv_len) attention_mask, or {_SDPA}")
     if mask.refusal is not None:
-        raise refusal(mask.refusal, 'attn_implementation="sdpa"')
+        raise refusal(mask.refusal, _SDPA)
     if tuple(mask.shape[2:]) != (q_len, kv_len):
-        raise refusal(f"{kv_len} keys under a mask of {mask.shape[3]} (a cache that says another length)", "a DynamicCache")
+        raise refusal(
+            f"{q_len} rows and {kv_len} keys under a mask of {mask.shape[2]} and {mask.shape[3]} "
+            "(keys that the model adds to those of its tokens, or a cache of another length)",
+            _SDPA,
+        )
     return mask
+
+
+def _check_unpacked(position_ids: Any, mask: PrefillMask) -> None:
+    """Refuse positions that start again; some models have three of each token, others hand over none."""
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != mask.shape[2]:
+        return
+    if mask.packed.is_packed(position_ids, mask.attention_mask, mask.offset):
+        raise refusal("packed sequences (position_ids that start again)", _UNPACK)
 
 
 def _decoded(inputs: AttentionInputs, mask: Tensor | None) -> Tensor:
@@ -114,89 +141,3 @@ def _decoded(inputs: AttentionInputs, mask: Tensor | None) -> Tensor:
     if mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
     return attention_to_visible(inputs, mask)[0]
-
-
-def _prefilled(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """Route one prefill call: dense, dense by block mask, another method, or FlexPrefill."""
-    run = RUNS.get(module) or HOOKS.get(module)
-    settings = run.settings if run else saved_settings(getattr(module, "config", None)) or PrefillSettings()
-    layer = getattr(module, "layer_idx", -1)
-    config = settings.of_layer(layer)
-    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
-
-    # rows that do not fill a block (the tail of a chunked prefill, tokens to verify) cost as much to select for as to attend
-    short = kv_len < settings.break_even or q_len < config.block_size
-    exact = layer in settings.dense_layers or (inputs.window is not None and inputs.window < settings.break_even)
-    # SDPA's own causal kernel can run
-    plain = q_len == kv_len and inputs[4:] == (None,) * 5
-    if short or (exact and plain):
-        if run is not None:
-            run.record(layer, empty_stats(inputs.query, dense=True), None, _why_dense(inputs, layer, settings, config))
-        return dense_attention(inputs)[0]
-    if exact or settings.method != "flexprefill":
-        method = causal_mask if exact else settings.method if callable(settings.method) else MASKS[settings.method]
-        return _by_method(inputs, method, None if run is None else (run, layer, exact), settings, config)
-    return _by_flexprefill(inputs, run, layer, settings, config)
-
-
-def _by_method(
-    inputs: AttentionInputs,
-    method: Callable[..., BlockMask],
-    record: tuple[FlexPrefillRun, int, bool] | None,
-    settings: PrefillSettings,
-    config: FlexPrefillConfig,
-) -> Tensor:
-    """Attention under the masks of another method; `record` is the run, the layer and whether it counts as dense."""
-    scores = {"scale": inputs.scale, "softcap": inputs.softcap}
-    taken = inspect.signature(method).parameters
-    options = {name: value for name, value in scores.items() if name in taken}
-    masks = []
-
-    def make_mask(part: AttentionInputs) -> tuple[BlockMask, None]:
-        where = {"window": part.window, "attention_mask": part.attention_mask, "q_offset": part.offset}
-        made = method(part.query, part.key, block_size=config.block_size, **options, **where)
-        if made.BLOCK_SIZE != (config.block_size, config.block_size):
-            raise ValueError(
-                f"method must give a mask in blocks of {config.block_size} tokens, as it is told to; got {made.BLOCK_SIZE}"
-            )
-        masks.append(made)
-        return made, None
-
-    at_once = settings.max_mask_bytes // mask_bytes(inputs.query.shape[2], inputs.key.shape[2], config)
-    out = sparse_attention(inputs.placed(), make_mask, config.block_size, at_once, settings.backend)[0]
-    run, layer, exact = record or (None, -1, False)
-    if run:
-        whole = None
-        if run.collect_masks:
-            whole = masks[0] if len(masks) == 1 else make_mask(inputs.placed())[0]
-        reason = _why_dense(inputs, layer, settings, config) if exact else None
-        run.record(layer, empty_stats(inputs.query, dense=True) if exact else None, whole, reason)
-    return out
-
-
-def _by_flexprefill(
-    inputs: AttentionInputs, run: FlexPrefillRun | None, layer: int, settings: PrefillSettings, config: FlexPrefillConfig
-) -> Tensor:
-    """Attention over the blocks that FlexPrefill keeps."""
-    check_published(config, inputs)
-    with_stats = run is not None and (run.collect_stats or run.collect_masks)
-    out, _, stats = attention_to_kept(inputs, config, settings.backend, settings.max_mask_bytes, return_stats=with_stats)
-    if run is not None:
-        made: Any = None
-        if run.collect_masks:
-            options = {"scale": inputs.scale, "softcap": inputs.softcap, "window": inputs.window, "config": config}
-            where = {"attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
-            made = flexprefill_mask(inputs.query, inputs.key, **options, **where)  # type: ignore[arg-type]
-        run.record(layer, stats, made)
-    return out
-
-
-def _why_dense(inputs: AttentionInputs, layer: int, settings: PrefillSettings, config: FlexPrefillConfig) -> str:
-    """The reason for a dense call, as the run and the log give it."""
-    if inputs.key.shape[2] < settings.break_even:
-        return f"{inputs.key.shape[2]} tokens < dense_below {settings.break_even}"
-    if inputs.query.shape[2] < config.block_size:
-        return f"{inputs.query.shape[2]} new tokens < block_size {config.block_size}"
-    if layer in settings.dense_layers:
-        return f"layer {layer} is in dense_layers"
-    return f"window {inputs.window} < dense_below {settings.break_even}"

@@ -1,9 +1,10 @@
-"""What transformers hands from its mask functions to attention during a prefill: who sees whom, without a map of tokens."""
+"""The mask of a prefill, which transformers carries from its mask functions to attention: no map of tokens."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,26 +12,42 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from flexmask.integrations.packed import PackedCheck
 from flexmask.integrations.versions import rows_of_queries, window_of
 
 _REFUSAL = "a mask beyond causality, padding and a sliding window (packed sequences, chunked attention, a bidirectional part)"
+_numbers = itertools.count()
+
+
+class MaskNotServed(NotImplementedError, AttributeError):
+    """A model asked its mask for more than `PrefillMask` holds; also an AttributeError, so that ``hasattr`` says no."""
 
 
 class PrefillMask(BlockMask):
-    """The visibility of one prefill call; a BlockMask only in name, as which transformers passes it on untouched.
+    """The visibility of one prefill call. It subclasses BlockMask only so that transformers passes it through unchanged.
+
+    Heads and rows can be sliced, ``mask[:, heads, rows, :]``: heads all see the same, so that every choice of them gives the
+    same mask, and rows must follow one another. Everything else that a BlockMask or a tensor has raises `MaskNotServed`.
 
     Attributes
     ----------
     shape
         (batch, 1, q_len, kv_len).
     offset
-        Position of the first query row among the keys, an int or a 0-d integer tensor.
+        Position of the first query row among the keys: an int where the host knows it, else a 0-d integer tensor.
     attention_mask
         (batch, kv_len) bool, True = token, or None where all are.
     window
         Tokens that a row sees, its own counted, or None.
     refusal
         Why attention cannot serve it, or None.
+    prefill
+        A number that the masks of one call of the mask function share, copies and slices included.
+    packed
+        Whether the prompt is packed, as attention finds out.
+    tokens
+        Tokens so far, this call's included: what `dense_below` is compared with, as far as the host knows it. A StaticCache keeps
+        its length on its device; then it is the length of the caller's padding mask, without one that of this call alone.
     """
 
     def __init__(
@@ -40,10 +57,13 @@ class PrefillMask(BlockMask):
         attention_mask: Tensor | None = None,
         window: int | None = None,
         refusal: str | None = None,
+        tokens: int | None = None,
     ) -> None:
         # not BlockMask's own: it has no lists
         self._shape = shape
+        self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
+        self.prefill, self.packed = next(_numbers), PackedCheck()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -68,7 +88,48 @@ class PrefillMask(BlockMask):
         """On another device, where a model spread over several has its next layer."""
         offset = self.offset.to(device) if isinstance(self.offset, Tensor) else self.offset
         mask = None if self.attention_mask is None else self.attention_mask.to(device)
-        return PrefillMask(self._shape, offset, mask, self.window, self.refusal)
+        return self._with(self._shape, offset, mask)
+
+    def __getitem__(self, index: Any) -> PrefillMask:
+        """Some of the rows, as ``mask[:, :, -n:, :]``; no dimension is dropped, as BlockMask has it."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
+            at = parts.index(Ellipsis)
+            parts[at : at + 1] = [slice(None)] * (5 - len(parts))
+        parts += [slice(None)] * (4 - len(parts))
+        batch, _, q_len, kv_len = self._shape
+        whole = {0: batch, 3: kv_len}
+        if len(parts) != 4 or any(not _is_whole(parts[dim], size) for dim, size in whole.items()):
+            _not_served(f"[{index}] beyond heads and rows")
+        if isinstance(parts[1], int) and not -1 <= parts[1] < 1:
+            raise IndexError(f"head must be in [-1, 1); got {parts[1]}")
+        rows = slice(parts[2], parts[2] + 1 or None) if isinstance(parts[2], int) else parts[2]
+        if not isinstance(rows, slice) or rows.indices(q_len)[2] != 1:
+            _not_served(f"[{index}] of rows that do not follow one another")
+        first, end, _ = rows.indices(q_len)
+        return self._with((batch, 1, max(end - first, 0), kv_len), self.offset + first, self.attention_mask)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for what is not there: BlockMask's lists, a tensor's methods."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _not_served(f".{name}")
+
+    def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> PrefillMask:
+        mask = PrefillMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens)
+        mask.prefill, mask.packed = self.prefill, self.packed
+        return mask
+
+
+def _is_whole(index: Any, size: int) -> bool:
+    return isinstance(index, slice) and index.indices(size) == (0, size, 1)
+
+
+def _not_served(what: str) -> NoReturn:
+    raise MaskNotServed(
+        f"flexprefill attention does not serve a model whose own code reads its mask's {what}, as one with a sparse attention of "
+        'its own does; use attn_implementation="sdpa"'
+    )
 
 
 class HookedMask(PrefillMask):
@@ -76,7 +137,8 @@ class HookedMask(PrefillMask):
 
     def __init__(self, own: PrefillMask, stock: BlockMask) -> None:
         self.__dict__.update(vars(stock))
-        super().__init__(own.shape, own.offset, own.attention_mask, own.window, own.refusal)
+        super().__init__(own.shape, own.offset, own.attention_mask, own.window, own.refusal, own.tokens)
+        self.prefill, self.packed = own.prefill, own.packed
 
     __repr__ = BlockMask.__repr__
     __str__ = BlockMask.__str__
@@ -92,7 +154,7 @@ def prefill_mask(
     local_size: int | None = None,
     **arguments: Any,
 ) -> PrefillMask | Tensor | None:
-    """The mask function of transformers for a prefill: what it was called for, as attention needs it.
+    """The mask function of transformers for a prefill: visibility in the form that attention needs.
 
     For a single row, a decoding step, the mask of SDPA: a row of keys, or None where the row sees them all.
 
@@ -117,11 +179,21 @@ def prefill_mask(
         raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
     shape = (batch_size, 1, q_len, kv_length)
     # as many rows as keys: the first row stands at the first key, whatever else is said
-    offset = 0 if q_len == kv_length else first - kv_offset
+    offset = 0 if q_len == kv_length else on_host(first - kv_offset)
     known, window = window_of(mask_function, local_size)
     if not known:
         return PrefillMask(shape, offset, refusal=_REFUSAL)
-    return PrefillMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window)
+    tokens = None
+    if not isinstance(offset, int) and attention_mask is not None and isinstance(kv_offset, int):
+        tokens = min(kv_length, attention_mask.shape[1] - kv_offset)
+    return PrefillMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window, tokens=tokens)
+
+
+def on_host(number: int | Tensor) -> int | Tensor:
+    """`number` as an int where that takes no wait for a device: on CPUs."""
+    if type(number) is Tensor and number.device.type == "cpu" and not torch.compiler.is_compiling():
+        return int(number)
+    return number
 
 
 def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:

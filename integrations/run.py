@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask.integrations.prefill_calls import PrefillCalls
 from flexmask.integrations.settings import PrefillSettings
 from flexmask.stats import FlexPrefillStats
 
@@ -37,6 +39,8 @@ class FlexPrefillRun:
         By layer index, only with `collect_masks`: the mask of each such call, None for one that ran dense without a mask.
     reasons
         By layer index, one for each entry of `stats`: why the call ran dense, None for one that did not.
+    calls
+        The layers' numbers, and the prefill that each entry of `stats` belongs to.
     collect_stats, collect_masks
         Whether these are kept.
     """
@@ -47,6 +51,7 @@ class FlexPrefillRun:
     stats: dict[int, list[FlexPrefillStats]] = field(default_factory=dict)
     masks: dict[int, list[BlockMask | None]] = field(default_factory=dict)
     reasons: dict[int, list[str | None]] = field(default_factory=dict)
+    calls: PrefillCalls = field(default_factory=PrefillCalls, repr=False)
     # for the log line, whatever is collected: layers that were called, and those that ran dense by the reason
     _called: set[int] = field(default_factory=set, repr=False)
     _sparse: set[int] = field(default_factory=set, repr=False)
@@ -54,25 +59,34 @@ class FlexPrefillRun:
     _ran: bool = field(default=False, repr=False)
     _is_closed: bool = field(default=False, repr=False)
 
-    def record(self, layer: int, stats: FlexPrefillStats | None, mask: BlockMask | None, reason: str | None = None) -> None:
-        """Note one prefill call of one layer: its statistics and its mask, if kept, and why it ran dense, if it did."""
-        if torch.compiler.is_compiling():  # a lock would break the graph
-            self._record(layer, stats, mask, reason)
-            return
-        with LOCK:
-            self._record(layer, stats, mask, reason)
+    def record(
+        self,
+        layer: int,
+        stats: FlexPrefillStats | None,
+        mask: BlockMask | None,
+        reason: str | None = None,
+        prefill: int | None = None,
+    ) -> None:
+        """Note one prefill call of one layer: its statistics and its mask, if kept, and why it ran dense, if it did.
 
-    def _record(self, layer: int, stats: FlexPrefillStats | None, mask: BlockMask | None, reason: str | None) -> None:
+        `prefill` is the number of its `PrefillMask`.
+        """
+        # in a compiled forward a lock would break the graph
+        with nullcontext() if torch.compiler.is_compiling() else LOCK:
+            self._count(layer, reason)
+            if self.collect_stats and stats is not None:
+                self.stats.setdefault(layer, []).append(stats)
+                self.reasons.setdefault(layer, []).append(reason)
+                self.calls.begin(layer, prefill)
+            if self.collect_masks:
+                self.masks.setdefault(layer, []).append(mask)
+
+    def _count(self, layer: int, reason: str | None) -> None:
         self._called.add(layer)
         if reason is None:
             self._sparse.add(layer)
         elif reason in self._dense or len(self._dense) < _MAX_REASONS:
             self._dense.setdefault(reason, set()).add(layer)
-        if self.collect_stats and stats is not None:
-            self.stats.setdefault(layer, []).append(stats)
-            self.reasons.setdefault(layer, []).append(reason)
-        if self.collect_masks:
-            self.masks.setdefault(layer, []).append(mask)
 
     def note_forward(self) -> None:
         """Note that a forward of more than one token came to its end."""
@@ -110,7 +124,7 @@ class FlexPrefillRun:
                 "reason": reason,
             }
             for layer, calls in sorted(self.stats.items())
-            for call, (stats, reason) in enumerate(zip(calls, self.reasons[layer], strict=True))
+            for call, stats, reason in zip(self.calls.numbers[layer], calls, self.reasons[layer], strict=True)
             for batch in range(stats.density.shape[0])
             for head in range(stats.density.shape[1])
         ]

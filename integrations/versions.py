@@ -12,6 +12,8 @@ from transformers.masking_utils import and_masks, causal_mask_function, packed_s
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
 OLDEST, NEWEST = (4, 54), (5, 23)
+# whether some models build their own 4-D masks, whatever the mask interface says
+MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
 
 
 def check_release() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flexmask._torch import captured
+from flexmask._torch import captured, runs_flex_attention_uncompiled
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
 from flexmask.compilation import compiled
@@ -24,6 +24,9 @@ def run_flex_attention(
 
     Sinks come in by the log-sum-exp of the kernel; on CPUs, where there is none, by one more block of keys.
     """
+    if runs_flex_attention_uncompiled():
+        # a break in the surrounding graph, or its error with fullgraph: outside, the kernel has a compilation of its own
+        return _outside_the_graph(inputs, block_mask, backend, return_lse)
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     assert value is not None
     scale, softcap = inputs.scale, inputs.softcap
@@ -54,6 +57,9 @@ def run_flex_attention(
     if sinks is not None and lse is not None:
         out = with_sinks(out, lse, sinks)
     return out, lse if return_lse else None
+
+
+_outside_the_graph = torch.compiler.disable(run_flex_attention)
 
 
 def _flex_attention(

@@ -1,0 +1,146 @@
+"""The route of one prefill call: dense attention, another method's masks, or FlexPrefill."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.attention import attention_to_kept
+from flexmask.base.inputs import AttentionInputs
+from flexmask.block_masks import MASKS, causal_mask
+from flexmask.config import FlexPrefillConfig
+from flexmask.flex.dense import dense_attention
+from flexmask.flex.head_groups import mask_bytes
+from flexmask.flex.joined import joined_mask
+from flexmask.flex.sparse import sparse_attention
+from flexmask.integrations.prefill_mask import PrefillMask
+from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
+from flexmask.integrations.settings import PrefillSettings, saved_settings
+from flexmask.plain.published import check_published
+from flexmask.stats import FlexPrefillStats, empty_stats
+
+HEAD_DIMS = range(16, 257)  # of the search and of FlexAttention's kernels
+
+
+class PrefillCall(NamedTuple):
+    """One attention call of a prefill, and whose it is."""
+
+    inputs: AttentionInputs
+    tokens: int  # so far, this call's included, as far as the host knows (`PrefillMask.tokens`)
+    prefill: int  # number of the mask
+    layer: int
+    settings: PrefillSettings
+    config: FlexPrefillConfig  # of this layer
+    run: FlexPrefillRun | None  # where it is recorded
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: AttentionInputs, mask: PrefillMask) -> PrefillCall:
+        """The call of an attention module, with the settings of the block or hook that it is in, else of its config."""
+        run = RUNS.get(module) or HOOKS.get(module)
+        settings = run.settings if run else saved_settings(getattr(module, "config", None)) or PrefillSettings()
+        layer = run.calls.layer_of(module) if run else getattr(module, "layer_idx", None)
+        number = -1 if layer is None else layer
+        return cls(inputs, mask.tokens, mask.prefill, number, settings, settings.of_layer(number), run)
+
+    def record(self, stats: FlexPrefillStats | None, mask: BlockMask | None, reason: str | None = None) -> None:
+        """Write the call into the run, if there is one."""
+        if self.run is not None:
+            self.run.record(self.layer, stats, mask, reason, self.prefill)
+
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether the run wants the masks."""
+        return self.run is not None and self.run.collect_masks
+
+
+def route(call: PrefillCall) -> Tensor:
+    """Attention of one prefill call, (batch, num_heads, q_len, v_head_dim), by the first of four ways that it asks for."""
+    reason = short(call)
+    if reason is not None:
+        return short_dense(call, reason)
+    reason = exact(call)
+    if reason is not None:
+        return exact_dense(call, reason)
+    method = call.settings.method
+    if method != "flexprefill":
+        return by_method(call, method if callable(method) else MASKS[method])
+    return by_flexprefill(call)
+
+
+def short(call: PrefillCall) -> str | None:
+    """Why no mask pays or can be made, None where one can."""
+    query, value = call.inputs.query, call.inputs.value
+    assert value is not None
+    for name, size in (("head_dim", query.shape[3]), ("v_head_dim", value.shape[3])):
+        if size not in HEAD_DIMS:
+            return f"{name} {size} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+    if call.tokens < call.settings.break_even:
+        return f"{call.tokens} tokens < dense_below {call.settings.break_even}"
+    # the tail of a chunked prefill, tokens to verify: they cost as much to select for as to attend
+    if query.shape[2] < call.config.block_size:
+        return f"{query.shape[2]} rows < block_size {call.config.block_size}"
+    return None
+
+
+def exact(call: PrefillCall) -> str | None:
+    """Why a layer that could be masked stays dense, None where it does not."""
+    if call.layer in call.settings.dense_layers:
+        return "in dense_layers"
+    if call.inputs.window is not None and call.inputs.window < call.settings.break_even:
+        return f"sliding window {call.inputs.window} < dense_below {call.settings.break_even}"
+    return None
+
+
+def short_dense(call: PrefillCall, reason: str) -> Tensor:
+    """Dense attention by SDPA, or written out where SDPA cannot."""
+    call.record(empty_stats(call.inputs.query, dense=True), None, reason)
+    return dense_attention(call.inputs)[0]
+
+
+def exact_dense(call: PrefillCall, reason: str) -> Tensor:
+    """Dense attention of a long prompt: by SDPA's causal kernel where that can run, else under the block mask of visibility."""
+    inputs = call.inputs
+    if inputs.query.shape[2] == inputs.key.shape[2] and inputs[4:] == (None,) * 5:
+        return short_dense(call, reason)
+    return by_method(call, causal_mask, reason)
+
+
+def by_method(call: PrefillCall, method: Callable[..., BlockMask], reason: str | None = None) -> Tensor:
+    """Attention under the masks of another method; with a `reason` they are those of dense attention, and recorded so."""
+    inputs, settings, block_size = call.inputs, call.settings, call.config.block_size
+    scores = {"scale": inputs.scale, "softcap": inputs.softcap}
+    taken = inspect.signature(method).parameters
+    options: dict[str, Any] = {name: value for name, value in scores.items() if name in taken}
+    masks: list[BlockMask] = []
+
+    def make_mask(part: AttentionInputs) -> tuple[BlockMask, None]:
+        where = {"window": part.window, "attention_mask": part.attention_mask, "q_offset": part.offset}
+        made = method(part.query, part.key, block_size=block_size, **options, **where)
+        if made.BLOCK_SIZE != (block_size, block_size):
+            raise ValueError(f"method must give a mask in blocks of {block_size} tokens, as it is told to; got {made.BLOCK_SIZE}")
+        if call.keeps_masks:
+            masks.append(made)
+        return made, None
+
+    at_once = settings.max_mask_bytes // mask_bytes(inputs.query.shape[2], inputs.key.shape[2], call.config)
+    out = sparse_attention(inputs.placed(), make_mask, block_size, at_once, settings.backend)[0]
+    stats = None if reason is None else empty_stats(inputs.query, dense=True)
+    call.record(stats, joined_mask(masks, inputs) if masks else None, reason)
+    return out
+
+
+def by_flexprefill(call: PrefillCall) -> Tensor:
+    """Attention over the blocks that FlexPrefill keeps."""
+    check_published(call.config, call.inputs)
+    with_stats = call.run is not None and call.run.collect_stats
+    masks: list[BlockMask] | None = [] if call.keeps_masks else None
+    limit = call.settings.max_mask_bytes
+    out, _, stats = attention_to_kept(
+        call.inputs, call.config, call.settings.backend, limit, return_stats=with_stats, masks=masks
+    )
+    call.record(stats, joined_mask(masks, call.inputs) if masks else None)
+    return out
