@@ -54,7 +54,7 @@ def check_servable(model: PreTrainedModel) -> None:
         if isinstance(getattr(module, "is_causal", None), bool) and getattr(module, "config", None) is config
     ]
     if flags and not any(flags):
-        raise _refusal(name, "an encoder: every layer's attention is bidirectional", "sdpa")
+        raise _refusal(name, "an encoder: every layer's attention is marked as bidirectional", "sdpa")
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise _refusal(name, "a model with chunked attention (config.layer_types)", "sdpa")
     if getattr(config, "output_attentions", False):

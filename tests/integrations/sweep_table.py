@@ -21,9 +21,9 @@ TEXT = """\
 # Models
 
 Every type that `AutoModelForCausalLM` knows, tried with one tiny random model on a CPU in float32: a prompt of 2 x 160 tokens
-without padding, blocks of 16, the default cache, `dense_below=0`. Attention was written out in PyTorch over the chosen blocks instead of
-compiled. Trained weights, other options of a type, images and sound were not tried. [SUPPORT.md](SUPPORT.md) has caches,
-padding and generation through the compiled kernels, for fewer families.
+without padding, blocks of 16, the default cache, `dense_below=0`. Attention was written out in PyTorch over the chosen blocks
+instead of compiled. Trained weights, other options of a type, images and sound were not tried. [SUPPORT.md](SUPPORT.md) has
+caches, padding and generation through the compiled kernels, for fewer families.
 
 Run: {run}.
 Written by `python -m tests.integrations.sweep`, not by hand.
