@@ -181,7 +181,7 @@ class flexprefill(ContextDecorator):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         # entered more than once: what this thread or task entered last, unless the block was handed over to it
         own = own_runs()
-        block = next((each for each in reversed(self._open) if any(each.run is run for run in own)), self._open[-1])
+        block = next((each for each in reversed(tuple(self._open)) if any(each.run is run for run in own)), self._open[-1])
         self._open.remove(block)
         block.leave()
         log_dense(block.run)

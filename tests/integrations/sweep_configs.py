@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
@@ -52,7 +52,13 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"head_dim": 32, "num_key_value_heads": HEADS},
     {"mamba_expand": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "num_hidden_layers": 6},
 )
-PARTS = ("text_config", "decoder", "decoder_config", "language_config", "llm_config", "get_text_config")
+# what shrinking alone does not get right
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "mamba_expand": 2},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 1e4}, "ffn_config": {"ffn_hidden_size": HIDDEN}},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_expand": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_expand": 2},
+}
 
 
 def causal_types() -> list[str]:
@@ -66,7 +72,7 @@ def attempts(name: str) -> Iterator[Callable[[], Any]]:
         for without in ((), ("head_dim",), ("layer_types",)):
 
             def make(change: dict[str, Any] = change, without: tuple[str, ...] = without) -> Any:
-                config = _shrunk(CONFIG_MAPPING[name], {**SIZES, **change}, without)
+                config = _shrunk(CONFIG_MAPPING[name], {**SIZES, **change, **OVERRIDES.get(name, {})}, without)
                 model = AutoModelForCausalLM.from_config(config).eval()
                 if sum(parameter.numel() for parameter in model.parameters()) > 200_000_000:
                     raise MemoryError("the model is not small")
@@ -79,9 +85,9 @@ def _shrunk(kind: Any, sizes: dict[str, Any], without: tuple[str, ...]) -> Any:
     """A configuration of a class with the sizes that it has; its parts are shrunk likewise."""
     default = kind()
     taken = {name: size for name, size in sizes.items() if hasattr(default, name) and name not in without}
-    for part, part_kind in getattr(kind, "sub_configs", {}).items():
+    for part in getattr(kind, "sub_configs", {}):
         inner = getattr(default, part, None)
-        if inner is not None and hasattr(part_kind, "model_type") and type(inner).__name__ != "AutoConfig":
+        if isinstance(inner, PretrainedConfig):
             taken[part] = _shrunk(type(inner), {**sizes, "is_decoder": False}, without)
     if "layer_types" in without and hasattr(default, "layer_types"):
         number = taken.get("num_hidden_layers", 2)

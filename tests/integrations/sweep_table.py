@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from tests.repository import ROOT
@@ -75,7 +76,11 @@ def table(releases: list[Results]) -> str:
 def _cell(result: dict[str, str] | None, notes: dict[str, int]) -> str:
     if result is None:
         return "-"
-    note = result.get("note", "").replace("|", "\\|").replace("<", "&lt;")
+    # one note for all models of which the same is said
+    note = re.sub(r"; got \w+, which does not$|^\w+Error: (?=flexprefill)|^MaskNotServed: ", "", result.get("note", ""))
+    note = (
+        re.sub(r"does not serve \w+(?:LM|Generation|Model), ", "does not serve ", note).replace("|", "\\|").replace("<", "&lt;")
+    )
     if not note:
         return result["verdict"]
     return f"{result['verdict']} ({notes.setdefault(note, len(notes) + 1)})"
