@@ -84,7 +84,7 @@ def attempts(name: str) -> Iterator[Callable[[], Any]]:
 def _shrunk(kind: Any, sizes: dict[str, Any], without: tuple[str, ...]) -> Any:
     """A configuration of a class with the sizes that it has; its parts are shrunk likewise."""
     default = kind()
-    taken = {name: size for name, size in sizes.items() if hasattr(default, name) and name not in without}
+    taken = {name: size for name, size in sizes.items() if _has(default, name) and name not in without}
     for part in getattr(kind, "sub_configs", {}):
         inner = getattr(default, part, None)
         if isinstance(inner, PretrainedConfig):
@@ -94,3 +94,11 @@ def _shrunk(kind: Any, sizes: dict[str, Any], without: tuple[str, ...]) -> Any:
         kinds = list(dict.fromkeys(default.layer_types or ()))
         taken["layer_types"] = [kinds[index % len(kinds)] for index in range(number)]
     return kind(**taken)
+
+
+def _has(config: Any, name: str) -> bool:
+    """Whether a configuration has a size; of one that differs by layer it may not tell the value."""
+    try:
+        return hasattr(config, name)
+    except Exception:
+        return True

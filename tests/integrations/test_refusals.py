@@ -40,7 +40,7 @@ def test_forward_refuses(tokens, what, hooked):
 def test_bidirectional_attention_is_refused(tokens):
     model = make_model()
     model.model.layers[1].self_attn.is_causal = False  # one layer: a model of such layers alone is refused on entering
-    with pytest.raises(NotImplementedError, match="bidirectional"), flexmask_hf.flexprefill(model, **KEEP_ALL):
+    with pytest.raises(NotImplementedError, match="bidirectional"), flexmask_hf.flexprefill(model):
         model(tokens)
 
 

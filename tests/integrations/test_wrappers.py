@@ -96,6 +96,8 @@ def test_wrapped_model_is_hooked(model, tokens):
     assert len(run.stats) == 2
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning:peft")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_peft(model, tokens):
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
