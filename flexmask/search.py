@@ -45,7 +45,7 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
         gamma, tau = _scalars((config.gamma, config.tau), inputs.query.device)
         # what the search has no use for must not tell one compilation from another
         detached = inputs.detached()
-        inputs = AttentionInputs(detached.query, detached.key, None, *detached[3:8])
+        inputs = AttentionInputs(detached.query, detached.key, None, *detached[3:8], deciding=detached.deciding)
         return _run(inputs, compile_time(config), gamma, tau, with_stats, with_keep or with_stats)
 
 
@@ -61,10 +61,11 @@ def _run(
     batch, num_heads, q_len, head_dim = query.shape
     where = (query.device.type, query.device.index, query.dtype)
     shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim)
-    given = (*inputs[3:6], inputs.offset is None, inputs.attention_mask is None, with_stats, with_keep)
+    given = (*inputs[3:6], *(x is None for x in (inputs.offset, inputs.attention_mask, inputs.deciding)), with_stats, with_keep)
     run = compiled(kernel_search if by_kernels else plain_search, config, *where, *shape, *given, launched=by_kernels)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
-    dynamic = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, *inputs[3:6], mask, inputs.offset)
+    rest = (*inputs[3:6], mask, inputs.offset, None, inputs.deciding)
+    dynamic = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, *rest)
     with contextlib.nullcontext() if by_kernels else without_tf32():  # our kernels have no such products
         result: SearchResult = run(dynamic, config, gamma, tau, with_stats, with_keep)
         return result

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from flexmask.integrations.models import text_config
+from flexmask.integrations.right_padding import watch_token_ids
 from flexmask.integrations.run import LOCK, RUNS, FlexPrefillRun
 from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings, saved_settings
 
@@ -30,7 +31,7 @@ class OpenBlock:
     run: FlexPrefillRun
     modules: list[nn.Module]
     configs: list[Any]
-    handle: RemovableHandle | None = None
+    handles: list[RemovableHandle | None] = field(default_factory=list)
 
     @classmethod
     def enter(cls, model: PreTrainedModel, run: FlexPrefillRun) -> OpenBlock:
@@ -60,7 +61,8 @@ class OpenBlock:
                 block._give_back()
                 raise
             # generate() and PEFT call inside of the model: the part that all ways lead through
-            block.handle = model.base_model.register_forward_hook(_note_forward, with_kwargs=True)
+            block.handles.append(model.base_model.register_forward_hook(_note_forward, with_kwargs=True))
+            block.handles.append(watch_token_ids(model, run))
         RUNS.open(modules, run)
         return block
 
@@ -68,8 +70,8 @@ class OpenBlock:
         """Undo what `enter` did as far as no other open block still wants it."""
         RUNS.close(self.modules, self.run)
         with LOCK:
-            if self.handle is not None:
-                self.handle.remove()
+            for handle in filter(None, self.handles):
+                handle.remove()
             self._give_back()
 
     def _give_back(self) -> None:

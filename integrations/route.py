@@ -18,6 +18,7 @@ from flexmask.flex.head_groups import mask_bytes
 from flexmask.flex.joined import joined_mask
 from flexmask.flex.sparse import sparse_attention
 from flexmask.integrations.prefill_mask import PrefillMask
+from flexmask.integrations.right_padding import with_deciding_rows
 from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
 from flexmask.integrations.settings import PrefillSettings, saved_settings
 from flexmask.plain.published import check_published
@@ -104,7 +105,7 @@ def short_dense(call: PrefillCall, reason: str) -> Tensor:
 def exact_dense(call: PrefillCall, reason: str) -> Tensor:
     """Dense attention of a long prompt: by SDPA's causal kernel where that can run, else under the block mask of visibility."""
     inputs = call.inputs
-    if inputs.query.shape[2] == inputs.key.shape[2] and inputs[4:] == (None,) * 5:
+    if inputs.query.shape[2] == inputs.key.shape[2] and inputs[4:9] == (None,) * 5:
         return short_dense(call, reason)
     return by_method(call, causal_mask, reason)
 
@@ -139,8 +140,7 @@ def by_flexprefill(call: PrefillCall) -> Tensor:
     with_stats = call.run is not None and call.run.collect_stats
     masks: list[BlockMask] | None = [] if call.keeps_masks else None
     limit = call.settings.max_mask_bytes
-    out, _, stats = attention_to_kept(
-        call.inputs, call.config, call.settings.backend, limit, return_stats=with_stats, masks=masks
-    )
+    inputs = with_deciding_rows(call.inputs, call.run)
+    out, _, stats = attention_to_kept(inputs, call.config, call.settings.backend, limit, return_stats=with_stats, masks=masks)
     call.record(stats, joined_mask(masks, call.inputs) if masks else None)
     return out

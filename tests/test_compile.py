@@ -195,3 +195,18 @@ def test_refused_call_inside_a_compilation_leaves_later_ones_as_they_were():
         run(F.pad(QUERY, (0, 0, 0, 1)), KEY)
     assert_same_lists(run(QUERY, KEY), flexprefill_mask(QUERY, KEY, **SPARSE))
     assert counter.frame_count == 1
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_other_compilers_than_inductor_do_not_make_it_dense(backend):
+    """They would run flex_attention as it was traced, dense under its mask_mod."""
+
+    def attend(query, key):
+        return flexprefill_attention(2 * query, key, key, **SPARSE, dense_below=0)
+
+    expected = attend(QUERY, KEY)
+    assert (expected - F.scaled_dot_product_attention(2 * QUERY, KEY, KEY, is_causal=True, enable_gqa=True)).abs().max() > 1e-2
+    assert torch.equal(torch.compile(attend, backend=backend)(QUERY, KEY), expected)
+    with pytest.raises(Unsupported, match="disable"):
+        torch.compile(attend, backend=backend, fullgraph=True)(QUERY, KEY)

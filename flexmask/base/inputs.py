@@ -37,10 +37,13 @@ class AttentionInputs(NamedTuple):
     attention_mask: Tensor | None = None  # (batch, kv_len) bool, True = token; None: all are
     offset: Tensor | None = None  # (batch,) int32, clamped; None: the last row stands at the last key
     sinks: Tensor | None = None  # (num_heads,) floating
+    # (batch,) integer, >= 1: query rows, from the first, of which the representative ones are taken; None: all. What comes after
+    # may be padding that no mask tells of: it attends as ever, but does not decide. Only without attention_mask
+    deciding: Tensor | None = None
 
     def of_heads(self, group: HeadGroup) -> AttentionInputs:
         """The same problem for a group of heads, as views."""
-        value, mask, offset, sinks = self.value, self.attention_mask, self.offset, self.sinks
+        value, mask, offset, sinks, deciding = self.value, self.attention_mask, self.offset, self.sinks, self.deciding
         return AttentionInputs(
             self.query[group.batch, group.query],
             self.key[group.batch, group.key],
@@ -51,6 +54,7 @@ class AttentionInputs(NamedTuple):
             None if mask is None else mask[group.batch],
             None if offset is None else offset[group.batch],
             None if sinks is None else sinks[group.query],
+            None if deciding is None else deciding[group.batch],
         )
 
     def detached(self) -> AttentionInputs:
@@ -66,6 +70,7 @@ class AttentionInputs(NamedTuple):
             self.attention_mask,
             self.offset,
             None if sinks is None else sinks.detach(),
+            self.deciding,
         )
 
     def placed(self) -> AttentionInputs:
@@ -77,7 +82,7 @@ class AttentionInputs(NamedTuple):
         if self.offset is not None or q_len == kv_len:
             return self
         offset = torch.full((batch,), kv_len - q_len, dtype=torch.int32, device=self.query.device)
-        return AttentionInputs(*self[:7], offset, self.sinks)
+        return AttentionInputs(*self[:7], offset, *self[8:])
 
     def with_query(self, query: Tensor) -> AttentionInputs:
         """The same problem for other query rows; the offset is then the caller's matter."""

@@ -24,6 +24,8 @@ def representative_rows(which: str, tokens: Tokens, block_size: int) -> Represen
     slot = torch.arange(block_size, device=tokens.offset.device)
     rank = tokens.row_valid.cumsum(-1) if tokens.padded else None  # (batch, q_len): valid rows up to and with this one
     num_valid = torch.full_like(tokens.offset, q_len) if rank is None else rank[:, -1]
+    if tokens.deciding is not None:
+        num_valid = tokens.deciding.to(num_valid.dtype)
     first = (num_valid - block_size).clamp(min=0)
     if which == "middle":
         first = first // 2

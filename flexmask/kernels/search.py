@@ -42,6 +42,8 @@ def search(
     """Choose the blocks of every head, as `flexmask.plain.search.search` does; ``selection="coverage"`` only."""
     block_size, kv_len = config.block_size, inputs.key.shape[2]
     tokens = token_validity(inputs.query.shape[2], kv_len, inputs.offset, inputs.attention_mask, inputs.key)
+    if inputs.deciding is not None:
+        tokens = tokens._replace(deciding=inputs.deciding)
     edges = packed_edges(tokens, block_size, inputs.window)
     key_means = block_means(inputs.key, None if tokens.filled else tokens.key_valid, None, block_size)
 

@@ -57,6 +57,8 @@ def search(
     """
     block_size = config.block_size
     tokens = token_validity(inputs.query.shape[2], inputs.key.shape[2], inputs.offset, inputs.attention_mask, inputs.key)
+    if inputs.deciding is not None:
+        tokens = tokens._replace(deciding=inputs.deciding)
     seen = block_visibility(tokens, block_size, inputs.window)
 
     # step 1: attention of the representative rows, and its mass by key block (V) and by block diagonal (S)

@@ -11,6 +11,9 @@ import torch
 pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.attention_call import attention_call
+from flexmask.integrations.packed import starts_again
+from flexmask.integrations.prefill_mask import PrefillMask
 from tests.integrations.cells import RELEASE, dynamic_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model
 from tests.integrations.families import VOCABULARY
@@ -21,9 +24,49 @@ pytestmark = MARKS
 FORWARD_REFUSALS = {
     "4-D": lambda model, tokens: {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
     "packed": lambda model, tokens: {"position_ids": torch.arange(LENGTH)[None] % 265, "use_cache": False},
+    "packed sequences .position_ids": lambda model, tokens: {"position_ids": torch.arange(LENGTH)[None] % 265},
+    "cu_seq_lens_q": lambda model, tokens: {"cu_seq_lens_q": torch.tensor([0, 265, 530])},
+    "block_indices": lambda model, tokens: {"block_indices": torch.zeros(1, dtype=torch.int64)},
+    "indices": lambda model, tokens: {"indices": torch.zeros(1, dtype=torch.int64)},
     "output_attentions": lambda model, tokens: {"output_attentions": True},
     "position_bias": lambda model, tokens: {"position_bias": torch.zeros(1)},
 }
+
+
+def test_packed_prompts_are_refused_under_a_mask_without_padding(model, tokens):
+    position_ids = torch.cat([torch.arange(LENGTH - 100), torch.arange(100)])[None]
+    with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"):
+        model(tokens, position_ids=position_ids, attention_mask=torch.ones_like(tokens))
+
+
+def test_positions_of_padding_and_gaps_are_not_packed():
+    positions = torch.tensor([[1, 1, 1, 0, 1, 2], [0, 1, 2, 9, 9, 10]])
+    tokens = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
+    assert not starts_again(positions, tokens, 0)
+    assert starts_again(positions, None, 0)
+    assert not starts_again(positions[1:], None, 0)
+    assert starts_again(torch.tensor([[0, 0, 1]]), None, 0)
+    assert not starts_again(positions[:, 3:], tokens, 3)
+
+
+def test_mask_for_other_keys_names_both():
+    query, key = torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 41, 16)
+    with pytest.raises(NotImplementedError, match=r"40 rows and 41 keys under a mask of 40 and 40 \(keys that the model adds"):
+        attention_call(torch.nn.Module(), query, key, key, PrefillMask((1, 1, 40, 40), 0))
+
+
+def test_argument_is_causal_says_nothing_under_a_mask_of_ours():
+    """GPT-2 passes False wherever it was given a mask."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    out, _ = attention_call(torch.nn.Module(), query, key, value, PrefillMask((1, 1, 40, 40), 0), is_causal=False)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert (out.transpose(1, 2) - expected).abs().max() < 1e-5
+    # a single row sees every key, whatever it is called
+    out, _ = attention_call(torch.nn.Module(), query[:, :, -1:], key, value, None, is_causal=False)
+    assert (out.transpose(1, 2) - expected[:, :, -1:]).abs().max() < 1e-5
+    with pytest.raises(NotImplementedError, match="bidirectional or cross attention"):
+        attention_call(torch.nn.Module(), query, key, value, None, is_causal=False)
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -84,9 +127,15 @@ def test_mask_of_the_new_tokens_alone_is_refused(model, tokens):
 
 
 @pytest.mark.parametrize(
-    ("family", "arguments"), [("Llama", {"num_items_in_batch": torch.tensor(7)}), ("Qwen3Moe", {"output_router_logits": True})]
+    ("family", "arguments"),
+    [
+        ("Llama", {"num_items_in_batch": torch.tensor(7)}),
+        ("Llama", {"tokenizer": "of stop_strings", "token_type_ids": torch.zeros(1), "special_tokens_mask": torch.zeros(1)}),
+        ("Llama", {"length": torch.tensor([530]), "seq_idx": torch.zeros(1, 530), "token_healing": True, "ignore_index": -100}),
+        ("Qwen3Moe", {"output_router_logits": True}),
+    ],
 )
-def test_arguments_of_training_are_served(tokens, family, arguments):
+def test_arguments_that_do_not_change_attention_are_served(tokens, family, arguments):
     model = make_model(family)
     expected = model(tokens, **arguments).logits
     with flexmask_hf.flexprefill(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 
 pytest.importorskip("transformers")
 
@@ -12,6 +13,7 @@ from transformers import LlamaForCausalLM
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import FlexPrefillConfig
 from flexmask.integrations.settings import PrefillSettings
+from flexmask.plot import block_kinds
 from tests.integrations.common import MARKS, SPARSE, make_model, padded
 
 pytestmark = MARKS
@@ -51,12 +53,21 @@ def test_windows_below_the_break_even_stay_exact(tokens):
 
 def test_masks_too_large_go_through_head_groups(model, tokens):
     mask = padded(tokens)
-    with flexmask_hf.flexprefill(model, **SPARSE) as whole:
+    with flexmask_hf.flexprefill(model, **SPARSE, collect_masks=True) as whole:
         expected = model(tokens, attention_mask=mask).logits
-    with flexmask_hf.flexprefill(model, **SPARSE, max_mask_bytes=1) as parts:
+    with flexmask_hf.flexprefill(model, **SPARSE, max_mask_bytes=1, collect_masks=True) as parts:
         logits = model(tokens, attention_mask=mask).logits
     assert (logits - expected).abs().max() < 1e-5
     assert torch.equal(whole.stats[1][0].density, parts.stats[1][0].density)
+    for layer in (0, 1):
+        (mask,), (joined,) = whole.masks[layer], parts.masks[layer]
+        assert joined.shape == mask.shape
+        assert torch.equal(joined.to_dense(), mask.to_dense())
+        maps = [create_mask(each.mask_mod, *each.shape, device="cpu") for each in (mask, joined)]
+        assert torch.equal(*maps)
+        assert not maps[0].all()
+        picture = [block_kinds(each, 3, 1) for each in (mask, joined)]
+        assert torch.equal(*picture)
 
 
 def test_options_are_saved_with_the_model(model, tokens, tmp_path):

@@ -1,0 +1,99 @@
+"""Models that call attention in ways of their own: twice a layer, by cycles, of some rows, with heads of other sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import flexmask.integrations.huggingface as flexmask_hf
+from tests.integrations.cells import static_cache
+from tests.integrations.common import MARKS, make_model, padded
+
+pytestmark = MARKS
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def made(name: str, **options: Any) -> Any:
+    """A tiny random model, or a skip where the release has none of the name."""
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"no {name} in this release")
+    torch.manual_seed(0)
+    config = {"Gemma4": "Gemma4TextConfig"}.get(name, f"{name}Config")
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**{**SIZES, **options})).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "entries"),
+    [("Llama", {}, 1), ("DiffLlama", {}, 2), ("HrmText", {"num_hidden_layers": 4, "H_cycles": 1, "L_cycles": 1}, None)],
+)
+def test_call_is_the_prefill(tokens, name, options, entries):
+    model = made(name, **options)
+    with flexmask_hf.flexprefill(model) as run:
+        model(tokens[:, :100])
+        model(tokens)
+    calls = {layer: sorted({row["call"] for row in run.rows() if row["layer"] == layer}) for layer in run.stats}
+    assert set(map(tuple, calls.values())) == {(0, 1)}
+    if entries is not None:
+        assert [len(each) for each in run.stats.values()] == [2 * entries] * 2
+
+
+def test_layers_without_an_index_are_told_apart(model, tokens):
+    for layer in model.model.layers:
+        del layer.self_attn.layer_idx
+    with flexmask_hf.flexprefill(model, dense_below=0, dense_layers=(0, 1)) as run:
+        model(tokens, use_cache=False)
+    assert sorted(run.stats) == [0, 1]
+    assert run.reasons == {0: ["in dense_layers"], 1: ["in dense_layers"]}
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_heads_of_other_sizes_run_dense(tokens, padding):
+    model = made("Llama", head_dim=8)
+    mask = padded(tokens) if padding else torch.ones_like(tokens)
+    expected = model(tokens, attention_mask=mask).logits
+    step = torch.nn.functional.pad(mask, (0, 1), value=1)
+    with flexmask_hf.flexprefill(model, dense_below=0) as run:
+        out = model(tokens, attention_mask=mask)
+        model(tokens[:, :1], attention_mask=step, past_key_values=out.past_key_values)
+    assert (out.logits - expected)[mask != 0].abs().max() < 1e-4
+    assert run.reasons[1] == ["head_dim 8 outside 16 to 256"]
+    assert run.stats[1][0].dense
+
+
+def test_prompt_in_a_long_cache_is_short(tokens):
+    model = make_model()
+    expected = model(tokens[:, :200]).logits
+    cache = static_cache(model, 1000)
+    with flexmask_hf.flexprefill(model, dense_below=500, block_size=32) as run:
+        logits = model(tokens[:, :200], past_key_values=cache).logits
+        model(tokens[:, 200:400], past_key_values=cache)
+    assert (logits - expected).abs().max() < 1e-4
+    assert run.reasons[0] == ["200 tokens < dense_below 500", "400 tokens < dense_below 500"]
+
+
+def test_layers_that_share_keys_run_on_the_rows_asked_for(tokens):
+    options = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    model = made("Gemma4", **options, global_head_dim=16, sliding_window=64, hidden_size_per_layer_input=8)
+    expected = model(tokens, logits_to_keep=1).logits
+    with flexmask_hf.flexprefill(model) as run:
+        logits = model(tokens, logits_to_keep=1).logits
+    assert (logits - expected).abs().max() < 1e-4
+    assert sorted(run.stats) == [0, 1, 2, 3]
