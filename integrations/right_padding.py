@@ -49,18 +49,26 @@ def watch_token_ids(model: nn.Module, run: Any) -> RemovableHandle | None:
         return None
     if not isinstance(embedding, nn.Module):
         return None
-    owner = ref(run)
+    return embedding.register_forward_pre_hook(_Watch(run))
 
-    def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling():
+
+class _Watch:
+    """The hook of one run; models are pickled and copied with their hooks, and a copy's belongs to no run."""
+
+    def __init__(self, run: Any = None) -> None:
+        self.owner = None if run is None else ref(run)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Watch, ()
+
+    def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self.owner is None or torch.compiler.is_compiling():
             return
         ids = arguments[0] if arguments else None
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or min(ids.shape) < 2:
             _LAST.set(None)
             return
-        _LAST.set(_Embedded(owner, ids.shape, deciding_rows(ids)))
-
-    return embedding.register_forward_pre_hook(note)
+        _LAST.set(_Embedded(self.owner, ids.shape, deciding_rows(ids)))
 
 
 def deciding_rows(token_ids: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.hooks import _HOOKED
 from flexmask.integrations.run import HOOKS, RUNS
 from flexmask.integrations.settings import PrefillSettings
 from tests.integrations.cells import RELEASE, dynamic_cache
@@ -122,7 +123,7 @@ def test_unhooking_ends_one_hook_and_nothing_else(model, tokens):
     other(tokens)
     assert len(other_run.stats) == 2
     flexmask_hf.unhook_flex_attention(other)
-    assert not flexmask_hf._HOOKED
+    assert not _HOOKED
 
 
 def test_only_flex_attention_is_hooked(model):

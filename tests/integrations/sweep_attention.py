@@ -1,0 +1,51 @@
+"""FlexAttention written out, for the sweep: it runs models of 189 shapes, each of which would have to be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+import flexmask.flex.run
+import flexmask.search
+
+
+def write_out() -> None:
+    """Replace, in this process, the compiled search by the plain one and the compiled attention by attention written out."""
+    flexmask.search.compiled = _uncompiled  # type: ignore[attr-defined]
+    flexmask.flex.run.compiled = _uncompiled  # type: ignore[attr-defined]
+
+
+def _uncompiled(function: Callable[..., Any], *variant: Any, launched: bool = False) -> Callable[..., Any]:
+    return _attention if function is flexmask.flex.run._flex_attention else function
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: BlockMask,
+    scale: float,
+    limit: float | str | None,
+    options: dict[str, Any] | None,
+    return_lse: bool,
+    sinks: Tensor | None,
+) -> tuple[Tensor, None]:
+    """Attention over the blocks in the lists, under the mask_mod inside of them; the kernel's arguments."""
+    assert not return_lse, "CPUs have no log-sum-exp"
+    batch, heads, q_len, _ = query.shape
+    kv_len, groups = key.shape[2], heads // key.shape[1]
+    blocks = block_mask.to_dense().bool()
+    listed = blocks.repeat_interleave(block_mask.BLOCK_SIZE[0], 2).repeat_interleave(block_mask.BLOCK_SIZE[1], 3)
+    visible = create_mask(block_mask.mask_mod, batch, heads, q_len, kv_len, device=query.device)
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    scores = query.float() @ key.float().mT * scale
+    if limit is not None:
+        scores = float(limit) * torch.tanh(scores / float(limit))
+    if sinks is not None:  # their block is the first, and its first key stands for them
+        scores[..., 0] = sinks[:, None]
+    scores = scores.masked_fill(~(visible & listed[..., :q_len, :kv_len]), -torch.inf)
+    return (torch.softmax(scores, -1).nan_to_num() @ value.float()).to(query.dtype), None

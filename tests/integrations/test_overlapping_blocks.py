@@ -1,0 +1,232 @@
+"""Blocks on one model that overlap: in one thread, in several, and in asyncio tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaForCausalLM
+
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.blocks import _FORMER
+from flexmask.integrations.run import RUNS
+from tests.integrations.common import MARKS, make_model
+
+pytestmark = MARKS
+
+# dense, for what is asked here is whose options a call runs with: each reason tells its block
+BELOW = (1000, 2000, 3000)
+
+
+def block(model, number, **options):
+    return flexmask_hf.flexprefill(model, dense_below=BELOW[number], **options)
+
+
+def ran_in(run):
+    """The blocks whose options the calls of a run had."""
+    return [BELOW.index(int(reason.rsplit(" ", 1)[1])) for reason in run.reasons.get(0, [])]
+
+
+def is_untouched(model):
+    return (
+        model.config._attn_implementation == "sdpa"
+        and not hasattr(model.config, "flexprefill_config")
+        and not any(module in RUNS for module in model.modules())
+        and not model.base_model._forward_hooks
+        and not _FORMER
+    )
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_blocks_are_closed_in_any_order(model, tokens, order):
+    """After each closing, a call belongs to the block that was entered last of those still open."""
+    blocks = [block(model, number) for number in range(3)]
+    runs = [each.__enter__() for each in blocks]
+    expected = [[], [], []]
+    still_open = {0, 1, 2}
+    for number in order:
+        model(tokens[:, :50])
+        expected[max(still_open)].append(max(still_open))
+        blocks[number].__exit__(None, None, None)
+        still_open.remove(number)
+        assert model.config._attn_implementation == ("flexprefill" if still_open else "sdpa")
+    assert [ran_in(run) for run in runs] == expected
+    assert is_untouched(model)
+
+
+def test_same_object_is_entered_again_and_while_it_is_open(model, tokens):
+    one = block(model, 0)
+    with one as first:
+        model(tokens[:, :50])
+        with one as inner:
+            model(tokens[:, :50])
+            model(tokens[:, :50])
+        model(tokens[:, :50])
+    assert is_untouched(model)
+    with one as second:
+        model(tokens[:, :50])
+    assert [len(run.stats[0]) for run in (first, inner, second)] == [2, 2, 1]
+    assert is_untouched(model)
+
+
+def test_block_decorates_a_function(model, tokens):
+    @block(model, 0)
+    def forward():
+        assert model.config._attn_implementation == "flexprefill"
+        return model(tokens[:, :50])
+
+    forward()
+    forward()
+    assert is_untouched(model)
+
+
+@pytest.mark.parametrize("shares_object", [False, True])
+def test_threads_run_with_their_own_blocks(model, tokens, shares_object):
+    """A enters, B enters, both run, A leaves, B runs on: with its own options, into its own statistics."""
+    steps = threading.Barrier(2, timeout=120)
+    shared = block(model, 0)
+    runs, names, errors = {}, {}, []
+
+    def work(number):
+        try:
+            with torch.no_grad():
+                if number == 1:
+                    steps.wait()  # the other has entered
+                with shared if shares_object else block(model, number) as run:
+                    runs[number] = run
+                    if number == 0:
+                        steps.wait()
+                    steps.wait()  # both are open
+                    for _ in range(20):
+                        model(tokens[:, :50])
+                    if number == 1:
+                        steps.wait()  # the other has left
+                        names[number] = model.config._attn_implementation
+                        model(tokens[:, :50])
+                if number == 0:
+                    steps.wait()
+        except BaseException as error:
+            errors.append(error)
+            steps.abort()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert [ran_in(runs[number]) for number in (0, 1)] == [[0] * 20, [0 if shares_object else 1] * 21]
+    assert names == {1: "flexprefill"}
+    assert is_untouched(model)
+
+
+def test_many_threads_open_and_close_at_random(tokens):
+    """Eight threads on two models that share one config; nothing is lost, mixed or left behind."""
+    first = make_model()
+    models = [first, LlamaForCausalLM(first.config).eval()]
+    errors = []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        number = seed % 3
+        try:
+            with torch.no_grad():
+                for _ in range(10):
+                    model = models[int(torch.randint(2, (), generator=generator))]
+                    calls = int(torch.randint(1, 4, (), generator=generator))
+                    with block(model, number) as run:
+                        for _ in range(calls):
+                            model(tokens[:, :40])
+                    assert ran_in(run) == [number] * calls
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(is_untouched(model) for model in models)
+
+
+def test_thread_without_a_block_runs_in_the_one_entered_last(model, tokens):
+    def work():
+        with torch.no_grad():
+            model(tokens[:, :50])
+
+    with block(model, 0) as first, block(model, 1) as second:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert [ran_in(run) for run in (first, second)] == [[], [1]]
+
+
+def test_tasks_run_with_their_own_blocks(model, tokens):
+    """Two requests of one server, A enters, B enters, A leaves, B leaves; what a task starts belongs to its block."""
+
+    async def request(number, entered, may_leave):
+        with block(model, number) as run:
+            entered.set()
+            await may_leave.wait()
+            model(tokens[:, :50])
+            await asyncio.to_thread(torch.no_grad()(model), tokens[:, :50])
+            await asyncio.create_task(call())
+        return ran_in(run)
+
+    async def call():
+        model(tokens[:, :50])
+
+    async def serve():
+        entered, may_leave = ([asyncio.Event(), asyncio.Event()] for _ in range(2))
+        first = asyncio.create_task(request(0, entered[0], may_leave[0]))
+        await entered[0].wait()
+        second = asyncio.create_task(request(1, entered[1], may_leave[1]))
+        await entered[1].wait()
+        may_leave[0].set()
+        results = [await first]
+        assert model.config._attn_implementation == "flexprefill"
+        may_leave[1].set()
+        return [*results, await second]
+
+    assert asyncio.run(serve()) == [[0, 0, 0], [1, 1, 1]]
+    assert is_untouched(model)
+
+
+def test_block_is_closed_by_another_thread(model, tokens):
+    one = block(model, 0)
+    run = one.__enter__()
+    thread = threading.Thread(target=one.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    assert is_untouched(model)
+    with block(model, 1) as other:
+        model(tokens[:, :50])
+    assert [ran_in(each) for each in (run, other)] == [[], [1]]
+
+
+def test_model_and_its_inner_model_have_blocks_of_their_own(model, tokens):
+    outer, inner = block(model, 0), block(model.model, 1)
+    runs = [each.__enter__() for each in (outer, inner)]
+    outer.__exit__(None, None, None)
+    assert model.config._attn_implementation == "flexprefill"
+    model(tokens[:, :50])
+    inner.__exit__(None, None, None)
+    assert [ran_in(run) for run in runs] == [[], [1]]
+    assert is_untouched(model)
+
+
+def test_block_that_cannot_be_entered_leaves_the_others_open(model, tokens, monkeypatch):
+    with block(model, 0) as run:
+        monkeypatch.setattr(model, "set_attn_implementation", lambda name: 1 / 0)
+        with pytest.raises(ZeroDivisionError), block(model, 1):
+            pytest.fail("entered")
+        model(tokens[:, :50])
+    assert ran_in(run) == [0]
+    assert is_untouched(model)

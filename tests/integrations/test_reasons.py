@@ -1,0 +1,118 @@
+"""A block says what FlexPrefill did not do: models that it does not reach, and calls that ran dense, with the reason."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import MambaConfig, MambaForCausalLM
+
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.run import FlexPrefillRun
+from tests.integrations.common import MARKS, SPARSE, make_model
+from tests.integrations.families import VOCABULARY
+
+pytestmark = MARKS
+
+
+@pytest.fixture
+def mamba():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    return MambaForCausalLM(MambaConfig(**sizes)).eval()
+
+
+def test_model_that_is_not_reached_is_named(mamba, tokens):
+    with pytest.warns(UserWarning, match="did not reach MambaForCausalLM") as caught, flexmask_hf.flexprefill(mamba) as run:
+        mamba(tokens[:, :20])
+    assert run.stats == {}
+    assert caught[0].filename == __file__
+
+
+def test_inner_forward_counts_too(mamba, tokens):
+    with pytest.warns(UserWarning, match="did not reach"), flexmask_hf.flexprefill(mamba):
+        mamba.forward(tokens[:, :20])  # as PEFT calls it
+
+
+@pytest.mark.parametrize("what", ["nothing", "decoding", "error"])
+def test_no_warning_where_nothing_was_prefilled(mamba, tokens, what):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            with flexmask_hf.flexprefill(mamba):
+                if what == "decoding":
+                    mamba(tokens[:, :1])
+                elif what == "error":
+                    mamba(tokens[:, :20])
+                    raise KeyError
+        except KeyError:
+            pass
+
+
+@pytest.mark.parametrize("collect", [True, False])
+def test_reached_models_do_not_warn(model, tokens, collect):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "FlexPrefill did not reach")
+        with flexmask_hf.flexprefill(model, **SPARSE, collect_stats=collect):
+            model(tokens)
+
+
+@pytest.mark.parametrize("collect", [True, False])
+def test_block_that_ran_dense_says_why(model, tokens, caplog, collect):
+    with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.flexprefill(model, collect_stats=collect) as run:
+        model.generate(tokens[:, :200], max_new_tokens=3, do_sample=False)
+    assert [(record.levelname, record.message) for record in caplog.records if record.name == "flexmask"] == [
+        ("WARNING", "flexprefill: all 2 layers ran dense: 200 tokens < dense_below 16384")
+    ]
+    assert run.reasons == ({layer: ["200 tokens < dense_below 16384"] for layer in (0, 1)} if collect else {})
+
+
+def test_statistics_say_why(model, tokens, caplog):
+    with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.flexprefill(model, **SPARSE, dense_layers=(0,)) as run:
+        model(tokens)
+    lines = [(record.levelname, record.message) for record in caplog.records if record.message.startswith("flexprefill:")]
+    assert lines == [("INFO", "flexprefill: 1 of 2 layers ran dense: in dense_layers")]
+    assert run.reasons == {0: ["in dense_layers"], 1: [None]}
+    assert {(row["layer"], row["reason"]) for row in run.rows()} == {(0, "in dense_layers"), (1, None)}
+
+
+def test_window_is_a_reason(tokens):
+    model = make_model("Mistral")
+    with flexmask_hf.flexprefill(model, **{**SPARSE, "dense_below": 300}) as run:
+        model(tokens)
+    assert run.reasons == {layer: ["sliding window 200 < dense_below 300"] for layer in (0, 1)}
+
+
+def test_sparse_block_logs_nothing_of_itself(model, tokens, caplog):
+    with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.flexprefill(model, **SPARSE):
+        model(tokens)
+    assert not [record for record in caplog.records if record.message.startswith("flexprefill:")]
+
+
+def test_hook_says_why_when_it_ends(model, tokens, caplog):
+    model.config._attn_implementation = "flex_attention"
+    flexmask_hf.hook_flex_attention(model, dense_below=100)
+    model(tokens[:, :50])
+    with caplog.at_level(logging.INFO, "flexmask"):
+        flexmask_hf.unhook_flex_attention(model)
+    assert [record.message for record in caplog.records if record.name == "flexmask"] == [
+        "flexprefill: all 2 layers ran dense: 50 tokens < dense_below 100"
+    ]
+
+
+def test_summary_of_many_reasons_is_one_short_line():
+    run = FlexPrefillRun()
+    for length in range(100):
+        for layer in range(3):
+            run.record(layer, None, None, f"{length} tokens < dense_below 100")
+    run.record(0, None, None, None)
+    nothing_else, line = run.dense_summary()
+    assert not nothing_else
+    assert line.startswith("all 3 layers ran dense, in some calls: 0 tokens < dense_below 100; 1 tokens")
+    assert line.endswith("and more")
+    assert len(line) < 200
