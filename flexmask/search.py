@@ -100,7 +100,7 @@ def _as_one_operator(
     Traced into, our kernels and flex_attention's in one graph gave wrong results (torch 2.11, which as far as we can tell does
     not order what flex_attention's template reads after the kernels that write it).
     """
-    tensors = (inputs.query, inputs.key, gamma, tau, inputs.offset, inputs.attention_mask)
+    tensors = (inputs.query, inputs.key, gamma, tau, inputs.offset, inputs.attention_mask, inputs.deciding)
     scores = (inputs.scale, inputs.softcap, inputs.window)
     found = search_operator(*tensors, *scores, with_stats, with_keep, *[getattr(config, name) for name in _FIELDS])
     return SearchResult(BlockLists(*found[:4]), found[4] if with_keep else None, tuple(found[5:]) if with_stats else None)
@@ -110,7 +110,8 @@ def _as_one_operator(
 _FIELDS = tuple(field.name for field in fields(FlexPrefillConfig))
 _TYPES = {"int": "int", "int | None": "int?", "float": "float", "str": "str"}
 _SCHEMA = (
-    "(Tensor query, Tensor key, Tensor gamma_, Tensor tau_, Tensor? offset, Tensor? attention_mask, float scale, "
+    "(Tensor query, Tensor key, Tensor gamma_, Tensor tau_, Tensor? offset, Tensor? attention_mask, "
+    "Tensor? deciding, float scale, "
     "float? softcap, int? window, bool with_stats, bool with_keep, "
     + ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(FlexPrefillConfig))
     + ") -> Tensor[]"
@@ -125,6 +126,7 @@ def search_operator(
     tau: Tensor,
     offset: Tensor | None,
     attention_mask: Tensor | None,
+    deciding: Tensor | None,
     scale: float,
     softcap: float | None,
     window: int | None,
@@ -133,7 +135,7 @@ def search_operator(
     *options: Any,
 ) -> list[Tensor]:
     """`_run` with everything by itself, as the schema has it: an operator takes tensors and numbers only."""
-    inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset)
+    inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset, deciding=deciding)
     config = FlexPrefillConfig(**dict(zip(_FIELDS, options, strict=True)))
     result = _run(inputs, config, gamma, tau, with_stats, with_keep)
     keep = query.new_empty(0, dtype=torch.bool) if result.keep is None else result.keep
@@ -142,8 +144,8 @@ def search_operator(
 
 @search_operator.register_fake
 def _(query: Tensor, key: Tensor, *rest: Any) -> list[Tensor]:
-    with_stats, with_keep = rest[7:9]
-    block_size = rest[9:][_FIELDS.index("block_size")]
+    with_stats, with_keep = rest[8:10]
+    block_size = rest[10:][_FIELDS.index("block_size")]
     heads = query.shape[:2]
     rows = (*heads, num_blocks(query.shape[2], block_size))
     blocks = (*rows, num_blocks(key.shape[2], block_size))

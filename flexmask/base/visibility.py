@@ -21,7 +21,6 @@ class Tokens(NamedTuple):
     row_valid: Tensor  # (batch or 1, q_len) bool
     padded: bool  # whether an attention mask was given; without one every query row is valid
     filled: bool  # every key is valid: no padding, and no offset that might leave keys unfilled
-    deciding: Tensor | None = None  # (batch,): as in `AttentionInputs`
 
 
 class BlockEdges(NamedTuple):

@@ -41,8 +41,6 @@ def search(
     """Choose the blocks of every head, as `flexmask.plain.search.search` does; ``selection="coverage"`` only."""
     block_size, kv_len = config.block_size, inputs.key.shape[2]
     tokens = token_validity(inputs.query.shape[2], kv_len, inputs.offset, inputs.attention_mask, inputs.key)
-    if inputs.deciding is not None:
-        tokens = tokens._replace(deciding=inputs.deciding)
     edges = packed_edges(tokens, block_size, inputs.window)
     key_means = block_means(inputs.key, None if tokens.filled else tokens.key_valid, None, block_size)
 
@@ -72,7 +70,7 @@ def _representative_mass(
     which: str, inputs: AttentionInputs, tokens: Tokens, edges: PackedEdges, block_size: int
 ) -> RepresentativeMass:
     """V and S of the "last" or "middle" rows, with what the statistics need besides."""
-    rows = representative_rows(which, tokens, block_size)
+    rows = representative_rows(which, tokens, block_size, inputs.deciding)
     packed = packed_rows(rows, tokens.offset)
     sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)
     norms = row_norms(sums)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.representative_rows import representative_rows
+from flexmask.base.representative_rows import RepresentativeRows, representative_rows
 from flexmask.base.search_result import SearchResult
-from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, token_validity, valid_keys
+from flexmask.base.visibility import BlockVisibility, block_visibility, token_validity, valid_keys
 from flexmask.config import FlexPrefillConfig
 from flexmask.plain.block_lists import block_lists
 from flexmask.plain.pattern import estimated_attention, jensen_shannon_distance
@@ -57,17 +57,15 @@ def search(
     """
     block_size = config.block_size
     tokens = token_validity(inputs.query.shape[2], inputs.key.shape[2], inputs.offset, inputs.attention_mask, inputs.key)
-    if inputs.deciding is not None:
-        tokens = tokens._replace(deciding=inputs.deciding)
     seen = block_visibility(tokens, block_size, inputs.window)
 
     # step 1: attention of the representative rows, and its mass by key block (V) and by block diagonal (S)
-    rows = representative_rows(config.index_queries, tokens, block_size)
+    rows = representative_rows(config.index_queries, tokens, block_size, inputs.deciding)
     attention = representative_attention(inputs, rows, tokens)
     mass = line_mass(row_mass(attention, rows, block_size), rows, block_size)
     pattern_rows, attended = rows, mass.vertical
     if config.pattern_queries != config.index_queries:
-        pattern_rows = representative_rows(config.pattern_queries, tokens, block_size)
+        pattern_rows = representative_rows(config.pattern_queries, tokens, block_size, inputs.deciding)
         pattern_attention = representative_attention(inputs, pattern_rows, tokens)
         attended = line_mass(row_mass(pattern_attention, pattern_rows, block_size), pattern_rows, block_size).vertical
 
@@ -99,17 +97,16 @@ def search(
 
     # step 4: blocks kept always; step 5: lists
     keep = (choice.keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
-    stats = _statistics(keep, choice, mass, tokens, seen, config) if with_stats else None
+    stats = _statistics(keep, choice, mass, rows, seen, block_size) if with_stats else None
     return SearchResult(block_lists(keep, seen.full), keep, stats)
 
 
 def _statistics(
-    keep: Tensor, choice: Choice, mass: LineMass, tokens: Tokens, seen: BlockVisibility, config: FlexPrefillConfig
+    keep: Tensor, choice: Choice, mass: LineMass, rows: RepresentativeRows, seen: BlockVisibility, block_size: int
 ) -> tuple[Tensor, ...]:
     """The tensors of FlexPrefillStats, in its order."""
-    rows = representative_rows(config.index_queries, tokens, config.block_size)
     visible_blocks = seen.visible.sum((-2, -1)).clamp(min=1)[:, None]
-    q_block = (rows.row // config.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
+    q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     held = torch.where(keep.gather(2, q_block), mass.by_row, 0.0).sum((-2, -1))
     return (
         choice.is_query_aware,

@@ -146,8 +146,10 @@ def test_operator_has_the_shapes_that_it_declares(monkeypatch, with_stats):
     number = torch.tensor(0.7, dtype=torch.float64)
     options = (0.25, None, None, with_stats, True, 0.5, 0.5, 16, 16, None, "coverage", "flatten", "last", "last")
     with FakeTensorMode() as mode:
-        declared = dispatcher.search_operator(*(mode.from_tensor(x) for x in (query, key, number, number)), None, None, *options)
-    found = dispatcher.search_operator(query, key, number, number, None, None, *options)
+        declared = dispatcher.search_operator(
+            *(mode.from_tensor(x) for x in (query, key, number, number)), None, None, None, *options
+        )
+    found = dispatcher.search_operator(query, key, number, number, None, None, None, *options)
     assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in found]
     assert len(found) == (11 if with_stats else 5)
 
