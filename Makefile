@@ -40,7 +40,7 @@ demo: $(READY) ## dense attention and FlexPrefill on a trained model: one table,
 # The C++ that Inductor writes takes most of the time, and workers share it through Inductor's cache. `worksteal` gives each worker
 # neighbouring tests, which need the same kernels, and lets the one that is done first take over some of the other's.
 TESTS := -m pytest --doctest-modules --doctest-ignore-import-errors tests flexmask
-ON_CPU := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) $(TESTS) -n 2 --dist worksteal
+ON_CPU := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) $(TESTS) -n 2 --dist worksteal --benchmark-disable
 
 test: $(READY) ## the tests and the docstrings' examples but the slowest, on CPU without network
 	$(ON_CPU) -m "not slow" $(ARGS)
@@ -49,7 +49,7 @@ test-all: $(READY) ## all tests, and every transformers model by cache, padding,
 	$(ON_CPU) --all-cells $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a GPU, ten at a time; VENV= PYTHON=python3 takes a torch that is there
-	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 tests $(ARGS)
+	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 --benchmark-disable tests $(ARGS)
 
 style: $(READY) ## ruff and mypy, changing nothing
 	$(RUN) -m ruff check .
