@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from torch import Tensor
@@ -20,12 +21,11 @@ def check_real(name: str, value: object) -> None:
     """Raise TypeError or ValueError unless `value` is a finite int or float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-    try:
-        finite = math.isfinite(value)
-    except OverflowError:  # an int past the largest float
-        raise ValueError(f"{name} must be a number that a float can hold; got one of {len(str(value))} digits") from None
-    if not finite:
+    # by comparisons, which torch.compile can trace where the number is symbolic
+    if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be finite; got {value}")
+    if isinstance(value, int) and not -sys.float_info.max <= value <= sys.float_info.max:
+        raise ValueError(f"{name} must be a number that a float can hold; got one of {len(str(abs(value)))} digits")
 
 
 def check_int64(name: str, value: int, unit: str) -> None:

@@ -187,8 +187,9 @@ def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int)
     if torch.version.hip is not None:
         return 1  # 64 KiB of shared memory
     row = padded_dim * itemsize
-    stages = (_SHARED_MEMORY - tile * row - 2048) // (block_size * row) + 1
-    return max(1, min(3, stages))
+    buffered = _SHARED_MEMORY - 2048 - tile * row
+    # by comparisons: block_size may be symbolic in a trace, and the number of stages must not be
+    return 3 if 2 * block_size * row <= buffered else 2 if block_size * row <= buffered else 1
 
 
 def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, block_size: int) -> BlockSums:

@@ -39,6 +39,16 @@ def compiled(tmp_path: Path, which: str, *targets: str) -> set[str]:
     return {result["kernel"] for result in results}
 
 
+def test_search_is_traced_where_its_numbers_are_symbolic(tmp_path):
+    # seen on GPUs first: a number of stages that came out symbolic
+    surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.kernels.trace_kernels"]
+    run = subprocess.run(command, capture_output=True, text=True, env=surroundings, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split() == ["traced"] * 10
+
+
 def test_tiles_of_keys_fit_into_the_least_shared_memory(tmp_path):
     assert compiled(tmp_path, "tight", "sm_86", "gfx942") == {"_block_sums_kernel", "_pooled_map_kernel"}
 
