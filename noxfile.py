@@ -29,7 +29,7 @@ PINS = {
     for line in Path("constraints.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 }
-# the tests need these besides, at the pinned versions
+# the tests also need these, at the pinned versions
 NEEDS = {
     "torch": ("hypothesis", "numpy", "pytest"),
     "transformers": ("accelerate", "hypothesis", "numpy", "pytest", "torch"),

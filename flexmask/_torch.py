@@ -28,7 +28,7 @@ KNOWS_LENGTHS = "seq_lengths" in _FROM_KV_BLOCKS
 
 
 class _Tf32:
-    """How many blocks of `without_tf32` are open in this process, and the program's setting, which the last of them restores."""
+    """Count of open `without_tf32` blocks in this process, and the program's setting, which the last of them restores."""
 
     lock = threading.Lock()
     open_blocks = 0
@@ -110,7 +110,7 @@ def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
 def computed_once(tensor: Tensor) -> Tensor:
     """`tensor` itself, which Inductor then writes to memory once.
 
-    Else (2.11) it computes what no kernel of its own needs in memory anew for every Triton kernel of ours that reads it.
+    Otherwise Inductor (2.11) recomputes a tensor that only Triton kernels of ours read, once for each of them.
     """
     return tensor.as_strided(tensor.shape, tensor.stride())
 
@@ -118,8 +118,8 @@ def computed_once(tensor: Tensor) -> Tensor:
 def options_for_launches() -> dict[str, Any] | None:
     """Options of torch.compile for a function that launches Triton kernels of ours.
 
-    Inductor launches its own kernels from C++, but those of others through Triton's slower Python unless it is told otherwise.
-    What it is told does not reach the processes in which it compiles kernels (2.11), so that these are compiled in this one.
+    By default Inductor launches user-defined Triton kernels through Triton's slower Python launcher. The option for its own
+    launcher does not reach the processes in which Inductor compiles kernels (2.11), so they are compiled in this one.
     """
     import torch._inductor.config as inductor
 
@@ -173,7 +173,7 @@ def named(function: _Function, name: str) -> _Function:
 
 
 def runs_flex_attention_uncompiled() -> bool:
-    """Whether a surrounding torch.compile has another backend than Inductor, which alone compiles flex_attention's block lists.
+    """Return True inside a torch.compile whose backend is not Inductor: only Inductor compiles flex_attention's block lists.
 
     "eager" and "aot_eager" run the graph as it was traced, and there flex_attention is dense under its mask_mod.
     """
@@ -197,14 +197,14 @@ _is_inductor: Callable[[], bool] = torch.compiler.assume_constant_result(_backen
 
 
 def recompile_limit() -> str:
-    """What torch._dynamo.config calls the number of recompilations that a function may have."""
+    """Name in torch._dynamo.config of the number of recompilations that a function may have."""
     import torch._dynamo.config as dynamo
 
     return "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
 
 
 def ran_out_of_recompilations(error: Exception) -> bool:
-    """Whether ``torch.compile(fullgraph=True)`` raised `error` because a function has used up its recompilations.
+    """Tell the error of ``torch.compile(fullgraph=True)`` for a function that has used up its recompilations.
 
     No release runs such a function uncompiled, but the errors are not related: torch 2.8 and 2.13 raise the first, 2.6 the
     second, 2.5 the third.

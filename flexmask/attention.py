@@ -12,14 +12,14 @@ from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.config import UNSET, FlexPrefillConfig, config_from, takes_options
 from flexmask.flex.backend import BACKENDS, chosen_backend
 from flexmask.flex.block_mask import block_mask
-from flexmask.flex.dense import dense_attention
+from flexmask.flex.dense import dense_attention, runs_dense
 from flexmask.flex.head_groups import head_bytes
 from flexmask.flex.sparse import sparse_attention
 from flexmask.plain.published import check_published
 from flexmask.search import search
 from flexmask.stats import FlexPrefillStats, empty_stats
 
-# tokens of kv_len: the shortest tried at which plain calls were faster than dense attention in all that was measured (README.md)
+# tokens of kv_len: the shortest length at which plain calls beat dense attention on every input measured (docs/performance.md)
 DENSE_BELOW = 16384
 MAX_MASK_BYTES = 2**30
 
@@ -72,7 +72,7 @@ def flexprefill_attention(
     dense_below
         Tokens: with a kv_len below this, and for a single query row, dense attention runs instead. Default None: 16384,
         where it was 1.6 times as fast as dense attention on an H200 at a density of .55 and gamma .95 (FLASH backend); at 8,192
-        plain calls are as slow as their host. 0 switches it off (but for a single row).
+        plain calls are launch-bound. 0 switches it off, except for a single row.
     return_lse
         Also return the log-sum-exp of every row (natural logarithm) over its keys, sinks not counted, (batch, num_heads, q_len)
         float32; -inf for a row that sees nothing. Not on CPUs, where FlexAttention has none.
@@ -126,7 +126,7 @@ def flexprefill_attention(
     dense_below = check_dense_below(dense_below)
     check_max_mask_bytes(max_mask_bytes)
 
-    if query.shape[2] == 1 or key.shape[2] < dense_below:
+    if runs_dense(query.shape[2], key.shape[2], dense_below):
         if backend != "auto":  # one that cannot run is refused at every length
             chosen_backend(backend, inputs, config.block_size, return_lse)
         out, lse = dense_attention(inputs, return_lse)

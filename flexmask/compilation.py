@@ -23,11 +23,11 @@ def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = 
     function
         A module-level function that can be traced whole.
     variant
-        What its calls have in common besides shapes. Every variant is compiled from a code object of its own, because torch
+        The constants that its calls share, apart from shapes. Every variant is compiled from a code object of its own, since torch
         counts recompilations by code object: one model's lengths cannot use up another's share. A size that changes between calls
         is compiled again once, as symbolic, and then serves all others.
     launched
-        Whether `function` launches Triton kernels of ours, which torch can then launch without Triton's slower way of it.
+        True if `function` launches Triton kernels of ours: torch then uses its own, faster launcher.
 
     Returns
     -------

@@ -141,7 +141,7 @@ def config_from(config: FlexPrefillConfig | None, gamma: float, tau: float, opti
 
 
 def compile_time(config: FlexPrefillConfig) -> FlexPrefillConfig:
-    """`config` as code is compiled for it: of gamma and tau, which are tensors then, only whether 1 and 0 switch them off."""
+    """The compile-time part of `config`: gamma and tau, which are tensors then, count only as being 1 and 0 or not."""
     fixed = {name: getattr(config, name) for name in _FIXED}
     return FlexPrefillConfig(1.0 if config.gamma == 1 else 0.5, 0.0 if config.tau == 0 else 0.5, **fixed)
 

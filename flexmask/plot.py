@@ -23,8 +23,8 @@ def plot_block_mask(
 ) -> Path:
     """Draw which blocks some heads keep, side by side, as a PNG.
 
-    Blocks kept whole and blocks kept in part (their mask_mod still hides some pairs) differ in colour; grey is what dense causal
-    attention would compute besides. The line is causality, with the last query at the last key.
+    Blocks kept whole and blocks kept in part (their mask_mod still hides some pairs) differ in colour; grey blocks are those
+    that only dense causal attention would compute. The line is causality, with the last query at the last key.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def plot_block_mask(
 
 
 def block_kinds(block_mask: BlockMask, head: int, batch: int = 0) -> Tensor:
-    """What becomes of every block of one head.
+    """Classify every block of one head.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.search_result import BlockLists, SearchResult
 from flexmask.base.visibility import num_blocks
 from flexmask.compilation import compiled
-from flexmask.config import FlexPrefillConfig, compile_time
+from flexmask.config import OPTIONS, FlexPrefillConfig, compile_time
 from flexmask.plain.search import search as plain_search
 
 if HAS_TRITON:
@@ -38,7 +38,7 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
     with_stats
         Whether statistics are wanted. They need the map of kept blocks, which is then returned too.
     with_keep
-        Whether the map of kept blocks is wanted besides the lists.
+        Whether the map of kept blocks is wanted as well as the lists.
     """
     with torch.no_grad(), without_autocast(inputs.query.device):
         gamma, tau = _scalars((config.gamma, config.tau), inputs.query.device)
@@ -49,7 +49,7 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
 
 
 def runs_kernels(inputs: AttentionInputs, config: FlexPrefillConfig) -> bool:
-    """Whether the kernels search for these inputs, rather than the plain steps."""
+    """True if the Triton kernels serve these inputs."""
     return HAS_TRITON and inputs.query.is_cuda and config.selection == "coverage"
 
 
@@ -102,12 +102,11 @@ def _as_one_operator(
     """
     tensors = (inputs.query, inputs.key, gamma, tau, inputs.offset, inputs.attention_mask, inputs.deciding)
     scores = (inputs.scale, inputs.softcap, inputs.window)
-    found = search_operator(*tensors, *scores, with_stats, with_keep, *[getattr(config, name) for name in _FIELDS])
+    found = search_operator(*tensors, *scores, with_stats, with_keep, *[getattr(config, name) for name in OPTIONS])
     return SearchResult(BlockLists(*found[:4]), found[4] if with_keep else None, tuple(found[5:]) if with_stats else None)
 
 
 # the operator takes the options one by one, as the types that they have in FlexPrefillConfig
-_FIELDS = tuple(field.name for field in fields(FlexPrefillConfig))
 _TYPES = {"int": "int", "int | None": "int?", "float": "float", "str": "str"}
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor gamma_, Tensor tau_, Tensor? offset, Tensor? attention_mask, "
@@ -136,7 +135,7 @@ def search_operator(
 ) -> list[Tensor]:
     """`_run` with everything by itself, as the schema has it: an operator takes tensors and numbers only."""
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset, deciding=deciding)
-    config = FlexPrefillConfig(**dict(zip(_FIELDS, options, strict=True)))
+    config = FlexPrefillConfig(**dict(zip(OPTIONS, options, strict=True)))
     result = _run(inputs, config, gamma, tau, with_stats, with_keep)
     keep = query.new_empty(0, dtype=torch.bool) if result.keep is None else result.keep
     return [*result.lists, keep, *(result.stats or ())]
@@ -145,7 +144,7 @@ def search_operator(
 @search_operator.register_fake
 def _(query: Tensor, key: Tensor, *rest: Any) -> list[Tensor]:
     with_stats, with_keep = rest[8:10]
-    block_size = rest[10:][_FIELDS.index("block_size")]
+    block_size = rest[10:][OPTIONS.index("block_size")]
     heads = query.shape[:2]
     rows = (*heads, num_blocks(query.shape[2], block_size))
     blocks = (*rows, num_blocks(key.shape[2], block_size))

@@ -1,4 +1,4 @@
-"""What a call of FlexPrefill chose, per head."""
+"""Statistics of one call of FlexPrefill, by head."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def warmup(
 
     Compiled code is kept for the process, and serves all lengths. It is tied to the numbers of heads, head_dim, dtype, batch
     size, the device, the options but gamma and tau, the tensors' memory layout (here: contiguous), to whether a call has padding
-    or an offset, and to whether gradients or inference mode are on: a server that takes chunks of prompts besides whole ones
+    or an offset, and to whether gradients or inference mode are on: a server that takes chunks as well as whole prompts
     warms up both ways, and within the ``torch.no_grad()`` or ``torch.inference_mode()`` of its calls. Prompts so long that the
     heads are cut into groups (`max_mask_bytes`; from about 190k tokens for 32 heads) compile again for every size of group.
     Across processes Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call it makes has 370

@@ -174,7 +174,7 @@ def warn_unreached(model: PreTrainedModel) -> None:
     """Warn of a model that ran without a single call of our attention."""
     warnings.warn(
         f"FlexPrefill did not reach {type(model).__name__}: it ran, but none of its layers called the attention of "
-        "transformers' attention interface, so that all of it ran as without the block",
+        "transformers' attention interface, so it ran as without the block",
         UserWarning,
         stacklevel=3,
     )

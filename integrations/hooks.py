@@ -90,7 +90,7 @@ _HOOKED: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def _replace_stock() -> None:
-    """Put ours in front of the functions behind "flex_attention", once, also where a program has put in its own since."""
+    """Wrap the functions registered as "flex_attention", once, and again if the program has replaced them since."""
     attention, mask = AttentionInterface()[_STOCK], AttentionMaskInterface()[_STOCK]
     if getattr(attention, "hooked_by", None) != NAME:
 

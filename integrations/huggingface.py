@@ -51,8 +51,8 @@ def register() -> None:
 def configure(model: Any, **options: Any) -> PrefillSettings:
     """Write options into a model's config, where ``save_pretrained`` keeps them: ``flexprefill_config`` in ``config.json``.
 
-    They hold wherever the model runs with ``attn_implementation="flexprefill"``, but for a `flexprefill` block with options of
-    its own. Without options: the defaults, which replace what was there.
+    They hold wherever the model runs with ``attn_implementation="flexprefill"``, except inside a `flexprefill` block with options
+    of its own. Without options: the defaults, which replace what was there.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def configure(model: Any, **options: Any) -> PrefillSettings:
     Raises
     ------
     TypeError, ValueError
-        For a `model` that is none, for unknown options, values out of their range, layers that it does not have.
+        For a `model` that is not one of transformers, unknown options, values out of range, layers that the model does not have.
 
     Examples
     --------
@@ -129,7 +129,7 @@ class flexprefill(ContextDecorator):
     Warns
     -----
     UserWarning
-        At the end of a block in which the model ran a prompt, but no layer of it called FlexPrefill's attention.
+        At the end of a block in which the model ran a prompt, but none of its layers called FlexPrefill's attention.
 
     Raises
     ------

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class PackedCheck:
-    """Whether the positions of one prefill start again, found without a wait for the device.
+    """Detects positions that start again within one prefill, without a wait for the device.
 
     On CPUs the answer is there at once. On CUDA the first layer begins to copy it to the host, and the layers after it look
     whether it has come: they are launched far more slowly than it takes. One layer alone does not learn it.
@@ -18,7 +18,7 @@ class PackedCheck:
         self._copied: torch.cuda.Event | None = None
 
     def is_packed(self, position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> bool:
-        """Whether the positions are known by now to start again; asked by each layer, with the same arguments."""
+        """True once the positions are known to start again; each layer asks, with the same arguments."""
         if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         if self._answer is None:
@@ -35,7 +35,7 @@ class PackedCheck:
 def starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
     """0-d bool: of two tokens next to each other, the second stands before the first, or both at 0.
 
-    Pairs with padding do not count, whose positions mean nothing. A gap is no start, nor are equal positions further on.
+    Pairs with padding do not count, since their positions mean nothing. Gaps, and equal positions other than 0, are no restart.
 
     Parameters
     ----------

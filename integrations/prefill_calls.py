@@ -1,4 +1,4 @@
-"""Which layer an attention module is, and which prefill one of its calls belongs to."""
+"""Numbers of layers and of prefills: the layer of an attention module, the prefill that one of its calls belongs to."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class PrefillMask(BlockMask):
     __str__ = __repr__
 
     def contiguous(self) -> PrefillMask:
-        """Itself: generate() asks this of every mask that it makes ahead."""
+        """Return self: generate() calls this on every mask that it makes ahead."""
         return self
 
     def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> PrefillMask:
@@ -133,7 +133,7 @@ def _not_served(what: str) -> NoReturn:
 
 
 class HookedMask(PrefillMask):
-    """The mask of a hooked model: Hugging Face's BlockMask, as that made it, with the visibility beside it."""
+    """The mask of a hooked model: Hugging Face's own BlockMask, plus the visibility."""
 
     def __init__(self, own: PrefillMask, stock: BlockMask) -> None:
         self.__dict__.update(vars(stock))

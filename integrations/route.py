@@ -13,8 +13,8 @@ from flexmask.attention import attention_to_kept
 from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks import MASKS, causal_mask
 from flexmask.config import FlexPrefillConfig
-from flexmask.flex.dense import dense_attention
-from flexmask.flex.head_groups import mask_bytes
+from flexmask.flex.dense import dense_attention, runs_dense
+from flexmask.flex.head_groups import head_bytes
 from flexmask.flex.joined import joined_mask
 from flexmask.flex.sparse import sparse_attention
 from flexmask.integrations.prefill_mask import PrefillMask
@@ -54,41 +54,41 @@ class PrefillCall(NamedTuple):
 
     @property
     def keeps_masks(self) -> bool:
-        """Whether the run wants the masks."""
+        """True if the run wants the masks."""
         return self.run is not None and self.run.collect_masks
 
 
 def route(call: PrefillCall) -> Tensor:
-    """Attention of one prefill call, (batch, num_heads, q_len, v_head_dim), by the first of four ways that it asks for."""
-    reason = short(call)
+    """Attention of one prefill call, (batch, num_heads, q_len, v_head_dim)."""
+    reason = reason_no_mask(call)
     if reason is not None:
-        return short_dense(call, reason)
-    reason = exact(call)
+        return by_sdpa(call, reason)
+    reason = reason_dense_layer(call)
     if reason is not None:
-        return exact_dense(call, reason)
+        return dense_long_prompt(call, reason)
     method = call.settings.method
     if method != "flexprefill":
         return by_method(call, method if callable(method) else MASKS[method])
     return by_flexprefill(call)
 
 
-def short(call: PrefillCall) -> str | None:
-    """Why no mask pays or can be made, None where one can."""
+def reason_no_mask(call: PrefillCall) -> str | None:
+    """Reason why no mask can be made or would pay, None where one would."""
     query, value = call.inputs.query, call.inputs.value
     assert value is not None
     for name, size in (("head_dim", query.shape[3]), ("v_head_dim", value.shape[3])):
         if size not in HEAD_DIMS:
             return f"{name} {size} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+    # the tail of a chunked prefill, tokens to verify: rows that do not fill a block cost as much to select for as to attend
+    if not runs_dense(query.shape[2], call.tokens, call.settings.break_even, call.config.block_size):
+        return None
     if call.tokens < call.settings.break_even:
         return f"{call.tokens} tokens < dense_below {call.settings.break_even}"
-    # the tail of a chunked prefill, tokens to verify: they cost as much to select for as to attend
-    if query.shape[2] < call.config.block_size:
-        return f"{query.shape[2]} rows < block_size {call.config.block_size}"
-    return None
+    return f"{query.shape[2]} rows < block_size {call.config.block_size}"
 
 
-def exact(call: PrefillCall) -> str | None:
-    """Why a layer that could be masked stays dense, None where it does not."""
+def reason_dense_layer(call: PrefillCall) -> str | None:
+    """Reason why a layer stays dense at any length, None where it does not."""
     if call.layer in call.settings.dense_layers:
         return "in dense_layers"
     if call.inputs.window is not None and call.inputs.window < call.settings.break_even:
@@ -96,17 +96,17 @@ def exact(call: PrefillCall) -> str | None:
     return None
 
 
-def short_dense(call: PrefillCall, reason: str) -> Tensor:
+def by_sdpa(call: PrefillCall, reason: str) -> Tensor:
     """Dense attention by SDPA, or written out where SDPA cannot."""
     call.record(empty_stats(call.inputs.query, dense=True), None, reason)
     return dense_attention(call.inputs)[0]
 
 
-def exact_dense(call: PrefillCall, reason: str) -> Tensor:
+def dense_long_prompt(call: PrefillCall, reason: str) -> Tensor:
     """Dense attention of a long prompt: by SDPA's causal kernel where that can run, else under the block mask of visibility."""
     inputs = call.inputs
     if inputs.query.shape[2] == inputs.key.shape[2] and inputs[4:9] == (None,) * 5:
-        return short_dense(call, reason)
+        return by_sdpa(call, reason)
     return by_method(call, causal_mask, reason)
 
 
@@ -127,8 +127,8 @@ def by_method(call: PrefillCall, method: Callable[..., BlockMask], reason: str |
             masks.append(made)
         return made, None
 
-    at_once = settings.max_mask_bytes // mask_bytes(inputs.query.shape[2], inputs.key.shape[2], call.config)
-    out = sparse_attention(inputs.placed(), make_mask, block_size, at_once, settings.backend)[0]
+    at_once = settings.max_mask_bytes // head_bytes(inputs, call.config)
+    out = sparse_attention(inputs, make_mask, block_size, at_once, settings.backend)[0]
     stats = None if reason is None else empty_stats(inputs.query, dense=True)
     call.record(stats, joined_mask(masks, inputs) if masks else None, reason)
     return out

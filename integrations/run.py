@@ -94,11 +94,11 @@ class FlexPrefillRun:
 
     @property
     def unreached(self) -> bool:
-        """Whether the model ran, but none of its layers came here."""
+        """True if the model ran, but none of its layers came here."""
         return self._ran and not self._called
 
     def dense_summary(self) -> tuple[bool, str] | None:
-        """Whether nothing but dense attention ran, and a line that says which layers did and why; None where none did."""
+        """Whether every call ran dense, and a line with the dense layers and their reasons; None if none ran dense."""
         if not self._dense:
             return None
         dense = set().union(*self._dense.values())

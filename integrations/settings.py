@@ -1,4 +1,4 @@
-"""The options of one model: those of FlexPrefill, by layer where wanted, and what runs instead of it and when."""
+"""The options of one model: FlexPrefill's, by layer if wanted, and when dense attention or another method runs instead."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.attention import DENSE_BELOW, MAX_MASK_BYTES
+from flexmask.attention import MAX_MASK_BYTES, check_dense_below, check_max_mask_bytes
 from flexmask.base.checks import check_int, check_word
 from flexmask.block_masks import MASKS
-from flexmask.config import FlexPrefillConfig
+from flexmask.config import OPTIONS, FlexPrefillConfig
 from flexmask.flex.backend import BACKENDS
 
 CONFIG_KEY = "flexprefill_config"
-_OPTIONS = tuple(item.name for item in fields(FlexPrefillConfig))
 
 
 @dataclass(frozen=True)
 class PrefillSettings:
-    """How a model's prefill runs; every value is checked on creation.
+    """Settings of a model's prefill; every value is checked on creation.
 
     Parameters
     ----------
@@ -70,25 +69,20 @@ class PrefillSettings:
                     raise ValueError(f"{name} must hold layer indices >= 0; got {index}")
         object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
         for index, options in self.layers.items():
-            _check_options(options, _OPTIONS, f"layers[{index}]")
+            _check_options(options, OPTIONS, f"layers[{index}]")
             replace(self.config, **options)
         # what was checked, whatever becomes of the caller's dicts
         object.__setattr__(self, "layers", {index: dict(options) for index, options in self.layers.items()})
-        if self.dense_below is not None:
-            check_int("dense_below", self.dense_below)
-            if self.dense_below < 0:
-                raise ValueError(f"dense_below must be >= 0 tokens; got {self.dense_below}")
+        check_dense_below(self.dense_below)
         check_word("backend", self.backend, BACKENDS)
-        check_int("max_mask_bytes", self.max_mask_bytes)
-        if self.max_mask_bytes <= 0:
-            raise ValueError(f"max_mask_bytes must be > 0 bytes; got {self.max_mask_bytes}")
+        check_max_mask_bytes(self.max_mask_bytes)
         if not callable(self.method):
             check_word("method", self.method, tuple(MASKS))
 
     @property
     def break_even(self) -> int:
         """`dense_below` with its default filled in."""
-        return DENSE_BELOW if self.dense_below is None else self.dense_below
+        return check_dense_below(self.dense_below)
 
     def of_layer(self, layer: int) -> FlexPrefillConfig:
         """The options of FlexPrefill in one layer."""
@@ -102,7 +96,7 @@ class PrefillSettings:
                 raise ValueError(f"{name} must hold layer indices below {number}, the model's layers; got {beyond[0]}")
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, in types that JSON has.
+        """Return the settings that differ from the defaults, in types that JSON has.
 
         Raises
         ------
@@ -112,7 +106,7 @@ class PrefillSettings:
         if callable(self.method):
             raise ValueError("method must be a name to be saved, of flexmask.block_masks.MASKS; got a function")
         default = PrefillSettings()
-        saved = {name: value for name in _OPTIONS if (value := getattr(self.config, name)) != getattr(default.config, name)}
+        saved = {name: value for name in OPTIONS if (value := getattr(self.config, name)) != getattr(default.config, name)}
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name != "config" and value != getattr(default, item.name):
@@ -135,8 +129,8 @@ class PrefillSettings:
     def from_options(cls, config: FlexPrefillConfig | None = None, **options: Any) -> PrefillSettings:
         """Settings from the fields of this class and of FlexPrefillConfig, side by side."""
         own = tuple(item.name for item in fields(cls) if item.name != "config")
-        _check_options(options, (*_OPTIONS, *own), "the options")
-        chosen = {name: value for name, value in options.items() if name in _OPTIONS}
+        _check_options(options, (*OPTIONS, *own), "the options")
+        chosen = {name: value for name, value in options.items() if name in OPTIONS}
         if config is not None and chosen:
             raise ValueError(f"config must come without options of its own; got {sorted(chosen)} too")
         rest = {name: value for name, value in options.items() if name in own}

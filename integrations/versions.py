@@ -1,4 +1,4 @@
-"""What differs between the releases of transformers that the adapter serves, and the check that the installed one is of them."""
+"""Differences between the releases of transformers that the adapter serves, and the check of the installed one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_release() -> None:
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
-    """How many query rows a mask function is called for, and the position of the first.
+    """Number of query rows that a mask function is called for, and the position of the first.
 
     From 5.4 on transformers says so (`q_length`, `q_offset`), before that it gives all positions (`cache_position`). A tensor may
     be the cache's own, which it moves on before attention runs: the copy stays.
@@ -44,7 +44,7 @@ def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
 
 
 def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None]:
-    """Whether `mask_function` is causality and nothing else, or within a sliding window, and that window.
+    """Recognise plain causality, with a sliding window or without: whether `mask_function` is that, and its window.
 
     It is compared by its code with what transformers makes for these cases. Before release 5 a prompt that is not packed is
     said to be packed into one sequence, where there is neither a cache nor an attention_mask.
@@ -59,7 +59,7 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two functions have the same code and, all the way down, the same captured values; tensors: the same ones."""
+    """Compare two functions: the same code and, all the way down, the same captured values; tensors by identity."""
     if left is right:
         return True
     if isinstance(left, tuple) and isinstance(right, tuple):

@@ -81,7 +81,7 @@ class Case:
     q_offset: int | Tensor | None = None
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What hypothesis prints of a failing case: sizes instead of numbers."""
+        """Print sizes instead of numbers when hypothesis reports a failing case."""
         printer.text(f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}, {self}")
 
     def with_config(self, **changes: Any) -> Case:
@@ -106,7 +106,7 @@ class Case:
         return {**config, **self.keywords()}
 
     def search(self, query: Tensor | None = None, key: Tensor | None = None) -> SearchResult:
-        """What the fast path chooses, with statistics."""
+        """Run the fast path, with statistics."""
         query, key = self.query if query is None else query, self.key if key is None else key
         inputs = attention_inputs(query, key, **self.keywords())
         return with_named_stats(search(inputs.placed(), self.config, with_stats=True))

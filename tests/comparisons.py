@@ -63,7 +63,7 @@ class Tally:
 
 @dataclass
 class Drawn:
-    """What drawn cases turned out to be: worthless for a comparison if everything is kept or all heads are alike.
+    """Tally of drawn cases: worthless for a comparison if everything is kept or all heads are alike.
 
     Heads met before do not count again: hypothesis likes to vary what it tried already.
     """
@@ -108,7 +108,7 @@ def assert_same_statistics(
 ) -> None:
     """The other statistics of heads with a margin; a distance is compared squared, before the root blows up rounding.
 
-    With `underflow` a distance may be NaN, and where exactly a share becomes 0 is left open, but for what follows from it.
+    With `underflow` a distance may be NaN, and where exactly a share becomes 0 is left open, apart from its consequences.
     """
     assert result.stats is not None
     clear = expected.margin > margin

@@ -1,4 +1,4 @@
-"""What tests of compilation share: a prompt cut to lengths, the counting of graphs, and what a mask is compared with.
+"""Shared by the tests of compilation: a prompt cut to lengths, counting of graphs, dense attention under a mask.
 
 Tracing and the counting of recompilations do not depend on the backend, so most tests trace with one that compiles nothing.
 """

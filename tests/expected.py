@@ -1,4 +1,4 @@
-"""What a call must give by definition, pair by pair of tokens."""
+"""Results of a call by definition, pair by pair of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cases import Case
 
 
 def visible_pairs(case: Case) -> Tensor:
-    """Which keys each row of a case sees: (batch, q_len, kv_len) bool."""
+    """Visible pairs of a case: (batch, q_len, kv_len) bool."""
     (batch, _, q_len, _), kv_len = case.query.shape, case.key.shape[2]
     offset = kv_len - q_len if case.q_offset is None else case.q_offset
     offsets = torch.as_tensor(offset).cpu().clamp(0, kv_len - q_len).expand(batch)
@@ -20,7 +20,7 @@ def visible_pairs(case: Case) -> Tensor:
 
 
 def seen_pairs(q_len: int, offsets: Tensor, is_token: Tensor, window: int | None) -> Tensor:
-    """Which keys each row sees, by definition, from (batch,) offsets and (batch, kv_len) tokens: (batch, q_len, kv_len) bool."""
+    """Visible pairs by definition, from (batch,) offsets and (batch, kv_len) tokens: (batch, q_len, kv_len) bool."""
     position = offsets[:, None] + torch.arange(q_len)
     distance = position[:, :, None] - torch.arange(is_token.shape[1])
     near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -28,7 +28,7 @@ def seen_pairs(q_len: int, offsets: Tensor, is_token: Tensor, window: int | None
 
 
 def by_block(pairs: Tensor, block_size: int, every: bool = False) -> Tensor:
-    """Whether some pair (or every existing one) is True in each block: (..., num_q_blocks, num_kv_blocks) bool."""
+    """Blocks in which some pair (or every existing one) is True: (..., num_q_blocks, num_kv_blocks) bool."""
     short = [-length % block_size for length in pairs.shape[-2:]]
     padded = torch.nn.functional.pad(pairs, (0, short[1], 0, short[0]), value=every)
     blocks = padded.unflatten(-1, (-1, block_size)).unflatten(-3, (-1, block_size)).transpose(-3, -2)

@@ -1,4 +1,4 @@
-"""What the tests of refused arguments share: arguments that are accepted, and how changes to them are listed."""
+"""Shared by the tests of refused arguments: arguments that are accepted, and lists of changes to them."""
 
 from __future__ import annotations
 

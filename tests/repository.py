@@ -1,4 +1,4 @@
-"""Where the repository is, and its folders that are installed inside flexmask."""
+"""The repository's root, and its folders that are installed inside flexmask."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What attention alone refuses: wrong values and backends, and what a CPU cannot run."""
+"""Refusals of attention alone: wrong values and backends, and calls that a CPU cannot run."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_both_functions_refuse(function, changes, error, message):
 
 
 def both(query, key):
-    """Each function with arguments that are accepted but for these."""
+    """Each function with accepted arguments, except these."""
     yield lambda: flexprefill_mask(query, key, block_size=32)
     yield lambda: flexprefill_attention(query, key, key, block_size=32)
     yield lambda: flexprefill_attention(query, key, key, block_size=32, dense_below=0)

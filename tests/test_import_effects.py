@@ -1,4 +1,4 @@
-"""What `import flexmask` needs, and what it does to its surroundings: nothing."""
+"""`import flexmask` needs torch alone and changes nothing around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source."""
+"""The order of imports, read from the source."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def granted(module: str, table: dict[str, tuple[str, ...]]) -> set[str]:
 
 
 def may_import(module: str, target: str) -> bool:
-    """Whether `module` may import `target`, both modules of flexmask."""
+    """True if `module` may import `target`, both modules of flexmask."""
     if target == INDEX:
         return False
     if module == INDEX:

@@ -1,4 +1,4 @@
-"""What users rely on: names, signatures, defaults and their documentation."""
+"""The public API: names, signatures, defaults and their documentation."""
 
 from __future__ import annotations
 

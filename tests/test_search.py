@@ -107,7 +107,7 @@ def test_last_chunk_on_a_boundary_equals_the_whole():
 
 
 def fully_kept_lines(case, keep):
-    """Which key blocks and which block diagonals have all their visible blocks kept, (num_heads, num_kv_blocks) each."""
+    """Key blocks and block diagonals with all their visible blocks kept, (num_heads, num_kv_blocks) each."""
     size = case.config.block_size
     q_len, kv_len = case.query.shape[2], case.key.shape[2]
     missing = by_block(visible_pairs(case), size) & ~keep[0]

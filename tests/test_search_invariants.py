@@ -1,4 +1,4 @@
-"""What the search keeps, by its options, and what must not matter to it, without asking the reference."""
+"""Invariants of the search, checked without the reference: its options, and changes that must not matter."""
 
 import pytest
 import torch

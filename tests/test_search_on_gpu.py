@@ -99,7 +99,7 @@ def test_wide_heads_fit_into_shared_memory(cuda, head_dim, dtype):
 
 
 def poison():
-    """What the next tensors on the GPU are allocated from holds NaN, to a kernel's eye: compiled code fills nothing by itself."""
+    """Fill the GPU memory that the next tensors come from with NaN: compiled code fills nothing by itself."""
     gc.collect()
     torch.cuda.empty_cache()
     # the allocator keeps small tensors (up to 1 MB) and large ones apart, and gives what fits best
@@ -155,7 +155,7 @@ def test_attention_reads_nothing_that_was_not_written(cuda):
 
 @pytest.mark.gpu
 def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, matmul_precision):
-    """Where plain products choose the blocks; our kernels do not ask."""
+    """Calls whose blocks depend on plain matmuls; the kernels ignore the setting."""
     config = FlexPrefillConfig(0.8, 0.3, block_size=32, min_budget=32, selection="reference")
     query, key = structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 704, 704, 64)
     case = Case(query, key, config).to(cuda)

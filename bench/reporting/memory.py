@@ -15,7 +15,7 @@ def memory_section(device: Device) -> list[str]:
         return []
     rows.sort(key=lambda row: (row["tokens"], row["method"]))
     found = ["### Memory"]
-    # dense attention holds a few bytes besides its output: nothing to draw on a logarithmic axis
+    # dense attention holds a few bytes more than its output: nothing to draw on a logarithmic axis
     positive = [row for row in rows if row["extra_mb"] >= 1]
     if positive:
         title = f"{device.name}: device memory of a call, gamma 0.9"

@@ -1,1 +1,1 @@
-"""What the plain steps and the kernels share."""
+"""Shared by the plain steps and the kernels."""

@@ -85,9 +85,9 @@ class AttentionInputs(NamedTuple):
         return AttentionInputs(*self[:7], offset, *self[8:])
 
     def without_absent(self, keys: bool = True) -> AttentionInputs:
-        """With zeros for the values, and the `keys`, of padding and of what lies behind the last row of a chunk.
+        """Zero the values (and the keys, with `keys`) of padding and of slots behind the last row of a chunk.
 
-        A weight of 0 does not hide what memory there holds: 0 * NaN is NaN. Copies, but only where there may be such keys.
+        A weight of 0 does not hide the memory there: 0 * NaN is NaN. Copies, but only where there may be such keys.
         """
         mask, offset = self.attention_mask, self.offset
         if mask is None and offset is None:
@@ -101,19 +101,19 @@ class AttentionInputs(NamedTuple):
         return self.with_zeros(absent, keys)
 
     def with_zeros(self, absent: Tensor, keys: bool = True) -> AttentionInputs:
-        """With zeros for the values, and the `keys`, that are `absent`, (batch or 1, kv_len) bool."""
+        """Zero the values (and the keys, with `keys`) that are `absent`, (batch or 1, kv_len) bool."""
         absent = absent[:, None, :, None]
         key = self.key.masked_fill(absent, 0) if keys else self.key
         value = None if self.value is None else self.value.masked_fill(absent, 0)
         return AttentionInputs(self.query, key, value, *self[3:])
 
     def with_query(self, query: Tensor) -> AttentionInputs:
-        """The same problem for other query rows; the offset is then the caller's matter."""
+        """The same problem for other query rows; the caller adjusts the offset."""
         # not _replace, which older releases of torch cannot trace
         return AttentionInputs(query, *self[1:])
 
     def wants_gradients(self) -> bool:
-        """Whether gradients are on and an input requires them."""
+        """True if gradients are on and an input requires them."""
         inputs = (self.query, self.key, self.value, self.sinks)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 

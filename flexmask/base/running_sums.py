@@ -1,4 +1,4 @@
-"""Running sums that large maps do not wear away, with and without float64."""
+"""Running sums that stay accurate over large maps, with and without float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys a query row sees, by token and by block: causality, padding, window and the chunk's offset.
+"""Visibility by token and by block: causality, padding, window and the chunk's offset.
 
 A pair (row, key) is visible iff both tokens are valid, ``0 <= position - k`` and, with a window, ``position - k < window``.
 Query row t stands at position ``offset + t``; keys at positions ``>= offset + q_len`` are not filled yet, so not valid.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Where the query rows stand and which tokens are valid; the leading size is batch, or 1 where all rows agree."""
+    """Positions of the query rows, and valid tokens; the leading size is batch, or 1 where all rows agree."""
 
     offset: Tensor  # (batch or 1,) int64: position of query row 0
     key_valid: Tensor  # (batch or 1, kv_len) bool
@@ -24,11 +24,11 @@ class Tokens(NamedTuple):
 
 
 class BlockEdges(NamedTuple):
-    """What decides whether a pair of blocks is visible or full, by query block and by key block; the leading size is batch or 1.
+    """Edges that decide if a pair of blocks is visible or full, by query block and by key block; the leading size is batch or 1.
 
     Positions are int64. A valid row sees its own key, so a query block sees every key block that one of its valid rows stands in.
     Of an earlier key block, its first valid row sees something iff the block's last valid key lies in that row's window; later
-    rows see no more of it than that.
+    rows see no more.
     """
 
     first_row: Tensor  # (.., num_q_blocks): position of the block's first row
@@ -42,7 +42,7 @@ class BlockEdges(NamedTuple):
 
 
 class BlockVisibility(NamedTuple):
-    """What each query block sees of each key block; the leading size is batch, or 1 where all rows agree."""
+    """Visible and full pairs of blocks; the leading size is batch, or 1 where all rows agree."""
 
     visible: Tensor  # (batch or 1, num_q_blocks, num_kv_blocks) bool: some pair is visible
     full: Tensor  # the same shape, bool: every existing pair is visible
@@ -59,7 +59,7 @@ def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mas
     """Positions and validity of every token.
 
     `offset` is None for bottom-right alignment, else integer, 0-d or (batch,); it is clamped to [0, kv_len - q_len] here,
-    so that no value of it can make an index leave its range. `attention_mask` is (batch, kv_len) or None.
+    so that no value can take an index out of range. `attention_mask` is (batch, kv_len) or None.
     """
     filled = offset is None and attention_mask is None
     if offset is None:
@@ -125,7 +125,7 @@ def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> Blo
 
 
 def blocks_seen_by_rows(positions: Tensor, tokens: Tokens, block_size: int, window: int | None) -> Tensor:
-    """Which key blocks hold a key visible to a valid row at each of `positions` (batch or 1, rows).
+    """Mark the key blocks that hold a key visible to a valid row at each of `positions` (batch or 1, rows).
 
     Returns (batch or 1, rows, num_kv_blocks) bool; the rule is that of `block_visibility` for a single row.
     """

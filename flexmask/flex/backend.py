@@ -18,7 +18,7 @@ _HOPPER, _BLACKWELL = 9, 10  # major compute capability
 
 
 def flash_installed() -> bool:
-    """Whether the flash-attn-4 package is there, without importing it; flash-attn 2 has a folder ``cute`` too, of less."""
+    """Look for the flash-attn-4 package without importing it; flash-attn 2 has a folder ``cute`` too, without block sparsity."""
     spec = importlib.util.find_spec("flash_attn")
     folders = () if spec is None else spec.submodule_search_locations or ()
     return any((Path(folder) / "cute" / "block_sparsity.py").is_file() for folder in folders)
@@ -28,14 +28,14 @@ _HAS_FLASH = HAS_FLASH_BACKEND and flash_installed()
 
 
 def flash_available() -> bool:
-    """Whether FlexAttention's FLASH backend can be used: torch >= 2.10 and the flash-attn-4 package."""
+    """True if FlexAttention's FLASH backend can be used: torch >= 2.10 and the flash-attn-4 package."""
     return _HAS_FLASH
 
 
 def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, return_lse: bool) -> str:
     """Resolve "auto" and refuse what a backend cannot do.
 
-    `return_lse` is whether the caller wants the log-sum-exp; sinks need it besides.
+    `return_lse`: the caller wants the log-sum-exp. Sinks need it too.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, retur
 
 
 def _flash_refusals_of(capability: int) -> list[str]:
-    """Why flash-attn-4 cannot take our blocks on GPUs of this major compute capability; none where it was seen to work."""
+    """Reasons why flash-attn-4 cannot take our blocks at this major compute capability; empty where it was seen to work."""
     if capability == _HOPPER:
         return []
     if capability == _BLACKWELL:

@@ -1,4 +1,4 @@
-"""From lists, or from a map of kept blocks, to a BlockMask: the one road of every method."""
+"""Build the BlockMask of index lists; every method's mask comes from here."""
 
 from __future__ import annotations
 

@@ -12,7 +12,12 @@ from flexmask.base.scores import capped
 from flexmask.base.visibility import token_validity
 
 _MOST_SCORES = 2**28  # a float32 each, where attention is written out
-_MOST_VISIBLE = 2**26  # a bool each, and what SDPA makes of it
+_MOST_VISIBLE = 2**26  # a bool each, and SDPA's own copy
+
+
+def runs_dense(q_len: int, tokens: int, dense_below: int, least_rows: int = 2) -> bool:
+    """Decide by lengths whether attention runs dense: too few tokens so far, or too few query rows to select for."""
+    return q_len < least_rows or tokens < dense_below
 
 
 def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -83,7 +88,7 @@ def _attention_to_visible(inputs: AttentionInputs, visible: Tensor, return_lse: 
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
     sees = visible.any(-1, keepdim=True)
     if inputs.softcap is None and sinks is None and not return_lse:
-        # a row that sees nothing sees everything instead, so that no NaN comes of it, and is zeroed after
+        # a row that sees nothing sees everything instead, to avoid NaN, and is zeroed after
         seen, gqa = visible | ~sees, num_heads != num_kv_heads
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=inputs.scale, enable_gqa=gqa)
         return torch.where(sees, out, 0.0), None

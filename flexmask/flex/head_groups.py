@@ -1,4 +1,4 @@
-"""What a mask costs in memory, and how attention is cut into groups of heads so that it stays within a limit."""
+"""Memory that a mask takes, and groups of heads that keep attention within a limit."""
 
 from __future__ import annotations
 

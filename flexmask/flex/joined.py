@@ -1,4 +1,4 @@
-"""One BlockMask from those of groups of heads, for pictures: what ran in groups is looked at as a whole."""
+"""Join the BlockMasks of head groups into one, for pictures."""
 
 from __future__ import annotations
 

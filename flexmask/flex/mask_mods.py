@@ -13,7 +13,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def visible_mask_mod(inputs: AttentionInputs) -> MaskMod:
-    """Which keys a row sees, of a placed problem: causality from its position, padding and window."""
+    """The mask_mod of visibility, of a placed problem: causality from the row's position, padding and window."""
     window, token = inputs.window, inputs.attention_mask
     name = f"visible(window={window}, padded={token is not None}, shifted={inputs.offset is not None})"
     offset = None if inputs.offset is None else captured(inputs.offset)

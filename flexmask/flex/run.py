@@ -22,7 +22,7 @@ def run_flex_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Block-sparse attention by the compiled kernel, never by flex_attention's uncompiled path, which ignores block lists.
 
-    Sinks come in by the log-sum-exp of the kernel; on CPUs, where there is none, by one more block of keys.
+    Sinks rescale the output by the kernel's log-sum-exp; on CPUs, which have none, they are one more block of keys.
     """
     if runs_flex_attention_uncompiled():
         # a break in the surrounding graph, or its error with fullgraph: outside, the kernel has a compilation of its own

@@ -114,7 +114,7 @@ def block_lists(
     lines
         Key blocks and block diagonals to keep, and which heads are query-aware.
     blocks
-        (batch, num_heads, num_q_blocks, num_kv_blocks) int8: the pooled blocks that query-aware heads keep besides, or None.
+        (batch, num_heads, num_q_blocks, num_kv_blocks) int8: the pooled blocks that query-aware heads add, or None.
     edges
         Which blocks see which.
     with_keep

@@ -114,7 +114,7 @@ def estimated_scores(inputs: AttentionInputs, key_means: Tensor, rows: Tensor, l
 
 @triton.jit
 def _weighted_scores(scores, key_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Pooled scores of key blocks, -inf where no row sees any of it."""
+    """Pooled scores of key blocks, -inf for those that no row sees."""
     exists = block < num_kv_blocks
     raw = tl.load(scores + block, mask=exists, other=float("-inf"))
     count = tl.load(key_count + block, mask=exists, other=0)

@@ -1,4 +1,4 @@
-"""Triton kernel for block means: each token read once, heads that are not wanted not at all."""
+"""Triton kernel for block means: reads each token once and skips heads that are not wanted."""
 
 from __future__ import annotations
 

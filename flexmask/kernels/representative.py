@@ -35,7 +35,7 @@ def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
 
 
 class BlockSums(NamedTuple):
-    """What the kernel writes."""
+    """Peaks and sums that the kernel writes."""
 
     # (batch, num_heads, num_kv_blocks, block_size, 4) float32, by key block and row: the peak score in powers of two, -inf where
     # the row sees nothing of the block; then the sums, plain, after and before

@@ -69,7 +69,7 @@ def search(
 def _representative_mass(
     which: str, inputs: AttentionInputs, tokens: Tokens, edges: PackedEdges, block_size: int
 ) -> RepresentativeMass:
-    """V and S of the "last" or "middle" rows, with what the statistics need besides."""
+    """V and S of the "last" or "middle" rows, and the intermediates that the statistics need."""
     rows = representative_rows(which, tokens, block_size, inputs.deciding)
     packed = packed_rows(rows, tokens.offset)
     sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)

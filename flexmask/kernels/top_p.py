@@ -95,7 +95,7 @@ def _entries(values, index, size):
 
 @triton.jit
 def missing_entries(bits, gap):
-    """How many entries of one bit pattern fill a gap, int32: none without a gap, a great number if they are worth nothing."""
+    """Count the entries of one bit pattern that fill a gap, int32: 0 without a gap, a huge number for entries of value 0."""
     value = bits.to(tl.float32, bitcast=True).to(tl.float64)
     number = tl.where(value > 0, tl.ceil(gap / tl.where(value > 0, value, 1.0)), 1e9)
     number = tl.where(gap <= 0, 0.0, number)

@@ -22,7 +22,7 @@ from flexmask.config import FlexPrefillConfig
 
 
 class PublishedSelection(NamedTuple):
-    """What the published code keeps of a head, before the blocks that every row keeps."""
+    """The published code's selection for each head, before the blocks that every row keeps."""
 
     vertical: Tensor  # (batch, num_heads, num_blocks) bool
     slash: Tensor  # (batch, num_heads, num_blocks) bool, by block diagonal

@@ -26,7 +26,7 @@ def pooled_map(
 
 
 def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> Tensor:
-    """The fewest blocks that hold `gamma` of the map, over all of it or row by row, capped in each row; bool."""
+    """The fewest blocks that hold `gamma` of the map, over the whole map or row by row, capped in each row; bool."""
     if config.gamma == 1:
         kept = visible.expand(values.shape)
     elif config.query_aware == "per_query":

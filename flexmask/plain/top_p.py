@@ -18,7 +18,7 @@ def ranks(values: Tensor, candidates: Tensor) -> Tensor:
 
 
 def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
-    """How many of the heaviest candidates it takes for their sum to reach gamma times the sum of all candidates.
+    """Count the heaviest candidates whose sum reaches gamma times the sum of all candidates.
 
     `values` (..., n) float32 >= 0, `candidates` bool, `gamma` 0-d, in whose dtype the sums are. Returns (...,) int64.
     """

@@ -63,7 +63,7 @@ def line_mass(sums: RowMass, rows: RepresentativeRows, block_size: int) -> LineM
 
 
 def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
-    """Sum over the rows of what diagonal c holds of each: key block ``last_block - c``.
+    """Sum by block diagonal: each row contributes its key block ``last_block - c`` to diagonal c.
 
     `sums` is (batch, num_heads, rows, num_kv_blocks), `last_block` (batch or 1, rows); returns (batch, num_heads, num_kv_blocks).
     """
@@ -77,7 +77,7 @@ def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
 def line_counts(
     values: Tensor, candidates: Tensor, gamma: Tensor | None, min_blocks: int, max_blocks: int | None
 ) -> tuple[Tensor, Tensor]:
-    """How many lines of one family a vertical-slash head keeps, and a query-aware head (its floor).
+    """Count the lines of one family that a vertical-slash head keeps, and a query-aware head (its floor).
 
     Parameters
     ----------

@@ -155,7 +155,7 @@ def jensen_shannon_distance(estimated: Tensor, true: Tensor) -> float:
 
 
 class Budget(NamedTuple):
-    """How much to keep: a share `gamma` of the sum, at most `cap` candidates, at least `floor`; the floor comes last."""
+    """Limits of a selection: a share `gamma` of the sum, at most `cap` candidates, at least `floor`; the floor comes last."""
 
     gamma: float
     floor: int = 0

@@ -72,7 +72,7 @@ class Setting:
         return valid
 
     def visible(self) -> Tensor:
-        """Which pairs are visible, from the definition: (batch, q_len, kv_len) bool."""
+        """Visible pairs, from the definition: (batch, q_len, kv_len) bool."""
         offset = self.kv_len - self.q_len if self.q_offset is None else self.q_offset
         position = torch.tensor(offset).expand(self.batch)[:, None] + torch.arange(self.q_len)  # (batch, q_len)
         distance = position[:, :, None] - torch.arange(self.kv_len)

@@ -1,4 +1,4 @@
-"""What every mask of the gallery lets a row see: nothing hidden, its own position, all of it where everything is kept."""
+"""Every mask of the gallery shows a row nothing hidden, its own position, and everything where everything is kept."""
 
 from __future__ import annotations
 

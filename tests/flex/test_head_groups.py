@@ -75,7 +75,7 @@ def test_a_mask_takes_no_more_than_it_is_counted_for(cuda, pattern_queries):
     query, key = (torch.randn(1, heads, tokens, 128, device=cuda, dtype=torch.bfloat16) for heads in (8, 2))
     peak = 0
     with torch.no_grad():
-        for _ in range(2):  # what the first call allocates besides is the compiler's
+        for _ in range(2):  # the rest of the first call's memory is the compiler's
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""What the tests of the adapter for transformers share: settings, models, padding and marks."""
+"""Shared by the tests of the adapter for transformers: settings, models, padding and marks."""
 
 from __future__ import annotations
 

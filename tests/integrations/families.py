@@ -44,7 +44,7 @@ class Family:
 
     @property
     def available(self) -> bool:
-        """Whether the installed transformers has the family."""
+        """True if the installed transformers has the family."""
         return self.name in _AVAILABLE
 
     def sliding_layers(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def _sharpen(attention: torch.nn.Module) -> None:
         query, key = parameters["q_proj.weight"], parameters["k_proj.weight"]
     strengths = (4.0, 40.0)
     if "q_norm.weight" in parameters:
-        # The norm undoes a scale of its rows, but for those that are small beside its epsilon. Its weight serves all heads.
+        # The norm undoes a scale of its rows, except where they are small next to its epsilon. Its weight serves all heads.
         parameters["q_norm.weight"].add_(4)
         strengths = (1e-3, 1.0)
     else:

@@ -99,7 +99,7 @@ def _shrunk(kind: Any, sizes: dict[str, Any], without: tuple[str, ...]) -> Any:
 
 
 def _has(config: Any, name: str) -> bool:
-    """Whether a configuration has a size; of one that differs by layer it may not tell the value."""
+    """True if a configuration has a size; one that differs by layer may not tell the value."""
     try:
         return hasattr(config, name)
     except Exception:  # of a class that only new releases have

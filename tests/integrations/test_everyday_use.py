@@ -1,4 +1,4 @@
-"""What users do with a model in the block: generate, batch, pipelines, copies, threads, compiled decoding, offloading."""
+"""Everyday use of a model in the block: generate, batch, pipelines, copies, threads, compiled decoding, offloading."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_hooked_model_keeps_the_mask_of_hugging_face(tokens):
 
 @pytest.fixture
 def former():
-    """What the former functions behind "flex_attention" were called with: masks by attention, which CPUs cannot run them on."""
+    """Record the calls of the former functions behind "flex_attention", which CPUs cannot run under these masks."""
     attention, mask = AttentionInterface()["flex_attention"], AttentionMaskInterface()["flex_attention"]
     seen = []
 

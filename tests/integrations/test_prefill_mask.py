@@ -1,4 +1,4 @@
-"""The mask that transformers carries to attention: what of it is there, and what is refused."""
+"""The mask that transformers carries to attention: its attributes, and refusals."""
 
 from __future__ import annotations
 

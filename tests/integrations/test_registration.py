@@ -1,4 +1,4 @@
-"""What the adapter registers with transformers, and what a block of it leaves behind."""
+"""Names that the adapter registers with transformers, and the state that a block leaves behind."""
 
 from __future__ import annotations
 

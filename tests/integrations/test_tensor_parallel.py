@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def results_of_two_processes(folder, model, tokens, surroundings):
-    """What process 0 of two saw of `model`, under torchrun."""
+    """Results of process 0 of two for `model`, under torchrun."""
     model.save_pretrained(folder / "model")
     torch.save({"tokens": tokens, "options": OPTIONS}, folder / "tokens.pt")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

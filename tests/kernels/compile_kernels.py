@@ -39,7 +39,7 @@ NAMES = {
 
 
 class Problem(NamedTuple):
-    """What the host chooses kernels and constants by."""
+    """Properties by which the host chooses kernels and constants."""
 
     head_dim: int = 64
     block_size: int = 64
