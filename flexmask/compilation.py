@@ -23,7 +23,7 @@ def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = 
     function
         A module-level function that can be traced whole.
     variant
-        The constants that its calls share, apart from shapes. Every variant is compiled from a code object of its own, since torch
+        The constants that its calls share, apart from shapes. Every variant is compiled from its own code object, since torch
         counts recompilations by code object: one model's lengths cannot use up another's share. A size that changes between calls
         is compiled again once, as symbolic, and then serves all others.
     launched

@@ -110,6 +110,27 @@ def test_masks_equal_those_of_the_plain_search(monkeypatch, heads, options):
 
 
 @interpreted
+def test_rows_after_those_that_decide_change_nothing(monkeypatch):
+    # right padding that no mask tells of: the kernels and the plain steps take their representative rows before it
+    query, key = structured_inputs(torch.Generator().manual_seed(3), 2, 4, 2, 150, 150, 32, sharpness=5.0)
+    gamma, tau = (torch.tensor(x, dtype=torch.float64) for x in (0.43, 0.1))
+    config = FlexPrefillConfig(0.5, 0.5, block_size=16, min_budget=0)
+    inputs = AttentionInputs(query, key, None, 0.2, deciding=torch.tensor([150, 90]))
+    plain = dispatcher.plain_search(inputs, config, gamma, tau, True, True)
+    found = kernel_search(inputs, config, gamma, tau, True, True)
+    assert all(torch.equal(*pair) for pair in zip(found.lists, plain.lists, strict=True))
+    other = query.clone()
+    other[1, :, 106:] = torch.randn(4, 44, 32)  # rows past 90 decide nothing; 96 is a block's edge, whose mean the map takes
+    for search in (dispatcher.plain_search, kernel_search):
+        changed = search(inputs._replace(query=other), config, gamma, torch.zeros_like(tau), True, True)
+        same = search(inputs, config, gamma, torch.zeros_like(tau), True, True)
+        assert torch.equal(changed.keep, same.keep)
+        everywhere = search(inputs._replace(deciding=None), config, gamma, torch.zeros_like(tau), True, True)
+        assert not torch.equal(everywhere.keep[1], same.keep[1])
+        assert torch.equal(everywhere.keep[0], same.keep[0])
+
+
+@interpreted
 @pytest.mark.parametrize("fault", ["block_sums", "top_p_map", "pattern_and_lines"])
 def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
     module = sys.modules[kernel_search.__module__]
