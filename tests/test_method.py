@@ -1,0 +1,90 @@
+"""mask_method: a function that keeps blocks becomes a mask generator."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from flexmask.base.inputs import attention_inputs
+from flexmask.method import BlockProblem, mask_method
+from flexmask.plain.top_p import ranks
+from tests.comparisons import assert_honest
+from tests.expected import by_block, seen_pairs
+
+
+@mask_method
+def nothing_mask(problem: BlockProblem) -> torch.Tensor:
+    """Keep no block by itself."""
+    return torch.zeros_like(problem.seen.visible[:, None])
+
+
+@mask_method
+def every_nth_mask(problem: BlockProblem, n: int = 2) -> torch.Tensor:
+    """Keep every n-th key block, another set for each head."""
+    heads = torch.arange(problem.inputs.query.shape[1])
+    columns = torch.arange(problem.seen.visible.shape[-1])
+    return ((columns + heads[:, None]) % n == 0)[None, :, None].expand(1, -1, problem.seen.visible.shape[1], -1)
+
+
+CHUNK = {"q_offset": torch.tensor([5, 37]), "window": 70, "attention_mask": torch.arange(110)[None] >= torch.tensor([[0], [20]])}
+
+
+def inputs_of_a_chunk() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(2, 4, 70, 16), torch.randn(2, 2, 110, 16)
+
+
+def test_own_blocks_are_kept_though_the_method_keeps_nothing():
+    query, key = inputs_of_a_chunk()
+    mask = nothing_mask(query, key, block_size=16, **CHUNK)
+    assert mask.shape == (2, 1, 70, 110)
+    assert_honest(mask, (70, 110))
+    pairs = seen_pairs(70, CHUNK["q_offset"], CHUNK["attention_mask"], 70)
+    position = CHUNK["q_offset"][:, None] + torch.arange(70)
+    own = torch.arange(110) // 16 == (position // 16)[:, :, None]
+    assert torch.equal(mask.to_dense()[:, 0].bool(), by_block(pairs, 16) & by_block(own, 16))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_keeps_what_the_method_keeps_of_what_is_visible(n):
+    query, key = inputs_of_a_chunk()
+    mask = every_nth_mask(query, key, block_size=16, n=n, **CHUNK)
+    assert mask.shape == (2, 4, 70, 110)
+    assert_honest(mask, (70, 110))
+    own = nothing_mask(query, key, block_size=16, **CHUNK).to_dense().bool()
+    visible = by_block(seen_pairs(70, CHUNK["q_offset"], CHUNK["attention_mask"], 70), 16)[:, None]
+    chosen = (torch.arange(7) + torch.arange(4)[:, None]) % n == 0
+    assert torch.equal(mask.to_dense().bool(), visible & (chosen[None, :, None] | own))
+
+
+def test_name_doc_and_signature_are_the_methods():
+    assert every_nth_mask.__name__ == "every_nth_mask" and every_nth_mask.__doc__.startswith("Keep every n-th")
+    names = list(inspect.signature(every_nth_mask).parameters)
+    assert names == ["query", "key", "block_size", "scale", "softcap", "window", "attention_mask", "q_offset", "n"]
+    query = torch.randn(1, 2, 40, 16)
+    assert every_nth_mask(query, query.clone(), n=3).mask_mod.__name__ == "every_nth(window=None, block_size=128, n=3)"
+
+
+def test_arguments_are_checked_as_the_cores_are():
+    query = torch.randn(1, 2, 40, 16)
+    with pytest.raises(ValueError, match="block_size must be a multiple of 16"):
+        nothing_mask(query, query, block_size=20)
+    with pytest.raises(ValueError, match="window must be >= 1"):
+        nothing_mask(query, query, window=0)
+    with pytest.raises(TypeError):
+        every_nth_mask(query, query, m=3)
+
+
+def test_the_problem_holds_what_a_score_map_needs():
+    # a method of scores and a rule: the two heaviest block means of each row
+    @mask_method
+    def top_two_mask(problem: BlockProblem) -> torch.Tensor:
+        scores = problem.inputs.query[:, :, ::16] @ problem.inputs.key[:, :, ::16].mT * problem.inputs.scale
+        return ranks(scores.softmax(-1), problem.seen.visible[:, None]) < 2
+
+    query, key = torch.randn(1, 2, 96, 16), torch.randn(1, 2, 96, 16)
+    mask = top_two_mask(query, key, block_size=16, scale=0.3)
+    assert attention_inputs(query, key, scale=0.3).scale == 0.3
+    assert (mask.to_dense().sum(-1)[..., 2:] >= 2).all() and (mask.to_dense().sum(-1) <= 3).all()
+    assert_honest(mask, (96, 96))
