@@ -230,3 +230,15 @@ def test_block_that_cannot_be_entered_leaves_the_others_open(model, tokens, monk
         model(tokens[:, :50])
     assert ran_in(run) == [0]
     assert is_untouched(model)
+
+
+def test_thread_that_entered_none_closes_the_last(model, tokens):
+    one = block(model, 0)
+    first, second = one.__enter__(), one.__enter__()
+    closing = threading.Thread(target=one.__exit__, args=(None, None, None))
+    closing.start()
+    closing.join()
+    model(tokens[:, :50])
+    one.__exit__(None, None, None)
+    assert (ran_in(first), ran_in(second)) == ([0], [])
+    assert is_untouched(model)
