@@ -115,6 +115,13 @@ class PrefillMask(BlockMask):
             raise AttributeError(name)
         _not_served(f".{name}")
 
+    def _computed_with(self, other: Any = None) -> NoReturn:
+        """Called by models that add their mask to something of their own, or combine it."""
+        _not_served("numbers, to compute with")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed_with
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _computed_with
+
     def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> PrefillMask:
         mask = PrefillMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens)
         mask.prefill, mask.packed = self.prefill, self.packed

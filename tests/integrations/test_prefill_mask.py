@@ -64,3 +64,11 @@ def test_tokens_so_far_are_those_that_the_host_knows(arguments, tokens):
 def test_tokens_so_far_are_those_of_a_mask_of_the_prompt():
     mask = PrefillMask((1, 1, 200, 20000), torch.tensor(300, device="meta"), tokens=500)
     assert (mask.tokens, mask[:, :, -1:].tokens) == (500, 500)
+
+
+@pytest.mark.parametrize(
+    "compute", [lambda m, x: m + x, lambda m, x: x + m, lambda m, x: x * m, lambda m, x: ~m, lambda m, x: m & x]
+)
+def test_models_that_compute_with_their_mask_are_refused_by_name(compute):
+    with pytest.raises(NotImplementedError, match="reads its mask's numbers, to compute with"):
+        compute(PrefillMask((1, 1, 4, 4), 0), torch.zeros(1, 1, 4, 4))

@@ -14,6 +14,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.run import FlexPrefillRun
+from tests.integrations.cells import static_cache
 from tests.integrations.common import MARKS, SPARSE, make_model
 from tests.integrations.families import VOCABULARY
 
@@ -116,3 +117,13 @@ def test_summary_of_many_reasons_is_one_short_line():
     assert line.startswith("all 3 layers ran dense, in some calls: 0 tokens < dense_below 100; 1 tokens")
     assert line.endswith("and more")
     assert len(line) < 200
+
+
+@pytest.mark.attention
+def test_a_caches_size_is_not_the_length_of_its_prompt(model, tokens):
+    # a StaticCache hands attention all of its keys, filled or not
+    with torch.no_grad(), flexmask_hf.flexprefill(model, **{**SPARSE, "dense_below": 150}) as run:
+        model(tokens[:, :100], past_key_values=static_cache(model, 400))
+        assert run.reasons == {layer: ["100 tokens < dense_below 150"] for layer in (0, 1)}
+        model(tokens[:, :200], past_key_values=static_cache(model, 400))
+    assert [stats.dense for stats in run.stats[0]] == [True, False]
