@@ -130,7 +130,7 @@ def attention_inputs(
     q_offset: int | Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> AttentionInputs:
-    """Check the arguments of a public function and fill in their defaults.
+    """Check the arguments of a public function, which these are, and fill in their defaults.
 
     DTensors and tensors of ``torch.vmap`` or of the meta device are refused. Only types, shapes, dtypes, devices and ranges are
     looked at: no value of a tensor is read back from its device.

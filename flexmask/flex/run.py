@@ -74,6 +74,7 @@ def _flex_attention(
     return_lse: bool,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
+    # what is compiled takes its tensors and constants one by one: fields of a tuple that it does not read would be guarded too
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             "torch.compile is switched off (TORCH_COMPILE_DISABLE, a compiler stance or torch._dynamo.config.disable): "

@@ -86,7 +86,10 @@ def _pooled_blocks(
     gamma: Tensor,
     config: FlexPrefillConfig,
 ) -> Tensor:
-    """The blocks that query-aware heads keep of their pooled map, int8; other heads stay unwritten."""
+    """The blocks that query-aware heads keep of their pooled map, int8; other heads stay unwritten.
+
+    Seven arguments: two kernels, with what the steps before them have computed.
+    """
     block_size = config.block_size
     query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, is_query_aware, block_size)
     values = pooled_map(query_means, key_means, is_query_aware, edges, inputs, block_size)
