@@ -148,8 +148,8 @@ def attention_to_kept(
 ) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
     """Attention over the blocks that FlexPrefill keeps: the sparse half of `flexprefill_attention`, of checked inputs.
 
-    To `masks`, if given, the mask of each group of heads is appended, its block choice in the mask_mod too: for pictures. The other
-    arguments are the public function's own.
+    To `masks`, if given, the mask of each group of heads is appended, its block choice in the mask_mod too: for pictures. The
+    other arguments are the public function's own.
     """
 
     def make_mask(part: AttentionInputs) -> tuple[BlockMask, FlexPrefillStats | None]:
