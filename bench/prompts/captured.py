@@ -32,7 +32,7 @@ def retriever_prompt(
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensors:
-    """Capture query, key and value from the retriever's layers and stack them as heads.
+    """Capture query, key and value from the retriever's layers and stack them as heads; its options are those of the shape.
 
     Each of the four layers has 8 query heads and 2 key-value heads; together they match one layer of Llama-3.1-8B. With fewer
     layers the heads repeat. head_dim stays the model's 64.

@@ -57,6 +57,8 @@ def structured_prompt(
 ) -> Tensors:
     """Generate query, key and value on which gamma = 0.9 keeps very roughly `density` of the visible blocks.
 
+    Its many options are the shape of the prompt.
+
     `bench.prompts.calibration` searches for the value that meets a wanted density. Tensors are filled in chunks of `CHUNK`
     tokens, so a million tokens need no memory beyond the result.
 

@@ -27,7 +27,7 @@ instead of compiled. Trained weights, other options of a type, images and sound 
 caches, padding and generation through the compiled kernels, for fewer families.
 
 Run: {run}.
-Other releases were not swept. Some types ran in a first pass before the last repairs of the adapter.
+Other releases were not swept.
 Written by `python -m tests.integrations.sweep`, not by hand.
 
 | | {heads} | |
