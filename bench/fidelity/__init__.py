@@ -1,0 +1,1 @@
+"""What each block mask loses: test beds, methods and the measure."""

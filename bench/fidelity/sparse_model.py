@@ -1,0 +1,78 @@
+"""Models that attend to chosen blocks: the attention functions, and switching them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+B = 128
+_method: Callable[[Tensor, Tensor, float], Tensor] | None = None
+_densities: list[Tensor] = []
+_compiled = torch.compile(flex_attention, dynamic=False)
+
+
+def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k <= q
+
+
+def block_mask(keep: Tensor) -> BlockMask:
+    """The BlockMask of a causal map of whole blocks: its diagonal is partial, the rest full."""
+    blocks = keep.shape[-1]
+    diagonal = torch.eye(blocks, dtype=torch.bool, device=keep.device)
+    lists = []
+    for part in (keep & diagonal, keep & ~diagonal):
+        index = part.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        lists += [part.sum(-1, dtype=torch.int32), index.contiguous()]
+    more = {"compute_q_blocks": False} if torch.__version__ >= "2.9" else {}
+    length = blocks * B
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=B, mask_mod=_causal, seq_lengths=(length, length), **more)
+
+
+def sparse_attention(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """Attention to the kept blocks; key and value have as many heads as query."""
+    if query.is_cuda:
+        return _compiled(query, key, value, block_mask=block_mask(keep), scale=scale)
+    seen = keep.repeat_interleave(B, -2).repeat_interleave(B, -1).tril()
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    group = query.shape[1] // key.shape[1]
+    keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    if query.shape[2] == 1 or _method is None:
+        out = F.scaled_dot_product_attention(query, keys, values, is_causal=query.shape[2] > 1, scale=scale)
+    else:
+        keep = _method(query, key, scale)
+        _densities.append(keep.sum((0, 2, 3)) / (keep.shape[0] * sum(range(keep.shape[-1] + 1))))
+        out = sparse_attention(query, keys, values, keep, scale)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Make `model` attend through this module."""
+    AttentionInterface.register("fidelity", _attention)
+    AttentionMaskInterface.register("fidelity", lambda *args, **kwargs: None)
+    model.set_attn_implementation("fidelity")
+    return model
+
+
+@contextmanager
+def attending(method: Callable[[Tensor, Tensor, float], Tensor] | None) -> Iterator[list[Tensor]]:
+    """Prefill with `method` (None: dense) inside; yields the densities of every layer call, (num_heads,) each."""
+    global _method
+    _method = method
+    _densities.clear()
+    try:
+        yield _densities
+    finally:
+        _method = None
