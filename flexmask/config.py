@@ -11,7 +11,7 @@ from flexmask.base.checks import check_int, check_int64, check_real, check_word
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-SELECTIONS = ("coverage", "reference")
+SELECTIONS = ("coverage", "hybrid", "reference")
 QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
 
@@ -41,14 +41,18 @@ class FlexPrefillConfig:
         head, of its own blocks) are kept, before the floor and the blocks kept always. Range >= max(1, min_budget), or
         None (default, as the paper) for no cap. With a cap, gamma is no guarantee.
     selection
-        ``"coverage"`` (default) keeps the fewest blocks whose estimated attention reaches gamma. ``"reference"``
-        reproduces the block sets of the authors' published code.
+        ``"coverage"`` (default) is the paper's algorithm: the fewest blocks whose estimated attention reaches gamma.
+        ``"hybrid"`` joins the lines of the last query block with the blocks that each query block's own rows attend to; it has
+        no kinds of head, so that tau, query_aware and pattern_queries have no part in it. ``"reference"`` reproduces the block
+        sets of the authors' published code.
     query_aware
         ``"flatten"`` (default, as the paper) selects over a query-aware head's whole pooled map, ``"per_query"`` inside
         each row of blocks (the paper's appendix on alternative index construction).
     pattern_queries, index_queries
         Which query rows decide a head's pattern, and which rows the vertical-slash index is read from:
         ``"last"`` (default, as the paper) or ``"middle"`` (the paper's appendix on the representative query subset).
+    row_stride
+        Only ``selection="hybrid"``: of each query block every row_stride-th row is asked. A divisor of block_size, default 8.
 
     Raises
     ------
@@ -72,6 +76,7 @@ class FlexPrefillConfig:
     query_aware: str = "flatten"
     pattern_queries: str = "last"
     index_queries: str = "last"
+    row_stride: int = 8
 
     def __post_init__(self) -> None:
         check_real("gamma", self.gamma)
@@ -98,6 +103,9 @@ class FlexPrefillConfig:
         check_word("query_aware", self.query_aware, QUERY_AWARE_RULES)
         check_word("pattern_queries", self.pattern_queries, QUERY_SUBSETS)
         check_word("index_queries", self.index_queries, QUERY_SUBSETS)
+        check_int("row_stride", self.row_stride)
+        if self.row_stride < 1 or self.block_size % self.row_stride != 0:
+            raise ValueError(f"row_stride must be a divisor of block_size ({self.block_size}); got {self.row_stride}")
 
     @property
     def min_blocks(self) -> int:

@@ -50,7 +50,7 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
 
 def runs_kernels(inputs: AttentionInputs, config: FlexPrefillConfig) -> bool:
     """True if the Triton kernels serve these inputs."""
-    return HAS_TRITON and inputs.query.is_cuda and config.selection == "coverage"
+    return HAS_TRITON and inputs.query.is_cuda and config.selection != "reference"
 
 
 def _run(
@@ -151,6 +151,6 @@ def _(query: Tensor, key: Tensor, *rest: Any) -> list[Tensor]:
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [(rows, torch.int32), (blocks, torch.int32)] * 2
     shapes.append((blocks if with_keep else (0,), torch.bool))
     if with_stats:
-        dtypes = (torch.bool, torch.float32, torch.float32, torch.int64, torch.int64, torch.float32)
+        dtypes = (torch.bool, torch.float32, torch.float32, torch.int64, torch.int64, torch.float32, torch.float32)
         shapes += [(tuple(heads), dtype) for dtype in dtypes]
     return [query.new_empty(shape, dtype=dtype) for shape, dtype in shapes]

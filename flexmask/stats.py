@@ -26,6 +26,8 @@ class FlexPrefillStats:
         int64: kept key blocks and block diagonals, those kept always not counted (a query-aware head's are its floor).
     coverage
         float32: true attention of the representative rows held by the kept blocks of their query blocks.
+    row_coverage
+        float32: row evidence held by the kept blocks, mean over query blocks. NaN where ``selection`` is not ``"hybrid"``.
     dense
         Whether the call ran dense attention instead of the selection: density and coverage are 1 then.
     """
@@ -36,6 +38,7 @@ class FlexPrefillStats:
     num_vertical_blocks: Tensor
     num_slash_blocks: Tensor
     coverage: Tensor
+    row_coverage: Tensor
     dense: bool = False
 
 
@@ -53,6 +56,7 @@ def empty_stats(query: Tensor, dense: bool) -> FlexPrefillStats:
         num_vertical_blocks=counts,
         num_slash_blocks=counts.clone(),
         coverage=heads + 1,
+        row_coverage=torch.full_like(heads, float("nan")),
         dense=dense,
     )
 

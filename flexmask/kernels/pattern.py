@@ -27,6 +27,11 @@ class Lines(NamedTuple):
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
     number: Tensor  # (2, batch, num_heads) int64: how many of either
 
+    @property
+    def adds_blocks(self) -> Tensor:
+        """The heads that keep blocks of their own too, (batch, num_heads) bool."""
+        return self.is_query_aware
+
 
 @triton.jit
 def _estimate_kernel(

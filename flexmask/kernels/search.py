@@ -16,12 +16,13 @@ from flexmask.base.search_result import BlockLists, SearchResult
 from flexmask.base.visibility import Tokens, block_visibility, token_validity
 from flexmask.config import FlexPrefillConfig
 from flexmask.kernels.block_lists import block_lists
+from flexmask.kernels.hybrid import search as hybrid_search
 from flexmask.kernels.pattern import Lines, estimated_scores, pattern_and_lines
 from flexmask.kernels.pooling import block_means
 from flexmask.kernels.query_aware import pooled_map
 from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
 from flexmask.kernels.representative import BlockSums, block_sums, packed_rows
-from flexmask.kernels.vertical_slash import RowNorms, line_mass, row_norms
+from flexmask.kernels.vertical_slash import RowNorms, kept_mass, line_mass, row_norms
 from flexmask.kernels.visibility import PackedEdges, packed_edges
 
 
@@ -38,7 +39,9 @@ class RepresentativeMass(NamedTuple):
 def search(
     inputs: AttentionInputs, config: FlexPrefillConfig, gamma: Tensor, tau: Tensor, with_stats: bool, with_keep: bool
 ) -> SearchResult:
-    """Choose the blocks of every head, as `flexmask.plain.search.search` does; ``selection="coverage"`` only."""
+    """Choose the blocks of every head, as `flexmask.plain.search.search` does, which alone knows ``selection="reference"``."""
+    if config.selection == "hybrid":
+        return hybrid_search(inputs, config, gamma, tau, with_stats, with_keep)
     block_size, kv_len = config.block_size, inputs.key.shape[2]
     tokens = token_validity(inputs.query.shape[2], kv_len, inputs.offset, inputs.attention_mask, inputs.key)
     edges = packed_edges(tokens, block_size, inputs.window)
@@ -113,15 +116,13 @@ def _statistics(
     """The tensors of FlexPrefillStats, in its order."""
     assert keep is not None
     visible = block_visibility(tokens, block_size, inputs.window).visible
-    rows, sums, norms = mass.rows, mass.sums, mass.norms
-    q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
-    by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)
-    kept_mass = torch.where(keep.gather(2, q_block), by_row.mT, 0.0).sum((-2, -1))
+    held = kept_mass(keep, mass.rows, mass.sums, mass.norms, block_size)
     return (
         decided.is_query_aware,
         decided.distance,
         keep.sum((-2, -1)).float() / visible.sum((-2, -1)).clamp(min=1)[:, None],
         decided.number[0].clone(),  # an operator's results must not share memory
         decided.number[1].clone(),
-        kept_mass / rows.taken.sum(-1).clamp(min=1)[:, None],
+        held / mass.rows.taken.sum(-1).clamp(min=1)[:, None],
+        torch.full_like(held, float("nan")),
     )

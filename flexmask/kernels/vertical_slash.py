@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.kernels.representative import BLOCKS_PER_PROGRAM, BlockSums
 
 _LINES_PER_PROGRAM = 8
@@ -141,3 +143,13 @@ def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor
         TILE=_LINES_PER_PROGRAM,
     )
     return lines
+
+
+def kept_mass(keep: Tensor, rows: RepresentativeRows, sums: BlockSums, norms: RowNorms, block_size: int) -> Tensor:
+    """Attention of the representative rows that the kept blocks hold, summed over the rows, (batch, num_heads) float32.
+
+    `keep` is (batch, num_heads, num_q_blocks, num_kv_blocks) bool.
+    """
+    q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
+    by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)
+    return torch.where(keep.gather(2, q_block), by_row.mT, 0.0).sum((-2, -1))

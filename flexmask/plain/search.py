@@ -14,6 +14,7 @@ from flexmask.base.search_result import SearchResult
 from flexmask.base.visibility import BlockVisibility, block_visibility, token_validity, valid_keys
 from flexmask.config import FlexPrefillConfig
 from flexmask.plain.block_lists import block_lists
+from flexmask.plain.hybrid import search as hybrid_search
 from flexmask.plain.pattern import estimated_attention, jensen_shannon_distance
 from flexmask.plain.pooling import block_means
 from flexmask.plain.published import published_selection
@@ -55,6 +56,8 @@ def search(
     with_stats, with_keep
         Whether statistics are wanted; the map of kept blocks is there anyway.
     """
+    if config.selection == "hybrid":
+        return hybrid_search(inputs, config, gamma, tau, with_stats, with_keep)
     block_size = config.block_size
     tokens = token_validity(inputs.query.shape[2], inputs.key.shape[2], inputs.offset, inputs.attention_mask, inputs.key)
     seen = block_visibility(tokens, block_size, inputs.window)
@@ -115,4 +118,5 @@ def _statistics(
         choice.num_vertical.expand(keep.shape[:2]).clone(),
         choice.num_slash.expand(keep.shape[:2]).clone(),
         held / rows.taken.sum(-1).clamp(min=1)[:, None],
+        torch.full_like(held, float("nan")),
     )

@@ -15,9 +15,10 @@ import math
 import torch
 from torch import Tensor
 
+from flexmask.reference.hybrid import hybrid_selection
 from flexmask.reference.margins import head_margins, line_margins, map_margin, pattern_margin
 from flexmask.reference.published import check_published, published_selection
-from flexmask.reference.result import Decision, Head, ReferenceResult, empty_head, head_mask, stacked
+from flexmask.reference.result import Decision, Head, ReferenceResult, empty_head, head_mask, no_map, stacked
 from flexmask.reference.steps import (
     AttentionHead,
     Options,
@@ -68,7 +69,7 @@ def coverage_selection(head: AttentionHead, seen: Visibility, options: Options) 
         map_margin(pooled, seen, options),
         is_query_aware,
     )
-    decision = Decision(is_query_aware, js_distance, *mass, pooled, len(key_blocks), len(diagonals))
+    decision = Decision(is_query_aware, js_distance, *mass, pooled, no_map(seen), math.nan, len(key_blocks), len(diagonals))
     return Head(head_mask(kept, attention, index_rows, seen), decision, margins)
 
 
@@ -85,6 +86,7 @@ def reference_flexprefill(
     query_aware: str = "flatten",
     pattern_queries: str = "last",
     index_queries: str = "last",
+    row_stride: int = 8,
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
@@ -123,12 +125,14 @@ def reference_flexprefill(
     max_budget : int, optional
         Tokens: at most ``ceil(max_budget / block_size)`` of each, and of the pooled map's blocks
         in each query block.
-    selection : {"coverage", "reference"}
-        Ours, or the published code's.
+    selection : {"coverage", "hybrid", "reference"}
+        Ours, ours with the evidence of all rows (`flexmask.reference.hybrid`), or the published code's.
     query_aware : {"flatten", "per_query"}
         Whether a Query-Aware head keeps ``gamma`` of the whole map or of each query block.
     pattern_queries, index_queries : {"last", "middle"}
         Representative rows for the pattern and for the vertical-slash index.
+    row_stride : int
+        Hybrid selection asks every row_stride-th row of a query block. Default ours.
     scale : float, optional
         Score multiplier, ``1 / sqrt(head_dim)`` unless given.
     softcap : float, optional
@@ -169,6 +173,7 @@ def reference_flexprefill(
         query_aware=query_aware,
         pattern_queries=pattern_queries,
         index_queries=index_queries,
+        row_stride=row_stride,
     )
     _check_words(selection, options)
     batch, num_heads, q_len, head_dim = query.shape
@@ -182,7 +187,7 @@ def reference_flexprefill(
             attention_mask=attention_mask,
             q_offset=q_offset,
         )
-    select = coverage_selection if selection == "coverage" else published_selection
+    select = {"coverage": coverage_selection, "hybrid": hybrid_selection, "reference": published_selection}[selection]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
 
     heads = []
@@ -202,7 +207,7 @@ def reference_flexprefill(
 def _check_words(selection: str, options: Options) -> None:
     """Refuse a word that an option does not have."""
     for name, value, words in (
-        ("selection", selection, ("coverage", "reference")),
+        ("selection", selection, ("coverage", "hybrid", "reference")),
         ("query_aware", options.query_aware, ("flatten", "per_query")),
         ("pattern_queries", options.pattern_queries, ("last", "middle")),
         ("index_queries", options.index_queries, ("last", "middle")),
