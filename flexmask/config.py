@@ -34,7 +34,8 @@ class FlexPrefillConfig:
         Tokens in a block, of queries and of keys alike. A multiple of 16 from 16 to 256, default 128 (the paper's value).
         Values that 64 does not divide run slowly on GPUs: kernels need tiles that divide the block.
     min_budget
-        Tokens: at least this many tokens' worth of key blocks and of block diagonals are kept in every head.
+        Tokens: at least this many tokens' worth of key blocks and of block diagonals are kept in every head; of both together
+        with ``selection="hybrid"``, half of it key blocks, half the nearest diagonals.
         Range >= 0, default 1024 (the paper's value); 0 means no floor.
     max_budget
         Tokens: at most this many tokens' worth of key blocks and of block diagonals (and, in each row of a query-aware
@@ -52,7 +53,8 @@ class FlexPrefillConfig:
         Which query rows decide a head's pattern, and which rows the vertical-slash index is read from:
         ``"last"`` (default, as the paper) or ``"middle"`` (the paper's appendix on the representative query subset).
     row_stride
-        Only ``selection="hybrid"``: of each query block every row_stride-th row is asked. A divisor of block_size, default 8.
+        Only ``selection="hybrid"``: of each query block every row_stride-th row is asked. A divisor of block_size, and at least
+        a 32nd of it; default 8.
 
     Raises
     ------
@@ -104,13 +106,22 @@ class FlexPrefillConfig:
         check_word("pattern_queries", self.pattern_queries, QUERY_SUBSETS)
         check_word("index_queries", self.index_queries, QUERY_SUBSETS)
         check_int("row_stride", self.row_stride)
-        if self.row_stride < 1 or self.block_size % self.row_stride != 0:
-            raise ValueError(f"row_stride must be a divisor of block_size ({self.block_size}); got {self.row_stride}")
+        if not self.block_size // 32 <= self.row_stride or self.row_stride < 1 or self.block_size % self.row_stride != 0:
+            raise ValueError(
+                f"row_stride must be a divisor of block_size ({self.block_size}) and at least a 32nd of it; got {self.row_stride}"
+            )
+        if self.selection == "hybrid" and self.max_budget is not None:
+            raise ValueError(f'selection="hybrid" keeps by thresholds and takes no max_budget; got {self.max_budget}')
 
     @property
     def min_blocks(self) -> int:
         """The floor, in blocks."""
         return -(-self.min_budget // self.block_size)
+
+    @property
+    def half_of_min_blocks(self) -> int:
+        """Half of the floor in blocks, rounded up: what hybrid selection keeps of key blocks, and of block diagonals."""
+        return -(-self.min_blocks // 2)
 
     @property
     def max_blocks(self) -> int | None:

@@ -27,14 +27,14 @@ def search(
     tokens = token_validity(inputs.query.shape[2], kv_len, inputs.offset, inputs.attention_mask, inputs.key)
     edges = packed_edges(tokens, block_size, inputs.window)
 
-    # the last rows: their attention by key block (V) and by block diagonal (S), and the lines kept of it
+    # the last rows: their attention by key block and by block diagonal (S), and the lines kept of it
     rows = representative_rows(config.index_queries, tokens, block_size, inputs.deciding)
     packed = packed_rows(rows, tokens.offset)
     sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)
     norms = row_norms(sums)
-    lines = last_rows_lines(line_mass(sums, norms, packed, edges.candidates), gamma, config)
+    lines = last_rows_lines(line_mass(sums, norms, packed, edges.candidates, largest=True), gamma, config)
 
-    # all rows: their attention to block means, and top-p of it by query block
+    # all rows: their attention to the means of the key blocks, and the blocks kept of it
     means = block_means(inputs.key, None if tokens.filled else tokens.key_valid, None, block_size)
     halves = split_means(means, inputs.query.dtype)
     blocks = row_blocks(inputs, halves, tokens, edges, gamma, config)

@@ -6,6 +6,8 @@ side of the queries, by block means on the side of the keys, which costs ``1 / (
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,20 @@ from flexmask.base.visibility import Tokens, blocks_seen_by_rows, in_blocks, who
 from flexmask.plain.pooling import pooled_scores
 
 
+class RowEvidence(NamedTuple):
+    """Attention of the rows asked to the means of the key blocks, (batch, num_heads, num_q_blocks, num_kv_blocks) float32.
+
+    Both are 0 in query blocks of which no row is asked.
+    """
+
+    root_mean_square: Tensor  # R: over the rows of a query block
+    mean: Tensor
+
+
 def row_evidence(
     inputs: AttentionInputs, key_means: Tensor, key_counts: Tensor, tokens: Tokens, block_size: int, row_stride: int
-) -> Tensor:
-    """R[r, j]: attention to key block j's mean, averaged over every `row_stride`-th valid row of query block r.
+) -> RowEvidence:
+    """The attention of every `row_stride`-th valid row of each query block to the means of the key blocks it sees.
 
     The rows are those at a multiple of `row_stride` from the start of their block. It goes through them one row of every block at
     a time, so that the scores take no more memory than the result.
@@ -31,23 +43,19 @@ def row_evidence(
         (batch, num_kv_heads, num_kv_blocks, head_dim) float32.
     key_counts
         (batch or 1, num_kv_blocks) integer: valid keys.
-
-    Returns
-    -------
-    Tensor
-        (batch, num_heads, num_q_blocks, num_kv_blocks) float32. A line sums to 1, or to 0 where no row was taken.
     """
     query = whole_blocks(inputs.query, 2, block_size)
     valid = in_blocks(tokens.row_valid, block_size, False)
     first_row = tokens.offset.unsqueeze(-1) + torch.arange(valid.shape[1], device=query.device) * block_size
-    total, number = None, None
+    asked = valid[..., ::row_stride].sum(-1).clamp(min=1)[:, None, :, None]
+    shape = (*query.shape[:3], key_means.shape[2])
+    mean, square = (torch.zeros(shape, dtype=torch.float32, device=query.device) for _ in range(2))
     for slot in range(0, block_size, row_stride):
         taken = valid[..., slot]
         rows = query[:, :, :, slot].float().masked_fill(~taken[:, None, :, None], 0)
         sees = (blocks_seen_by_rows(first_row + slot, tokens, block_size, inputs.window) & taken.unsqueeze(-1))[:, None]
         scores = pooled_scores(rows, key_means, key_counts, inputs.scale, inputs.softcap)
         share = torch.where(sees, masked_softmax(scores, sees), 0.0)
-        total = share if total is None else total + share
-        number = taken.int() if number is None else number + taken
-    assert total is not None and number is not None
-    return total / number.clamp(min=1)[:, None, :, None]
+        mean = mean + share
+        square = square + share * share
+    return RowEvidence((square / asked).sqrt(), mean / asked)

@@ -1,11 +1,13 @@
 """Hybrid selection as it is defined: each query block's own rows, and the lines of the representative rows.
 
-Not from the paper: FlexPrefill asks the representative rows alone. What is joined here, by query block r of a head:
+Not from the paper: FlexPrefill asks the representative rows alone. With ``e = 1 - gamma``, query block r of a head keeps
 
-- the fewest key blocks j whose ``R[r, j]`` reaches gamma, where R is the mean over every row_stride-th row of r of its softmax
+- each key block j with ``R[r, j] >= e / 5``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
   attention to the means of the key blocks it sees, each weighed by its number of keys;
-- the heaviest min_blocks key blocks by V, and the fewest block diagonals whose S reaches the slash share, V and S as in the paper;
-- the nearest min_blocks block diagonals, and the blocks that every selection keeps.
+- each key block to which some representative row gives ``>= e`` of its attention, and the heaviest by that measure;
+- each block diagonal with ``S >= e / 5``, S as in the paper, and the nearest; of the heaviest and of the nearest half of
+  min_blocks each, rounded up;
+- the blocks that every selection keeps.
 """
 
 from __future__ import annotations
@@ -15,85 +17,90 @@ import math
 import torch
 from torch import Tensor
 
-from flexmask.reference.margins import COARSE, top_p_margin
+from flexmask.reference.margins import COARSE, gap
 from flexmask.reference.result import Decision, Head, Margins, head_mask, no_map
 from flexmask.reference.steps import (
     AttentionHead,
-    Budget,
     KeyMeans,
     LineMass,
     Options,
     block_means,
     blocks_kept_always,
+    by_block,
     extended_lines,
+    heaviest_first,
     line_candidates,
-    line_mass,
     pooled_attention,
     representative_attention,
     representative_rows,
-    top_p,
+    slash_mass,
 )
 from flexmask.reference.visibility import Visibility
-
-SLASH_SHARE = 0.625  # of gamma
 
 
 def hybrid_selection(head: AttentionHead, seen: Visibility, options: Options) -> Head:
     """Decide one head."""
     index_rows = representative_rows(options.index_queries, seen)
     attention = representative_attention(head, index_rows, seen)
-    mass = line_mass(attention, index_rows, seen)
+    mass = LineMass(largest_share(attention, seen), slash_mass(attention, index_rows, seen))
     key_blocks, diagonals = last_rows_lines(mass, seen, options)
     kept = extended_lines(key_blocks, diagonals, seen)
 
-    evidence = row_evidence(head, block_means(head.key, seen), seen, options.row_stride)
-    for r in range(seen.num_q_blocks):
-        kept |= {(r, j) for j in top_p(row_candidates(evidence, r, seen), row_budget(options))}
+    shares = row_shares(head, block_means(head.key, seen), seen, options.row_stride)
+    evidence = torch.stack([rows.square().mean(0).sqrt() for rows in shares])
+    kept |= {(r, j) for r, j in seen.visible_blocks if evidence[r, j] >= (1 - options.gamma) / 5}
 
     kept |= blocks_kept_always(seen)
     mask = head_mask(kept, attention, index_rows, seen)
-    asked = [r for r in range(seen.num_q_blocks) if evidence[r].sum() > 0]
-    covered = float((evidence * mask.keep)[asked].sum()) / len(asked) if asked else 0.0
+    asked = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
+    covered = sum(asked) / len(asked) if asked else 0.0
     decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, len(key_blocks), len(diagonals))
     return Head(mask, decision, _margins(mass, evidence, seen, options))
 
 
-def row_evidence(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride: int) -> Tensor:
-    """R, (num_q_blocks, num_kv_blocks); 0 in query blocks of which no row is asked."""
-    evidence = torch.zeros(seen.num_q_blocks, seen.num_kv_blocks, dtype=torch.float64)
-    for r in range(seen.num_q_blocks):
-        rows = [row for row in seen.valid_rows if row // seen.block_size == r and row % seen.block_size % row_stride == 0]
-        for row in rows:
-            blocks = [j for j, pairs in enumerate(seen.pairs[row].split(seen.block_size)) if pairs.any()]
-            evidence[r] += pooled_attention(head, [row], keys, blocks) / len(rows)
-    return evidence
-
-
-def row_candidates(evidence: Tensor, r: int, seen: Visibility) -> dict[int, float]:
-    """R of the key blocks that query block r sees."""
-    return {j: float(evidence[r, j]) for row, j in seen.visible_blocks if row == r}
-
-
-def row_budget(options: Options) -> Budget:
-    """The budget of each query block."""
-    return Budget(options.gamma, cap=options.max_blocks)
-
-
-def line_budgets(options: Options) -> tuple[Budget, Budget]:
-    """The budgets of key blocks, which is a number, and of block diagonals."""
-    return Budget(1.0, cap=options.min_blocks), Budget(SLASH_SHARE * options.gamma, cap=options.max_blocks)
+def largest_share(attention: Tensor, seen: Visibility) -> Tensor:
+    """The most that one of the rows gives to each key block, (num_kv_blocks,)."""
+    return torch.stack([by_block(row, seen.block_size) for row in attention]).amax(0)
 
 
 def last_rows_lines(mass: LineMass, seen: Visibility, options: Options) -> tuple[list[int], list[int]]:
-    """The key blocks and the block diagonals of the representative rows, the window among them."""
-    (by_key, by_diagonal), (keys, diagonals) = line_candidates(mass, seen), line_budgets(options)
-    near = [c for c in seen.diagonals if c < options.min_blocks]
-    return top_p(by_key, keys), sorted({*top_p(by_diagonal, diagonals), *near})
+    """The key blocks and the block diagonals of the representative rows."""
+    dropped = 1 - options.gamma
+    by_key, by_diagonal = line_candidates(mass, seen)
+    heavy = [j for j, share in by_key.items() if share >= dropped]
+    floor = math.ceil(options.min_blocks / 2)
+    heaviest = heaviest_first(by_key)[:floor]
+    slashes = [c for c, share in by_diagonal.items() if share >= dropped / 5 or c < floor]
+    return sorted({*heavy, *heaviest}), slashes
+
+
+def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride: int) -> list[Tensor]:
+    """Pooled attention of the rows asked of each query block, (rows, num_kv_blocks); a row of zeros where none is asked."""
+    shares = []
+    for r in range(seen.num_q_blocks):
+        rows = [row for row in seen.valid_rows if row // seen.block_size == r and row % seen.block_size % row_stride == 0]
+        attention = [torch.zeros(seen.num_kv_blocks, dtype=torch.float64)] if not rows else []
+        for row in rows:
+            blocks = [j for j, pairs in enumerate(seen.pairs[row].split(seen.block_size)) if pairs.any()]
+            attention.append(pooled_attention(head, [row], keys, blocks))
+        shares.append(torch.stack(attention))
+    return shares
 
 
 def _margins(mass: LineMass, evidence: Tensor, seen: Visibility, options: Options) -> Margins:
-    (by_key, by_diagonal), (keys, diagonals) = line_candidates(mass, seen), line_budgets(options)
-    lines = top_p_margin(by_key, keys), top_p_margin(by_diagonal, diagonals, COARSE)
-    rows = [top_p_margin(row_candidates(evidence, r, seen), row_budget(options)) for r in range(seen.num_q_blocks)]
-    matters = (*lines, *rows) if options.gamma < 1 or options.max_blocks is not None else ()
-    return Margins(math.inf, *lines, math.inf, min(rows), min(matters, default=math.inf))
+    by_key, by_diagonal = line_candidates(mass, seen)
+    dropped = 1 - options.gamma
+    order = [by_key[j] for j in heaviest_first(by_key)]
+    vertical = [_from(share, dropped) for share in order]
+    floor = math.ceil(options.min_blocks / 2)
+    if 0 < floor < len(order) and order[floor] < dropped:
+        vertical.append(gap(order[floor - 1], order[floor]))
+    slash = [_from(share, dropped / 5, COARSE) for share in by_diagonal.values()]
+    rows = [_from(float(evidence[r, j]), dropped / 5) for r, j in seen.visible_blocks]
+    each = [min(values, default=math.inf) for values in (vertical, slash, rows)]
+    return Margins(math.inf, each[0], each[1], math.inf, each[2], min(each) if options.gamma < 1 else math.inf)
+
+
+def _from(value: float, threshold: float, coarse: float = 0.0) -> float:
+    """Distance of a value from a threshold, relative to it or to `coarse`, whichever is more; inf where that is 0."""
+    return abs(value - threshold) / max(threshold, coarse) if threshold > 0 else math.inf
