@@ -1,9 +1,11 @@
-"""Batches padded on the right without an attention_mask: the padding does not decide what is selected."""
+"""Batches padded on the right without an attention_mask: the padding does not decide what is selected.
+
+`tests/integrations/test_on_device.py` compares masks.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ pytest.importorskip("transformers")
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations import right_padding
 from flexmask.integrations.right_padding import deciding_rows
-from tests.integrations.common import MARKS, SPARSE, make_model
+from tests.integrations.common import MARKS, SPARSE
 
 pytestmark = MARKS
 
@@ -32,29 +34,6 @@ pytestmark = MARKS
 )
 def test_a_run_of_one_token_at_the_end_does_not_decide(tokens, expected):
     assert deciding_rows(torch.tensor([tokens, [1, 2, 3, 4]])).tolist() == [expected, 4]
-
-
-def test_padded_batch_selects_as_its_prompts_do_alone(tokens):
-    """Heads of both kinds; `tests/test_deciding.py` has the rule itself."""
-    model = make_model()
-    length = 435
-    batch = tokens.clone()
-    batch[1, length:] = 0
-    with flexmask_hf.flexprefill(model, **SPARSE, collect_masks=True) as run:
-        expected = model(tokens[1:, :length]).logits
-        logits = model(batch).logits
-        model(tokens[1:])
-    blocks = math.ceil(length / SPARSE["block_size"])
-    for layer in (0, 1):
-        alone, together, whole = (mask.to_dense() for mask in run.masks[layer])
-        assert torch.equal(together[1, :, :blocks, :blocks], alone[0])
-        assert not torch.equal(whole[0, :, :blocks, :blocks], alone[0])
-        # no key is hidden: the padding attends too
-        assert together[1].any(-1).all()
-    kinds = run.stats[0][1].is_query_aware[1]
-    assert kinds.any() and not kinds.all()
-    assert torch.isfinite(logits).all()
-    assert (logits[1, :length] - expected[0]).abs().max() < 1e-4
 
 
 def test_warns_once_where_the_token_ids_are_not_seen(model, tokens, caplog, monkeypatch):
