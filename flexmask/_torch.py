@@ -72,7 +72,8 @@ _AUTOCAST_DEVICES = frozenset(
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Switch autocast off on `device`: arithmetic in the dtypes of its tensors, whatever the program has set."""
     if device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
-        return cast(contextlib.AbstractContextManager[None], torch.autocast(device.type, enabled=False))
+        # the type as text: 2.5.1 cannot trace the generic alias
+        return cast("contextlib.AbstractContextManager[None]", torch.autocast(device.type, enabled=False))
     return contextlib.nullcontext()
 
 

@@ -132,8 +132,14 @@ class FlexPrefillConfig:
 # read once: torch.compile cannot trace dataclasses.fields
 OPTIONS = tuple(field.name for field in fields(FlexPrefillConfig))
 _FIXED = tuple(name for name in OPTIONS if name not in ("gamma", "tau"))
+
+
+class _Unset:
+    """Type of `UNSET`: by its type, since torch 2.8 cannot trace whether a symbolic number is that object."""
+
+
 # stands in for a keyword that was not given
-UNSET: Any = object()
+UNSET: Any = _Unset()
 
 
 def config_from(config: FlexPrefillConfig | None, gamma: float, tau: float, options: dict[str, Any]) -> FlexPrefillConfig:
@@ -146,9 +152,9 @@ def config_from(config: FlexPrefillConfig | None, gamma: float, tau: float, opti
     ValueError
         If `config` is given with keywords of its own.
     """
-    if gamma is not UNSET:
+    if not isinstance(gamma, _Unset):
         options = {**options, "gamma": gamma}
-    if tau is not UNSET:
+    if not isinstance(tau, _Unset):
         options = {**options, "tau": tau}
     if config is None:
         return FlexPrefillConfig(**options)

@@ -84,8 +84,9 @@ def flexprefill_mask(
         and a bool map of batch * num_heads * num_q_blocks * num_kv_blocks entries, 9 bytes an entry (0.3 GB for 32 heads at 128k
         tokens in blocks of 128). While it is made, up to 14 bytes an entry by the kernels on CUDA; elsewhere up to 72, and 12
         for each representative row and key (18 with a soft cap), since their attention is written out. torch 2.5's BlockMask
-        knows whole blocks only: its shape and sparsity round the lengths up to them. A mask_mod is a closure, so that
-        ``torch.save`` and pickle refuse the mask: save its four lists, or make it again.
+        knows whole blocks only: its shape and sparsity round the lengths up to them. ``torch.save``, pickle and ``copy.deepcopy``
+        take the mask with its mask_mod (``torch.load`` needs ``weights_only=False``); one made inside ``torch.compile``, and what
+        BlockMask's own methods make of a mask, they do not.
     FlexPrefillStats
         Only with `return_stats`.
 

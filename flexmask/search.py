@@ -42,9 +42,11 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
     """
     with torch.no_grad(), without_autocast(inputs.query.device):
         gamma, tau = _scalars((config.gamma, config.tau), inputs.query.device)
-        # what the search has no use for must not tell one compilation from another
-        detached = inputs.detached()
-        inputs = AttentionInputs(detached.query, detached.key, None, *detached[3:8], deciding=detached.deciding)
+        # What the search has no use for must not tell one compilation from another. Which rows decide does not matter where all
+        # blocks are kept anyway, and the published code knows no padding
+        all_decide = (config.gamma == 1 and config.max_budget is None) or config.selection == "reference"
+        deciding = None if all_decide else inputs.deciding
+        inputs = inputs.detached().with_fields(value=None, sinks=None, deciding=deciding)
         return _run(inputs, compile_time(config), gamma, tau, with_stats, with_keep or with_stats)
 
 
@@ -65,11 +67,11 @@ def _run(
     batch, num_heads, q_len, head_dim = query.shape
     where = (query.device.type, query.device.index, query.dtype)
     shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim)
-    given = (*inputs[3:6], *(x is None for x in (inputs.offset, inputs.attention_mask, inputs.deciding)), with_stats, with_keep)
+    scores = (inputs.scale, inputs.softcap, inputs.window)
+    given = (*scores, *(x is None for x in (inputs.offset, inputs.attention_mask, inputs.deciding)), with_stats, with_keep)
     run = compiled(kernel_search if by_kernels else plain_search, config, *where, *shape, *given, launched=by_kernels)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
-    rest = (*inputs[3:6], mask, inputs.offset, None, inputs.deciding)
-    dynamic = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, *rest)
+    dynamic = inputs.with_fields(query=with_dynamic(query, 2), key=with_dynamic(key, 2), attention_mask=mask)
     # Triton launches on the current device where nothing compiles around it; our kernels have no products that TF32 changes
     surroundings: Any = torch.cuda.device(query.device) if by_kernels else without_tf32()
     with surroundings:

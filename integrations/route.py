@@ -105,7 +105,8 @@ def by_sdpa(call: PrefillCall, reason: str) -> Tensor:
 def dense_long_prompt(call: PrefillCall, reason: str) -> Tensor:
     """Dense attention of a long prompt: by SDPA's causal kernel where that can run, else under the block mask of visibility."""
     inputs = call.inputs
-    if inputs.query.shape[2] == inputs.key.shape[2] and inputs[4:9] == (None,) * 5:
+    given = (inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
+    if inputs.query.shape[2] == inputs.key.shape[2] and all(x is None for x in given):
         return by_sdpa(call, reason)
     return by_method(call, causal_mask, reason)
 

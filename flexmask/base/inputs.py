@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ class AttentionInputs(NamedTuple):
     attention_mask: Tensor | None = None  # (batch, kv_len) bool, True = token; None: all are
     offset: Tensor | None = None  # (batch,) int32, clamped; None: the last row stands at the last key
     sinks: Tensor | None = None  # (num_heads,) floating
-    # (batch,) integer, >= 1: query rows, from the first, of which the representative ones are taken; None: all. What comes after
-    # may be padding that no mask tells of: it attends as ever, but does not decide. Only without attention_mask
+    # (batch,) integer, >= 1: query rows, from the first, that decide; None: all. What comes after may be padding that no mask
+    # tells of: it stays visible and attends, but the blocks are chosen as if it were padding. Only without attention_mask
     deciding: Tensor | None = None
 
     def of_heads(self, group: HeadGroup) -> AttentionInputs:
@@ -82,7 +82,14 @@ class AttentionInputs(NamedTuple):
         if self.offset is not None or q_len == kv_len:
             return self
         offset = torch.full((batch,), kv_len - q_len, dtype=torch.int32, device=self.query.device)
-        return AttentionInputs(*self[:7], offset, *self[8:])
+        return self.with_fields(offset=offset)
+
+    def deciding_tokens(self) -> Tensor | None:
+        """The tokens that blocks are chosen by, (batch, kv_len) bool, of a placed problem; None: all are."""
+        if self.deciding is None:
+            return self.attention_mask
+        end = self.deciding if self.offset is None else self.offset + self.deciding
+        return torch.arange(self.key.shape[2], device=self.key.device) < end.unsqueeze(-1)
 
     def without_absent(self, keys: bool = True) -> AttentionInputs:
         """Zero the values (and the keys, with `keys`) of padding and of slots behind the last row of a chunk.
@@ -105,17 +112,23 @@ class AttentionInputs(NamedTuple):
         absent = absent[:, None, :, None]
         key = self.key.masked_fill(absent, 0) if keys else self.key
         value = None if self.value is None else self.value.masked_fill(absent, 0)
-        return AttentionInputs(self.query, key, value, *self[3:])
+        return self.with_fields(key=key, value=value)
 
     def with_query(self, query: Tensor) -> AttentionInputs:
         """The same problem for other query rows; the caller adjusts the offset."""
-        # not _replace, which older releases of torch cannot trace
-        return AttentionInputs(query, *self[1:])
+        return self.with_fields(query=query)
+
+    def with_fields(self, **fields: Any) -> AttentionInputs:
+        """The same problem with other values in some fields: torch 2.5 cannot trace `_replace`, 2.8 no slice of a named tuple."""
+        return AttentionInputs(**{name: fields.get(name, getattr(self, name)) for name in _FIELDS})
 
     def wants_gradients(self) -> bool:
         """True if gradients are on and an input requires them."""
         inputs = (self.query, self.key, self.value, self.sinks)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+_FIELDS = AttentionInputs._fields
 
 
 def attention_inputs(

@@ -42,9 +42,13 @@ def search(
     """Choose the blocks of every head, as `flexmask.plain.search.search` does, which alone knows ``selection="reference"``."""
     if config.selection == "hybrid":
         return hybrid_search(inputs, config, gamma, tau, with_stats, with_keep)
-    block_size, kv_len = config.block_size, inputs.key.shape[2]
-    tokens = token_validity(inputs.query.shape[2], kv_len, inputs.offset, inputs.attention_mask, inputs.key)
-    edges = packed_edges(tokens, block_size, inputs.window)
+    block_size, lengths = config.block_size, (inputs.query.shape[2], inputs.key.shape[2])
+    # blocks are chosen by `tokens`; `seen` has those that do not decide as well
+    tokens = seen = token_validity(*lengths, inputs.offset, inputs.deciding_tokens(), inputs.key)
+    edges = seen_edges = packed_edges(tokens, block_size, inputs.window)
+    if inputs.deciding is not None:
+        seen = token_validity(*lengths, inputs.offset, None, inputs.key)
+        seen_edges = packed_edges(seen, block_size, inputs.window)
     key_means = block_means(inputs.key, None if tokens.filled else tokens.key_valid, None, block_size)
 
     # step 1: attention of the representative rows, and its mass by key block (V) and by block diagonal (S)
@@ -64,8 +68,8 @@ def search(
         blocks = _pooled_blocks(inputs, key_means, tokens, edges, decided.is_query_aware, gamma, config)
 
     # step 4: blocks kept always; step 5: lists
-    *lists, keep = block_lists(decided, blocks, edges, inputs, block_size, with_keep)
-    stats = _statistics(keep, decided, mass, inputs, tokens, block_size) if with_stats else None
+    *lists, keep = block_lists(decided, blocks, seen_edges, inputs, block_size, with_keep)
+    stats = _statistics(keep, decided, mass, inputs, seen, block_size) if with_stats else None
     return SearchResult(BlockLists(*lists), keep, stats)
 
 
@@ -73,7 +77,7 @@ def _representative_mass(
     which: str, inputs: AttentionInputs, tokens: Tokens, edges: PackedEdges, block_size: int
 ) -> RepresentativeMass:
     """V and S of the "last" or "middle" rows, and the intermediates that the statistics need."""
-    rows = representative_rows(which, tokens, block_size, inputs.deciding)
+    rows = representative_rows(which, tokens, block_size)
     packed = packed_rows(rows, tokens.offset)
     sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)
     norms = row_norms(sums)

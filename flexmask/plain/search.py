@@ -58,17 +58,20 @@ def search(
     """
     if config.selection == "hybrid":
         return hybrid_search(inputs, config, gamma, tau, with_stats, with_keep)
-    block_size = config.block_size
-    tokens = token_validity(inputs.query.shape[2], inputs.key.shape[2], inputs.offset, inputs.attention_mask, inputs.key)
-    seen = block_visibility(tokens, block_size, inputs.window)
+    block_size, lengths = config.block_size, (inputs.query.shape[2], inputs.key.shape[2])
+    # blocks are chosen by `tokens`; `seen` has those that do not decide as well
+    tokens = token_validity(*lengths, inputs.offset, inputs.deciding_tokens(), inputs.key)
+    decided = seen = block_visibility(tokens, block_size, inputs.window)
+    if inputs.deciding is not None:
+        seen = block_visibility(token_validity(*lengths, inputs.offset, None, inputs.key), block_size, inputs.window)
 
     # step 1: attention of the representative rows, and its mass by key block (V) and by block diagonal (S)
-    rows = representative_rows(config.index_queries, tokens, block_size, inputs.deciding)
+    rows = representative_rows(config.index_queries, tokens, block_size)
     attention = representative_attention(inputs, rows, tokens)
     mass = line_mass(row_mass(attention, rows, block_size), rows, block_size)
     pattern_rows, attended = rows, mass.vertical
     if config.pattern_queries != config.index_queries:
-        pattern_rows = representative_rows(config.pattern_queries, tokens, block_size, inputs.deciding)
+        pattern_rows = representative_rows(config.pattern_queries, tokens, block_size)
         pattern_attention = representative_attention(inputs, pattern_rows, tokens)
         attended = line_mass(row_mass(pattern_attention, pattern_rows, block_size), pattern_rows, block_size).vertical
 
@@ -94,8 +97,8 @@ def search(
         keep = extended_lines(vertical, slash, seen)
         # step 3b: blocks of the pooled map
         if config.tau > 0:
-            values = pooled_map(inputs, key_means, key_counts, tokens, seen, block_size)
-            keep = keep | (top_p_blocks(values, seen.visible[:, None], gamma, config) & is_query_aware[..., None, None])
+            values = pooled_map(inputs, key_means, key_counts, tokens, decided, block_size)
+            keep = keep | (top_p_blocks(values, decided.visible[:, None], gamma, config) & is_query_aware[..., None, None])
         choice = Choice(keep, is_query_aware, distance, *count.unbind(0))
 
     # step 4: blocks kept always; step 5: lists

@@ -110,24 +110,24 @@ def test_masks_equal_those_of_the_plain_search(monkeypatch, heads, options):
 
 
 @interpreted
-def test_rows_after_those_that_decide_change_nothing(monkeypatch):
-    # right padding that no mask tells of: the kernels and the plain steps take their representative rows before it
-    query, key = structured_inputs(torch.Generator().manual_seed(3), 2, 4, 2, 150, 150, 32, sharpness=5.0)
-    gamma, tau = (torch.tensor(x, dtype=torch.float64) for x in (0.43, 0.1))
-    config = FlexPrefillConfig(0.5, 0.5, block_size=16, min_budget=0)
-    inputs = AttentionInputs(query, key, None, 0.2, deciding=torch.tensor([150, 90]))
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("options", [{}, {"query_aware": "per_query", "max_budget": 48, "pattern_queries": "middle"}], ids=str)
+def test_rows_that_do_not_decide(options):
+    # tests/test_deciding.py shows what the plain search makes of them
+    query, key = structured_inputs(torch.Generator().manual_seed(3), 2, 4, 2, 120, 140, 32, sharpness=5.0)
+    config = FlexPrefillConfig(0.5, 0.5, block_size=16, min_budget=0, **options)
+    gamma, tau = (torch.tensor(x, dtype=torch.float64) for x in (0.43, 0.3))
+    inputs = AttentionInputs(query, key, None, 0.2, offset=torch.tensor([20, 16]), deciding=torch.tensor([120, 50]))
     plain = dispatcher.plain_search(inputs, config, gamma, tau, True, True)
     found = kernel_search(inputs, config, gamma, tau, True, True)
     assert all(torch.equal(*pair) for pair in zip(found.lists, plain.lists, strict=True))
-    other = query.clone()
-    other[1, :, 90:] = torch.randn(4, 60, 32)
-    for search in (dispatcher.plain_search, kernel_search):
-        changed = search(inputs._replace(query=other), config, gamma, torch.zeros_like(tau), True, True)
-        same = search(inputs, config, gamma, torch.zeros_like(tau), True, True)
-        assert torch.equal(changed.keep, same.keep)
-        everywhere = search(inputs._replace(deciding=None), config, gamma, torch.zeros_like(tau), True, True)
-        assert not torch.equal(everywhere.keep[1], same.keep[1])
-        assert torch.equal(everywhere.keep[0], same.keep[0])
+    assert torch.equal(found.keep, plain.keep)
+    for got, expected in zip(found.stats, plain.stats, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert found.stats[0][1].any() and not found.stats[0].all()
+    everywhere = dispatcher.plain_search(inputs.with_fields(deciding=None), config, gamma, tau, True, True)
+    assert not torch.equal(everywhere.keep[1], plain.keep[1])
+    assert torch.equal(everywhere.keep[0], plain.keep[0])
 
 
 @interpreted
