@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,7 @@ def flexprefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    gamma: float = UNSET,
+    gamma: float | Sequence[float] | Tensor = UNSET,
     tau: float = UNSET,
     *,
     scale: float | None = None,
@@ -59,7 +60,7 @@ def flexprefill_attention(
     value
         (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 256 may differ from head_dim.
     gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, config
-        As in `FlexPrefillConfig`.
+        As in `FlexPrefillConfig`; `gamma` as in `flexprefill_mask`.
     scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     sinks
@@ -120,6 +121,7 @@ def flexprefill_attention(
         attention_mask=attention_mask,
         q_offset=q_offset,
         sinks=sinks,
+        gamma=gamma if isinstance(gamma, Tensor) else config.gamma,
     )
     check_published(config, inputs)
     check_word("backend", backend, BACKENDS)
@@ -160,6 +162,7 @@ def attention_to_kept(
         mask = block_mask(part, found.lists, None, config.block_size)
         return mask, None if found.stats is None else FlexPrefillStats(*found.stats)
 
+    inputs = inputs.with_gamma(config.gamma)
     at_once = max_mask_bytes // head_bytes(inputs, config)
     return sparse_attention(inputs, make_mask, config.block_size, at_once, backend, return_lse)
 

@@ -21,6 +21,7 @@ from flexmask.integrations.prefill_mask import PrefillMask
 from flexmask.integrations.right_padding import with_deciding_rows
 from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
 from flexmask.integrations.settings import PrefillSettings, saved_settings
+from flexmask.integrations.tensor_parallel import of_own_heads
 from flexmask.plain.published import check_published
 from flexmask.stats import FlexPrefillStats, empty_stats
 
@@ -35,7 +36,7 @@ class PrefillCall(NamedTuple):
     prefill: int  # number of the mask
     layer: int
     settings: PrefillSettings
-    config: FlexPrefillConfig  # of this layer
+    config: FlexPrefillConfig  # of this layer, its gammas those of the heads that are here
     run: FlexPrefillRun | None  # where it is recorded
 
     @classmethod
@@ -45,7 +46,8 @@ class PrefillCall(NamedTuple):
         settings = run.settings if run else saved_settings(getattr(module, "config", None)) or PrefillSettings()
         layer = run.calls.layer_of(module) if run else getattr(module, "layer_idx", None)
         number = -1 if layer is None else layer
-        return cls(inputs, mask.tokens, mask.prefill, number, settings, settings.of_layer(number), run)
+        config = of_own_heads(settings.of_layer(number), module, inputs.query.shape[1])
+        return cls(inputs, mask.tokens, mask.prefill, number, settings, config, run)
 
     def record(self, stats: FlexPrefillStats | None, mask: BlockMask | None, reason: str | None = None) -> None:
         """Write the call into the run, if there is one."""

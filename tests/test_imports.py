@@ -17,6 +17,7 @@ from tests.repository import ROOT, SIDE_FOLDERS
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_torch",),
     ("compilation", "base.checks"),
+    ("base.gammas",),
     ("base.inputs", "base.scores", "base.search_result"),
     ("config", "stats", "base.visibility"),
     ("base.*",),
@@ -36,7 +37,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("warmup",),
     ("block_masks.*",),
     ("block_masks",),
-    ("integrations.versions", "integrations.settings", "integrations.prefill_calls", "integrations.models"),
+    (
+        "integrations.versions",
+        "integrations.settings",
+        "integrations.prefill_calls",
+        "integrations.models",
+        "integrations.tensor_parallel",
+    ),
     ("integrations.packed", "integrations.right_padding"),
     ("integrations.prefill_mask", "integrations.run"),
     ("integrations.route", "integrations.blocks"),

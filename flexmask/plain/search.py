@@ -51,7 +51,7 @@ def search(
     config
         The options, as `flexmask.config.compile_time` gives them.
     gamma, tau
-        0-d on query's device, of `flexmask._torch.widest_float`.
+        (num_heads,) and 0-d on query's device, of `flexmask._torch.widest_float`.
     with_stats, with_keep
         Whether statistics are wanted; the map of kept blocks is there anyway.
     """
