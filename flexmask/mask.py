@@ -15,7 +15,7 @@ from flexmask.flex.block_mask import block_mask
 from flexmask.flex.head_groups import head_bytes
 from flexmask.plain.published import check_published
 from flexmask.search import search
-from flexmask.stats import FlexPrefillStats
+from flexmask.stats import FlexPrefillStats, stats_of
 
 MOST_BYTES = 16 * 2**30
 
@@ -150,4 +150,4 @@ def flexprefill_mask(
     if not return_stats:
         return mask
     assert result.stats is not None
-    return mask, FlexPrefillStats(*result.stats)
+    return mask, stats_of(result.stats)

@@ -121,7 +121,8 @@ class Case:
         return reference_flexprefill(self.query, self.key, **self.reference_keywords())
 
 
-Stats = namedtuple("Stats", [item.name for item in dataclasses.fields(FlexPrefillStats) if item.name != "dense"])  # type: ignore[misc]
+_NAMES = [item.name for item in dataclasses.fields(FlexPrefillStats) if item.name not in ("is_dense", "dense")]
+Stats = namedtuple("Stats", _NAMES)  # type: ignore[misc]
 
 
 def with_named_stats(result: SearchResult) -> SearchResult:

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels.search",),
     ("search",),
     ("flex.mask_mods", "flex.backend", "flex.head_groups", "flex.sinks", "flex.dense", "flex.joined"),
-    ("flex.block_mask", "flex.run"),
+    ("flex.dense_heads", "flex.block_mask", "flex.run"),
     ("flex.sparse",),
     ("method", "mask"),
     ("attention",),

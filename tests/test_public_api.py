@@ -36,7 +36,7 @@ SIGNATURES = {
     "v_head_dim: int | None = None, batch: int = 1, chunked: bool = False, padded: bool = False, **options: Any) -> float",
     "FlexPrefillConfig": f"({SELECTION.replace('*, ', '').replace(' | Tensor', '', 1)}) -> None",
     "FlexPrefillStats": "(is_query_aware: Tensor, js_distance: Tensor, density: Tensor, num_vertical_blocks: Tensor, "
-    "num_slash_blocks: Tensor, coverage: Tensor, dense: bool = False) -> None",
+    "num_slash_blocks: Tensor, coverage: Tensor, is_dense: Tensor, dense: bool = False) -> None",
 }
 
 
@@ -111,6 +111,7 @@ def test_statistics_are_tensors_by_head(dense):
         "num_vertical_blocks": torch.int64,
         "num_slash_blocks": torch.int64,
         "coverage": torch.float32,
+        "is_dense": torch.bool,
     }
     assert all(getattr(stats, name).shape == (2, 4) for name in dtypes)
     assert stats.dense is dense

@@ -110,7 +110,7 @@ def _statistics(
     tokens: Tokens,
     block_size: int,
 ) -> tuple[Tensor, ...]:
-    """The tensors of FlexPrefillStats, in its order."""
+    """The tensors of FlexPrefillStats but is_dense, in its order."""
     assert keep is not None
     visible = block_visibility(tokens, block_size, inputs.window).visible
     rows, sums, norms = mass.rows, mass.sums, mass.norms

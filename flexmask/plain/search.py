@@ -104,7 +104,7 @@ def search(
 def _statistics(
     keep: Tensor, choice: Choice, mass: LineMass, rows: RepresentativeRows, seen: BlockVisibility, block_size: int
 ) -> tuple[Tensor, ...]:
-    """The tensors of FlexPrefillStats, in its order."""
+    """The tensors of FlexPrefillStats but is_dense, in its order."""
     visible_blocks = seen.visible.sum((-2, -1)).clamp(min=1)[:, None]
     q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     held = torch.where(keep.gather(2, q_block), mass.by_row, 0.0).sum((-2, -1))

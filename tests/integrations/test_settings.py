@@ -48,6 +48,18 @@ def test_heads_have_gammas_of_their_own(model, tokens):
     assert (alone[0] < alone[1]).any()
 
 
+def test_heads_at_gamma_one_are_dense_above_the_break_even(model, tokens):
+    settings = {**SPARSE, "dense_below": 100, "tau": 0.0}
+    with flexmask_hf.flexprefill(model, **settings, layers={0: {"gamma": 1.0}, 1: {"gamma": [0.2, 0.2, 1.0, 1.0]}}) as run:
+        model(tokens)
+    assert run.reasons[0] == ["gamma 1 in every head"]
+    assert run.stats[0][0].dense
+    assert run.reasons[1] == [None]
+    assert run.stats[1][0].is_dense.tolist() == [[False, False, True, True]] * 2
+    assert [row["reason"] is None for row in run.rows() if row["layer"] == 1] == [True, True, False, False] * 2
+    assert {row["pattern"] for row in run.rows() if row["layer"] == 1} == {"vertical-slash"}
+
+
 def test_a_gamma_for_another_number_of_heads_is_refused(model, tokens):
     message = "gamma must hold one number for each of query's 4 heads; got 8 numbers"
     with flexmask_hf.flexprefill(model, **{**SPARSE, "gamma": [0.5] * 8}), pytest.raises(ValueError, match=message):
