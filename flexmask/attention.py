@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -161,7 +162,9 @@ def attention_to_kept(
     """
 
     def make_mask(part: AttentionInputs) -> HeadPlan:
-        gains = dense_heads and not return_lse and has_causal_kernel(part) and not part.wants_gradients()
+        # in a surrounding graph what empties lists and what reads them would be one more thing to order
+        gains = dense_heads and not return_lse and not part.wants_gradients() and not torch.compiler.is_compiling()
+        gains = gains and has_causal_kernel(part)
         num_kv_heads = part.key.shape[1]
         dense = at_gamma_one(part, config) if gains else [False] * num_kv_heads
         if all(dense) and not return_stats and masks is None:

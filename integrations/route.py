@@ -94,7 +94,8 @@ def reason_dense_layer(call: PrefillCall) -> str | None:
     """Reason why a layer stays dense at any length, None where it does not."""
     if call.layer in call.settings.dense_layers:
         return "in dense_layers"
-    if call.settings.break_even > 0 and all(at_gamma_one(call.inputs.with_gamma(call.config.gamma), call.config)):
+    inputs = call.inputs.with_gamma(call.config.gamma)
+    if call.settings.method == "flexprefill" and call.settings.break_even > 0 and all(at_gamma_one(inputs, call.config)):
         return "gamma 1 in every head"
     if call.inputs.window is not None and call.inputs.window < call.settings.break_even:
         return f"sliding window {call.inputs.window} < dense_below {call.settings.break_even}"

@@ -33,8 +33,8 @@ class PrefillSettings:
     dense_layers
         Layer indices whose attention is dense. Default: none.
     dense_below
-        Tokens, >= 0: dense attention runs below this kv_len, and in layers whose sliding window is shorter. Default None: as in
-        `flexprefill_attention`.
+        Tokens, >= 0: dense attention runs below this kv_len, in layers whose sliding window is shorter, in layers whose heads are
+        all at gamma 1, and in single heads as in `flexprefill_attention`. 0 switches all of this off. Default None: as there.
     backend, max_mask_bytes
         As in `flexprefill_attention`.
     method

@@ -12,7 +12,8 @@ from flexmask.flex import dense_heads, sparse
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.dense_heads import above_break_even, at_gamma_one, has_causal_kernel, runs_of
 from tests.cases import structured_inputs
-from tests.compile_support import dense_under
+from tests.compile_support import dense_under, traced
+from tests.compile_support import fresh_compiler as fresh_compiler
 
 LENGTH = 240
 OPTIONS = {"tau": 0.0, "block_size": 16, "min_budget": 0, "dense_below": 100, "return_stats": True}
@@ -192,3 +193,12 @@ def test_gradients_go_through_the_sparse_kernel(cuda):
         grads.append(torch.autograd.grad(out.square().sum(), (query, key, value)))
     for pair in zip(*grads, strict=True):
         torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.attention
+def test_in_a_surrounding_compilation_every_head_runs_sparse(monkeypatch):
+    # what counts the graphs stands for Inductor here; other compilers get no sparse attention
+    monkeypatch.setattr("flexmask.flex.run.runs_flex_attention_uncompiled", lambda: False)
+    run, counter = traced(lambda *tensors: flexprefill_attention(*tensors, GAMMAS, **OPTIONS)[1].is_dense)
+    assert not run(*inputs()).any()
+    assert counter.frame_count == 1
