@@ -1,8 +1,8 @@
 """Density from which SDPA beats FlexAttention's kernel on a CPU: ``python -m bench.cpu_break_even``.
 
 The mask is made by then, so that the kernels alone are compared: SDPA's causal one, of every block, and FlexAttention's over a
-random share of the blocks. They take turns. Between two densities the break-even is interpolated. `CPU_BREAK_EVEN` in
-`flexmask.flex.dense_heads` was chosen by it.
+random share of the blocks. They take turns. Between two densities the break-even is interpolated. `flexmask.flex.dense_heads` has
+the figures that were taken over.
 """
 
 from __future__ import annotations

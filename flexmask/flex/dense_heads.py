@@ -17,9 +17,10 @@ from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.config import FlexPrefillConfig
 from flexmask.flex.dense import dense_attention
 
-# kept share of the visible blocks above which SDPA is faster than FlexAttention's CPU kernel, the mask being made:
-# python -m bench.cpu_break_even
+# kept share of the visible blocks above which SDPA is faster than FlexAttention's CPU kernel, the mask being made, in float32
+# and in half precision: python -m bench.cpu_break_even
 CPU_BREAK_EVEN = 0.66
+CPU_BREAK_EVEN_HALF = 0.43
 
 
 def has_causal_kernel(inputs: AttentionInputs) -> bool:
@@ -41,19 +42,20 @@ def at_gamma_one(inputs: AttentionInputs, config: FlexPrefillConfig) -> list[boo
     return [all(share == 1 for share in gamma[head : head + groups]) for head in range(0, num_heads, groups)]
 
 
-def above_break_even(mask: BlockMask, num_kv_heads: int) -> list[bool]:
+def above_break_even(mask: BlockMask, inputs: AttentionInputs) -> list[bool]:
     """Whether the query heads of a key head keep so much of a whole prompt that a CPU's SDPA is faster, by key head.
 
     Reads the lists: on a CPU that waits for nothing. Elsewhere, and where nothing may be read, no head is.
     """
-    counts, full_counts = mask.kv_num_blocks, mask.full_kv_num_blocks
+    num_kv_heads, counts, full_counts = inputs.key.shape[1], mask.kv_num_blocks, mask.full_kv_num_blocks
     assert full_counts is not None
     if counts.device.type != "cpu" or torch.compiler.is_compiling() or in_dispatch_mode():
         return [False] * num_kv_heads
     q_blocks = counts.shape[2]
     visible = counts.shape[0] * counts.shape[1] // num_kv_heads * q_blocks * (q_blocks + 1) / 2
     kept = (counts + full_counts).sum((0, 2)).unflatten(0, (num_kv_heads, -1)).sum(1)
-    return [number > CPU_BREAK_EVEN * visible for number in kept.tolist()]
+    share = CPU_BREAK_EVEN if inputs.query.dtype == torch.float32 else CPU_BREAK_EVEN_HALF
+    return [number > share * visible for number in kept.tolist()]
 
 
 def runs_of(key_heads: list[bool]) -> tuple[slice, ...]:

@@ -141,11 +141,15 @@ def test_heads_above_the_break_even_of_a_cpu_run_dense(monkeypatch, listed):
 
 def test_share_of_a_key_head_is_that_of_its_query_heads():
     query, key, _ = (x.expand(3, -1, -1, -1) for x in inputs())
+    seen = set()
     for gamma in (0.2, 0.7, 0.9, 0.95, 1.0):
         mask, stats = flexprefill_mask(query, key, gamma, **MASK_OPTIONS, return_stats=True)
         shares = stats.density.mean(0).unflatten(0, (2, 2)).mean(1)
-        assert above_break_even(mask, 2) == (shares > dense_heads.CPU_BREAK_EVEN).tolist()
-    assert above_break_even(mask, 2) == [True, True]
+        for dtype, limit in ((torch.float32, dense_heads.CPU_BREAK_EVEN), (torch.bfloat16, dense_heads.CPU_BREAK_EVEN_HALF)):
+            problem = attention_inputs(query.to(dtype), key.to(dtype))
+            assert above_break_even(mask, problem) == (shares > limit).tolist()
+            seen.add(tuple(above_break_even(mask, problem)))
+    assert {(False, False), (True, True)} < seen
 
 
 @pytest.mark.attention
