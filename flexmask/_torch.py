@@ -108,6 +108,11 @@ def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
     return view
 
 
+def keep_static(tensor: Tensor) -> None:
+    """Have torch.compile take the sizes of `tensor` as numbers, whatever it has seen of others in a function of the same name."""
+    torch._dynamo.mark_static(tensor)
+
+
 def computed_once(tensor: Tensor) -> Tensor:
     """`tensor` itself, which Inductor then writes to memory once.
 

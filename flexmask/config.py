@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from flexmask.base.checks import check_int, check_int64, check_real, check_word
 
@@ -26,7 +28,8 @@ class FlexPrefillConfig:
     ----------
     gamma
         Share of the estimated attention that the kept blocks must hold. Range (0, 1]; 1 keeps every visible block.
-        Default 0.95 (the paper's value for Llama-3.1 and GLM-4).
+        Default 0.95 (the paper's value for Llama-3.1 and GLM-4). A sequence of num_heads numbers, kept as a tuple, gives every
+        head its own.
     tau
         Jensen-Shannon distance under which a head is query-aware. Range [0, 1]; 0 makes no head query-aware.
         Default 0.1 (the paper's value).
@@ -69,7 +72,7 @@ class FlexPrefillConfig:
     1024
     """
 
-    gamma: float = 0.95
+    gamma: float | Sequence[float] = 0.95
     tau: float = 0.1
     block_size: int = 128
     min_budget: int = 1024
@@ -81,9 +84,9 @@ class FlexPrefillConfig:
     row_stride: int = 8
 
     def __post_init__(self) -> None:
-        check_real("gamma", self.gamma)
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"gamma must be in (0, 1]; got {self.gamma}")
+        if isinstance(self.gamma, (list, tuple)):
+            object.__setattr__(self, "gamma", tuple(self.gamma))
+        _check_gamma(self.gamma)
         check_real("tau", self.tau)
         if not 0 <= self.tau <= 1:
             raise ValueError(f"tau must be in [0, 1]; got {self.tau}")
@@ -132,6 +135,8 @@ class FlexPrefillConfig:
 # read once: torch.compile cannot trace dataclasses.fields
 OPTIONS = tuple(field.name for field in fields(FlexPrefillConfig))
 _FIXED = tuple(name for name in OPTIONS if name not in ("gamma", "tau"))
+# those that a search is compiled for: it takes gamma as a tensor, whatever its values are
+COMPILE_TIME = ("tau", *_FIXED)
 
 
 class _Unset:
@@ -142,8 +147,28 @@ class _Unset:
 UNSET: Any = _Unset()
 
 
-def config_from(config: FlexPrefillConfig | None, gamma: float, tau: float, options: dict[str, Any]) -> FlexPrefillConfig:
+def _check_gamma(gamma: Any) -> None:
+    """Raise unless `gamma` is a number in (0, 1] or a tuple of such numbers, at least one."""
+    if isinstance(gamma, Tensor):
+        raise TypeError(
+            "gamma must be a number or a sequence of one number a head in a config; got a tensor, which flexprefill_mask and "
+            "flexprefill_attention take as a keyword"
+        )
+    if isinstance(gamma, tuple) and not gamma:
+        raise ValueError("gamma must be a number or hold one number a head; got an empty sequence")
+    for head, value in enumerate(gamma) if isinstance(gamma, tuple) else ((None, gamma),):
+        name = "gamma" if head is None else f"gamma[{head}]"
+        check_real(name, value)
+        if not 0 < value <= 1:
+            raise ValueError(f"{name} must be in (0, 1]; got {value}")
+
+
+def config_from(
+    config: FlexPrefillConfig | None, gamma: float | Sequence[float] | Tensor, tau: float, options: dict[str, Any]
+) -> FlexPrefillConfig:
     """Return `config`, or one made of `gamma`, `tau` and `options`; both together are refused.
+
+    A gamma that is a tensor leaves the config's at its default: it travels with the inputs.
 
     Raises
     ------
@@ -157,6 +182,8 @@ def config_from(config: FlexPrefillConfig | None, gamma: float, tau: float, opti
     if not isinstance(tau, _Unset):
         options = {**options, "tau": tau}
     if config is None:
+        if isinstance(gamma, Tensor):
+            del options["gamma"]
         return FlexPrefillConfig(**options)
     if not isinstance(config, FlexPrefillConfig):
         raise TypeError(f"config must be a FlexPrefillConfig; got {type(config).__name__}")
@@ -166,9 +193,9 @@ def config_from(config: FlexPrefillConfig | None, gamma: float, tau: float, opti
 
 
 def compile_time(config: FlexPrefillConfig) -> FlexPrefillConfig:
-    """The compile-time part of `config`: gamma and tau, which are tensors then, count only as being 1 and 0 or not."""
+    """The compile-time part of `config`: gamma and tau are tensors then; gamma does not count, and tau only as being 0 or not."""
     fixed = {name: getattr(config, name) for name in _FIXED}
-    return FlexPrefillConfig(1.0 if config.gamma == 1 else 0.5, 0.0 if config.tau == 0 else 0.5, **fixed)
+    return FlexPrefillConfig(tau=0.0 if config.tau == 0 else 0.5, **fixed)
 
 
 def takes_options(function: _Function) -> _Function:

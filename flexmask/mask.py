@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from flexmask.flex.block_mask import block_mask
 from flexmask.flex.head_groups import head_bytes
 from flexmask.plain.published import check_published
 from flexmask.search import search
-from flexmask.stats import FlexPrefillStats
+from flexmask.stats import FlexPrefillStats, stats_of
 
 MOST_BYTES = 16 * 2**30
 
@@ -23,7 +24,7 @@ MOST_BYTES = 16 * 2**30
 def flexprefill_mask(
     query: Tensor,
     key: Tensor,
-    gamma: float = UNSET,
+    gamma: float | Sequence[float] | Tensor = UNSET,
     tau: float = UNSET,
     *,
     scale: float | None = None,
@@ -56,7 +57,8 @@ def flexprefill_mask(
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA) and
         q_len <= kv_len. Lengths need not be multiples of the block.
     gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries
-        As in `FlexPrefillConfig`, which holds their units, ranges and defaults.
+        As in `FlexPrefillConfig`, which holds their units, ranges and defaults. `gamma` may also be a (num_heads,) floating
+        tensor on query's device: its values are never read but clamped to (0, 1] there, NaN to 1.
     scale
         Factor of the scores, > 0. Default None: 1 / sqrt(head_dim).
     softcap
@@ -123,7 +125,14 @@ def flexprefill_mask(
     """
     config = config_from(config, gamma, tau, options)
     inputs = attention_inputs(
-        query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
+        query,
+        key,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        attention_mask=attention_mask,
+        q_offset=q_offset,
+        gamma=gamma if isinstance(gamma, Tensor) else config.gamma,
     )
     check_published(config, inputs)
     needed = query.shape[0] * query.shape[1] * head_bytes(inputs, config)
@@ -136,9 +145,10 @@ def flexprefill_mask(
     result = search(inputs, config, return_stats, with_keep=True)
     # inside a surrounding compilation gamma may be symbolic, which no string can be made of
     traced = torch.compiler.is_compiling()
-    name = "flexprefill" if traced else f"flexprefill(gamma={config.gamma}, tau={config.tau}, block_size={config.block_size})"
+    shown = config.gamma if inputs.gamma is None else "by head"
+    name = "flexprefill" if traced else f"flexprefill(gamma={shown}, tau={config.tau}, block_size={config.block_size})"
     mask = block_mask(inputs, result.lists, result.keep, config.block_size, name)
     if not return_stats:
         return mask
     assert result.stats is not None
-    return mask, FlexPrefillStats(*result.stats)
+    return mask, stats_of(result.stats)

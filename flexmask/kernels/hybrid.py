@@ -23,12 +23,16 @@ def search(
     inputs: AttentionInputs, config: FlexPrefillConfig, gamma: Tensor, tau: Tensor, with_stats: bool, with_keep: bool
 ) -> SearchResult:
     """Choose the blocks of every head, as `flexmask.plain.hybrid.search` does."""
-    block_size, kv_len = config.block_size, inputs.key.shape[2]
-    tokens = token_validity(inputs.query.shape[2], kv_len, inputs.offset, inputs.attention_mask, inputs.key)
-    edges = packed_edges(tokens, block_size, inputs.window)
+    block_size, lengths = config.block_size, (inputs.query.shape[2], inputs.key.shape[2])
+    # blocks are chosen by `tokens`; `seen` has those that do not decide as well
+    tokens = seen = token_validity(*lengths, inputs.offset, inputs.deciding_tokens(), inputs.key)
+    edges = seen_edges = packed_edges(tokens, block_size, inputs.window)
+    if inputs.deciding is not None:
+        seen = token_validity(*lengths, inputs.offset, None, inputs.key)
+        seen_edges = packed_edges(seen, block_size, inputs.window)
 
     # the last rows: their attention by key block and by block diagonal (S), and the lines kept of it
-    rows = representative_rows(config.index_queries, tokens, block_size, inputs.deciding)
+    rows = representative_rows(config.index_queries, tokens, block_size)
     packed = packed_rows(rows, tokens.offset)
     sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)
     norms = row_norms(sums)
@@ -39,11 +43,11 @@ def search(
     halves = split_means(means, inputs.query.dtype)
     blocks = row_blocks(inputs, halves, tokens, edges, gamma, config)
 
-    *lists, keep = block_lists(lines, blocks, edges, inputs, block_size, with_keep)
+    *lists, keep = block_lists(lines, blocks, seen_edges, inputs, block_size, with_keep)
     if not with_stats:
         return SearchResult(BlockLists(*lists), keep, None)
     assert keep is not None
-    visible = block_visibility(tokens, block_size, inputs.window).visible
+    visible = block_visibility(seen, block_size, inputs.window).visible
     stats = (
         torch.zeros(keep.shape[:2], dtype=torch.bool, device=keep.device),
         torch.full(keep.shape[:2], float("nan"), dtype=torch.float32, device=keep.device),

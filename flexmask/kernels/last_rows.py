@@ -25,11 +25,12 @@ class LastRowsLines(NamedTuple):
 @triton.jit
 def _last_rows_kernel(
     lines,  # (2, batch, num_heads, num_kv_blocks) float32: the largest share by key block, and S; -1: no candidate
-    gamma,  # 0-d float64
+    gamma,  # (num_heads,) float64
     kept,  # (2, batch, num_heads, num_kv_blocks) int8
     count,  # (2, batch, num_heads) int64
     adds_blocks,  # (batch, num_heads) bool
     heads,  # batch * num_heads
+    num_heads,
     num_kv_blocks,
     floor,
     KEY_BLOCK: tl.constexpr,
@@ -39,7 +40,7 @@ def _last_rows_kernel(
     family = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     row = (family * heads + head) * num_kv_blocks
-    dropped = 1.0 - tl.load(gamma)
+    dropped = 1.0 - tl.load(gamma + head % num_heads)
     if family == 0:
         threshold = (KEY_BLOCK * dropped).to(tl.float32)
         tl.store(adds_blocks + head, True)
@@ -74,7 +75,7 @@ def last_rows_lines(lines: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> 
         (2, batch, num_heads, num_kv_blocks) float32: by key block the most that one row gives to it, by block diagonal S; -1 where
         no row sees a line.
     gamma
-        0-d float64.
+        (num_heads,) float64.
     config
         The floor, half of which each family takes.
     """
@@ -89,6 +90,7 @@ def last_rows_lines(lines: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> 
         count,
         adds_blocks,
         batch * num_heads,
+        num_heads,
         blocks,
         config.half_of_min_blocks,
         KEY_BLOCK=hybrid_rule.KEY_BLOCK,

@@ -61,7 +61,7 @@ def _evidence_kernel(
     row_valid,  # (batch, q_len) int8, read if PADDED
     rows,  # edges, see PackedEdges
     keys,
-    gamma,  # 0-d float64, read unless MEASURE
+    gamma,  # (num_heads,) float64, read unless MEASURE
     chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, written unless MEASURE
     keep,  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool, read if MEASURE
     held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: mean attention that the kept blocks hold; NaN: no rows
@@ -157,7 +157,8 @@ def _evidence_kernel(
     threshold = tl.zeros([LINES], tl.float32)
     if not MEASURE:
         # of the sum of squares, so that no root need be taken
-        least = FACTOR * (1.0 - tl.load(gamma))
+        head = (key_head % num_kv_heads) * GROUPS + group_head
+        least = FACTOR * (1.0 - tl.load(gamma + head, mask=here, other=1.0))
         threshold = (tl.maximum(number, 1).to(tl.float64) * least * least).to(tl.float32)
     # the products once more: cheaper than to write the scores and read them back
     for start in range(begin, to, COLUMNS):
@@ -209,7 +210,7 @@ def row_blocks(
     tokens, edges
         Which rows are tokens, and which blocks see which.
     gamma
-        0-d float64.
+        (num_heads,) float64.
     config
         Block size and row stride.
 

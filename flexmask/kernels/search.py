@@ -100,7 +100,7 @@ def _pooled_blocks(
     block_size = config.block_size
     query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, is_query_aware, block_size)
     values = pooled_map(query_means, key_means, is_query_aware, edges, inputs, block_size)
-    if config.query_aware == "per_query" or config.gamma == 1:
+    if config.query_aware == "per_query":
         return top_p_rows(values, is_query_aware, edges, gamma, config.max_blocks, block_size)
     blocks = top_p_map(values, is_query_aware, edges, gamma, block_size)
     if config.max_blocks is None:
@@ -117,7 +117,7 @@ def _statistics(
     tokens: Tokens,
     block_size: int,
 ) -> tuple[Tensor, ...]:
-    """The tensors of FlexPrefillStats, in its order."""
+    """The tensors of FlexPrefillStats but is_dense, in its order."""
     assert keep is not None
     visible = block_visibility(tokens, block_size, inputs.window).visible
     held = kept_mass(keep, mass.rows, mass.sums, mass.norms, block_size)

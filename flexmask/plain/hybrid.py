@@ -29,12 +29,15 @@ def search(
     inputs: AttentionInputs, config: FlexPrefillConfig, gamma: Tensor, tau: Tensor, with_stats: bool, with_keep: bool
 ) -> SearchResult:
     """Choose the blocks of every head; the arguments are those of `flexmask.plain.search.search`, tau has no part."""
-    block_size = config.block_size
-    tokens = token_validity(inputs.query.shape[2], inputs.key.shape[2], inputs.offset, inputs.attention_mask, inputs.key)
-    seen = block_visibility(tokens, block_size, inputs.window)
+    block_size, lengths = config.block_size, (inputs.query.shape[2], inputs.key.shape[2])
+    # blocks are chosen by `tokens`; `seen` has those that do not decide as well
+    tokens = seen_tokens = token_validity(*lengths, inputs.offset, inputs.deciding_tokens(), inputs.key)
+    if inputs.deciding is not None:
+        seen_tokens = token_validity(*lengths, inputs.offset, None, inputs.key)
+    seen = block_visibility(seen_tokens, block_size, inputs.window)
 
     # the last rows: their attention by key block and by block diagonal (S), and the lines kept of it
-    rows = representative_rows(config.index_queries, tokens, block_size, inputs.deciding)
+    rows = representative_rows(config.index_queries, tokens, block_size)
     attention = representative_attention(inputs, rows, tokens)
     mass = line_mass(row_mass(attention, rows, block_size), rows, block_size)
     candidates = candidate_lines(tokens, block_size, inputs.window)
@@ -83,7 +86,7 @@ def _statistics(
     evidence: Tensor,
     block_size: int,
 ) -> tuple[Tensor, ...]:
-    """The tensors of FlexPrefillStats, in its order; seven arguments, one for each step that it reports on."""
+    """The tensors of FlexPrefillStats but is_dense, in its order; seven arguments, one for each step that it reports on."""
     visible_blocks = seen.visible.sum((-2, -1)).clamp(min=1)[:, None]
     q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     held = torch.where(keep.gather(2, q_block), mass.by_row, 0.0).sum((-2, -1))

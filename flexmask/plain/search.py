@@ -52,7 +52,7 @@ def search(
     config
         The options, as `flexmask.config.compile_time` gives them.
     gamma, tau
-        0-d on query's device, of `flexmask._torch.widest_float`.
+        (num_heads,) and 0-d on query's device, of `flexmask._torch.widest_float`.
     with_stats, with_keep
         Whether statistics are wanted; the map of kept blocks is there anyway.
     """
@@ -110,7 +110,7 @@ def search(
 def _statistics(
     keep: Tensor, choice: Choice, mass: LineMass, rows: RepresentativeRows, seen: BlockVisibility, block_size: int
 ) -> tuple[Tensor, ...]:
-    """The tensors of FlexPrefillStats, in its order."""
+    """The tensors of FlexPrefillStats but is_dense, in its order."""
     visible_blocks = seen.visible.sum((-2, -1)).clamp(min=1)[:, None]
     q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     held = torch.where(keep.gather(2, q_block), mass.by_row, 0.0).sum((-2, -1))

@@ -11,6 +11,7 @@ functions check shapes and ranges, this module does not.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def coverage_selection(head: AttentionHead, seen: Visibility, options: Options) 
 def reference_flexprefill(
     query: Tensor,
     key: Tensor,
-    gamma: float = 0.95,
+    gamma: float | Sequence[float] | Tensor = 0.95,
     tau: float = 0.1,
     *,
     block_size: int = 128,
@@ -113,7 +114,7 @@ def reference_flexprefill(
         ``(batch, num_heads, q_len, head_dim)``, any float dtype and device.
     key : Tensor
         ``(batch, num_kv_heads, kv_len, head_dim)``; ``num_kv_heads`` divides ``num_heads``.
-    gamma : float
+    gamma : float, or a sequence or ``(num_heads,)`` tensor of them
         Share of attention to keep, in (0, 1]; 1 keeps every visible block. Default ours.
     tau : float
         Distance below which a head is Query-Aware, in [0, 1]; 0 gives none. Default: paper.
@@ -166,7 +167,7 @@ def reference_flexprefill(
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     """
     options = Options(
-        gamma=gamma,
+        gamma=math.nan,  # each head's own, below
         tau=tau,
         min_blocks=math.ceil(min_budget / block_size),
         max_blocks=None if max_budget is None else math.ceil(max_budget / block_size),
@@ -187,6 +188,9 @@ def reference_flexprefill(
             attention_mask=attention_mask,
             q_offset=q_offset,
         )
+    gammas = [float(gamma)] * num_heads if isinstance(gamma, (int, float)) else [float(share) for share in gamma]
+    if len(gammas) != num_heads:
+        raise ValueError(f"gamma must have one share for each of {num_heads} heads; got {len(gammas)}")
     select = {"coverage": coverage_selection, "hybrid": hybrid_selection, "reference": published_selection}[selection]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
 
@@ -200,7 +204,8 @@ def reference_flexprefill(
                 continue
             query_head = query[b, h].detach().cpu().double()
             key_head = key[b, h // (num_heads // num_kv_heads)].detach().cpu().double()
-            heads.append(select(AttentionHead(query_head, key_head, scale, softcap), seen, options))
+            own = options._replace(gamma=gammas[h])
+            heads.append(select(AttentionHead(query_head, key_head, scale, softcap), seen, own))
     return stacked(heads, batch)
 
 
