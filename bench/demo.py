@@ -113,8 +113,10 @@ def table(dense: Measured, sparse: Measured, stats: Sequence[FlexPrefillStats]) 
     for layer, layer_stats in enumerate(stats):
         query_aware, heads = int(layer_stats.is_query_aware.sum()), layer_stats.is_query_aware.numel()
         found = f"heads: {query_aware} query-aware, {heads - query_aware} vertical-slash"
+        if layer_stats.is_dense.any():
+            found += f"; {int(layer_stats.is_dense.sum())} run dense, which is faster"
         found = "ran dense: a short prompt" if layer_stats.dense else found
-        rows.append((f"blocks computed, layer {layer}", "100.0%", f"{layer_stats.density.mean():.1%}", found))
+        rows.append((f"blocks kept, layer {layer}", "100.0%", f"{layer_stats.density.mean():.1%}", found))
     return text_table(rows, "<>><")
 
 

@@ -72,7 +72,8 @@ _AUTOCAST_DEVICES = frozenset(
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Switch autocast off on `device`: arithmetic in the dtypes of its tensors, whatever the program has set."""
     if device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
-        return cast(contextlib.AbstractContextManager[None], torch.autocast(device.type, enabled=False))
+        # the type as text: 2.5.1 cannot trace the generic alias
+        return cast("contextlib.AbstractContextManager[None]", torch.autocast(device.type, enabled=False))
     return contextlib.nullcontext()
 
 
@@ -105,6 +106,11 @@ def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
     torch._dynamo.maybe_mark_dynamic(view, dim)
     torch._dynamo.mark_static(view, [other for other in range(1, view.dim()) if other != dim])
     return view
+
+
+def keep_static(tensor: Tensor) -> None:
+    """Have torch.compile take the sizes of `tensor` as numbers, whatever it has seen of others in a function of the same name."""
+    torch._dynamo.mark_static(tensor)
 
 
 def computed_once(tensor: Tensor) -> Tensor:

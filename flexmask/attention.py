@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -13,11 +15,12 @@ from flexmask.config import UNSET, FlexPrefillConfig, config_from, takes_options
 from flexmask.flex.backend import BACKENDS, chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention, runs_dense
+from flexmask.flex.dense_heads import above_break_even, at_gamma_one, has_causal_kernel, query_heads, runs_of
 from flexmask.flex.head_groups import head_bytes
-from flexmask.flex.sparse import sparse_attention
+from flexmask.flex.sparse import HeadPlan, sparse_attention
 from flexmask.plain.published import check_published
 from flexmask.search import search
-from flexmask.stats import FlexPrefillStats, empty_stats
+from flexmask.stats import FlexPrefillStats, empty_stats, stats_of
 
 # tokens of kv_len: the shortest length at which plain calls beat dense attention on every input measured (docs/performance.md)
 DENSE_BELOW = 16384
@@ -29,7 +32,7 @@ def flexprefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    gamma: float = UNSET,
+    gamma: float | Sequence[float] | Tensor = UNSET,
     tau: float = UNSET,
     *,
     scale: float | None = None,
@@ -59,7 +62,7 @@ def flexprefill_attention(
     value
         (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 256 may differ from head_dim.
     gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, config
-        As in `FlexPrefillConfig`.
+        As in `FlexPrefillConfig`; `gamma` as in `flexprefill_mask`.
     scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     sinks
@@ -72,7 +75,10 @@ def flexprefill_attention(
     dense_below
         Tokens: with a kv_len below this, and for a single query row, dense attention runs instead. Default None: 16384,
         where it was 1.6 times as fast as dense attention on an H200 at a density of .55 and gamma .95 (FLASH backend); at 8,192
-        plain calls are launch-bound. 0 switches it off, except for a single row.
+        plain calls are launch-bound. Above it, a whole prompt without padding, window, soft cap, sinks, gradients or log-sum-exp
+        runs dense by SDPA in the heads where that is faster, key head by key head: at gamma 1 (not as a tensor, and with no
+        `max_budget`), and on CPUs where the mask keeps more than .66 of the blocks (.43 in half precision). The statistics say
+        which. 0 switches all of this off, except for a single row.
     return_lse
         Also return the log-sum-exp of every row (natural logarithm) over its keys, sinks not counted, (batch, num_heads, q_len)
         float32; -inf for a row that sees nothing. Not on CPUs, where FlexAttention has none.
@@ -120,19 +126,21 @@ def flexprefill_attention(
         attention_mask=attention_mask,
         q_offset=q_offset,
         sinks=sinks,
+        gamma=gamma if isinstance(gamma, Tensor) else config.gamma,
     )
     check_published(config, inputs)
     check_word("backend", backend, BACKENDS)
     dense_below = check_dense_below(dense_below)
     check_max_mask_bytes(max_mask_bytes)
 
-    if runs_dense(query.shape[2], key.shape[2], dense_below):
+    gains = dense_below > 0 and not return_lse and has_causal_kernel(inputs)
+    if runs_dense(query.shape[2], key.shape[2], dense_below) or (gains and all(at_gamma_one(inputs, config))):
         if backend != "auto":  # one that cannot run is refused at every length
             chosen_backend(backend, inputs, config.block_size, return_lse)
         out, lse = dense_attention(inputs, return_lse)
         stats = empty_stats(query, dense=True) if return_stats else None
     else:
-        out, lse, stats = attention_to_kept(inputs, config, backend, max_mask_bytes, return_lse, return_stats)
+        out, lse, stats = attention_to_kept(inputs, config, backend, max_mask_bytes, dense_below > 0, return_lse, return_stats)
     extras = tuple(x for x in (lse, stats) if x is not None)
     return (out, *extras) if extras else out
 
@@ -142,24 +150,37 @@ def attention_to_kept(
     config: FlexPrefillConfig,
     backend: str = "auto",
     max_mask_bytes: int = MAX_MASK_BYTES,
+    dense_heads: bool = False,
     return_lse: bool = False,
     return_stats: bool = False,
     masks: list[BlockMask] | None = None,
 ) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
     """Attention over the blocks that FlexPrefill keeps: the sparse half of `flexprefill_attention`, of checked inputs.
 
-    To `masks`, if given, the mask of each group of heads is appended, its block choice in the mask_mod too: for pictures. The
-    other arguments are the public function's own.
+    With `dense_heads`, dense attention serves the heads for which it is faster. To `masks`, if given, the mask of each group of
+    heads is appended, its block choice in the mask_mod too: for pictures. The other arguments are the public function's own.
     """
 
-    def make_mask(part: AttentionInputs) -> tuple[BlockMask, FlexPrefillStats | None]:
+    def make_mask(part: AttentionInputs) -> HeadPlan:
+        # in a surrounding graph what empties lists and what reads them would be one more thing to order
+        gains = dense_heads and not return_lse and not part.wants_gradients() and not torch.compiler.is_compiling()
+        gains = gains and has_causal_kernel(part)
+        num_kv_heads = part.key.shape[1]
+        dense = at_gamma_one(part, config) if gains else [False] * num_kv_heads
+        if all(dense) and not return_stats and masks is None:
+            return HeadPlan(None)
         found = search(part, config, return_stats, with_keep=masks is not None)
         if masks is not None:
             masks.append(block_mask(part, found.lists, found.keep, config.block_size, "flexprefill"))
         # the lists do the selection here, so that the mask_mod need only cut partial blocks
         mask = block_mask(part, found.lists, None, config.block_size)
-        return mask, None if found.stats is None else FlexPrefillStats(*found.stats)
+        if gains:
+            dense = [any(reasons) for reasons in zip(dense, above_break_even(mask, part), strict=True)]
+        runs = runs_of(dense)
+        stats = None if found.stats is None else stats_of(found.stats, [query_heads(part, run) for run in runs])
+        return HeadPlan(None if all(dense) else mask, stats, runs)
 
+    inputs = inputs.with_gamma(config.gamma)
     at_once = max_mask_bytes // head_bytes(inputs, config)
     return sparse_attention(inputs, make_mask, config.block_size, at_once, backend, return_lse)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from flexmask.flex.block_mask import block_mask
 from flexmask.flex.head_groups import head_bytes
 from flexmask.plain.published import check_published
 from flexmask.search import search
-from flexmask.stats import FlexPrefillStats
+from flexmask.stats import FlexPrefillStats, stats_of
 
 MOST_BYTES = 16 * 2**30
 
@@ -23,7 +24,7 @@ MOST_BYTES = 16 * 2**30
 def flexprefill_mask(
     query: Tensor,
     key: Tensor,
-    gamma: float = UNSET,
+    gamma: float | Sequence[float] | Tensor = UNSET,
     tau: float = UNSET,
     *,
     scale: float | None = None,
@@ -56,7 +57,8 @@ def flexprefill_mask(
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA) and
         q_len <= kv_len. Lengths need not be multiples of the block.
     gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries
-        As in `FlexPrefillConfig`, which holds their units, ranges and defaults.
+        As in `FlexPrefillConfig`, which holds their units, ranges and defaults. `gamma` may also be a (num_heads,) floating
+        tensor on query's device: its values are never read but clamped to (0, 1] there, NaN to 1.
     scale
         Factor of the scores, > 0. Default None: 1 / sqrt(head_dim).
     softcap
@@ -84,8 +86,9 @@ def flexprefill_mask(
         and a bool map of batch * num_heads * num_q_blocks * num_kv_blocks entries, 9 bytes an entry (0.3 GB for 32 heads at 128k
         tokens in blocks of 128). While it is made, up to 14 bytes an entry by the kernels on CUDA; elsewhere up to 72, and 12
         for each representative row and key (18 with a soft cap), since their attention is written out. torch 2.5's BlockMask
-        knows whole blocks only: its shape and sparsity round the lengths up to them. A mask_mod is a closure, so that
-        ``torch.save`` and pickle refuse the mask: save its four lists, or make it again.
+        knows whole blocks only: its shape and sparsity round the lengths up to them. ``torch.save``, pickle and ``copy.deepcopy``
+        take the mask with its mask_mod (``torch.load`` needs ``weights_only=False``); one made inside ``torch.compile``, and what
+        BlockMask's own methods make of a mask, they do not.
     FlexPrefillStats
         Only with `return_stats`.
 
@@ -122,7 +125,14 @@ def flexprefill_mask(
     """
     config = config_from(config, gamma, tau, options)
     inputs = attention_inputs(
-        query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
+        query,
+        key,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        attention_mask=attention_mask,
+        q_offset=q_offset,
+        gamma=gamma if isinstance(gamma, Tensor) else config.gamma,
     )
     check_published(config, inputs)
     needed = query.shape[0] * query.shape[1] * head_bytes(inputs, config)
@@ -135,9 +145,10 @@ def flexprefill_mask(
     result = search(inputs, config, return_stats, with_keep=True)
     # inside a surrounding compilation gamma may be symbolic, which no string can be made of
     traced = torch.compiler.is_compiling()
-    name = "flexprefill" if traced else f"flexprefill(gamma={config.gamma}, tau={config.tau}, block_size={config.block_size})"
+    shown = config.gamma if inputs.gamma is None else "by head"
+    name = "flexprefill" if traced else f"flexprefill(gamma={shown}, tau={config.tau}, block_size={config.block_size})"
     mask = block_mask(inputs, result.lists, result.keep, config.block_size, name)
     if not return_stats:
         return mask
     assert result.stats is not None
-    return mask, FlexPrefillStats(*result.stats)
+    return mask, stats_of(result.stats)

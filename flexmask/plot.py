@@ -128,15 +128,16 @@ def block_kinds(block_mask: BlockMask, head: int, batch: int = 0) -> Tensor:
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _listed(block_mask.full_kv_num_blocks[batch, head], block_mask.full_kv_indices[batch, head])
     q_block, kv_block = block_mask.BLOCK_SIZE
-    last_row = (q_block * torch.arange(1, partial.shape[0] + 1)).clamp(max=q_len) - 1 + kv_len - q_len
-    visible = kv_block * torch.arange(partial.shape[1]) <= last_row[:, None]
+    q_blocks, kv_blocks = (torch.arange(count, device="cpu") for count in partial.shape)
+    last_row = (q_block * (q_blocks + 1)).clamp(max=q_len) - 1 + kv_len - q_len
+    visible = kv_block * kv_blocks <= last_row[:, None]
     return torch.where(full, 3, torch.where(partial, 2, visible.long()))
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
     """A (num_q_blocks, num_kv_blocks) bool map on the CPU of the first `counts` entries of each row of `indices`."""
     counts, indices = counts.cpu(), indices.cpu().long()
-    rows, columns = torch.nonzero(torch.arange(indices.shape[-1]) < counts[:, None], as_tuple=True)
+    rows, columns = torch.nonzero(torch.arange(indices.shape[-1], device="cpu") < counts[:, None], as_tuple=True)
     kept = torch.zeros_like(indices, dtype=torch.bool)
     kept[rows, indices[rows, columns]] = True
     return kept

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON, in_dispatch_mode, widest_float, with_dynamic, without_autocast, without_tf32
+from flexmask._torch import HAS_TRITON, in_dispatch_mode, keep_static, widest_float, with_dynamic, without_autocast, without_tf32
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.search_result import BlockLists, SearchResult
 from flexmask.base.visibility import num_blocks
 from flexmask.compilation import compiled
-from flexmask.config import OPTIONS, FlexPrefillConfig, compile_time
+from flexmask.config import COMPILE_TIME, FlexPrefillConfig, compile_time
 from flexmask.plain.search import search as plain_search
 
 if HAS_TRITON:
@@ -41,16 +41,19 @@ def search(inputs: AttentionInputs, config: FlexPrefillConfig, with_stats: bool 
         Whether the map of kept blocks is wanted as well as the lists.
     """
     with torch.no_grad(), without_autocast(inputs.query.device):
-        gamma, tau = _scalars((config.gamma, config.tau), inputs.query.device)
-        # what the search has no use for must not tell one compilation from another
-        detached = inputs.detached()
-        inputs = AttentionInputs(detached.query, detached.key, None, *detached[3:8], deciding=detached.deciding)
+        problem = inputs.with_gamma(config.gamma)
+        gamma, tau = _shares(problem, config)
+        # What the search has no use for must not tell one compilation from another. Which rows decide does not matter where all
+        # blocks are kept anyway, and the published code knows no padding
+        all_decide = (config.gamma == 1 and config.max_budget is None) or config.selection == "reference"
+        deciding = None if all_decide else inputs.deciding
+        inputs = inputs.detached().with_fields(value=None, sinks=None, deciding=deciding, gamma=None)
         return _run(inputs, compile_time(config), gamma, tau, with_stats, with_keep or with_stats)
 
 
 def runs_kernels(inputs: AttentionInputs, config: FlexPrefillConfig) -> bool:
     """True if the Triton kernels serve these inputs."""
-    return HAS_TRITON and inputs.query.is_cuda and config.selection == "coverage"
+    return HAS_TRITON and inputs.query.is_cuda and config.selection != "reference"
 
 
 def _run(
@@ -65,31 +68,51 @@ def _run(
     batch, num_heads, q_len, head_dim = query.shape
     where = (query.device.type, query.device.index, query.dtype)
     shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim)
-    given = (*inputs[3:6], *(x is None for x in (inputs.offset, inputs.attention_mask, inputs.deciding)), with_stats, with_keep)
+    scores = (inputs.scale, inputs.softcap, inputs.window)
+    given = (*scores, *(x is None for x in (inputs.offset, inputs.attention_mask, inputs.deciding)), with_stats, with_keep)
     run = compiled(kernel_search if by_kernels else plain_search, config, *where, *shape, *given, launched=by_kernels)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
-    rest = (*inputs[3:6], mask, inputs.offset, None, inputs.deciding)
-    dynamic = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, *rest)
+    dynamic = inputs.with_fields(query=with_dynamic(query, 2), key=with_dynamic(key, 2), attention_mask=mask)
     # Triton launches on the current device where nothing compiles around it; our kernels have no products that TF32 changes
     surroundings: Any = torch.cuda.device(query.device) if by_kernels else without_tf32()
+    keep_static(gamma)
     with surroundings:
         result: SearchResult = run(dynamic, config, gamma, tau, with_stats, with_keep)
         return result
 
 
-def _scalars(values: tuple[float, ...], device: torch.device) -> list[Tensor]:
-    """`values` as 0-d float64 tensors (float32 where the device has none); on CUDA those of earlier calls, to save the launch."""
+def _shares(inputs: AttentionInputs, config: FlexPrefillConfig) -> tuple[Tensor, Tensor]:
+    """Gamma by head, (num_heads,), and tau, 0-d, both of `widest_float`; on CUDA those of earlier calls, to save the launches."""
+    device, gamma = inputs.query.device, inputs.gamma
+    known = config.gamma if gamma is None else gamma
+    numbers: Any = 1.0 if isinstance(known, Tensor) else known  # a tensor's shares are there already
+    values = (numbers, inputs.query.shape[1], config.tau, device)
     kept = device.type == "cuda" and not torch.compiler.is_compiling()
     # what a mode made must not outlive it
     if not kept or in_dispatch_mode() or torch.cuda.is_current_stream_capturing():
-        return [torch.full((), value, dtype=widest_float(device), device=device) for value in values]
-    return _kept_scalars(values, device, torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled())
+        by_head, tau = _on_device(*values)
+    else:
+        stream, inference = torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled()
+        by_head, tau = _kept_shares(*values, stream, inference)
+    return known if isinstance(known, Tensor) else by_head, tau
 
 
-@functools.lru_cache(maxsize=64)
-def _kept_scalars(values: tuple[float, ...], device: torch.device, stream: int, inference: bool) -> list[Tensor]:
+@functools.lru_cache(maxsize=256)
+def _kept_shares(
+    gamma: float | tuple[float, ...], num_heads: int, tau: float, device: torch.device, stream: int, inference: bool
+) -> tuple[Tensor, Tensor]:
     # of one stream, so that none reads it before it is written, and of one mode, which compiled code tells apart
-    return [torch.full((), value, dtype=torch.float64, device=device) for value in values]
+    return _on_device(gamma, num_heads, tau, device)
+
+
+def _on_device(gamma: float | tuple[float, ...], num_heads: int, tau: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The numbers, written on the device: a copy of a list from the host would wait for it."""
+    dtype = widest_float(device)
+    if isinstance(gamma, tuple):
+        by_head = torch.stack([torch.full((), share, dtype=dtype, device=device) for share in gamma])
+    else:
+        by_head = torch.full((num_heads,), gamma, dtype=dtype, device=device)
+    return by_head, torch.full((), tau, dtype=dtype, device=device)
 
 
 def _as_one_operator(
@@ -102,17 +125,17 @@ def _as_one_operator(
     """
     tensors = (inputs.query, inputs.key, gamma, tau, inputs.offset, inputs.attention_mask, inputs.deciding)
     scores = (inputs.scale, inputs.softcap, inputs.window)
-    found = search_operator(*tensors, *scores, with_stats, with_keep, *[getattr(config, name) for name in OPTIONS])
+    found = search_operator(*tensors, *scores, with_stats, with_keep, *[getattr(config, name) for name in COMPILE_TIME])
     return SearchResult(BlockLists(*found[:4]), found[4] if with_keep else None, tuple(found[5:]) if with_stats else None)
 
 
-# the operator takes the options one by one, as the types that they have in FlexPrefillConfig
+# the operator takes the options one by one, as the types that they have in FlexPrefillConfig; gamma is a tensor
 _TYPES = {"int": "int", "int | None": "int?", "float": "float", "str": "str"}
 _SCHEMA = (
-    "(Tensor query, Tensor key, Tensor gamma_, Tensor tau_, Tensor? offset, Tensor? attention_mask, "
+    "(Tensor query, Tensor key, Tensor gamma, Tensor tau_, Tensor? offset, Tensor? attention_mask, "
     "Tensor? deciding, float scale, "
     "float? softcap, int? window, bool with_stats, bool with_keep, "
-    + ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(FlexPrefillConfig))
+    + ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(FlexPrefillConfig) if field.name in COMPILE_TIME)
     + ") -> Tensor[]"
 )
 
@@ -135,7 +158,7 @@ def search_operator(
 ) -> list[Tensor]:
     """`_run` with everything by itself, as the schema has it: an operator takes tensors and numbers only."""
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset, deciding=deciding)
-    config = FlexPrefillConfig(**dict(zip(OPTIONS, options, strict=True)))
+    config = FlexPrefillConfig(**dict(zip(COMPILE_TIME, options, strict=True)))
     result = _run(inputs, config, gamma, tau, with_stats, with_keep)
     keep = query.new_empty(0, dtype=torch.bool) if result.keep is None else result.keep
     return [*result.lists, keep, *(result.stats or ())]
@@ -144,13 +167,13 @@ def search_operator(
 @search_operator.register_fake
 def _(query: Tensor, key: Tensor, *rest: Any) -> list[Tensor]:
     with_stats, with_keep = rest[8:10]
-    block_size = rest[10:][OPTIONS.index("block_size")]
+    block_size = rest[10:][COMPILE_TIME.index("block_size")]
     heads = query.shape[:2]
     rows = (*heads, num_blocks(query.shape[2], block_size))
     blocks = (*rows, num_blocks(key.shape[2], block_size))
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [(rows, torch.int32), (blocks, torch.int32)] * 2
     shapes.append((blocks if with_keep else (0,), torch.bool))
     if with_stats:
-        dtypes = (torch.bool, torch.float32, torch.float32, torch.int64, torch.int64, torch.float32)
+        dtypes = (torch.bool, torch.float32, torch.float32, torch.int64, torch.int64, torch.float32, torch.float32)
         shapes += [(tuple(heads), dtype) for dtype in dtypes]
     return [query.new_empty(shape, dtype=dtype) for shape, dtype in shapes]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,11 @@ class FlexPrefillStats:
         int64: kept key blocks and block diagonals, those kept always not counted (a query-aware head's are its floor).
     coverage
         float32: true attention of the representative rows held by the kept blocks of their query blocks.
+    row_coverage
+        float32: row evidence held by the kept blocks, mean over query blocks. NaN where ``selection`` is not ``"hybrid"``.
+    is_dense
+        bool: dense attention served the head, where that is faster (`dense_below` of `flexprefill_attention`). Density and
+        coverage stay those of its mask. True in every head of a dense call.
     dense
         Whether the call ran dense attention instead of the selection: density and coverage are 1 then.
     """
@@ -36,6 +43,8 @@ class FlexPrefillStats:
     num_vertical_blocks: Tensor
     num_slash_blocks: Tensor
     coverage: Tensor
+    row_coverage: Tensor
+    is_dense: Tensor
     dense: bool = False
 
 
@@ -53,8 +62,18 @@ def empty_stats(query: Tensor, dense: bool) -> FlexPrefillStats:
         num_vertical_blocks=counts,
         num_slash_blocks=counts.clone(),
         coverage=heads + 1,
+        row_coverage=torch.full_like(heads, float("nan")),
+        is_dense=torch.full_like(heads, dense, dtype=torch.bool),
         dense=dense,
     )
+
+
+def stats_of(found: Any, dense_heads: Iterable[slice] = ()) -> FlexPrefillStats:
+    """The statistics that a search gives, with `dense_heads`, query heads that dense attention serves."""
+    is_dense = torch.zeros_like(found[0])
+    for heads in dense_heads:
+        is_dense[:, heads] = True
+    return FlexPrefillStats(*found, is_dense)  # type: ignore[call-arg]  # mypy lets the star take all
 
 
 def write_stats(stats: FlexPrefillStats, group: HeadGroup, part: FlexPrefillStats) -> None:

@@ -83,7 +83,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, **where: Any) -> Attentio
     stand_ins = [x.new_empty(()).expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
     checked = attention_inputs(*stand_ins, **where)
     scale = query.shape[3] ** -0.5 if where.get("scale") is None else checked.scale
-    return AttentionInputs(query, key, value, scale, *checked[4:])
+    return checked.with_fields(query=query, key=key, value=value, scale=scale)
 
 
 def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +141,9 @@ def _is_decoding(inputs: Iterable[Any]) -> bool:
     return tokens is not None and tokens.ndim > 1 and tokens.shape[1] <= 1
 
 
-def model_settings(model: PreTrainedModel, gamma: float | None, tau: float | None, options: dict[str, Any]) -> PrefillSettings:
+def model_settings(
+    model: PreTrainedModel, gamma: float | Sequence[float] | None, tau: float | None, options: dict[str, Any]
+) -> PrefillSettings:
     """The settings that a caller names for a model; where he names none, those in its config, else the defaults.
 
     Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,7 +23,7 @@ _STOCK = "flex_attention"
 
 def hook_flex_attention(
     model: Any,
-    gamma: float | None = None,
+    gamma: float | Sequence[float] | None = None,
     tau: float | None = None,
     *,
     collect_stats: bool = True,

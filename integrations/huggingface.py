@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any
@@ -109,7 +110,7 @@ class flexprefill(ContextDecorator):
         A decoder of transformers that goes through its attention interface; or a pipeline with one, torch.compile's module or a
         PEFT model around one.
     gamma, tau
-        As in `FlexPrefillConfig`.
+        As in `FlexPrefillConfig`; gammas by head are those of the whole model where it is spread over several processes.
     collect_stats
         Fill ``run.stats``; costs a little time. Default True.
     collect_masks
@@ -157,7 +158,7 @@ class flexprefill(ContextDecorator):
     def __init__(
         self,
         model: Any,
-        gamma: float | None = None,
+        gamma: float | Sequence[float] | None = None,
         tau: float | None = None,
         *,
         collect_stats: bool = True,

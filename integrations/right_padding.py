@@ -1,10 +1,11 @@
 """Right padding that no attention_mask tells of: found in the token ids, and kept out of the estimate.
 
 Dense causal attention does without a mask there, since no token sees what comes after it. FlexPrefill selects by the last rows of
-the prompt, which are padding then. A row's padding is a run of one token at its end: the rows of that run after its first do not
-decide. They attend as ever, and every key stays visible, so that a prompt which really ends in one repeated token loses no more
-than their part in the estimate. A row of nothing but one token is left alone, and so is a batch of one prompt, which needs no
-padding.
+the prompt, which are padding then. A row's padding is taken to be the run of equal tokens at its end, where there are at least
+two: the blocks are chosen by the tokens before it, as if an attention_mask hid the run, so that the prompt's own rows get the
+blocks that they get alone. No key is hidden and the run's rows attend too, to the lines that the prompt chose, so that a prompt
+which really ends in one repeated token keeps its keys. A row of nothing but one token is left alone, and so is a batch of one
+prompt, which needs no padding. A single token of padding cannot be told from a token of the prompt, and decides.
 
 The ids are seen where the model embeds them, and compared on their device: three small kernels a forward, and no wait.
 """
@@ -72,7 +73,7 @@ class _Watch:
 
 
 def deciding_rows(token_ids: Tensor) -> Tensor:
-    """The rows of each prompt up to the first of the equal tokens at its end; all rows where all its tokens are equal.
+    """The rows of each prompt before two or more equal tokens at its end; all rows where all its tokens are equal.
 
     Parameters
     ----------
@@ -85,10 +86,10 @@ def deciding_rows(token_ids: Tensor) -> Tensor:
         (batch,) int64 on the same device.
     """
     length = token_ids.shape[1]
-    # 1 where a token differs from the one before it: the run begins at the last of them
+    # True where a token differs from the one before it: the run begins at the last of them
     begins = token_ids[:, 1:] != token_ids[:, :-1]
     since = begins.flip(1).int().argmax(1)  # tokens after the run's first
-    return torch.where(begins.any(1), length - since, length)
+    return torch.where(begins.any(1) & (since > 0), length - since - 1, length)
 
 
 def with_deciding_rows(inputs: AttentionInputs, run: Any) -> AttentionInputs:
@@ -104,7 +105,7 @@ def with_deciding_rows(inputs: AttentionInputs, run: Any) -> AttentionInputs:
     if run is None or last is None or last.owner() is not run or tuple(last.shape) != (query.shape[0], query.shape[2]):
         _warn()
         return inputs
-    return inputs._replace(deciding=last.deciding.to(query.device, non_blocking=True))
+    return inputs.with_fields(deciding=last.deciding.to(query.device, non_blocking=True))
 
 
 def _warn() -> None:

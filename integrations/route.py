@@ -14,13 +14,15 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks import MASKS, causal_mask
 from flexmask.config import FlexPrefillConfig
 from flexmask.flex.dense import dense_attention, runs_dense
+from flexmask.flex.dense_heads import at_gamma_one
 from flexmask.flex.head_groups import head_bytes
 from flexmask.flex.joined import joined_mask
-from flexmask.flex.sparse import sparse_attention
+from flexmask.flex.sparse import HeadPlan, sparse_attention
 from flexmask.integrations.prefill_mask import PrefillMask
 from flexmask.integrations.right_padding import with_deciding_rows
 from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
 from flexmask.integrations.settings import PrefillSettings, saved_settings
+from flexmask.integrations.tensor_parallel import of_own_heads
 from flexmask.plain.published import check_published
 from flexmask.stats import FlexPrefillStats, empty_stats
 
@@ -35,7 +37,7 @@ class PrefillCall(NamedTuple):
     prefill: int  # number of the mask
     layer: int
     settings: PrefillSettings
-    config: FlexPrefillConfig  # of this layer
+    config: FlexPrefillConfig  # of this layer, its gammas those of the heads that are here
     run: FlexPrefillRun | None  # where it is recorded
 
     @classmethod
@@ -45,7 +47,8 @@ class PrefillCall(NamedTuple):
         settings = run.settings if run else saved_settings(getattr(module, "config", None)) or PrefillSettings()
         layer = run.calls.layer_of(module) if run else getattr(module, "layer_idx", None)
         number = -1 if layer is None else layer
-        return cls(inputs, mask.tokens, mask.prefill, number, settings, settings.of_layer(number), run)
+        config = of_own_heads(settings.of_layer(number), module, inputs.query.shape[1])
+        return cls(inputs, mask.tokens, mask.prefill, number, settings, config, run)
 
     def record(self, stats: FlexPrefillStats | None, mask: BlockMask | None, reason: str | None = None) -> None:
         """Write the call into the run, if there is one."""
@@ -91,6 +94,9 @@ def reason_dense_layer(call: PrefillCall) -> str | None:
     """Reason why a layer stays dense at any length, None where it does not."""
     if call.layer in call.settings.dense_layers:
         return "in dense_layers"
+    inputs = call.inputs.with_gamma(call.config.gamma)
+    if call.settings.method == "flexprefill" and call.settings.break_even > 0 and all(at_gamma_one(inputs, call.config)):
+        return "gamma 1 in every head"
     if call.inputs.window is not None and call.inputs.window < call.settings.break_even:
         return f"sliding window {call.inputs.window} < dense_below {call.settings.break_even}"
     return None
@@ -105,7 +111,8 @@ def by_sdpa(call: PrefillCall, reason: str) -> Tensor:
 def dense_long_prompt(call: PrefillCall, reason: str) -> Tensor:
     """Dense attention of a long prompt: by SDPA's causal kernel where that can run, else under the block mask of visibility."""
     inputs = call.inputs
-    if inputs.query.shape[2] == inputs.key.shape[2] and inputs[4:9] == (None,) * 5:
+    given = (inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
+    if inputs.query.shape[2] == inputs.key.shape[2] and all(x is None for x in given):
         return by_sdpa(call, reason)
     return by_method(call, causal_mask, reason)
 
@@ -118,14 +125,14 @@ def by_method(call: PrefillCall, method: Callable[..., BlockMask], reason: str |
     options: dict[str, Any] = {name: value for name, value in scores.items() if name in taken}
     masks: list[BlockMask] = []
 
-    def make_mask(part: AttentionInputs) -> tuple[BlockMask, None]:
+    def make_mask(part: AttentionInputs) -> HeadPlan:
         where = {"window": part.window, "attention_mask": part.attention_mask, "q_offset": part.offset}
         made = method(part.query, part.key, block_size=block_size, **options, **where)
         if made.BLOCK_SIZE != (block_size, block_size):
             raise ValueError(f"method must give a mask in blocks of {block_size} tokens, as it is told to; got {made.BLOCK_SIZE}")
         if call.keeps_masks:
             masks.append(made)
-        return made, None
+        return HeadPlan(made)
 
     at_once = settings.max_mask_bytes // head_bytes(inputs, call.config)
     out = sparse_attention(inputs, make_mask, block_size, at_once, settings.backend)[0]
@@ -139,8 +146,8 @@ def by_flexprefill(call: PrefillCall) -> Tensor:
     check_published(call.config, call.inputs)
     with_stats = call.run is not None and call.run.collect_stats
     masks: list[BlockMask] | None = [] if call.keeps_masks else None
-    limit = call.settings.max_mask_bytes
-    inputs = with_deciding_rows(call.inputs, call.run)
-    out, _, stats = attention_to_kept(inputs, call.config, call.settings.backend, limit, return_stats=with_stats, masks=masks)
+    inputs, settings = with_deciding_rows(call.inputs, call.run), call.settings
+    limits = (settings.max_mask_bytes, settings.break_even > 0)
+    out, _, stats = attention_to_kept(inputs, call.config, settings.backend, *limits, return_stats=with_stats, masks=masks)
     call.record(stats, joined_mask(masks, call.inputs) if masks else None)
     return out

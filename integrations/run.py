@@ -22,6 +22,8 @@ from flexmask.stats import FlexPrefillStats
 LOCK = threading.RLock()
 # of each block, for its log line; a server that never ends its hook would otherwise gather one for every length
 _MAX_REASONS = 8
+# the reason of single heads
+DENSE_HEAD = "dense attention is faster for the heads of its key head"
 
 
 @dataclass(eq=False)
@@ -110,7 +112,10 @@ class FlexPrefillRun:
         return not self._sparse, f"{number} ran dense{at_times}: {'; '.join(reasons[:3])}{more}"
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a layer, prefill call, batch row and head: its pattern, distance, density and coverage; `reason` if dense."""
+        """One row a layer, prefill call, batch row and head: its pattern, distance, density and coverage; `reason` if dense.
+
+        A head that dense attention served because that is faster keeps the pattern and the density of its mask.
+        """
         return [
             {
                 "layer": layer,
@@ -121,7 +126,7 @@ class FlexPrefillRun:
                 "distance": float(stats.js_distance[batch, head]),
                 "density": float(stats.density[batch, head]),
                 "coverage": float(stats.coverage[batch, head]),
-                "reason": reason,
+                "reason": DENSE_HEAD if reason is None and stats.is_dense[batch, head] else reason,
             }
             for layer, calls in sorted(self.stats.items())
             for call, stats, reason in zip(self.calls.numbers[layer], calls, self.reasons[layer], strict=True)

@@ -28,12 +28,13 @@ class PrefillSettings:
     config
         The options of FlexPrefill, for all layers.
     layers
-        By layer index: options of FlexPrefillConfig that differ there, as ``{3: {"gamma": 0.99}}``. Default: none.
+        By layer index: options of FlexPrefillConfig that differ there, as ``{3: {"gamma": 0.99}}`` or, with a gamma for every
+        head, ``{3: {"gamma": [0.9, 1.0]}}``. Default: none.
     dense_layers
         Layer indices whose attention is dense. Default: none.
     dense_below
-        Tokens, >= 0: dense attention runs below this kv_len, and in layers whose sliding window is shorter. Default None: as in
-        `flexprefill_attention`.
+        Tokens, >= 0: dense attention runs below this kv_len, in layers whose sliding window is shorter, in layers whose heads are
+        all at gamma 1, and in single heads as in `flexprefill_attention`. 0 switches all of this off. Default None: as there.
     backend, max_mask_bytes
         As in `flexprefill_attention`.
     method
@@ -72,7 +73,8 @@ class PrefillSettings:
             _check_options(options, OPTIONS, f"layers[{index}]")
             replace(self.config, **options)
         # what was checked, whatever becomes of the caller's dicts
-        object.__setattr__(self, "layers", {index: dict(options) for index, options in self.layers.items()})
+        layers = {index: {name: _frozen(value) for name, value in options.items()} for index, options in self.layers.items()}
+        object.__setattr__(self, "layers", layers)
         check_dense_below(self.dense_below)
         check_word("backend", self.backend, BACKENDS)
         check_max_mask_bytes(self.max_mask_bytes)
@@ -106,13 +108,14 @@ class PrefillSettings:
         if callable(self.method):
             raise ValueError("method must be a name to be saved, of flexmask.block_masks.MASKS; got a function")
         default = PrefillSettings()
-        saved = {name: value for name in OPTIONS if (value := getattr(self.config, name)) != getattr(default.config, name)}
+        chosen = {name: value for name in OPTIONS if (value := getattr(self.config, name)) != getattr(default.config, name)}
+        saved = _for_json(chosen)
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name != "config" and value != getattr(default, item.name):
                 saved[item.name] = value
         if self.layers:
-            saved["layers"] = {str(index): dict(options) for index, options in self.layers.items()}
+            saved["layers"] = {str(index): _for_json(options) for index, options in self.layers.items()}
         if self.dense_layers:
             saved["dense_layers"] = list(self.dense_layers)
         return saved
@@ -135,6 +138,15 @@ class PrefillSettings:
             raise ValueError(f"config must come without options of its own; got {sorted(chosen)} too")
         rest = {name: value for name, value in options.items() if name in own}
         return cls(FlexPrefillConfig(**chosen) if config is None else config, **rest)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _for_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` as reading them back from JSON gives them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def saved_settings(config: Any) -> PrefillSettings | None:

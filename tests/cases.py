@@ -105,6 +105,11 @@ class Case:
         config = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
         return {**config, **self.keywords()}
 
+    @property
+    def gammas(self) -> Tensor:
+        """Each head's gamma, (num_heads,) float64."""
+        return torch.tensor(self.config.gamma, dtype=torch.float64).expand(self.query.shape[1])
+
     def search(self, query: Tensor | None = None, key: Tensor | None = None) -> SearchResult:
         """Run the fast path, with statistics."""
         query, key = self.query if query is None else query, self.key if key is None else key
@@ -116,7 +121,8 @@ class Case:
         return reference_flexprefill(self.query, self.key, **self.reference_keywords())
 
 
-Stats = namedtuple("Stats", [item.name for item in dataclasses.fields(FlexPrefillStats) if item.name != "dense"])  # type: ignore[misc]
+_NAMES = [item.name for item in dataclasses.fields(FlexPrefillStats) if item.name not in ("is_dense", "dense")]
+Stats = namedtuple("Stats", _NAMES)  # type: ignore[misc]
 
 
 def with_named_stats(result: SearchResult) -> SearchResult:
@@ -128,6 +134,8 @@ def with_named_stats(result: SearchResult) -> SearchResult:
 
 # Attention that is all but even fills whole rows of the pooled map: a whole number of rows must not be what is asked for.
 GAMMAS = (0.31, 0.43, 0.53, 0.61, 0.71, 0.83, 0.91, 0.947)
+# among the gammas of a case's heads only: a case of which all heads keep everything compares nothing
+BY_HEAD_ONLY = 1.0
 PADDINGS = ("none", "left", "right", "holes", "all")
 
 
@@ -198,13 +206,19 @@ def configs(
 
 
 def drawn_inputs(draw: st.DrawFn, config: FlexPrefillConfig, batch: int, q_len: int, kv_len: int, sharpness: float = 1.0) -> Case:
-    """A case of fresh inputs and heads, without padding, offset or score options."""
+    """A case of fresh inputs and heads, without padding, offset or score options.
+
+    Where the config's gamma is one of those drawn, every head may have its own instead.
+    """
     num_heads, num_kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]))
     head_dim = draw(st.sampled_from([16, 32, 64] if sharpness == 1 else [32, 64]))  # a sharp offset needs many dimensions
     # other options, other inputs: what hypothesis varies of a case that it tried is a fresh case
     seed = zlib.crc32(repr((draw(st.integers(0, 2**31)), config, batch, q_len, kv_len, head_dim)).encode())
     generator = torch.Generator().manual_seed(seed)
     query, key = structured_inputs(generator, batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, sharpness)
+    if config.gamma in GAMMAS and draw(st.booleans()):
+        own = st.lists(st.sampled_from([*GAMMAS, config.gamma, BY_HEAD_ONLY]), min_size=num_heads, max_size=num_heads)
+        config = replace(config, gamma=draw(own))
     return Case(query, key, config)
 
 

@@ -12,6 +12,8 @@ import torch
 pytest.importorskip("matplotlib")
 
 import flexmask
+from bench.cpu_break_even import break_even as cpu_break_even
+from bench.cpu_break_even import main as measure_cpu
 from bench.measure.compare import compare
 from bench.measure.compile_times import constant_sizes
 from bench.measure.results import Results
@@ -277,3 +279,14 @@ def test_sizes_are_taken_as_constants_only_within():
         assert not hasattr(search.with_dynamic(tensor, 1), "_dynamo_weak_dynamic_indices")
     assert search.with_dynamic is before
     assert hasattr(before(tensor, 1), "_dynamo_weak_dynamic_indices")
+
+
+def test_break_even_of_a_cpu_is_interpolated():
+    assert cpu_break_even((0.4, 0.6, 0.8), (0.7, 0.9, 1.3)) == pytest.approx(0.65)
+    assert cpu_break_even((0.4, 0.6), (0.7, 0.9)) is None
+
+
+def test_cpu_break_even_prints_a_row_for_each_shape(capsys):
+    measure_cpu(["--lengths", "512", "--head-dims", "32", "--dtypes", "float32", "--rounds", "1"])
+    row = capsys.readouterr().out.splitlines()[-1].split("   ")
+    assert row[0] == "512 tokens, head_dim 32, float32"

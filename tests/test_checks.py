@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask, warmup
+from flexmask.config import UNSET
 from tests.comparisons import known_lengths
 from tests.refusals import LAYOUT, Refusals, ids, right, zeros
 
@@ -125,6 +126,31 @@ REFUSED: Refusals = [
     # the options of a config, each once: tests/test_config.py has them all
     ({"gamma": 0}, ValueError, "gamma must be in (0, 1]; got 0"),
     ({"gamma": "high"}, TypeError, "gamma must be a number; got str"),
+    # gamma by head
+    *(
+        ({"gamma": [0.5] * n}, ValueError, f"gamma must hold one number for each of query's 4 heads; got {n} numbers")
+        for n in (1, 2, 3, 8)
+    ),
+    (
+        {"config": FlexPrefillConfig(gamma=(0.5,) * 2, block_size=32), "block_size": UNSET},
+        ValueError,
+        "gamma must hold one number for each of query's 4 heads; got 2 numbers",
+    ),
+    ({"gamma": (0.5, 0.5, 2.0, 0.5)}, ValueError, "gamma[2] must be in (0, 1]; got 2.0"),
+    *(
+        ({"gamma": zeros(*shape)}, ValueError, f"gamma must be (num_heads,) = (4,); got {shape}")
+        for shape in ((), (1,), (2,), (2, 4), (4, 1))
+    ),
+    *(
+        ({"gamma": zeros(4, dtype=dtype)}, TypeError, f"gamma must be floating; got {dtype}")
+        for dtype in (torch.int64, torch.bool, torch.complex64)
+    ),
+    ({"gamma": zeros(4, device="meta")}, ValueError, "gamma must hold values; got a tensor on the meta device"),
+    (
+        {"config": FlexPrefillConfig(block_size=32), "block_size": UNSET, "gamma": zeros(4)},
+        ValueError,
+        "config excludes the keywords that it holds; got config and gamma",
+    ),
     ({"tau": 1.1}, ValueError, "tau must be in [0, 1]; got 1.1"),
     ({"block_size": 100}, ValueError, "block_size must be a multiple of 16 from 16 to 256; got 100"),
     ({"min_budget": -1}, ValueError, "min_budget must be >= 0 tokens; got -1"),
@@ -179,7 +205,7 @@ REFUSED: Refusals = [
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=ids(REFUSED))
 @pytest.mark.parametrize("function", [flexprefill_mask, flexprefill_attention])
 def test_both_functions_refuse(function, changes, error, message):
-    arguments = {**right(), **changes}
+    arguments = {name: value for name, value in {**right(), **changes}.items() if value is not UNSET}
     if function is flexprefill_mask:
         del arguments["value"]
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
@@ -242,6 +268,10 @@ def test_a_config_excludes_keywords_that_equal_their_defaults(name):
         {"window": 2**63 - 1},
         {"scale": 1},
         {"softcap": 1e-3},
+        {"gamma": [1e-9, 0.5, 1, 1.0]},
+        *({"gamma": torch.full((4,), 0.5, dtype=dtype)} for dtype in (torch.float64, torch.float32, torch.bfloat16)),
+        # values are not looked at: clamped on the device
+        {"gamma": torch.tensor([-1.0, 0.0, 7.0, math.nan])},
         *({"attention_mask": torch.ones(2, 96, dtype=dtype)} for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64)),
         {"query": zeros(2, 4, 96, 32)},
         {"query": zeros(2, 4, 1, 16), "key": zeros(2, 1, 1, 16)},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexmask.config import UNSET, FlexPrefillConfig, config_from
+from flexmask.config import UNSET, FlexPrefillConfig, compile_time, config_from
 
 NUMBER = "{name} must be a number; got {got}"
 FINITE = "{name} must be finite; got {got}"
@@ -31,7 +31,27 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
         ({n: x}, TypeError, NUMBER.format(name=n, got=type(x).__name__))
         for n in ("gamma", "tau")
-        for x in ("0.9", None, True, torch.tensor(0.9), 0.9j, [0.9])
+        for x in ("0.9", None, True, 0.9j, {0.9}, np.array([0.9]))
+    ),
+    *(({"tau": x}, TypeError, NUMBER.format(name="tau", got=type(x).__name__)) for x in (torch.tensor(0.1), [0.1], (0.1, 0.2))),
+    *(
+        (
+            {"gamma": torch.full(shape, 0.9)},
+            TypeError,
+            "gamma must be a number or a sequence of one number a head in a config; got a tensor, "
+            "which flexprefill_mask and flexprefill_attention take as a keyword",
+        )
+        for shape in ((), (2,))
+    ),
+    ({"gamma": []}, ValueError, "gamma must be a number or hold one number a head; got an empty sequence"),
+    ({"gamma": ()}, ValueError, "gamma must be a number or hold one number a head; got an empty sequence"),
+    *(
+        ({"gamma": [0.5, x]}, ValueError, message.replace("gamma", "gamma[1]").format(name="gamma[1]", got=x))
+        for x, message in ((0, GAMMA), (1.1, GAMMA), (-1.0, GAMMA), (math.nan, FINITE), (math.inf, FINITE))
+    ),
+    *(
+        ({"gamma": (x, 0.5)}, TypeError, NUMBER.format(name="gamma[0]", got=type(x).__name__))
+        for x in ("0.9", None, True, (0.9,), torch.tensor(0.9))
     ),
     *(({"block_size": x}, ValueError, BLOCK.format(got=x)) for x in (0, -16, 8, 15, 17, 100, 272, 512)),
     *(
@@ -69,7 +89,7 @@ def test_wrong_value_is_refused_by_name(keywords, error, message):
 @pytest.mark.parametrize(
     "keywords",
     [
-        *({"gamma": x} for x in (1e-9, 0.5, 1, 1.0)),
+        *({"gamma": x} for x in (1e-9, 0.5, 1, 1.0, (0.5,), (1e-9, 1), (0.5,) * 128)),
         *({"tau": x} for x in (0, 0.0, 0.1, 1, 1.0)),
         *({"block_size": x} for x in range(16, 257, 16)),
         *({"min_budget": x} for x in (0, 1, 10**9, 2**63 - 1)),
@@ -99,6 +119,20 @@ def test_defaults_are_those_of_the_paper():
         "pattern_queries": "last",
         "index_queries": "last",
     }
+
+
+def test_gammas_by_head_are_kept_as_a_tuple():
+    given = [0.5, 0.75]
+    config = FlexPrefillConfig(gamma=given)
+    given[0] = 7
+    assert config.gamma == (0.5, 0.75)
+    assert config == FlexPrefillConfig(gamma=(0.5, 0.75)) != FlexPrefillConfig(gamma=(0.75, 0.5))
+    assert len({config, FlexPrefillConfig(gamma=(0.5, 0.75)), FlexPrefillConfig(gamma=0.5)}) == 2
+
+
+def test_gamma_is_not_compiled_for():
+    assert compile_time(FlexPrefillConfig(gamma=[0.5, 1.0])) == compile_time(FlexPrefillConfig(gamma=1.0, tau=0.3))
+    assert compile_time(FlexPrefillConfig(tau=0)) != compile_time(FlexPrefillConfig(tau=0.3))
 
 
 def test_cannot_be_changed():
@@ -150,9 +184,14 @@ def test_keywords_make_a_config():
     assert config_from(None, 0.5, UNSET, {**FIXED}) == FlexPrefillConfig(gamma=0.5)
 
 
+def test_a_tensor_of_gammas_travels_beside_the_config():
+    assert config_from(None, torch.tensor([0.5, 0.7]), 0.3, {"block_size": 32}) == FlexPrefillConfig(tau=0.3, block_size=32)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("gamma", torch.tensor([0.5])),
         ("gamma", 0.95),  # its default, but said
         ("tau", 0.0),
         ("block_size", 64),

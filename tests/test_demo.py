@@ -39,6 +39,10 @@ def test_table_holds_what_was_measured():
     assert f"{stats.density.mean():.1%}" in lines[5]
     assert f"{query_aware} query-aware, {4 - query_aware} vertical-slash" in lines[5]
     assert "ran dense" in lines[6]
+    is_dense = torch.zeros_like(stats.is_dense)
+    is_dense[:, 2:] = True
+    assert "run dense" not in lines[5]
+    assert "; 2 run dense, which is faster" in table(DENSE, SPARSE, [replace(stats, is_dense=is_dense)]).splitlines()[5]
 
 
 @pytest.mark.parametrize(

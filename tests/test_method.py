@@ -38,7 +38,7 @@ def inputs_of_a_chunk() -> tuple[torch.Tensor, torch.Tensor]:
 def test_own_blocks_are_kept_though_the_method_keeps_nothing():
     query, key = inputs_of_a_chunk()
     mask = nothing_mask(query, key, block_size=16, **CHUNK)
-    assert mask.shape == (2, 1, 70, 110)
+    assert mask.shape[:2] == (2, 1)
     assert_honest(mask, (70, 110))
     pairs = seen_pairs(70, CHUNK["q_offset"], CHUNK["attention_mask"], 70)
     position = CHUNK["q_offset"][:, None] + torch.arange(70)
@@ -50,7 +50,7 @@ def test_own_blocks_are_kept_though_the_method_keeps_nothing():
 def test_keeps_what_the_method_keeps_of_what_is_visible(n):
     query, key = inputs_of_a_chunk()
     mask = every_nth_mask(query, key, block_size=16, n=n, **CHUNK)
-    assert mask.shape == (2, 4, 70, 110)
+    assert mask.shape[:2] == (2, 4)
     assert_honest(mask, (70, 110))
     own = nothing_mask(query, key, block_size=16, **CHUNK).to_dense().bool()
     visible = by_block(seen_pairs(70, CHUNK["q_offset"], CHUNK["attention_mask"], 70), 16)[:, None]

@@ -24,6 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padded window": {"attention_mask": torch.ones(2, 200, dtype=torch.int64), "window": 70},
     "offset": {"q_offset": 3},
     "offset tensor": {"q_offset": torch.tensor([3, 50]), "attention_mask": torch.ones(2, 200, dtype=torch.bool)},
+    "gammas by head": {"gamma": [0.3, 0.5, 0.7, 1.0]},
+    "a tensor of gammas": {"gamma": torch.tensor([0.3, 0.5, 0.7, 1.0])},
     "published": {"selection": "reference", "q_len": 192, "kv_len": 192},
 }
 
@@ -96,6 +98,7 @@ def test_attention_reads_no_value(no_reading):
     (query, key), options = inputs(
         attention_mask=torch.ones(2, 200, dtype=torch.bool), q_offset=torch.tensor([3, 50]), dense_below=0, return_stats=True
     )
+    options["gamma"] = torch.tensor([0.3, 0.5, 0.7, 1.0])
     torch._dynamo.reset()
     with torch.no_grad():
         expected, _ = flexprefill_attention(query, key, key, **options)  # compiles, which may read what it likes
@@ -112,6 +115,7 @@ def test_checks_read_no_value(no_reading):
     flexprefill_mask(
         arguments["query"],
         arguments["key"],
+        gamma=torch.tensor([0.5, 7.0, -1.0, float("nan")]),
         q_offset=torch.tensor([10**6, -7]),
         attention_mask=torch.zeros(2, 96, dtype=torch.bool),
         block_size=32,

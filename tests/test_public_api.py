@@ -18,7 +18,8 @@ from flexmask.block_masks import MASKS
 PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "flexprefill_mask", "warmup"]
 
 SELECTION = (
-    "gamma: float = 0.95, tau: float = 0.1, *, block_size: int = 128, min_budget: int = 1024, max_budget: int | None = None, "
+    "gamma: float | Sequence[float] | Tensor = 0.95, tau: float = 0.1, *, block_size: int = 128, min_budget: int = 1024, "
+    "max_budget: int | None = None, "
     "selection: str = 'coverage', query_aware: str = 'flatten', pattern_queries: str = 'last', index_queries: str = 'last'"
 )
 CALL = (
@@ -33,9 +34,9 @@ SIGNATURES = {
     "-> Tensor | tuple[Tensor | FlexPrefillStats, ...]",
     "warmup": "(num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: dtype, device: device | str, "
     "v_head_dim: int | None = None, batch: int = 1, chunked: bool = False, padded: bool = False, **options: Any) -> float",
-    "FlexPrefillConfig": f"({SELECTION.replace('*, ', '')}) -> None",
+    "FlexPrefillConfig": f"({SELECTION.replace('*, ', '').replace(' | Tensor', '', 1)}) -> None",
     "FlexPrefillStats": "(is_query_aware: Tensor, js_distance: Tensor, density: Tensor, num_vertical_blocks: Tensor, "
-    "num_slash_blocks: Tensor, coverage: Tensor, dense: bool = False) -> None",
+    "num_slash_blocks: Tensor, coverage: Tensor, is_dense: Tensor, dense: bool = False) -> None",
 }
 
 
@@ -110,6 +111,7 @@ def test_statistics_are_tensors_by_head(dense):
         "num_vertical_blocks": torch.int64,
         "num_slash_blocks": torch.int64,
         "coverage": torch.float32,
+        "is_dense": torch.bool,
     }
     assert all(getattr(stats, name).shape == (2, 4) for name in dtypes)
     assert stats.dense is dense

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from flexmask._torch import is_under_vmap
 
+_LARGEST = sys.float_info.max  # read here: torch 2.5.1 cannot trace it
+
 
 def check_int(name: str, value: object) -> None:
     """Raise TypeError unless `value` is an int (bool is not)."""
@@ -24,7 +26,7 @@ def check_real(name: str, value: object) -> None:
     # by comparisons, which torch.compile can trace where the number is symbolic
     if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be finite; got {value}")
-    if isinstance(value, int) and not -sys.float_info.max <= value <= sys.float_info.max:
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{name} must be a number that a float can hold; got one of {len(str(abs(value)))} digits")
 
 

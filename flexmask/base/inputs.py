@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexmask.base.checks import check_int, check_int64, check_like_query, check_plain, check_real, check_shape
+from flexmask.base.gammas import gamma_by_head
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
@@ -37,13 +39,16 @@ class AttentionInputs(NamedTuple):
     attention_mask: Tensor | None = None  # (batch, kv_len) bool, True = token; None: all are
     offset: Tensor | None = None  # (batch,) int32, clamped; None: the last row stands at the last key
     sinks: Tensor | None = None  # (num_heads,) floating
-    # (batch,) integer, >= 1: query rows, from the first, of which the representative ones are taken; None: all. What comes after
-    # may be padding that no mask tells of: it attends as ever, but does not decide. Only without attention_mask
+    # (batch,) integer, >= 1: query rows, from the first, that decide; None: all. What comes after may be padding that no mask
+    # tells of: it stays visible and attends, but the blocks are chosen as if it were padding. Only without attention_mask
     deciding: Tensor | None = None
+    # share that each head keeps: a tuple of num_heads numbers, or (num_heads,) of `widest_float`, clamped; None: the config's
+    gamma: tuple[float, ...] | Tensor | None = None
 
     def of_heads(self, group: HeadGroup) -> AttentionInputs:
         """The same problem for a group of heads, as views."""
-        value, mask, offset, sinks, deciding = self.value, self.attention_mask, self.offset, self.sinks, self.deciding
+        value, mask, offset, sinks = self.value, self.attention_mask, self.offset, self.sinks
+        deciding, gamma = self.deciding, self.gamma
         return AttentionInputs(
             self.query[group.batch, group.query],
             self.key[group.batch, group.key],
@@ -55,6 +60,7 @@ class AttentionInputs(NamedTuple):
             None if offset is None else offset[group.batch],
             None if sinks is None else sinks[group.query],
             None if deciding is None else deciding[group.batch],
+            None if gamma is None else gamma[group.query],
         )
 
     def detached(self) -> AttentionInputs:
@@ -71,6 +77,7 @@ class AttentionInputs(NamedTuple):
             self.offset,
             None if sinks is None else sinks.detach(),
             self.deciding,
+            self.gamma,
         )
 
     def placed(self) -> AttentionInputs:
@@ -82,7 +89,14 @@ class AttentionInputs(NamedTuple):
         if self.offset is not None or q_len == kv_len:
             return self
         offset = torch.full((batch,), kv_len - q_len, dtype=torch.int32, device=self.query.device)
-        return AttentionInputs(*self[:7], offset, *self[8:])
+        return self.with_fields(offset=offset)
+
+    def deciding_tokens(self) -> Tensor | None:
+        """The tokens that blocks are chosen by, (batch, kv_len) bool, of a placed problem; None: all are."""
+        if self.deciding is None:
+            return self.attention_mask
+        end = self.deciding if self.offset is None else self.offset + self.deciding
+        return torch.arange(self.key.shape[2], device=self.key.device) < end.unsqueeze(-1)
 
     def without_absent(self, keys: bool = True) -> AttentionInputs:
         """Zero the values (and the keys, with `keys`) of padding and of slots behind the last row of a chunk.
@@ -105,17 +119,29 @@ class AttentionInputs(NamedTuple):
         absent = absent[:, None, :, None]
         key = self.key.masked_fill(absent, 0) if keys else self.key
         value = None if self.value is None else self.value.masked_fill(absent, 0)
-        return AttentionInputs(self.query, key, value, *self[3:])
+        return self.with_fields(key=key, value=value)
 
     def with_query(self, query: Tensor) -> AttentionInputs:
         """The same problem for other query rows; the caller adjusts the offset."""
-        # not _replace, which older releases of torch cannot trace
-        return AttentionInputs(query, *self[1:])
+        return self.with_fields(query=query)
+
+    def with_fields(self, **fields: Any) -> AttentionInputs:
+        """The same problem with other values in some fields: torch 2.5 cannot trace `_replace`, 2.8 no slice of a named tuple."""
+        return AttentionInputs(**{name: fields.get(name, getattr(self, name)) for name in _FIELDS})
+
+    def with_gamma(self, gamma: float | Sequence[float]) -> AttentionInputs:
+        """The same problem with a config's gamma for every head, unless it has gammas already; one number stays in the config."""
+        if self.gamma is not None or not isinstance(gamma, tuple):
+            return self
+        return self.with_fields(gamma=gamma_by_head(gamma, self.query))
 
     def wants_gradients(self) -> bool:
         """True if gradients are on and an input requires them."""
         inputs = (self.query, self.key, self.value, self.sinks)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+_FIELDS = AttentionInputs._fields
 
 
 def attention_inputs(
@@ -129,8 +155,11 @@ def attention_inputs(
     attention_mask: Tensor | None = None,
     q_offset: int | Tensor | None = None,
     sinks: Tensor | None = None,
+    gamma: Any = None,
 ) -> AttentionInputs:
     """Check the arguments of a public function, which these are, and fill in their defaults.
+
+    `gamma` matters where it is by head, as a tuple that a config has checked or as a tensor.
 
     DTensors and tensors of ``torch.vmap`` or of the meta device are refused. Only types, shapes, dtypes, devices and ranges are
     looked at: no value of a tensor is read back from its device.
@@ -166,6 +195,7 @@ def attention_inputs(
         None if attention_mask is None else attention_mask != 0,  # a copy: the mask outlives the call
         _device_offset(q_offset, query, key),
         sinks,
+        gamma=gamma_by_head(gamma, query),
     )
 
 

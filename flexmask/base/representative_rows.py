@@ -18,17 +18,12 @@ class RepresentativeRows(NamedTuple):
     position: Tensor  # (batch or 1, block_size) int64
 
 
-def representative_rows(which: str, tokens: Tokens, block_size: int, deciding: Tensor | None = None) -> RepresentativeRows:
-    """The last (or the middle) block_size valid query rows, adjacent or not; all valid rows where there are fewer.
-
-    `deciding` is as in `AttentionInputs`.
-    """
+def representative_rows(which: str, tokens: Tokens, block_size: int) -> RepresentativeRows:
+    """The last (or the middle) block_size valid query rows, adjacent or not; all valid rows where there are fewer."""
     q_len = tokens.row_valid.shape[1]
     slot = torch.arange(block_size, device=tokens.offset.device)
     rank = tokens.row_valid.cumsum(-1) if tokens.padded else None  # (batch, q_len): valid rows up to and with this one
     num_valid = torch.full_like(tokens.offset, q_len) if rank is None else rank[:, -1]
-    if deciding is not None:
-        num_valid = deciding.to(num_valid.dtype)
     first = (num_valid - block_size).clamp(min=0)
     if which == "middle":
         first = first // 2

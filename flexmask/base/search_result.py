@@ -24,4 +24,4 @@ class SearchResult(NamedTuple):
 
     lists: BlockLists
     keep: Tensor | None  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
-    stats: Any  # the tensors of FlexPrefillStats, in its order, as a tuple; None if not asked for
+    stats: Any  # the tensors of FlexPrefillStats but is_dense, in its order; None if not asked for

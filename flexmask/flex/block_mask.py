@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
+import weakref
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -32,7 +38,41 @@ def block_mask(
     if keep is not None:
         visible = kept_mask_mod(visible, keep, block_size)
     mask_mod = visible if name is None else named(visible, name)
-    return block_mask_from_lists(lists, mask_mod, block_size, (inputs.query.shape[2], inputs.key.shape[2]))
+    lengths = (inputs.query.shape[2], inputs.key.shape[2])
+    mask = block_mask_from_lists(lists, mask_mod, block_size, lengths)
+    if not torch.compiler.is_compiling():
+        # pickle and deepcopy ask the object first; its mask_mod is a closure, which does not pickle. By a weak reference: a cycle
+        # would keep the memory of dropped masks until Python looks for cycles
+        parts = (lists, keep, block_size, name, lengths, inputs.window, inputs.attention_mask, inputs.offset)
+        mask.__reduce_ex__ = functools.partial(_pickled, weakref.ref(mask), mask_mod, parts)  # type: ignore[method-assign]
+    return mask
+
+
+def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...], protocol: int) -> tuple[Any, ...]:
+    mask = owner()
+    assert mask is not None
+    kept = all(getattr(mask, field) is tensor for field, tensor in parts[0]._asdict().items())
+    if kept and mask.mask_mod is mask_mod:
+        return _unpickled, parts
+    # changed since: as any BlockMask, which deepcopy takes and pickle does not
+    state = {name: value for name, value in vars(mask).items() if name != "__reduce_ex__"}
+    return copyreg.__newobj__, (BlockMask,), state  # type: ignore[attr-defined]
+
+
+def _unpickled(
+    lists: BlockLists,
+    keep: Tensor | None,
+    block_size: int,
+    name: str | None,
+    lengths: tuple[int, int],
+    window: int | None,
+    attention_mask: Tensor | None,
+    offset: Tensor | None,
+) -> BlockMask:
+    """`block_mask` again, of what a pickled one is made of; of query and key it reads the lengths and the device alone."""
+    query, key = (lists.kv_indices.new_empty(()).expand(1, 1, length, 1) for length in lengths)
+    inputs = AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset)
+    return block_mask(inputs, lists, keep, block_size, name)
 
 
 def with_gradients(mask: BlockMask) -> BlockMask:

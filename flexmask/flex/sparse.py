@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +13,22 @@ from flexmask._torch import HAS_CPU_KERNEL
 from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.block_mask import with_gradients
+from flexmask.flex.dense import dense_attention
+from flexmask.flex.dense_heads import attend_densely, query_heads, without_heads
 from flexmask.flex.head_groups import head_groups
 from flexmask.flex.run import run_flex_attention
 from flexmask.stats import FlexPrefillStats, empty_stats, write_stats
 
-MakeMask = Callable[[AttentionInputs], tuple[BlockMask, FlexPrefillStats | None]]
+
+class HeadPlan(NamedTuple):
+    """The mask of one group of heads, and which of them dense attention serves instead."""
+
+    mask: BlockMask | None  # None where dense attention serves them all
+    stats: FlexPrefillStats | None = None
+    dense: tuple[slice, ...] = ()  # key heads, with their query heads; not where gradients or the log-sum-exp are wanted
+
+
+MakeMask = Callable[[AttentionInputs], HeadPlan]
 Result = tuple[Tensor, Tensor | None, FlexPrefillStats | None]
 
 
@@ -30,7 +42,7 @@ def sparse_attention(
     inputs
         A problem, which need not be placed. What its hidden keys and values hold does not matter, NaN included.
     make_mask
-        From the problem of one group of heads to its mask, in blocks of `block_size`, and statistics or None.
+        From the problem of one group of heads to its plan, with a mask in blocks of `block_size`.
     at_once
         Heads, of all batch rows, in a group at most; at least one query head is.
     backend
@@ -39,7 +51,7 @@ def sparse_attention(
     Returns
     -------
     tuple
-        Output, log-sum-exp (None without `return_lse`) and statistics (None if `make_mask` gives none).
+        Output, log-sum-exp (None without `return_lse`) and statistics (None if the plans have none).
     """
     grad = inputs.wants_gradients()
     kernel = chosen_backend(backend, inputs, block_size, return_lse)
@@ -54,8 +66,13 @@ def sparse_attention(
     groups = head_groups(batch, num_heads, inputs.key.shape[1], at_once)
 
     def attend(part: AttentionInputs) -> Result:
-        mask, stats = make_mask(part)
+        mask, stats, dense = make_mask(part)
+        if mask is None:
+            return dense_attention(part)[0], None, stats
+        if dense:
+            mask = without_heads(mask, [query_heads(part, each) for each in dense])
         out, lse = run_flex_attention(part, with_gradients(mask) if grad else mask, kernel, return_lse)
+        attend_densely(out, part, dense)
         return out, lse, stats
 
     return attend(inputs) if len(groups) == 1 else _joined(inputs, groups, attend)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
+from flexmask.kernels.last_rows import LastRowsLines
 from flexmask.kernels.pattern import Lines
 from flexmask.kernels.visibility import PackedEdges, row_edges, sees
 
@@ -17,7 +18,7 @@ _TILE = 128
 @triton.jit
 def _lists_kernel(
     kept,  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
-    active,  # (batch, num_heads) bool: query-aware
+    active,  # (batch, num_heads) bool: heads that add blocks
     chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, read in active heads if HAS_CHOSEN
     rows,  # edges, see PackedEdges
     keys,
@@ -56,7 +57,7 @@ def _lists_kernel(
     key_edges = keys + batch * keys_stride_batch
     vertical = kept + head * num_kv_blocks
     slash = vertical + kept_stride
-    query_aware = tl.load(active + head) != 0
+    adds_blocks = tl.load(active + head) != 0
 
     line = (head * num_q_blocks + row) * num_kv_blocks
     lane = tl.arange(0, TILE)
@@ -73,7 +74,7 @@ def _lists_kernel(
         on = tl.load(vertical + column, mask=exists, other=0) != 0
         on = on | (tl.load(slash + first_diagonal - column, mask=column <= first_diagonal, other=0) != 0)
         on = on | (tl.load(slash + last_diagonal - column, mask=column <= last_diagonal, other=0) != 0)
-        if query_aware & HAS_CHOSEN:
+        if adds_blocks & HAS_CHOSEN:
             on = on | (tl.load(chosen + line + column, mask=exists, other=0) != 0)
         on = on | (column == first_visible) | (column == first_diagonal) | (column == last_diagonal)
         on = on & visible
@@ -105,16 +106,21 @@ def _lists_kernel(
 
 
 def block_lists(
-    lines: Lines, blocks: Tensor | None, edges: PackedEdges, inputs: AttentionInputs, block_size: int, with_keep: bool
+    lines: Lines | LastRowsLines,
+    blocks: Tensor | None,
+    edges: PackedEdges,
+    inputs: AttentionInputs,
+    block_size: int,
+    with_keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Counts and ascending indices of partial and of full blocks, entries past the count 0, and the map of kept blocks.
 
     Parameters
     ----------
     lines
-        Key blocks and block diagonals to keep, and which heads are query-aware.
+        Key blocks and block diagonals to keep, and which heads add blocks.
     blocks
-        (batch, num_heads, num_q_blocks, num_kv_blocks) int8: the pooled blocks that query-aware heads add, or None.
+        (batch, num_heads, num_q_blocks, num_kv_blocks) int8: the blocks that those heads add, or None.
     edges
         Which blocks see which.
     with_keep
@@ -130,7 +136,7 @@ def block_lists(
     shared = edges.rows.shape[1] == 1
     _lists_kernel[(num_q_blocks, batch * num_heads)](
         kept,
-        lines.is_query_aware,
+        lines.adds_blocks,
         kept if blocks is None else blocks,
         edges.rows,
         edges.keys,

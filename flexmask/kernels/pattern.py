@@ -27,6 +27,11 @@ class Lines(NamedTuple):
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
     number: Tensor  # (2, batch, num_heads) int64: how many of either
 
+    @property
+    def adds_blocks(self) -> Tensor:
+        """The heads that keep blocks of their own too, (batch, num_heads) bool."""
+        return self.is_query_aware
+
 
 @triton.jit
 def _estimate_kernel(
@@ -138,7 +143,7 @@ def _pattern_kernel(
     rows,  # (batch or 1, 1 + block_size) int32: an offset, then the pattern rows, -1 where not taken
     key_count,  # (batch or 1, num_kv_blocks) int32
     lines,  # (2, batch, num_heads, num_kv_blocks) float32; -1: no candidate
-    gamma,  # 0-d float64
+    gamma,  # (num_heads,) float64
     tau,  # 0-d float64
     is_query_aware,
     distance,
@@ -197,7 +202,7 @@ def _pattern_kernel(
         tl.store(is_query_aware + head, query_aware)
         tl.store(distance + head, d)
 
-    share = tl.where(query_aware, -1.0, tl.load(gamma))
+    share = tl.where(query_aware, -1.0, tl.load(gamma + head % num_heads))
     row = (family * heads + head) * num_kv_blocks
     number = keep_top_p(lines + row, kept + row, num_kv_blocks, share, cap, floor, TILE=TILE)
     tl.store(count + family * heads + head, number.to(tl.int64))
@@ -231,7 +236,7 @@ def pattern_and_lines(
     lines
         (2, batch, num_heads, num_kv_blocks) float32: V and S of the index rows, -1 where no row sees a line.
     gamma, tau
-        0-d float64.
+        (num_heads,) and 0-d float64.
     config, inputs
         Floor and cap of either family, in lines; scale and soft cap.
     """

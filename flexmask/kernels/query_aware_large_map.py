@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.kernels.top_p import BITS, missing_entries, refined_threshold
+from flexmask.kernels.top_p import BITS, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.visibility import PackedEdges
 
 TILE = 256
 
 
 @triton.jit
-def _chosen_digit(sums, gamma, head, step, is_first, DIGITS: tl.constexpr, CHUNKS: tl.constexpr):
+def _chosen_digit(sums, share, head, step, is_first, DIGITS: tl.constexpr, CHUNKS: tl.constexpr):
     """The threshold after the pass that wrote `sums`, the goal, and the sum of the entries above the threshold's digit.
 
     `is_first`: that pass was the first, which left no threshold before it; its lowest is 0, whose sum is the total.
@@ -33,7 +33,7 @@ def _chosen_digit(sums, gamma, head, step, is_first, DIGITS: tl.constexpr, CHUNK
     low = tl.load(state, mask=is_first == 0, other=0.0).to(tl.int32)
     goal = tl.load(state + 1, mask=is_first == 0, other=0.0)
     above = tl.load(state + 2, mask=is_first == 0, other=0.0)
-    goal = tl.where(is_first, everything * tl.load(gamma), goal)
+    goal = tl.where(is_first, share_of_sum(everything, share), goal)
     low, above = refined_threshold(totals, goal, low, above, step, DIGITS=DIGITS)
     return low, goal, above
 
@@ -66,7 +66,8 @@ def _digit_pass_kernel(
         step = 1 << (DIGIT_BITS * (PASSES - 1 - digit_pass))
         low = 0
         if digit_pass > 0:
-            low, goal, above = _chosen_digit(sums, gamma, head, step << DIGIT_BITS, digit_pass == 1, DIGITS=DIGITS, CHUNKS=CHUNKS)
+            share = tl.load(gamma + head % num_heads)
+            low, goal, above = _chosen_digit(sums, share, head, step << DIGIT_BITS, digit_pass == 1, DIGITS=DIGITS, CHUNKS=CHUNKS)
             if chunk == 0:
                 new_state = new_sums + (head * (CHUNKS + 1) + CHUNKS) * DIGITS
                 tl.store(new_state, low.to(tl.float64))
@@ -116,7 +117,8 @@ def _ties_kernel(
     head = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
     if tl.load(active + head) != 0:
-        low, goal, above = _chosen_digit(sums, gamma, head, 1, False, DIGITS=DIGITS, CHUNKS=CHUNKS)
+        share = tl.load(gamma + head % num_heads)
+        low, goal, above = _chosen_digit(sums, share, head, 1, False, DIGITS=DIGITS, CHUNKS=CHUNKS)
         if chunk == 0:
             tl.store(choice + head * 2, low)
             tl.store(choice + head * 2 + 1, tl.maximum(missing_entries(low, goal - above), 1))

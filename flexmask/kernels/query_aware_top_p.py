@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.kernels.query_aware_large_map import TILE, large_map_top_p
-from flexmask.kernels.top_p import BITS, keep_top_p, missing_entries, refined_threshold
+from flexmask.kernels.top_p import BITS, keep_top_p, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.visibility import PackedEdges
 
 # entries that fit one program: 16k tokens in blocks of 128
@@ -27,7 +27,7 @@ _LARGE = 3, 64
 
 @triton.jit
 def _small_map_top_p(
-    values, last_row, gamma, chosen, num_q_blocks, num_kv_blocks,
+    values, last_row, share, chosen, num_q_blocks, num_kv_blocks,
     BLOCK_SIZE: tl.constexpr, PASSES: tl.constexpr, DIGIT_BITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """`top_p_map` for one head's map of at most SIZE entries."""
@@ -48,7 +48,7 @@ def _small_map_top_p(
         totals = tl.sum(tl.where(bits[None, :] >= thresholds[:, None], value[None, :], 0.0), 1).to(tl.float64)
         if digit_pass == 0:
             # the first threshold is 0: its sum is the total
-            goal = tl.sum(tl.where(digit == 0, totals, 0.0), 0) * tl.load(gamma)
+            goal = share_of_sum(tl.sum(tl.where(digit == 0, totals, 0.0), 0), share)
         low, above = refined_threshold(totals, goal, low, above, step, DIGITS=DIGITS)
     missing = tl.maximum(missing_entries(low, goal - above), 1)
     tied = (bits == low).to(tl.int32)
@@ -62,7 +62,7 @@ def _small_map_kernel(
     values,  # (batch, num_heads, num_q_blocks, num_kv_blocks) float32
     active,  # (batch, num_heads) bool
     rows,  # edges of query blocks: the last row comes first
-    gamma,  # 0-d float64
+    gamma,  # (num_heads,) float64
     chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8
     rows_stride_batch,
     num_heads,
@@ -77,16 +77,17 @@ def _small_map_kernel(
     if tl.load(active + head) != 0:
         last_row = rows + (head // num_heads) * rows_stride_batch
         size = num_q_blocks * num_kv_blocks
+        share = tl.load(gamma + head % num_heads)
         values += head * size
         chosen += head * size
         if size <= SIZE // 4:
             _small_map_top_p(
-                values, last_row, gamma, chosen, num_q_blocks, num_kv_blocks,
+                values, last_row, share, chosen, num_q_blocks, num_kv_blocks,
                 BLOCK_SIZE=BLOCK_SIZE, PASSES=PASSES, DIGIT_BITS=DIGIT_BITS, SIZE=SIZE // 4,
             )  # fmt: skip
         else:
             _small_map_top_p(
-                values, last_row, gamma, chosen, num_q_blocks, num_kv_blocks,
+                values, last_row, share, chosen, num_q_blocks, num_kv_blocks,
                 BLOCK_SIZE=BLOCK_SIZE, PASSES=PASSES, DIGIT_BITS=DIGIT_BITS, SIZE=SIZE,
             )  # fmt: skip
 
@@ -103,7 +104,7 @@ def top_p_map(values: Tensor, active: Tensor, edges: PackedEdges, gamma: Tensor,
     edges
         What each block sees.
     gamma
-        0-d float64, below 1.
+        (num_heads,) float64.
 
     Returns
     -------
@@ -130,7 +131,7 @@ def _rows_kernel(
     values,
     active,
     rows,
-    share,  # 0-d float64
+    share,  # (num_heads,) float64
     chosen,
     rows_stride_batch,
     num_heads,
@@ -145,13 +146,13 @@ def _rows_kernel(
     if tl.load(active + head) != 0:
         to = tl.load(rows + (head // num_heads) * rows_stride_batch + row) // BLOCK_SIZE + 1
         line = (head * num_q_blocks + row) * num_kv_blocks
-        keep_top_p(values + line, chosen + line, to, tl.load(share), cap, 0, TILE=TILE)
+        keep_top_p(values + line, chosen + line, to, tl.load(share + head % num_heads), cap, 0, TILE=TILE)
 
 
 def top_p_rows(
     values: Tensor, active: Tensor, edges: PackedEdges, share: Tensor, max_blocks: int | None, block_size: int
 ) -> Tensor:
-    """Top-p over each row: its heaviest blocks up to `share` of the sum, at most `max_blocks`; see `top_p_map`."""
+    """Top-p over each row: its heaviest blocks up to `share`, (num_heads,), of the sum, at most `max_blocks`; see `top_p_map`."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     chosen = values.new_empty(values.shape, dtype=torch.int8)
     _rows_kernel[(num_q_blocks, batch * num_heads)](

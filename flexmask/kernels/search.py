@@ -16,12 +16,13 @@ from flexmask.base.search_result import BlockLists, SearchResult
 from flexmask.base.visibility import Tokens, block_visibility, token_validity
 from flexmask.config import FlexPrefillConfig
 from flexmask.kernels.block_lists import block_lists
+from flexmask.kernels.hybrid import search as hybrid_search
 from flexmask.kernels.pattern import Lines, estimated_scores, pattern_and_lines
 from flexmask.kernels.pooling import block_means
 from flexmask.kernels.query_aware import pooled_map
 from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
 from flexmask.kernels.representative import BlockSums, block_sums, packed_rows
-from flexmask.kernels.vertical_slash import RowNorms, line_mass, row_norms
+from flexmask.kernels.vertical_slash import RowNorms, kept_mass, line_mass, row_norms
 from flexmask.kernels.visibility import PackedEdges, packed_edges
 
 
@@ -38,10 +39,16 @@ class RepresentativeMass(NamedTuple):
 def search(
     inputs: AttentionInputs, config: FlexPrefillConfig, gamma: Tensor, tau: Tensor, with_stats: bool, with_keep: bool
 ) -> SearchResult:
-    """Choose the blocks of every head, as `flexmask.plain.search.search` does; ``selection="coverage"`` only."""
-    block_size, kv_len = config.block_size, inputs.key.shape[2]
-    tokens = token_validity(inputs.query.shape[2], kv_len, inputs.offset, inputs.attention_mask, inputs.key)
-    edges = packed_edges(tokens, block_size, inputs.window)
+    """Choose the blocks of every head, as `flexmask.plain.search.search` does, which alone knows ``selection="reference"``."""
+    if config.selection == "hybrid":
+        return hybrid_search(inputs, config, gamma, tau, with_stats, with_keep)
+    block_size, lengths = config.block_size, (inputs.query.shape[2], inputs.key.shape[2])
+    # blocks are chosen by `tokens`; `seen` has those that do not decide as well
+    tokens = seen = token_validity(*lengths, inputs.offset, inputs.deciding_tokens(), inputs.key)
+    edges = seen_edges = packed_edges(tokens, block_size, inputs.window)
+    if inputs.deciding is not None:
+        seen = token_validity(*lengths, inputs.offset, None, inputs.key)
+        seen_edges = packed_edges(seen, block_size, inputs.window)
     key_means = block_means(inputs.key, None if tokens.filled else tokens.key_valid, None, block_size)
 
     # step 1: attention of the representative rows, and its mass by key block (V) and by block diagonal (S)
@@ -61,8 +68,8 @@ def search(
         blocks = _pooled_blocks(inputs, key_means, tokens, edges, decided.is_query_aware, gamma, config)
 
     # step 4: blocks kept always; step 5: lists
-    *lists, keep = block_lists(decided, blocks, edges, inputs, block_size, with_keep)
-    stats = _statistics(keep, decided, mass, inputs, tokens, block_size) if with_stats else None
+    *lists, keep = block_lists(decided, blocks, seen_edges, inputs, block_size, with_keep)
+    stats = _statistics(keep, decided, mass, inputs, seen, block_size) if with_stats else None
     return SearchResult(BlockLists(*lists), keep, stats)
 
 
@@ -70,7 +77,7 @@ def _representative_mass(
     which: str, inputs: AttentionInputs, tokens: Tokens, edges: PackedEdges, block_size: int
 ) -> RepresentativeMass:
     """V and S of the "last" or "middle" rows, and the intermediates that the statistics need."""
-    rows = representative_rows(which, tokens, block_size, inputs.deciding)
+    rows = representative_rows(which, tokens, block_size)
     packed = packed_rows(rows, tokens.offset)
     sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)
     norms = row_norms(sums)
@@ -93,7 +100,7 @@ def _pooled_blocks(
     block_size = config.block_size
     query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, is_query_aware, block_size)
     values = pooled_map(query_means, key_means, is_query_aware, edges, inputs, block_size)
-    if config.query_aware == "per_query" or config.gamma == 1:
+    if config.query_aware == "per_query":
         return top_p_rows(values, is_query_aware, edges, gamma, config.max_blocks, block_size)
     blocks = top_p_map(values, is_query_aware, edges, gamma, block_size)
     if config.max_blocks is None:
@@ -110,18 +117,16 @@ def _statistics(
     tokens: Tokens,
     block_size: int,
 ) -> tuple[Tensor, ...]:
-    """The tensors of FlexPrefillStats, in its order."""
+    """The tensors of FlexPrefillStats but is_dense, in its order."""
     assert keep is not None
     visible = block_visibility(tokens, block_size, inputs.window).visible
-    rows, sums, norms = mass.rows, mass.sums, mass.norms
-    q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
-    by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)
-    kept_mass = torch.where(keep.gather(2, q_block), by_row.mT, 0.0).sum((-2, -1))
+    held = kept_mass(keep, mass.rows, mass.sums, mass.norms, block_size)
     return (
         decided.is_query_aware,
         decided.distance,
         keep.sum((-2, -1)).float() / visible.sum((-2, -1)).clamp(min=1)[:, None],
         decided.number[0].clone(),  # an operator's results must not share memory
         decided.number[1].clone(),
-        kept_mass / rows.taken.sum(-1).clamp(min=1)[:, None],
+        held / mass.rows.taken.sum(-1).clamp(min=1)[:, None],
+        torch.full_like(held, float("nan")),
     )

@@ -56,9 +56,7 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
         if digit_pass == 0:
             # the first threshold is 0: its sum is the total
             everything = tl.sum(tl.where(digit == 0, totals, 0.0), 0)
-            goal = everything * share
-            if share >= 1:
-                goal = tl.full([], 1e300, tl.float64)
+            goal = share_of_sum(everything, share)
             floor = tl.minimum(floor, tl.sum(tl.where(digit == 0, numbers, 0), 0))
         enough = ((totals >= goal) | (numbers >= cap)) & (numbers >= floor)
         low += tl.maximum(tl.sum(enough.to(tl.int32), 0) - 1, 0) * step
@@ -91,6 +89,12 @@ def _entries(values, index, size):
     value = tl.load(values + index, mask=index < size, other=-1.0)
     value = tl.where(value == value, value, 0.0)
     return tl.maximum(value, 0.0), value.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def share_of_sum(total, share):
+    """The sum to reach: `share` of the total, float64; more than any sum for a share of 1, so that every candidate is kept."""
+    return tl.where(share >= 1, 1e300, total * share)
 
 
 @triton.jit

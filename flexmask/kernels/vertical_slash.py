@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.kernels.representative import BLOCKS_PER_PROGRAM, BlockSums
 
 _LINES_PER_PROGRAM = 8
@@ -69,6 +71,7 @@ def _lines_kernel(
     BLOCK_SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
@@ -85,7 +88,12 @@ def _lines_kernel(
     here = (line < num_kv_blocks) & exists[None, :]
     place = sums + ((head * num_kv_blocks + line) * BLOCK_SIZE + slot[None, :]) * 4
     weight = tl.exp2(tl.load(place, mask=here, other=float("-inf")) - row_base) * row_factor
-    vertical = tl.sum(tl.load(place + 1, mask=here, other=0.0) * weight, 1)
+    shares = tl.load(place + 1, mask=here, other=0.0) * weight
+    if LARGEST:
+        # NaN must not be lost in a maximum
+        vertical = tl.where(tl.sum((shares != shares).to(tl.int32), 1) > 0, float("nan"), tl.max(shares, 1))
+    else:
+        vertical = tl.sum(shares, 1) / num_rows
 
     # key block own - line lies on the diagonal; part of the one after it and of the one before it counts for it too
     slash = tl.zeros([TILE, PADDED_SIZE], tl.float32)
@@ -109,17 +117,17 @@ def _lines_kernel(
     wanted = candidates + batch * candidates_stride_batch + index
     in_vertical = tl.load(wanted, mask=inside, other=0) != 0
     in_slash = tl.load(wanted + candidates_stride, mask=inside, other=0) != 0
-    tl.store(out, tl.where(in_vertical, vertical / num_rows, -1.0), mask=inside)
+    tl.store(out, tl.where(in_vertical, vertical, -1.0), mask=inside)
     # a difference: what rounding leaves of nothing may be negative
     total = tl.maximum(tl.sum(slash, 1), 0.0)
     tl.store(out + lines_stride, tl.where(in_slash, total / num_rows, -1.0), mask=inside)
 
 
-def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor) -> Tensor:
+def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor, largest: bool = False) -> Tensor:
     """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32 (see `flexmask.plain.vertical_slash`).
 
     `candidates` is (2, batch or 1, num_kv_blocks) int32: nonzero for key blocks and block diagonals that some row sees; others
-    get -1.
+    get -1. With `largest`, V is not the mean over the rows but the most that one of them gives to the key block.
     """
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
@@ -139,5 +147,16 @@ def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor
         BLOCK_SIZE=block_size,
         PADDED_SIZE=triton.next_power_of_2(block_size),
         TILE=_LINES_PER_PROGRAM,
+        LARGEST=largest,
     )
     return lines
+
+
+def kept_mass(keep: Tensor, rows: RepresentativeRows, sums: BlockSums, norms: RowNorms, block_size: int) -> Tensor:
+    """Attention of the representative rows that the kept blocks hold, summed over the rows, (batch, num_heads) float32.
+
+    `keep` is (batch, num_heads, num_q_blocks, num_kv_blocks) bool.
+    """
+    q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
+    by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)
+    return torch.where(keep.gather(2, q_block), by_row.mT, 0.0).sum((-2, -1))

@@ -72,7 +72,7 @@ def published_selection(
     pooled
         (batch, num_heads, num_blocks, num_blocks) float32: causal softmax of the pooled scores (no log term).
     gamma, tau
-        0-d; sums are in gamma's dtype.
+        (num_heads,) and 0-d; sums are in gamma's dtype.
     config
         The options; the budgets bound the two counts.
     """
@@ -94,7 +94,9 @@ def published_selection(
 
     flat = pooled.flatten(2)
     ordered, order = flat.sort(dim=-1, descending=True, stable=True)
-    within = running_sums(ordered, gamma.dtype) <= gamma * blocks
+    share = gamma.unsqueeze(-1)
+    # at gamma 1 rounding must not decide
+    within = (running_sums(ordered, gamma.dtype) <= share * blocks) | (share >= 1)
     query_aware = torch.zeros_like(within).scatter(-1, order, within).unflatten(-1, (blocks, blocks))
     return PublishedSelection(
         _top(vertical, num_vertical),
@@ -119,7 +121,8 @@ def _by_offset(attention: Tensor) -> Tensor:
 def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:
     """Blocks by the published rule: tokens whose running sum stays at or under gamma, plus one, ``// 128 + 1``."""
     running = running_sums(tokens.sort(dim=-1, descending=True).values, gamma.dtype)
-    return ((running <= gamma).sum(-1) + 1) // 128 + 1
+    share = gamma.unsqueeze(-1)
+    return (((running <= share) | (share >= 1)).sum(-1) + 1) // 128 + 1
 
 
 def _top(values: Tensor, count: Tensor) -> Tensor:

@@ -26,11 +26,12 @@ def pooled_map(
 
 
 def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> Tensor:
-    """The fewest blocks that hold `gamma` of the map, over the whole map or row by row, capped in each row; bool."""
-    if config.gamma == 1:
-        kept = visible.expand(values.shape)
-    elif config.query_aware == "per_query":
-        kept = top_p(values, visible, gamma)
+    """The fewest blocks that hold gamma of a head's map, as a whole or row by row, capped in each row; bool.
+
+    `values` is (batch, num_heads, num_q_blocks, num_kv_blocks), `gamma` (num_heads,).
+    """
+    if config.query_aware == "per_query":
+        kept = top_p(values, visible, gamma.unsqueeze(-1))
     else:
         kept = top_p(values.flatten(2), visible.flatten(2), gamma).unflatten(2, values.shape[2:])
     if config.max_blocks is not None:

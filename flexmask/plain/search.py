@@ -14,6 +14,7 @@ from flexmask.base.search_result import SearchResult
 from flexmask.base.visibility import BlockVisibility, block_visibility, token_validity, valid_keys
 from flexmask.config import FlexPrefillConfig
 from flexmask.plain.block_lists import block_lists
+from flexmask.plain.hybrid import search as hybrid_search
 from flexmask.plain.pattern import estimated_attention, jensen_shannon_distance
 from flexmask.plain.pooling import block_means
 from flexmask.plain.published import published_selection
@@ -51,21 +52,26 @@ def search(
     config
         The options, as `flexmask.config.compile_time` gives them.
     gamma, tau
-        0-d on query's device, of `flexmask._torch.widest_float`.
+        (num_heads,) and 0-d on query's device, of `flexmask._torch.widest_float`.
     with_stats, with_keep
         Whether statistics are wanted; the map of kept blocks is there anyway.
     """
-    block_size = config.block_size
-    tokens = token_validity(inputs.query.shape[2], inputs.key.shape[2], inputs.offset, inputs.attention_mask, inputs.key)
-    seen = block_visibility(tokens, block_size, inputs.window)
+    if config.selection == "hybrid":
+        return hybrid_search(inputs, config, gamma, tau, with_stats, with_keep)
+    block_size, lengths = config.block_size, (inputs.query.shape[2], inputs.key.shape[2])
+    # blocks are chosen by `tokens`; `seen` has those that do not decide as well
+    tokens = token_validity(*lengths, inputs.offset, inputs.deciding_tokens(), inputs.key)
+    decided = seen = block_visibility(tokens, block_size, inputs.window)
+    if inputs.deciding is not None:
+        seen = block_visibility(token_validity(*lengths, inputs.offset, None, inputs.key), block_size, inputs.window)
 
     # step 1: attention of the representative rows, and its mass by key block (V) and by block diagonal (S)
-    rows = representative_rows(config.index_queries, tokens, block_size, inputs.deciding)
+    rows = representative_rows(config.index_queries, tokens, block_size)
     attention = representative_attention(inputs, rows, tokens)
     mass = line_mass(row_mass(attention, rows, block_size), rows, block_size)
     pattern_rows, attended = rows, mass.vertical
     if config.pattern_queries != config.index_queries:
-        pattern_rows = representative_rows(config.pattern_queries, tokens, block_size, inputs.deciding)
+        pattern_rows = representative_rows(config.pattern_queries, tokens, block_size)
         pattern_attention = representative_attention(inputs, pattern_rows, tokens)
         attended = line_mass(row_mass(pattern_attention, pattern_rows, block_size), pattern_rows, block_size).vertical
 
@@ -91,8 +97,8 @@ def search(
         keep = extended_lines(vertical, slash, seen)
         # step 3b: blocks of the pooled map
         if config.tau > 0:
-            values = pooled_map(inputs, key_means, key_counts, tokens, seen, block_size)
-            keep = keep | (top_p_blocks(values, seen.visible[:, None], gamma, config) & is_query_aware[..., None, None])
+            values = pooled_map(inputs, key_means, key_counts, tokens, decided, block_size)
+            keep = keep | (top_p_blocks(values, decided.visible[:, None], gamma, config) & is_query_aware[..., None, None])
         choice = Choice(keep, is_query_aware, distance, *count.unbind(0))
 
     # step 4: blocks kept always; step 5: lists
@@ -104,7 +110,7 @@ def search(
 def _statistics(
     keep: Tensor, choice: Choice, mass: LineMass, rows: RepresentativeRows, seen: BlockVisibility, block_size: int
 ) -> tuple[Tensor, ...]:
-    """The tensors of FlexPrefillStats, in its order."""
+    """The tensors of FlexPrefillStats but is_dense, in its order."""
     visible_blocks = seen.visible.sum((-2, -1)).clamp(min=1)[:, None]
     q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     held = torch.where(keep.gather(2, q_block), mass.by_row, 0.0).sum((-2, -1))
@@ -115,4 +121,5 @@ def _statistics(
         choice.num_vertical.expand(keep.shape[:2]).clone(),
         choice.num_slash.expand(keep.shape[:2]).clone(),
         held / rows.taken.sum(-1).clamp(min=1)[:, None],
+        torch.full_like(held, float("nan")),
     )

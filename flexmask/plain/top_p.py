@@ -18,13 +18,16 @@ def ranks(values: Tensor, candidates: Tensor) -> Tensor:
 
 
 def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
-    """Count the heaviest candidates whose sum reaches gamma times the sum of all candidates.
+    """Count the heaviest candidates whose sum reaches gamma times the sum of all candidates; every candidate at gamma 1.
 
-    `values` (..., n) float32 >= 0, `candidates` bool, `gamma` 0-d, in whose dtype the sums are. Returns (...,) int64.
+    `values` (..., n) float32 >= 0, `candidates` bool, `gamma` broadcasts to (...,), in its dtype are the sums. Returns (...,)
+    int64.
     """
     ordered = torch.where(candidates, values, 0.0).sort(dim=-1, descending=True).values
     running = running_sums(ordered, gamma.dtype)
-    return (running - ordered < gamma * running[..., -1:]).sum(-1)
+    count = (running - ordered < gamma.unsqueeze(-1) * running[..., -1:]).sum(-1)
+    # not by sums, which rounding may let reach the total early, and which weightless candidates do not add to
+    return torch.where(gamma >= 1, candidates.sum(-1), count)
 
 
 def top_p(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
@@ -37,11 +40,12 @@ def top_p(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
     candidates
         Bool, broadcasts to it.
     gamma
-        0-d, in whose dtype the sums are (`running_sums`).
+        Broadcasts to (...,); in its dtype are the sums (`running_sums`). 1 keeps every candidate.
     """
     values = torch.where(candidates, values.nan_to_num(0.0), -1.0)
     ordered, order = values.sort(dim=-1, descending=True, stable=True)
     weights = ordered.clamp(min=0)
     running = running_sums(weights, gamma.dtype)
-    kept = (running - weights < gamma * running[..., -1:]) & (ordered >= 0)
+    gamma = gamma.unsqueeze(-1)
+    kept = ((running - weights < gamma * running[..., -1:]) | (gamma >= 1)) & (ordered >= 0)
     return torch.zeros_like(kept).scatter(-1, order, kept)

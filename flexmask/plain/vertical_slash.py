@@ -75,7 +75,7 @@ def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
 
 
 def line_counts(
-    values: Tensor, candidates: Tensor, gamma: Tensor | None, min_blocks: int, max_blocks: int | None
+    values: Tensor, candidates: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
 ) -> tuple[Tensor, Tensor]:
     """Count the lines of one family that a vertical-slash head keeps, and a query-aware head (its floor).
 
@@ -86,7 +86,7 @@ def line_counts(
     candidates
         (batch or 1, 1, num_lines) bool.
     gamma
-        0-d, or None for gamma = 1, which keeps every candidate without summing.
+        (num_heads,).
     min_blocks, max_blocks
         Floor and cap, in lines; the floor comes last. Both end at the number of candidates.
 
@@ -96,7 +96,7 @@ def line_counts(
         Two (batch or 1, num_heads or 1) int64 counts.
     """
     available = candidates.sum(-1)
-    count = available if gamma is None else top_p_count(values, candidates, gamma)
+    count = top_p_count(values, candidates, gamma)
     if max_blocks is not None:
         count = count.clamp(max=max_blocks)
     floor = available.clamp(max=min_blocks)
@@ -113,8 +113,7 @@ def kept_lines(
     """
     lines = torch.stack([mass.vertical, mass.slash])
     candidates = candidates.unsqueeze(2)
-    share = None if config.gamma == 1 else gamma
-    count, floor = line_counts(lines, candidates, share, config.min_blocks, config.max_blocks)
+    count, floor = line_counts(lines, candidates, gamma, config.min_blocks, config.max_blocks)
     count = torch.where(is_query_aware, floor, count)
     vertical, slash = (ranks(lines, candidates) < count.unsqueeze(-1)).unbind(0)
     return vertical, slash, count

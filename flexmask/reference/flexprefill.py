@@ -11,13 +11,15 @@ functions check shapes and ranges, this module does not.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from flexmask.reference.hybrid import hybrid_selection
 from flexmask.reference.margins import head_margins, line_margins, map_margin, pattern_margin
 from flexmask.reference.published import check_published, published_selection
-from flexmask.reference.result import Decision, Head, ReferenceResult, empty_head, head_mask, stacked
+from flexmask.reference.result import Decision, Head, ReferenceResult, empty_head, head_mask, no_map, stacked
 from flexmask.reference.steps import (
     AttentionHead,
     Options,
@@ -68,14 +70,14 @@ def coverage_selection(head: AttentionHead, seen: Visibility, options: Options) 
         map_margin(pooled, seen, options),
         is_query_aware,
     )
-    decision = Decision(is_query_aware, js_distance, *mass, pooled, len(key_blocks), len(diagonals))
+    decision = Decision(is_query_aware, js_distance, *mass, pooled, no_map(seen), math.nan, len(key_blocks), len(diagonals))
     return Head(head_mask(kept, attention, index_rows, seen), decision, margins)
 
 
 def reference_flexprefill(
     query: Tensor,
     key: Tensor,
-    gamma: float = 0.95,
+    gamma: float | Sequence[float] | Tensor = 0.95,
     tau: float = 0.1,
     *,
     block_size: int = 128,
@@ -85,6 +87,7 @@ def reference_flexprefill(
     query_aware: str = "flatten",
     pattern_queries: str = "last",
     index_queries: str = "last",
+    row_stride: int = 8,
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
@@ -111,7 +114,7 @@ def reference_flexprefill(
         ``(batch, num_heads, q_len, head_dim)``, any float dtype and device.
     key : Tensor
         ``(batch, num_kv_heads, kv_len, head_dim)``; ``num_kv_heads`` divides ``num_heads``.
-    gamma : float
+    gamma : float, or a sequence or ``(num_heads,)`` tensor of them
         Share of attention to keep, in (0, 1]; 1 keeps every visible block. Default ours.
     tau : float
         Distance below which a head is Query-Aware, in [0, 1]; 0 gives none. Default: paper.
@@ -123,12 +126,14 @@ def reference_flexprefill(
     max_budget : int, optional
         Tokens: at most ``ceil(max_budget / block_size)`` of each, and of the pooled map's blocks
         in each query block.
-    selection : {"coverage", "reference"}
-        Ours, or the published code's.
+    selection : {"coverage", "hybrid", "reference"}
+        Ours, ours with the evidence of all rows (`flexmask.reference.hybrid`), or the published code's.
     query_aware : {"flatten", "per_query"}
         Whether a Query-Aware head keeps ``gamma`` of the whole map or of each query block.
     pattern_queries, index_queries : {"last", "middle"}
         Representative rows for the pattern and for the vertical-slash index.
+    row_stride : int
+        Hybrid selection asks every row_stride-th row of a query block. Default ours.
     scale : float, optional
         Score multiplier, ``1 / sqrt(head_dim)`` unless given.
     softcap : float, optional
@@ -162,13 +167,14 @@ def reference_flexprefill(
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     """
     options = Options(
-        gamma=gamma,
+        gamma=math.nan,  # each head's own, below
         tau=tau,
         min_blocks=math.ceil(min_budget / block_size),
         max_blocks=None if max_budget is None else math.ceil(max_budget / block_size),
         query_aware=query_aware,
         pattern_queries=pattern_queries,
         index_queries=index_queries,
+        row_stride=row_stride,
     )
     _check_words(selection, options)
     batch, num_heads, q_len, head_dim = query.shape
@@ -182,7 +188,10 @@ def reference_flexprefill(
             attention_mask=attention_mask,
             q_offset=q_offset,
         )
-    select = coverage_selection if selection == "coverage" else published_selection
+    gammas = [float(gamma)] * num_heads if isinstance(gamma, (int, float)) else [float(share) for share in gamma]
+    if len(gammas) != num_heads:
+        raise ValueError(f"gamma must have one share for each of {num_heads} heads; got {len(gammas)}")
+    select = {"coverage": coverage_selection, "hybrid": hybrid_selection, "reference": published_selection}[selection]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
 
     heads = []
@@ -195,14 +204,15 @@ def reference_flexprefill(
                 continue
             query_head = query[b, h].detach().cpu().double()
             key_head = key[b, h // (num_heads // num_kv_heads)].detach().cpu().double()
-            heads.append(select(AttentionHead(query_head, key_head, scale, softcap), seen, options))
+            own = options._replace(gamma=gammas[h])
+            heads.append(select(AttentionHead(query_head, key_head, scale, softcap), seen, own))
     return stacked(heads, batch)
 
 
 def _check_words(selection: str, options: Options) -> None:
     """Refuse a word that an option does not have."""
     for name, value, words in (
-        ("selection", selection, ("coverage", "reference")),
+        ("selection", selection, ("coverage", "hybrid", "reference")),
         ("query_aware", options.query_aware, ("flatten", "per_query")),
         ("pattern_queries", options.pattern_queries, ("last", "middle")),
         ("index_queries", options.index_queries, ("last", "middle")),

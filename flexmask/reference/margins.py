@@ -29,7 +29,7 @@ from flexmask.reference.visibility import Visibility
 # Below this a float32 probability may have underflowed, so that its rank among others is open.
 _FLOAT32_SAFE = 2.0**-100
 # Float32 code takes S from differences of sums up to 1: below this its rounding is larger than a relative margin allows for.
-_COARSE = 0.01
+COARSE = 0.01
 
 
 def relative(distance: float, threshold: float) -> float:
@@ -82,7 +82,7 @@ def line_margins(mass: LineMass, is_query_aware: bool, seen: Visibility, options
         return math.inf, math.inf
     budget = line_budget(is_query_aware, options)
     key_blocks, diagonals = line_candidates(mass, seen)
-    return top_p_margin(key_blocks, budget), top_p_margin(diagonals, budget, _COARSE)
+    return top_p_margin(key_blocks, budget), top_p_margin(diagonals, budget, COARSE)
 
 
 def map_margin(pooled: Tensor, seen: Visibility, options: Options) -> float:
@@ -100,4 +100,4 @@ def head_margins(pattern: float, lines: tuple[float, float], query_aware: float,
     matters = [pattern, *lines]
     if is_query_aware:
         matters.append(query_aware)
-    return Margins(pattern, *lines, query_aware, min(matters))
+    return Margins(pattern, *lines, query_aware, math.inf, min(matters))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flexmask.reference.margins import gap, head_margins, pattern_margin, relative, top_p_margin
-from flexmask.reference.result import Decision, Head, head_mask
+from flexmask.reference.result import Decision, Head, head_mask, no_map
 from flexmask.reference.steps import (
     AttentionHead,
     Budget,
@@ -92,7 +92,8 @@ def published_selection(head: AttentionHead, seen: Visibility, options: Options)
         pattern = 0.0
     in_map = blocks_within_margin(map_values, options.gamma, seen.num_kv_blocks)
     margins = head_margins(pattern, (key_blocks.margin, diagonals.margin), in_map, is_query_aware)
-    decision = Decision(is_query_aware, js_distance, vertical, slash, pooled, key_blocks.num_lines, diagonals.num_lines)
+    numbers = key_blocks.num_lines, diagonals.num_lines
+    decision = Decision(is_query_aware, js_distance, vertical, slash, pooled, no_map(seen), math.nan, *numbers)
     return Head(head_mask(kept, attention, rows, seen), decision, margins)
 
 

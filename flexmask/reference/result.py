@@ -36,6 +36,9 @@ class ReferenceResult:
         no visible block.
     pooled : Tensor
         float64, shape of ``keep``: the pooled map A, the block-wise estimate for every query block.
+    row_evidence : Tensor
+        float64, shape of ``keep``: R, the attention of each query block's rows to the means of the key blocks; 0 where
+        ``selection`` is not ``"hybrid"``.
     num_vertical_blocks, num_slash_blocks : Tensor
         int64 per head: selected key blocks and block diagonals; a Query-Aware head's are its floor. Blocks that are always kept
         are not counted.
@@ -43,12 +46,16 @@ class ReferenceResult:
         float64 per head: kept blocks / visible blocks (0 if none is visible).
     coverage : Tensor
         float64 per head: true attention mass of the index rows that lies in kept blocks.
+    row_coverage : Tensor
+        float64 per head: row evidence that lies in kept blocks, mean over the query blocks that have any; NaN without.
     pattern_margin : Tensor
         float64 per head: ``|js_distance - tau| / tau``.
     vertical_margin, slash_margin : Tensor
         float64 per head, of the selection made for the head: of the floor alone if Query-Aware.
     query_aware_margin : Tensor
         float64 per head, of the selection from ``pooled``, whether the head uses it or not.
+    row_margin : Tensor
+        float64 per head, of the selection from ``row_evidence``.
     margin : Tensor
         float64 per head: the smallest of the margins that its mask depends on.
     """
@@ -60,14 +67,17 @@ class ReferenceResult:
     vertical: Tensor
     slash: Tensor
     pooled: Tensor
+    row_evidence: Tensor
     num_vertical_blocks: Tensor
     num_slash_blocks: Tensor
     density: Tensor
     coverage: Tensor
+    row_coverage: Tensor
     pattern_margin: Tensor
     vertical_margin: Tensor
     slash_margin: Tensor
     query_aware_margin: Tensor
+    row_margin: Tensor
     margin: Tensor
 
 
@@ -88,6 +98,8 @@ class Decision(NamedTuple):
     vertical: Tensor  # (num_kv_blocks,)
     slash: Tensor  # (num_kv_blocks,)
     pooled: Tensor  # (num_q_blocks, num_kv_blocks)
+    row_evidence: Tensor  # (num_q_blocks, num_kv_blocks)
+    row_coverage: float
     num_vertical_blocks: int
     num_slash_blocks: int
 
@@ -99,6 +111,7 @@ class Margins(NamedTuple):
     vertical_margin: float
     slash_margin: float
     query_aware_margin: float
+    row_margin: float
     margin: float
 
 
@@ -128,8 +141,13 @@ def empty_head(seen: Visibility) -> Head:
     """A head of a batch row without valid query rows: nothing to see, nothing to decide."""
     mask = Mask(_empty_map(seen), _empty_map(seen), 0.0, 0.0)
     lines = torch.zeros(seen.num_kv_blocks, dtype=torch.float64)
-    decision = Decision(False, 0.0, lines, lines, _empty_map(seen).double(), 0, 0)
-    return Head(mask, decision, Margins(*[math.inf] * 5))
+    decision = Decision(False, 0.0, lines, lines, no_map(seen), no_map(seen), math.nan, 0, 0)
+    return Head(mask, decision, Margins(*[math.inf] * 6))
+
+
+def no_map(seen: Visibility) -> Tensor:
+    """The map of a quantity that a selection does not look at: zeros, (num_q_blocks, num_kv_blocks)."""
+    return _empty_map(seen).double()
 
 
 def _empty_map(seen: Visibility) -> Tensor:

@@ -28,6 +28,7 @@ class Options(NamedTuple):
     query_aware: str
     pattern_queries: str
     index_queries: str
+    row_stride: int
 
 
 class AttentionHead(NamedTuple):

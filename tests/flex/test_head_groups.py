@@ -10,6 +10,7 @@ import torch
 from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask, mask
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.head_groups import head_bytes, head_groups
+from tests.attention_calls import CPP_ERROR
 from tests.cases import structured_inputs
 
 
@@ -33,6 +34,7 @@ def test_every_head_is_in_one_group(heads, at_once):
 
 
 @pytest.mark.attention
+@CPP_ERROR
 @pytest.mark.parametrize("at_once", [1, 2, 4, 8])
 def test_groups_give_what_all_heads_give(at_once):
     query, key = structured_inputs(torch.Generator().manual_seed(1), 2, 4, 2, 300, 330, 32, 5.0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.families import FAMILIES
 
 # for pytestmark: transformers calls torch's create_block_mask in a way that torch deprecates, and that compiles with a warning of
@@ -33,3 +34,14 @@ def padded(tokens, number=70):
     mask = torch.ones_like(tokens)
     mask[1, :number] = 0
     return mask
+
+
+def switchable(model):
+    """The model, or a skip where this release does not let it change its attention: entering a block is refused then."""
+    try:
+        with flexmask_hf.flexprefill(model):
+            return model
+    except ValueError as error:
+        if "must go through transformers' attention interface" not in str(error):
+            raise
+        pytest.skip(f"{type(model).__name__} cannot change its attention in this release")

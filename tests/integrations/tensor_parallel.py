@@ -27,7 +27,10 @@ def main(model_folder: str, tokens_file: str, results_file: str) -> None:
         with torch.no_grad(), flexprefill(model, **options) as run:
             results[name] = model(tokens).logits.cpu()
             results[f"{name}, generated"] = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0).cpu()
-        results[f"{name}, density"] = run.stats[1][0].density.cpu()
+        density = run.stats[1][0].density
+        shares = [torch.empty_like(density) for _ in range(dist.get_world_size())]
+        dist.all_gather(shares, density)
+        results[f"{name}, density"], results[f"{name}, density of the others"] = (share.cpu() for share in shares)
     if dist.get_rank() == 0:
         torch.save(results, results_file)
         print(json.dumps({name: list(x.shape) for name, x in results.items() if isinstance(x, torch.Tensor)}))

@@ -13,7 +13,7 @@ import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.cells import static_cache
-from tests.integrations.common import MARKS, make_model, padded
+from tests.integrations.common import MARKS, make_model, padded, switchable
 
 pytestmark = MARKS
 
@@ -45,7 +45,7 @@ def made(name: str, **options: Any) -> Any:
     [("Llama", {}, 1), ("DiffLlama", {}, 2), ("HrmText", {"num_hidden_layers": 4, "H_cycles": 1, "L_cycles": 1}, None)],
 )
 def test_call_is_the_prefill(tokens, name, options, entries):
-    model = made(name, **options)
+    model = switchable(made(name, **options))
     with flexmask_hf.flexprefill(model) as run:
         model(tokens[:, :100])
         model(tokens)

@@ -15,7 +15,7 @@ from transformers import MambaConfig, MambaForCausalLM
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.run import FlexPrefillRun
 from tests.integrations.cells import static_cache
-from tests.integrations.common import MARKS, SPARSE, make_model
+from tests.integrations.common import MARKS, SPARSE, make_model, switchable
 from tests.integrations.families import VOCABULARY
 
 pytestmark = MARKS
@@ -25,7 +25,7 @@ pytestmark = MARKS
 def mamba():
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    return MambaForCausalLM(MambaConfig(**sizes)).eval()
+    return switchable(MambaForCausalLM(MambaConfig(**sizes)).eval())
 
 
 def test_model_that_is_not_reached_is_named(mamba, tokens):

@@ -32,6 +32,53 @@ def test_layers_have_options_of_their_own(model, tokens):
     assert not run.stats[1][0].dense
 
 
+def test_heads_have_gammas_of_their_own(model, tokens):
+    by_head, options = [1.0, 0.3, 0.6, 0.6], {**SPARSE, "tau": 0.0}
+    with flexmask_hf.flexprefill(model, **options, layers={1: {"gamma": by_head}}) as run:
+        model(tokens)
+    layer = run.stats[1][0]
+    assert torch.equal(layer.density[:, 0], torch.ones(len(tokens)))
+    alone = []
+    for gamma in (0.3, 0.6):
+        with flexmask_hf.flexprefill(model, **options, layers={1: {"gamma": gamma}}) as run:
+            model(tokens)
+        alone.append(run.stats[1][0].density)
+    assert torch.equal(layer.density[:, 1], alone[0][:, 1])
+    assert torch.equal(layer.density[:, 2:], alone[1][:, 2:])
+    assert (alone[0] < alone[1]).any()
+
+
+def test_heads_at_gamma_one_are_dense_above_the_break_even(model, tokens):
+    settings = {**SPARSE, "dense_below": 100, "tau": 0.0}
+    with flexmask_hf.flexprefill(model, **settings, layers={0: {"gamma": 1.0}, 1: {"gamma": [0.2, 0.2, 1.0, 1.0]}}) as run:
+        model(tokens)
+    assert run.reasons[0] == ["gamma 1 in every head"]
+    assert run.stats[0][0].dense
+    assert run.reasons[1] == [None]
+    assert run.stats[1][0].is_dense.tolist() == [[False, False, True, True]] * 2
+    assert [row["reason"] is None for row in run.rows() if row["layer"] == 1] == [True, True, False, False] * 2
+    assert {row["pattern"] for row in run.rows() if row["layer"] == 1} == {"vertical-slash"}
+
+
+def test_a_gamma_for_another_number_of_heads_is_refused(model, tokens):
+    message = "gamma must hold one number for each of query's 4 heads; got 8 numbers"
+    with flexmask_hf.flexprefill(model, **{**SPARSE, "gamma": [0.5] * 8}), pytest.raises(ValueError, match=message):
+        model(tokens)
+
+
+def test_gammas_by_head_are_saved_with_the_model(model, tmp_path):
+    layers = {0: {"gamma": [0.9, 0.5, 1.0, 0.7]}, 1: {"tau": 0.3}}
+    settings = flexmask_hf.configure(model, gamma=(0.25, 0.5, 0.75, 1.0), layers=layers, dense_below=0)
+    layers[0]["gamma"][0] = 0.1  # what was checked, whatever becomes of the caller's list
+    assert model.config.flexprefill_config["gamma"] == [0.25, 0.5, 0.75, 1.0]
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert PrefillSettings.from_dict(loaded.config.flexprefill_config) == settings
+    assert settings.of_layer(0).gamma == (0.9, 0.5, 1.0, 0.7)
+    assert settings.of_layer(1).gamma == (0.25, 0.5, 0.75, 1.0)
+    assert hash(settings.of_layer(0)) == hash(FlexPrefillConfig(gamma=[0.9, 0.5, 1.0, 0.7]))
+
+
 @pytest.mark.parametrize("attention_mask", [None, padded], ids=["unpadded", "padded"])
 def test_dense_layers_are_dense(model, tokens, attention_mask):
     mask = None if attention_mask is None else attention_mask(tokens)
@@ -91,6 +138,9 @@ def test_options_are_saved_with_the_model(model, tokens, tmp_path):
     ("options", "error", "message"),
     [
         ({"gamma": 1.5}, ValueError, "gamma"),
+        ({"gamma": [0.5, 1.5]}, ValueError, r"gamma\[1\] must be in"),
+        ({"gamma": torch.tensor([0.5, 0.5])}, TypeError, "gamma must be a number or a sequence.* got a tensor"),
+        ({"layers": {0: {"gamma": [0.5, float("nan")]}}}, ValueError, r"gamma\[1\] must be finite; got nan"),
         ({"config": FlexPrefillConfig(), "gamma": 0.9}, ValueError, "config"),
         ({"config": {"gamma": 0.9}}, TypeError, "config"),
         ({"gama": 0.9}, TypeError, "gama"),

@@ -21,6 +21,7 @@ BLOCKS: dict[str, Any] = {"block_size": 64, "min_budget": 0, "dense_below": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {"gamma": 1.0, **BLOCKS},
     "sparse": {"gamma": 0.6, "tau": 0.12, **BLOCKS},
+    "by head": {"gamma": [0.9, 0.3, 1.0, 0.5], "layers": {1: {"gamma": [0.2, 1.0, 0.4, 0.7]}}, "tau": 0.12, **BLOCKS},
 }
 
 
@@ -62,6 +63,7 @@ def test_two_processes_give_what_one_gives(tmp_path, tokens):
             assert torch.equal(results[f"{name}, generated"], generated)
             # the heads of process 0 are the first half
             assert torch.equal(results[f"{name}, density"], alone.stats[1][0].density[:, :2])
+            assert torch.equal(results[f"{name}, density of the others"], alone.stats[1][0].density[:, 2:])
     assert (results["dense"] - dense).abs().max() < 1e-4
     assert (results["sparse"] - dense).abs().max() > 1e-2
 

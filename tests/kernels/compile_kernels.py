@@ -59,7 +59,7 @@ class Variant(NamedTuple):
 
 
 # the kernels that hold tiles of keys, and the problems that bring them closest to a limit
-WITH_TILES = ("_block_sums_kernel", "_pooled_map_kernel")
+WITH_TILES = ("_block_sums_kernel", "_pooled_map_kernel", "_evidence_kernel")
 TIGHT = [Problem(128, 128, rich=True), Problem(256, 128), Problem(256, 64, torch.float32)]
 # every kernel, and dims that are no power of two
 CHOICE = [Problem(rich=True), Problem(map_size="medium"), Problem(map_size="large"), Problem(80, 128), *TIGHT, Problem(128, 256)]
@@ -98,9 +98,9 @@ def launched(problem: Problem) -> dict[str, Variant]:
     scores = (0.1, 3.0, 500, torch.ones(2, kv_len, dtype=torch.bool)) if rich else (0.1,)
     most = 3 * block_size if rich else None
     number = torch.tensor(0.5, dtype=torch.float64)
-    for rule in ("flatten", "per_query"):
-        config = FlexPrefillConfig(0.5, 0.5, block_size=block_size, min_budget=block_size, max_budget=most, query_aware=rule)
-        search(AttentionInputs(query, key, None, *scores), config, number, number, False, rich)
+    for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, {"selection": "hybrid", "row_stride": 16 if rich else 8}):
+        config = FlexPrefillConfig(0.5, 0.5, block_size=block_size, min_budget=block_size, max_budget=most, **rule)
+        search(AttentionInputs(query, key, None, *scores), config, number, number, rich, rich)
     return found
 
 

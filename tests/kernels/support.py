@@ -23,6 +23,10 @@ def float64(x: float) -> Tensor:
     return torch.full((), x, dtype=torch.float64, device=DEVICE)
 
 
+def by_head(gamma: float | list[float], heads: int) -> Tensor:
+    return torch.tensor(gamma, dtype=torch.float64, device=DEVICE).expand(heads).contiguous()
+
+
 def tokens_of(batch: int, q_len: int, kv_len: int, padded: bool) -> Tokens:
     mask = (torch.rand(batch, kv_len, generator=torch.Generator().manual_seed(2)) < 0.7).to(DEVICE) if padded else None
     return token_validity(q_len, kv_len, None, mask, torch.empty(batch, 1, kv_len, 16, device=DEVICE))

@@ -14,7 +14,7 @@ from flexmask.plain.pattern import jensen_shannon_distance
 from flexmask.plain.pooling import block_means
 from flexmask.plain.representative import take_rows
 from flexmask.plain.top_p import ranks, top_p_count
-from tests.kernels.support import DEVICE, HALF, LAYOUTS, float64, in_layout, normal, tokens_of
+from tests.kernels.support import DEVICE, HALF, LAYOUTS, by_head, float64, in_layout, normal, tokens_of
 
 pytest.importorskip("triton")
 
@@ -76,7 +76,11 @@ def test_estimated_scores_of_any_layout(layout):
 
 
 @pytest.mark.parametrize("blocks", [1, 40, 300])
-@pytest.mark.parametrize(("gamma", "floor", "cap"), [(0.6, 0, None), (0.9, 5, None), (0.9, 0, 3), (1.0, 0, None), (1.0, 2, 7)])
+@pytest.mark.parametrize(
+    ("gamma", "floor", "cap"),
+    [(0.6, 0, None), (0.9, 5, None), (0.9, 0, 3), (1.0, 0, None), (1.0, 2, 7), ([0.2, 1.0, 0.9, 0.5, 0.99, 1.0], 1, None)],
+    ids=str,
+)
 def test_pattern_and_lines(blocks, gamma, floor, cap):
     heads = 6
     lines = normal(2, 1, heads, blocks).softmax(-1)
@@ -95,7 +99,7 @@ def test_pattern_and_lines(blocks, gamma, floor, cap):
     tau = float64(0.5)
     chosen = pattern_and_lines(
         torch.where(sees[:, None], estimate, float("-inf")), values[0], rows, count,
-        torch.where(candidates.unsqueeze(2), lines, -1.0), float64(gamma), tau,
+        torch.where(candidates.unsqueeze(2), lines, -1.0), by_head(gamma, heads), tau,
         FlexPrefillConfig(block_size=16, min_budget=16 * floor, max_budget=None if cap is None else 16 * cap),
         AttentionInputs(lines, lines, None, 0.7, 4.0),
     )  # fmt: skip
@@ -106,7 +110,7 @@ def test_pattern_and_lines(blocks, gamma, floor, cap):
     torch.testing.assert_close(chosen.distance, distance, atol=1e-5, rtol=1e-5)
     assert torch.equal(chosen.is_query_aware, distance.double() < tau)
     available = candidates.sum(-1, keepdim=True)
-    number = available if gamma == 1 else top_p_count(values, candidates.unsqueeze(2), float64(gamma))
+    number = top_p_count(values, candidates.unsqueeze(2), by_head(gamma, heads))
     number = number.clamp(max=blocks if cap is None else cap)
     number = torch.where(chosen.is_query_aware, 0, number).maximum(available.clamp(max=floor))
     assert torch.equal(chosen.number, number)
@@ -120,7 +124,7 @@ def test_a_row_of_padding_is_not_query_aware():
     rows[1, 1:] = -1
     count = torch.tensor([[16, 16, 16, 16, 3], [5, 1, 16, 9, 2]], dtype=torch.int32, device=DEVICE)
     chosen = pattern_and_lines(
-        estimate, lines[0], rows, count, lines, float64(0.6), float64(1.0), FlexPrefillConfig(block_size=16, min_budget=0),
+        estimate, lines[0], rows, count, lines, by_head(0.6, heads), float64(1.0), FlexPrefillConfig(block_size=16, min_budget=0),
         AttentionInputs(lines, lines, None, 0.7),
     )  # fmt: skip
     estimated = (0.7 * estimate + count.log()[:, None]).softmax(-1)

@@ -10,7 +10,7 @@ from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import block_visibility, valid_keys
 from flexmask.plain.pooling import pooled_scores
 from flexmask.plain.top_p import ranks, top_p
-from tests.kernels.support import DEVICE, float64, normal, tokens_of
+from tests.kernels.support import DEVICE, by_head, normal, tokens_of
 
 pytest.importorskip("triton")
 
@@ -41,7 +41,7 @@ def take_for(map_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("q_len", "kv_len", "window", "padded"),
     [(1, 1, None, False), (100, 100, None, False), (90, 150, 60, True)],
 )
-@pytest.mark.parametrize("gamma", [0.3, 0.95])
+@pytest.mark.parametrize("gamma", [0.3, 0.95, [0.9, 0.4, 0.6, 1.0]], ids=str)
 @pytest.mark.parametrize("map_size", MAP_SIZES)
 def test_pooled_map_and_its_top_p(q_len, kv_len, window, padded, gamma, map_size, monkeypatch):
     take_for(map_size, monkeypatch)
@@ -63,15 +63,15 @@ def test_pooled_map_and_its_top_p(q_len, kv_len, window, padded, gamma, map_size
         values = pooled_map(query_means, key_means, active, edges, inputs, size)
         torch.testing.assert_close(values[written], plain[written], atol=1e-6, rtol=1e-5)
 
-    share = float64(gamma)
+    share = by_head(gamma, heads)
     values = torch.where(visible, values, -1.0)
     values[0, 1] = torch.where(visible[0, 1], 0.25, -1.0)  # nothing but ties
     values[1, 2] = torch.where(visible[1, 2], values[1, 2].round(decimals=1), -1.0)  # many ties, zeros among them
     pairs = [(top_p_map(values, active, edges, share, size), top_p(values.flatten(2), visible.flatten(2), share))]
     if map_size == MAP_SIZES[0]:
         pairs += [
-            (top_p_rows(values, active, edges, share, None, size), top_p(values, visible, share)),
-            (top_p_rows(values, active, edges, float64(1.0), 2, size), (ranks(values, visible) < 2) & visible),
+            (top_p_rows(values, active, edges, share, None, size), top_p(values, visible, share.unsqueeze(-1))),
+            (top_p_rows(values, active, edges, by_head(1.0, heads), 2, size), (ranks(values, visible) < 2) & visible),
         ]
     for got, expected in pairs:
         assert torch.equal((got != 0) & written, expected.view_as(values) & written)
@@ -103,11 +103,13 @@ def test_maps_of_all_sizes_give_the_same_blocks(q_blocks, kv_blocks, monkeypatch
     values = (10 * normal(1, heads, q_blocks, kv_blocks)).where(visible, float("-inf")).softmax(-1)
     values[:, 2] = values[:, 2].round(decimals=2)
     active = torch.tensor([[True, False, True]], device=DEVICE)
-    for gamma in (0.05, 0.6, 0.99):
+    for gamma in (0.05, 0.6, 0.99, [0.3, 0.5, 1.0]):
         chosen = []
         for map_size in MAP_SIZES:
             take_for(map_size, monkeypatch)
-            chosen.append((top_p_map(values, active, edges, float64(gamma), size) != 0) & visible & active[..., None, None])
+            chosen.append(
+                (top_p_map(values, active, edges, by_head(gamma, heads), size) != 0) & visible & active[..., None, None]
+            )
         assert torch.equal(chosen[0], chosen[1])
         assert torch.equal(chosen[0], chosen[2])
         assert chosen[0].any()

@@ -89,8 +89,10 @@ def test_equals_the_reference(monkeypatch):
         ((4, 1), {"tau": 0.3}),
         ((3, 1), {"tau": 0.6, "query_aware": "per_query", "pattern_queries": "middle", "min_budget": 16}),
         ((4, 2), {"tau": 0.6, "max_budget": 48}),
+        ((4, 2), {"tau": 0.6, "gamma": [0.31, 1.0, 0.91, 0.43]}),
+        ((4, 2), {"tau": 0.6, "query_aware": "per_query", "gamma": [1.0, 0.61, 0.31, 0.83]}),
     ],
-    ids=["flatten", "per_query", "capped"],
+    ids=["flatten", "per_query", "capped", "by head, flatten", "by head, per_query"],
 )
 def test_masks_equal_those_of_the_plain_search(monkeypatch, heads, options):
     generator = torch.Generator().manual_seed(sum(heads))
@@ -110,24 +112,24 @@ def test_masks_equal_those_of_the_plain_search(monkeypatch, heads, options):
 
 
 @interpreted
-def test_rows_after_those_that_decide_change_nothing(monkeypatch):
-    # right padding that no mask tells of: the kernels and the plain steps take their representative rows before it
-    query, key = structured_inputs(torch.Generator().manual_seed(3), 2, 4, 2, 150, 150, 32, sharpness=5.0)
-    gamma, tau = (torch.tensor(x, dtype=torch.float64) for x in (0.43, 0.1))
-    config = FlexPrefillConfig(0.5, 0.5, block_size=16, min_budget=0)
-    inputs = AttentionInputs(query, key, None, 0.2, deciding=torch.tensor([150, 90]))
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("options", [{}, {"query_aware": "per_query", "max_budget": 48, "pattern_queries": "middle"}], ids=str)
+def test_rows_that_do_not_decide(options):
+    # tests/test_deciding.py shows what the plain search makes of them
+    query, key = structured_inputs(torch.Generator().manual_seed(3), 2, 4, 2, 120, 140, 32, sharpness=5.0)
+    config = FlexPrefillConfig(tau=0.5, block_size=16, min_budget=0, **options)
+    gamma, tau = torch.full((4,), 0.43, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+    inputs = AttentionInputs(query, key, None, 0.2, offset=torch.tensor([20, 16]), deciding=torch.tensor([120, 50]))
     plain = dispatcher.plain_search(inputs, config, gamma, tau, True, True)
     found = kernel_search(inputs, config, gamma, tau, True, True)
     assert all(torch.equal(*pair) for pair in zip(found.lists, plain.lists, strict=True))
-    other = query.clone()
-    other[1, :, 90:] = torch.randn(4, 60, 32)
-    for search in (dispatcher.plain_search, kernel_search):
-        changed = search(inputs._replace(query=other), config, gamma, torch.zeros_like(tau), True, True)
-        same = search(inputs, config, gamma, torch.zeros_like(tau), True, True)
-        assert torch.equal(changed.keep, same.keep)
-        everywhere = search(inputs._replace(deciding=None), config, gamma, torch.zeros_like(tau), True, True)
-        assert not torch.equal(everywhere.keep[1], same.keep[1])
-        assert torch.equal(everywhere.keep[0], same.keep[0])
+    assert torch.equal(found.keep, plain.keep)
+    for got, expected in zip(found.stats, plain.stats, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert found.stats[0][1].any() and not found.stats[0].all()
+    everywhere = dispatcher.plain_search(inputs.with_fields(deciding=None), config, gamma, tau, True, True)
+    assert not torch.equal(everywhere.keep[1], plain.keep[1])
+    assert torch.equal(everywhere.keep[0], plain.keep[0])
 
 
 @interpreted
@@ -164,13 +166,13 @@ def test_operator_has_the_shapes_that_it_declares(monkeypatch, with_stats):
     monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
     # what a surrounding compilation is told, against what it gets
     query, key = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
-    number = torch.tensor(0.7, dtype=torch.float64)
-    options = (0.25, None, None, with_stats, True, 0.5, 0.5, 16, 16, None, "coverage", "flatten", "last", "last")
+    gamma, tau = torch.full((4,), 0.7, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+    options = (0.25, None, None, with_stats, True, 0.5, 16, 16, None, "coverage", "flatten", "last", "last")
     with FakeTensorMode() as mode:
         declared = dispatcher.search_operator(
-            *(mode.from_tensor(x) for x in (query, key, number, number)), None, None, None, *options
+            *(mode.from_tensor(x) for x in (query, key, gamma, tau)), None, None, None, *options
         )
-    found = dispatcher.search_operator(query, key, number, number, None, None, None, *options)
+    found = dispatcher.search_operator(query, key, gamma, tau, None, None, None, *options)
     assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in found]
     assert len(found) == (11 if with_stats else 5)
 
@@ -179,8 +181,8 @@ def test_operator_has_the_shapes_that_it_declares(monkeypatch, with_stats):
 def test_operator_gives_the_search_inside_a_compilation(with_stats):
     # CUDA's way; here plain code stands behind the operator
     query, key = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 230, 32)
-    gamma, tau = (torch.tensor(x, dtype=torch.float64) for x in (0.5, 0.1))
-    config = FlexPrefillConfig(0.5, 0.5, block_size=16, min_budget=0)
+    gamma, tau = torch.tensor([0.5, 0.3, 1.0, 0.8], dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
+    config = FlexPrefillConfig(tau=0.5, block_size=16, min_budget=0)
     inputs = AttentionInputs(query, key, None, 0.2)
     inside = torch.compile(dispatcher._as_one_operator, fullgraph=True, backend="aot_eager")
     found = inside(inputs, config, gamma, tau, with_stats, with_stats)

@@ -171,3 +171,12 @@ def test_equals_the_reference_on_cuda(cuda):
         tally.add_decisions(expected)
         assert_same_statistics(result, expected, underflow=True)
     tally.check()
+
+
+@pytest.mark.parametrize("tau", [0.0, 1.0])
+def test_gamma_one_keeps_every_block_whatever_rounding_does(tau):
+    # of query-aware heads' maps the running sum exceeds the number of blocks by rounding
+    for seed in range(4):
+        query, key = structured_inputs(torch.Generator().manual_seed(seed), 1, 4, 2, 1280, 1280, 32, sharpness=5.0)
+        result = Case(query, key, FlexPrefillConfig(1.0, tau, min_budget=0, selection="reference")).search()
+        assert (result.stats.density == 1).all()

@@ -1,0 +1,13 @@
+"""The thresholds of hybrid selection, from its one knob gamma.
+
+What is kept without exception is found by shares: a block, a key block or a block diagonal is dropped only where it holds less than
+its threshold. All of them are proportional to ``1 - gamma``, so that gamma = 1 drops nothing. The factors were found on prompts
+that no test uses (`bench/fidelity`).
+"""
+
+# of a representative row's attention: what one of them gives to a key block keeps it
+KEY_BLOCK = 1.0
+# of their mean attention: what they give to a block diagonal keeps it
+DIAGONAL = 0.2
+# of the attention to key means of a query block's rows, as their root mean square: what they give to a key block keeps it
+ROWS = 0.2

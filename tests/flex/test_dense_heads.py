@@ -1,0 +1,208 @@
+"""Heads that dense attention serves because it is faster: which they are, and that all others stay under their mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask
+from flexmask.base.inputs import attention_inputs
+from flexmask.flex import dense_heads, sparse
+from flexmask.flex.dense import dense_attention
+from flexmask.flex.dense_heads import above_break_even, at_gamma_one, has_causal_kernel, runs_of
+from tests.cases import structured_inputs
+from tests.compile_support import dense_under, traced
+from tests.compile_support import fresh_compiler as fresh_compiler
+
+LENGTH = 240
+OPTIONS = {"tau": 0.0, "block_size": 16, "min_budget": 0, "dense_below": 100, "return_stats": True}
+MASK_OPTIONS = {name: OPTIONS[name] for name in ("tau", "block_size", "min_budget")}
+# the second key head's query heads keep everything
+GAMMAS = (0.3, 1.0, 1.0, 1.0)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(18)
+    query, key = structured_inputs(generator, 1, 4, 2, LENGTH, LENGTH, 32, sharpness=5.0)
+    return query, key, torch.randn(1, 2, LENGTH, 32, generator=generator)
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return dense_attention(attention_inputs(query, key, value))[0]
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """Blocks that the sparse kernel was given in each call, by head."""
+    calls = []
+    run = sparse.run_flex_attention
+
+    def counting(part, mask, *rest):
+        calls.append((mask.kv_num_blocks + mask.full_kv_num_blocks).sum((0, 2)).tolist())
+        return run(part, mask, *rest)
+
+    monkeypatch.setattr(sparse, "run_flex_attention", counting)
+    return calls
+
+
+def test_runs_are_slices_without_gaps():
+    assert runs_of([True, True, False, True]) == (slice(0, 2), slice(3, 4))
+    assert runs_of([False, False]) == ()
+    assert runs_of([True]) == (slice(0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "options", "expected"),
+    [
+        (GAMMAS, {}, [False, True]),
+        ((1, 1, 0.99, 1), {}, [True, False]),
+        ((1.0,) * 4, {}, [True, True]),
+        (1.0, {}, [True, True]),
+        (0.99, {}, [False, False]),
+        (torch.ones(4), {}, [False, False]),  # its values are not read
+        ((1.0,) * 4, {"max_budget": 32, "min_budget": 0}, [False, False]),
+        (1.0, {"selection": "reference"}, [False, False]),
+    ],
+    ids=str,
+)
+def test_heads_at_gamma_one_are_known_by_key_head(gamma, options, expected):
+    config = FlexPrefillConfig(gamma=0.5 if isinstance(gamma, Tensor) else gamma, **options)
+    problem = attention_inputs(*inputs(), gamma=gamma if isinstance(gamma, Tensor) else config.gamma)
+    assert at_gamma_one(problem, config) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 20.0},
+        {"window": 100},
+        {"attention_mask": torch.ones(1, LENGTH, dtype=torch.bool)},
+        {"q_offset": 0},
+        {"sinks": torch.zeros(4)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.attention
+def test_only_whole_plain_prompts_have_dense_heads(options):
+    assert has_causal_kernel(attention_inputs(*inputs()))
+    assert not has_causal_kernel(attention_inputs(*inputs(), **options))
+    _, stats = flexprefill_attention(*inputs(), GAMMAS, **OPTIONS, **options)
+    assert not stats.is_dense.any()
+
+
+def test_a_chunk_has_no_dense_heads():
+    query, key, value = inputs()
+    assert not has_causal_kernel(attention_inputs(query[:, :, 100:], key, value).placed())
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("at_once", [2**30, 1], ids=["all heads", "head by head"])
+def test_heads_at_gamma_one_run_dense_and_others_under_their_mask(monkeypatch, listed, at_once):
+    monkeypatch.setattr(dense_heads, "CPU_BREAK_EVEN", 2.0)
+    query, key, value = inputs()
+    out, stats = flexprefill_attention(query, key, value, GAMMAS, **OPTIONS, max_mask_bytes=at_once)
+    mask, found = flexprefill_mask(query, key, GAMMAS, **MASK_OPTIONS, return_stats=True)
+    whole = dense(query, key, value)
+    # the second head is at gamma 1, but shares its key head with one that is not, unless it comes alone
+    alone = at_once == 1
+    assert stats.is_dense.tolist() == [[False, alone, True, True]]
+    assert torch.equal(out[:, 2:], whole[:, 2:])
+    torch.testing.assert_close(out, dense_under(mask, query, key, value), atol=2e-5, rtol=0)
+    assert (out[:, 0] - whole[:, 0]).abs().max() > 0.01
+    for name in ("density", "coverage", "num_slash_blocks", "js_distance"):
+        torch.testing.assert_close(getattr(stats, name), getattr(found, name))
+    blocks = [sum(by_head) for by_head in zip(*listed, strict=True)]
+    assert len(listed) == 1  # nothing is left to the kernel where all heads of a group run dense
+    assert blocks[0] > 0
+    assert alone or (blocks[1] > blocks[0] and blocks[2:] == [0, 0])
+
+
+@pytest.mark.attention
+def test_heads_above_the_break_even_of_a_cpu_run_dense(monkeypatch, listed):
+    query, key, value = inputs()
+    gammas = (0.2, 0.3, 0.95, 0.99)
+    mask, found = flexprefill_mask(query, key, gammas, **MASK_OPTIONS, return_stats=True)
+    shares = found.density.unflatten(1, (2, 2)).mean(2)[0].tolist()
+    assert shares[0] + 0.1 < shares[1] < 0.97
+    monkeypatch.setattr(dense_heads, "CPU_BREAK_EVEN", shares[1] - 0.05)
+    out, stats = flexprefill_attention(query, key, value, gammas, **OPTIONS)
+    under, whole = dense_under(mask, query, key, value), dense(query, key, value)
+    assert stats.is_dense.tolist() == [[False, False, True, True]]
+    assert torch.equal(out[:, 2:], whole[:, 2:])
+    torch.testing.assert_close(out[:, :2], under[:, :2], atol=2e-5, rtol=0)
+    assert (out - under)[:, 2:].abs().max() > 1e-4
+    assert torch.equal(stats.density, found.density)
+    assert listed[0][2:] == [0, 0]
+    assert min(listed[0][:2]) > 0
+    monkeypatch.setattr(dense_heads, "CPU_BREAK_EVEN", shares[1] + 0.01)
+    assert not flexprefill_attention(query, key, value, gammas, **OPTIONS)[1].is_dense.any()
+
+
+def test_share_of_a_key_head_is_that_of_its_query_heads():
+    query, key, _ = (x.expand(3, -1, -1, -1) for x in inputs())
+    seen = set()
+    for gamma in (0.2, 0.7, 0.9, 0.95, 1.0):
+        mask, stats = flexprefill_mask(query, key, gamma, **MASK_OPTIONS, return_stats=True)
+        shares = stats.density.mean(0).unflatten(0, (2, 2)).mean(1)
+        for dtype, limit in ((torch.float32, dense_heads.CPU_BREAK_EVEN), (torch.bfloat16, dense_heads.CPU_BREAK_EVEN_HALF)):
+            problem = attention_inputs(query.to(dtype), key.to(dtype))
+            assert above_break_even(mask, problem) == (shares > limit).tolist()
+            seen.add(tuple(above_break_even(mask, problem)))
+    assert {(False, False), (True, True)} < seen
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("gamma", [1.0, (1.0,) * 4], ids=["one number", "by head"])
+def test_a_call_at_gamma_one_is_dense(listed, gamma):
+    query, key, value = inputs()
+    out, stats = flexprefill_attention(query, key, value, gamma, **OPTIONS)
+    assert stats.dense
+    assert stats.is_dense.all()
+    assert torch.equal(out, dense(query, key, value))
+    assert not listed
+
+
+@pytest.mark.attention
+def test_zero_switches_dense_heads_off(listed):
+    query, key, value = inputs()
+    for gamma in (1.0, GAMMAS):
+        out, stats = flexprefill_attention(query, key, value, gamma, **{**OPTIONS, "dense_below": 0})
+        assert not stats.dense
+        assert not stats.is_dense.any()
+        mask = flexprefill_mask(query, key, gamma, **MASK_OPTIONS)
+        torch.testing.assert_close(out, dense_under(mask, query, key, value), atol=2e-5, rtol=0)
+    assert min(map(min, listed)) > 0
+
+
+@pytest.mark.gpu
+def test_heads_at_gamma_one_run_dense_on_a_gpu(cuda, listed):
+    query, key, value = (x.to(cuda) for x in inputs())
+    options = {**OPTIONS, "block_size": 64}
+    with torch.no_grad():
+        out, stats = flexprefill_attention(query, key, value, GAMMAS, **options)
+    assert stats.is_dense.tolist() == [[False, False, True, True]]
+    mask = flexprefill_mask(query, key, GAMMAS, tau=0.0, block_size=64, min_budget=0)
+    torch.testing.assert_close(out, dense_under(mask, query, key, value), atol=2e-5, rtol=0)
+    assert listed[0][2:] == [0, 0]
+
+
+@pytest.mark.gpu
+def test_gradients_go_through_the_sparse_kernel(cuda):
+    query, key, value = (x.to(cuda).requires_grad_() for x in inputs())
+    grads = []
+    for dense_below in (100, 0):
+        out, stats = flexprefill_attention(query, key, value, GAMMAS, **{**OPTIONS, "block_size": 64, "dense_below": dense_below})
+        assert not stats.is_dense.any()
+        grads.append(torch.autograd.grad(out.square().sum(), (query, key, value)))
+    for pair in zip(*grads, strict=True):
+        torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.attention
+def test_in_a_surrounding_compilation_every_head_runs_sparse(monkeypatch):
+    # what counts the graphs stands for Inductor here; other compilers get no sparse attention
+    monkeypatch.setattr("flexmask.flex.run.runs_flex_attention_uncompiled", lambda: False)
+    run, counter = traced(lambda *tensors: flexprefill_attention(*tensors, GAMMAS, **OPTIONS)[1].is_dense)
+    assert not run(*inputs()).any()
+    assert counter.frame_count == 1

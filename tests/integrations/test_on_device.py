@@ -1,0 +1,104 @@
+"""What the adapter reads of a prompt where the host cannot wait for it: on a GPU, and the same on a CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.packed import PackedCheck
+from tests.integrations.cells import static_cache
+from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, SPARSE, make_model, padded
+
+pytestmark = MARKS
+
+
+def options_on(device, options):
+    """FlexAttention's kernel for GPUs takes blocks of 64 tokens and more."""
+    return {**options, "block_size": 64} if device.type == "cuda" else options
+
+
+def wait_for(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.attention
+def test_padded_batch_selects_as_its_prompts_do_alone(device, tokens):
+    """Right padding without a mask; heads of both kinds. `tests/test_deciding.py` has the rule itself."""
+    model, tokens, options = make_model().to(device), tokens.to(device), options_on(device, SPARSE)
+    length = 435
+    batch = tokens.clone()
+    batch[1, length:] = 0
+    with flexmask_hf.flexprefill(model, **options, collect_masks=True) as run:
+        expected = model(tokens[1:, :length]).logits
+        logits = model(batch).logits
+        model(tokens[1:])
+    blocks = math.ceil(length / options["block_size"])
+    for layer in (0, 1):
+        alone, together, whole = (mask.to_dense().cpu() for mask in run.masks[layer])
+        differs = (together[1, :, :blocks, :blocks] != alone[0]).float().mean()
+        # matmuls of another batch size round otherwise, on which a decision may hang
+        assert differs <= (0.01 if device.type == "cuda" else 0)
+        assert (whole[0, :, :blocks, :blocks] != alone[0]).float().mean() > 0.05
+        # no key is hidden: the padding attends too
+        assert together[1].any(-1).all()
+    kinds = run.stats[0][1].is_query_aware[1]
+    assert kinds.any() and not kinds.all()
+    assert torch.isfinite(logits).all()
+    if differs == 0:
+        assert (logits[1, :length] - expected[0]).abs().max() < 1e-3
+
+
+def test_packed_positions_are_refused(device, tokens):
+    """The first layer asks, the others look: here the answer has come when they do."""
+    model, tokens = make_model().to(device), tokens.to(device)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *arguments: wait_for(device))
+    positions = torch.arange(LENGTH, device=device)[None]
+    with flexmask_hf.flexprefill(model):
+        model(tokens, position_ids=positions)
+        with pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"):
+            model(tokens, position_ids=positions % 265)
+        model(tokens, position_ids=positions)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_check_of_positions_answers_without_a_wait(device, restarts):
+    positions, check = torch.arange(100, device=device)[None] % (60 if restarts else 100), PackedCheck()
+    first = check.is_packed(positions, None, 0)
+    wait_for(device)
+    assert check.is_packed(positions, None, 0) is restarts
+    assert first is restarts or (restarts and device.type == "cuda")
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("with_mask", [True, False], ids=["mask", "no mask"])
+def test_dense_below_in_chunks_over_a_static_cache(device, tokens, with_mask):
+    """A GPU's cache keeps its length to itself; then a padding mask tells the tokens so far, else the chunk's count alone."""
+    model, tokens = make_model().to(device), tokens.to(device)
+    mask = padded(tokens) if with_mask else None
+    chunks = [(first, min(first + 200, LENGTH)) for first in range(0, LENGTH, 200)]
+
+    def prefill(cache):
+        return torch.cat(
+            [
+                model(tokens[:, first:end], attention_mask=None if mask is None else mask[:, :end], past_key_values=cache).logits
+                for first, end in chunks
+            ],
+            1,
+        )
+
+    expected = prefill(static_cache(model, 700))
+    with flexmask_hf.flexprefill(model, **options_on(device, {**KEEP_ALL, "dense_below": 300})) as run:
+        found = prefill(static_cache(model, 700))
+    known = with_mask or device.type == "cpu"
+    assert [stats.dense for stats in run.stats[0]] == ([True, False, False] if known else [True] * 3)
+    if not known:
+        assert run.reasons[0] == [f"{end - first} tokens < dense_below 300" for first, end in chunks]
+    real = torch.ones(BATCH, LENGTH, dtype=torch.bool, device=device) if mask is None else mask != 0
+    assert (found - expected)[real].abs().max() < 1e-3

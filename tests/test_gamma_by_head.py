@@ -1,0 +1,173 @@
+"""A gamma for every head: each head's blocks are those of a call with its gamma alone, whatever form the gammas come in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexmask import FlexPrefillConfig, _torch, flexprefill_attention, flexprefill_mask, warmup
+from flexmask.base.inputs import HeadGroup, attention_inputs
+from tests.cases import structured_inputs
+from tests.comparisons import dense_map
+from tests.compile_support import assert_same_lists, traced
+from tests.compile_support import fresh_compiler as fresh_compiler
+
+GAMMAS = (0.43, 1.0, 0.71, 0.91)
+OPTIONS = {"block_size": 16, "min_budget": 0}
+
+
+def inputs(length: int = 240, seed: int = 18) -> tuple[Tensor, Tensor]:
+    return structured_inputs(torch.Generator().manual_seed(seed), 1, 4, 2, length, length, 32, sharpness=5.0)
+
+
+def kept(mask) -> Tensor:
+    return dense_map(mask.kv_num_blocks, mask.kv_indices) | dense_map(mask.full_kv_num_blocks, mask.full_kv_indices)
+
+
+RULES = {
+    "vertical-slash": {"tau": 0.0},
+    "flatten": {"tau": 1.0},
+    "per_query": {"tau": 1.0, "query_aware": "per_query"},
+    "published": {"selection": "reference", "tau": 0.1, "block_size": 128, "min_budget": 128},
+}
+
+
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
+@pytest.mark.parametrize("rule", RULES)
+def test_each_head_has_the_blocks_of_its_own_gamma(rule, form):
+    options = {**OPTIONS, **RULES[rule]}
+    query, key = inputs(1280 if rule == "published" else 240)
+    # halves and quarters are the same numbers in float32
+    gammas = (0.25, 1.0, 0.5, 0.75)
+    mask, stats = flexprefill_mask(query, key, form(gammas), return_stats=True, **options)
+    alone = [kept(flexprefill_mask(query, key, gamma, **options))[:, head] for head, gamma in enumerate(gammas)]
+    assert torch.equal(kept(mask), torch.stack(alone, 1))
+    assert stats.density[0, 1] == 1
+    assert (stats.density[0, [0, 2]] < 0.9).all()
+
+
+def test_gammas_of_a_tensor_are_clamped_and_nan_keeps_everything():
+    query, key = inputs()
+    wild = torch.tensor([-3.0, float("inf"), float("nan"), 0.0])
+    tame = torch.tensor([2.0**-30, 1.0, 1.0, 2.0**-30])
+    for options in RULES["vertical-slash"], RULES["flatten"], RULES["per_query"]:
+        masks = [flexprefill_mask(query, key, gamma, **OPTIONS, **options) for gamma in (wild, tame, [1e-9, 1, 1, 1e-9])]
+        for other in masks[1:]:
+            assert_same_lists(masks[0], other)
+    assert wild.isnan().any()  # the caller's tensor is left as it was
+
+
+def test_a_tensor_that_requires_gradients_gets_none():
+    query, key = inputs()
+    gamma = torch.full((4,), 0.5, requires_grad=True)
+    given = attention_inputs(query, key, gamma=gamma).gamma
+    assert isinstance(given, Tensor)
+    assert not given.requires_grad
+    assert_same_lists(flexprefill_mask(query, key, gamma, **OPTIONS), flexprefill_mask(query, key, 0.5, **OPTIONS))
+
+
+@pytest.mark.parametrize("form", [tuple, torch.tensor], ids=["tuple", "tensor"])
+def test_a_group_of_heads_takes_its_own_gammas(form):
+    query, key = inputs()
+    whole = attention_inputs(query, key, gamma=form(GAMMAS))
+    part = whole.of_heads(HeadGroup(slice(0, 1), slice(2, 4), slice(1, 2)))
+    assert [float(gamma) for gamma in part.gamma] == pytest.approx(GAMMAS[2:])
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("form", [tuple, torch.tensor], ids=["tuple", "tensor"])
+def test_attention_in_groups_of_heads_equals_that_of_all(form):
+    query, key = inputs()
+    gamma = form((0.25, 1.0, 0.5, 0.75))
+    options = {**OPTIONS, "tau": 0.3, "dense_below": 0, "return_stats": True}
+    out, stats = flexprefill_attention(query, key, key, gamma, **options)
+    parts, part_stats = flexprefill_attention(query, key, key, gamma, **options, max_mask_bytes=1)
+    torch.testing.assert_close(parts, out, atol=2e-5, rtol=0)
+    assert torch.equal(part_stats.density, stats.density)
+    assert len(set(stats.density[0].tolist())) > 1
+
+
+def test_a_mask_says_that_it_has_gammas_by_head():
+    query, key = inputs()
+    assert "gamma=by head" in flexprefill_mask(query, key, GAMMAS, **OPTIONS).mask_mod.__name__
+    assert "gamma=by head" in flexprefill_mask(query, key, torch.tensor(GAMMAS), **OPTIONS).mask_mod.__name__
+
+
+@pytest.mark.attention
+def test_warmup_takes_gammas_by_head():
+    assert warmup(2, 1, 16, dtype=torch.float32, device="cpu", gamma=[0.5, 0.9], block_size=64) > 0
+
+
+def test_gammas_are_traced_and_compiled_once():
+    def mask(query, key, gamma):
+        return flexprefill_mask(query, key, gamma, 0.1, block_size=32, min_budget=0)
+
+    run, counter = traced(mask)
+    query, key = inputs(200)
+    for step in range(1, 6):
+        gamma = torch.tensor(GAMMAS).roll(step)
+        assert_same_lists(run(query, key, gamma), mask(query, key, gamma))
+    assert counter.frame_count == 1
+
+
+def test_gammas_of_a_config_are_traced():
+    config = FlexPrefillConfig(gamma=GAMMAS, tau=0.0, block_size=32)
+
+    def mask(query, key):
+        return flexprefill_mask(query, key, config=config)
+
+    run, counter = traced(mask)
+    assert_same_lists(run(*inputs(200)), mask(*inputs(200)))
+    assert counter.frame_count == 1
+
+
+def test_gammas_stay_numbers_in_size(monkeypatch):
+    seen = []
+
+    def backend(graph, arguments):
+        values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        seen.extend(type(x.shape[0]) for x in values if isinstance(x, Tensor))
+        return graph.forward
+
+    for heads in (4, 2, 8):
+
+        def scale(gamma: Tensor) -> Tensor:
+            return gamma * 2
+
+        gamma = torch.rand(heads)
+        _torch.keep_static(gamma)
+        torch.compile(scale, backend=backend)(gamma)
+    assert seen == [int] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [tuple, torch.tensor], ids=["tuple", "tensor"])
+def test_nothing_waits_for_the_gpu(cuda, form):
+    query, key = (x.to(cuda) for x in inputs(700))
+    gamma = form(GAMMAS)
+    gamma = gamma.to(cuda) if isinstance(gamma, Tensor) else gamma
+    flexprefill_mask(query, key, gamma, block_size=64, min_budget=0)  # compiles, which may wait
+    other = gamma.roll(1) if isinstance(gamma, Tensor) else gamma[1:] + gamma[:1]
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for each in (gamma, other):
+            mask = flexprefill_mask(query, key, each, block_size=64, min_budget=0)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    expected = flexprefill_mask(
+        query.cpu(), key.cpu(), other.cpu() if isinstance(other, Tensor) else other, block_size=64, min_budget=0
+    )
+    assert torch.equal(mask.kv_num_blocks.cpu(), expected.kv_num_blocks)
+
+
+@pytest.mark.gpu
+def test_gammas_by_head_are_compiled_once_on_cuda(cuda):
+    query, key = (x.to(cuda) for x in inputs(700, seed=3))
+    graphs = torch._dynamo.utils.counters["stats"]
+    flexprefill_mask(query, key, 0.5, block_size=64, min_budget=0)
+    before = graphs["unique_graphs"]
+    for gamma in (0.9, 1.0, GAMMAS, GAMMAS[::-1], torch.tensor(GAMMAS, device=cuda), [1.0] * 4):
+        flexprefill_mask(query, key, gamma, block_size=64, min_budget=0)
+    assert graphs["unique_graphs"] == before
