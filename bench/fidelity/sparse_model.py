@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-B = 128
+from bench.fidelity.rules import B
+
 _method: Callable[[Tensor, Tensor, float], Tensor] | None = None
 _densities: list[Tensor] = []
 _compiled = torch.compile(flex_attention, dynamic=False)
