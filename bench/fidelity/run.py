@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -37,7 +38,9 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known = {(row["method"], row.get("text", row.get("task"))) for row in map(json.loads, lines) if "error" not in row}
+        self._known = {
+            (row.get("method"), row.get("text", row.get("task"))) for row in map(json.loads, lines) if "error" not in row
+        }
         self._file = path.open("a", encoding="utf-8")
 
     def has(self, method: str, item: str) -> bool:
@@ -200,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device == "cuda":
         check_kernel(device)
     names, log = read_methods(options.methods), Log(options.out)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    log.write(bed="machine", device=name, torch=torch.__version__, transformers=transformers.__version__, run=options.bed)
     if options.bed == "texts":
         model = prepare(smollm.load(options.gguf or smollm.packaged(), options.yarn, dtype).to(device))
         chosen = list(texts.load(options.use).items())[: options.texts]
