@@ -38,10 +38,9 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known = {
-            (row.get("method"), row.get("text", row.get("task"))) for row in map(json.loads, lines) if "error" not in row
-        }
-        self._file = path.open("a", encoding="utf-8")
+        rows = [row for row in map(json.loads, lines) if "method" in row and "error" not in row]
+        self._known = {(row["method"], row.get("text", row.get("task"))) for row in rows}
+        self._path = path
 
     def has(self, method: str, item: str) -> bool:
         """True if there is a line for this text or task."""
@@ -49,8 +48,8 @@ class Log:
 
     def write(self, **row: Any) -> None:
         """Add a line."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def method_of(name: str) -> Method | None:

@@ -1,41 +1,202 @@
-"""Print what ``bench.fidelity.run`` wrote: ``python -m bench.fidelity.table FILE.jsonl ...``, one line a configuration."""
+"""Draw the report from the measured rows: ``python -m bench.fidelity.table --markdown`` writes ``bench/FIDELITY.md``.
+
+``--add FILE.jsonl ...`` first takes over what ``bench.fidelity.run`` wrote; without ``--markdown`` the report is printed.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-import sys
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+
+from bench.fidelity import results as measured
+from bench.fidelity import statistics
+from bench.fidelity.results import Results
+
+OUT = Path(__file__).parents[1] / "FIDELITY.md"
+INTRODUCTION = Path(__file__).parent / "introduction.md"
+TASKS = {"16384/1": "one needle, 16k", "16384/64": "one of 64, 16k", "32768/1": "one needle, 32k"}
+GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98)
+# settings of each method by rising density, as they are named in the rows
+CURVES = {
+    "hybrid": [f"hybrid:gamma={gamma:g}" for gamma in GAMMAS],
+    "coverage": [f"coverage:gamma={gamma}" for gamma in (0.6, 0.8, 0.9, 0.95)],
+    "published": [f"published:gamma={gamma}" for gamma in (0.9, 0.95)],
+    "xattention": [f"xattention:threshold={share}" for share in (0.8, 0.9, 0.95)],
+    "flash_prefill": [f"flash_prefill:alpha={alpha}" for alpha in (0.1, 0.05, 0.02)],
+}
+OTHERS = ("causal", "rule:vert=0", "coverage:gamma=0.9,min_budget=256")
+NAMES = {
+    "hybrid": "hybrid",
+    "coverage": "coverage",
+    "published": "published",
+    "xattention": "XAttention",
+    "flash_prefill": "FlashPrefill",
+    "causal": "every block (bf16 noise)",
+    "rule:vert=0": "window of 8 blocks and first block",
+}
+# columns of a method's figures, and the errors that methods are compared at
+DLOSS, ABSD = 1, 2
+TARGETS = {DLOSS: (0.12, 0.08, 0.05, 0.03), ABSD: (0.32, 0.3, 0.25, 0.2, 0.17, 0.14)}
 
 
-def mean(values: list[float]) -> float:
-    """Their mean, NaN without any."""
-    return sum(values) / len(values) if values else math.nan
+def prototype(gamma: float, vertical: bool = True) -> str:
+    """The name of the workshop's rule at a gamma, as it was measured first; with the heaviest four key blocks if `vertical`."""
+    e = round(1 - gamma, 6)
+    share = f"{round(e / 5, 6):g}"
+    rest = "vert=4,vstat=max" if vertical else "vert=0"
+    return f"rule:rho={share},valpha={e:g},sthr={share},window=4,stride=8,{rest}"
 
 
-def main() -> None:
-    """Means over texts; the retriever's accuracy at its density."""
-    found: dict[str, dict[str, Any]] = {}
-    for path in sys.argv[1:]:
-        for line in Path(path).read_text().splitlines():
-            entry = json.loads(line)
-            if "error" in entry:
+def prototype_curve(results: Results, texts: Sequence[str]) -> list[str]:
+    """Settings of the prototype that were measured on all texts."""
+    both = [(prototype(gamma), prototype(gamma, False)) for gamma in GAMMAS]
+    chosen = [next((name for name in names if results.on(name, texts) is not None), None) for names in both]
+    return [name for name in chosen if name]
+
+
+def shown_name(method: str) -> str:
+    """A row's name as the report has it."""
+    for gamma in GAMMAS:
+        if method in (prototype(gamma), prototype(gamma, False)):
+            return f"prototype of hybrid, gamma {gamma:g}"
+    name, _, options = method.partition(":")
+    if method in NAMES:
+        return NAMES[method]
+    return f"{NAMES[name]}, {options.replace('=', ' ').replace(',', ', ').replace('min_budget', 'floor')}"
+
+
+def short(value: float) -> str:
+    """A share without its leading 0, as .234."""
+    return f"{value:.3f}".replace("0.", ".", 1)
+
+
+def signed(value: float) -> str:
+    """A change with its sign, as +.012."""
+    return f"{value:+.3f}".replace("0.", ".", 1)
+
+
+def between(low: float, high: float, shown=short) -> str:
+    """An interval."""
+    return f"[{shown(low)}, {shown(high)}]"
+
+
+def curves_of(results: Results, texts: Sequence[str]) -> dict[str, list[str]]:
+    """Settings measured on all texts, by method; the prototype stands in for hybrid selection where that was not measured."""
+    curves = {name: [each for each in settings if results.on(each, texts) is not None] for name, settings in CURVES.items()}
+    if not curves["hybrid"]:
+        curves["hybrid"] = prototype_curve(results, texts)
+    return curves
+
+
+def texts_table(results: Results, texts: Sequence[str], weights: np.ndarray) -> list[str]:
+    """Every setting on the test texts, with intervals, and the two kinds of text apart."""
+    kinds = [np.array([f"/{kind}/" in text for text in texts]) for kind in ("prose", "python")]
+    lines = [
+        "| method | density | change of loss | abs d | prose: density, loss, abs d | Python: density, loss, abs d |",
+        "|---|---|---|---|---|---|",
+    ]
+    settings = [name for curve in curves_of(results, texts).values() for name in curve]
+    for name in [*settings, *OTHERS]:
+        found = results.on(name, texts)
+        if found is None:
+            continue
+        draws = weights @ found
+        cells = [shown_name(name)]
+        for figure, shown in enumerate((short, signed, short)):
+            cells.append(f"{shown(draws[0, figure])} {between(*statistics.interval(draws[1:, figure]), shown)}")
+        for kind in kinds:
+            density, loss, change = found[kind].mean(0)
+            cells.append(f"{short(density)}, {signed(loss)}, {short(change)}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def needles_table(results: Results, texts: Sequence[str]) -> list[str]:
+    """The retriever's answers by task, with the density there."""
+    lines = [f"| method | {' | '.join(TASKS.values())} |", "|---|" + "---|" * len(TASKS)]
+    settings = [name for curve in curves_of(results, texts).values() for name in curve]
+    for name in ["dense", *settings, *OTHERS[1:]]:
+        found = results.needles.get(name, {})
+        if not any(task in found for task in TASKS):
+            continue
+        cells = ["dense" if name == "dense" else shown_name(name)]
+        for task in TASKS:
+            if task not in found:
+                cells.append("")
                 continue
-            name = ("test " if entry.get("use") == "test" else "") + entry["config"]
-            row = found.setdefault(name, {"texts": {}, "tasks": {}})
-            if entry["bed"] == "R" and "absd" in entry:
-                row["texts"][entry["text"]] = entry
-            elif entry["bed"] == "N":
-                row["tasks"][entry["task"]] = entry
-    print("R: n density dloss absd | prose density dloss absd | python density dloss absd || N: right@density by task")
-    for config, row in found.items():
-        cells = []
-        for kind in ("", "/prose/", "/python/"):
-            some = [entry for name, entry in row["texts"].items() if kind in name]
-            cells.append(" ".join(f"{mean([e[key] for e in some]):.4f}" for key in ("density", "dloss", "absd")))
-        needles = " ".join(f"{e['right'] / e['n']:.2f}@{e['density']:.3f}" for e in row["tasks"].values())
-        print(f"{config:58s} {len(row['texts']):2d} {' | '.join(cells)} || {needles}")
+            density, right, n = found[task]
+            cells.append(f"{right} of {n} {between(*statistics.wilson(right, n))} at {short(density)}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def equal_error_table(results: Results, texts: Sequence[str], draws: int, figure: int, targets: Sequence[float]) -> list[str]:
+    """Density at equal error for every method, and as a multiple of hybrid selection's; intervals if there are `draws`."""
+    weights = statistics.bootstrap_weights(texts, draws)
+    shown = short if figure == ABSD else signed
+    lines = [f"| method | {' | '.join(shown(target) for target in targets)} |", "|---|" + "---|" * len(targets)]
+    found = {}
+    for name, settings in curves_of(results, texts).items():
+        measurements = [results.on(setting, texts) for setting in settings]
+        drawn = np.stack([weights @ each for each in measurements if each is not None])  # (settings, draws, figures)
+        found[name] = [statistics.density_at(target, drawn[..., 0], drawn[..., figure]) for target in targets]
+    for name, columns in found.items():
+        cells = [NAMES[name]]
+        for column, base in zip(columns, found["hybrid"], strict=True):
+            cell = short(column[0]) if np.isfinite(column[0]) else "-"
+            compared = name != "hybrid" and np.isfinite(column[0]) and np.isfinite(base[0])
+            if draws and cell != "-":
+                cell += f" {bounded(*statistics.interval(column[1:]))}"
+            if compared:
+                cell += f"; {column[0] / base[0]:.2f}x"
+                cell += f" {bounded(*statistics.ratio(column[1:], base[1:]), digits='.2f')}" if draws else ""
+            cells.append(cell)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def bounded(low: float, high: float, digits: str = "") -> str:
+    """An interval whose ends may lie past what was measured."""
+    ends = [("?" if not np.isfinite(end) else f"{end:{digits}}" if digits else short(end)) for end in (low, high)]
+    return f"[{', '.join(ends)}]"
+
+
+def report(results: Results) -> str:
+    """The report's text."""
+    texts = sorted(text for text in results.texts["causal"] if text.startswith("test/"))
+    weights = statistics.bootstrap_weights(texts)
+    lines = INTRODUCTION.read_text(encoding="utf-8").rstrip().splitlines()
+    lines += ["", "## Twelve test texts", "", *texts_table(results, texts, weights)]
+    lines += ["", "## Needles", "", *needles_table(results, texts)]
+    lines += ["", "## Density at equal error", "", "Equal mean absolute change of a log-probability (abs d):", ""]
+    lines += equal_error_table(results, texts, statistics.DRAWS, ABSD, TARGETS[ABSD])
+    lines += ["", "Equal change of the loss:", ""]
+    lines += equal_error_table(results, texts, statistics.DRAWS, DLOSS, TARGETS[DLOSS])
+    for kind, name in (("prose", "prose"), ("python", "Python sources")):
+        lines += ["", f"Equal change of the loss on {name} alone:", ""]
+        lines += equal_error_table(results, [text for text in texts if f"/{kind}/" in text], 0, DLOSS, TARGETS[DLOSS])
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print or write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", type=Path, nargs="+", default=[], help="files of bench.fidelity.run to take over")
+    parser.add_argument("--results", type=Path, default=measured.PATH)
+    parser.add_argument("--markdown", action="store_true", help="write the report instead of printing it")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args(arguments)
+    if options.add:
+        print(f"{options.results}: {measured.add(options.add, options.results)} rows")
+    text = report(measured.read(options.results))
+    if options.markdown:
+        options.out.write_text(text, encoding="utf-8")
+        print(options.out)
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Intervals over texts, shares of right answers, and the density at which a method's error reaches a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+DRAWS = 10_000
+_Z = 1.959964
+
+
+def file_of(text: str) -> str:
+    """The file that a text is a piece of: pieces of one book are no independent texts."""
+    return text.rpartition("-")[0]
+
+
+def bootstrap_weights(texts: Sequence[str], draws: int = DRAWS, seed: int = 0) -> np.ndarray:
+    """Weights of means over texts, (1 + draws, texts): all alike in the first row, files drawn with replacement in the others."""
+    files = sorted({file_of(text) for text in texts})
+    member = np.array([[file_of(text) == file for text in texts] for file in files], dtype=float)
+    counts = np.random.default_rng(seed).multinomial(len(files), [1 / len(files)] * len(files), size=draws)
+    weights = np.concatenate([np.ones((1, len(texts))), counts @ member])
+    return np.asarray(weights / weights.sum(1, keepdims=True))
+
+
+def interval(draws: np.ndarray) -> tuple[float, float]:
+    """95% interval of the draws, which may be infinite."""
+    ordered = np.sort(draws)
+    last = len(ordered) - 1
+    return float(ordered[math.floor(0.025 * last)]), float(ordered[math.ceil(0.975 * last)])
+
+
+def ratio(column: np.ndarray, base: np.ndarray) -> tuple[float, float]:
+    """95% interval of ``column / base``, whose draws may be infinite: past what was measured."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        draws = np.where(np.isfinite(base), column / base, -np.sign(base) * np.inf)
+    unknown = ~np.isfinite(column) & ~np.isfinite(base)
+    return interval(np.where(unknown, -np.inf, draws))[0], interval(np.where(unknown, np.inf, draws))[1]
+
+
+def wilson(right: int, n: int) -> tuple[float, float]:
+    """95% interval of a share (Wilson's)."""
+    share, z2 = right / n, _Z * _Z
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def density_at(target: float, density: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """Density at which a method's error falls to `target`, linear in the error's logarithm between neighbouring settings.
+
+    Parameters
+    ----------
+    target
+        Error, > 0.
+    density, error
+        (settings, draws): what was measured, settings by rising density.
+
+    Returns
+    -------
+    ndarray
+        (draws,); -inf where every setting has less error, inf where every setting has more.
+    """
+    reached = error <= target
+    first = reached.argmax(0)
+    draw = np.arange(density.shape[1])
+    low = np.maximum(first - 1, 0)
+    # an error that is not positive has no logarithm; the setting before it has reached the target almost
+    logs = np.log(np.maximum(error, 1e-9))
+    span = logs[low, draw] - logs[first, draw]
+    share = np.divide(logs[low, draw] - math.log(target), span, out=np.zeros_like(span), where=span > 0)
+    found = density[low, draw] + share * (density[first, draw] - density[low, draw])
+    return np.where(~reached.any(0), np.inf, np.where(first == 0, -np.inf, found))

@@ -1,0 +1,192 @@
+"""bench/fidelity: the prototype of hybrid selection against the core's, the beds end to end, and the report's statistics."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from bench.fidelity import methods, results, smollm, statistics, table, texts
+from bench.fidelity.rules import B, row_evidence
+from bench.fidelity.run import Log, log_probs, read_methods
+from bench.fidelity.run import main as run
+from bench.fidelity.sparse_model import attending, prepare
+from bench.prompts.captured import retriever_prompt
+
+FOLDER = results.PATH.parents[1] / "fidelity"
+
+
+def inputs(kind):
+    if kind == "random":
+        generator = torch.Generator().manual_seed(3)
+        # a part for each block, so that rows of one block attend alike, to few key blocks
+        made = (
+            torch.randn(1, heads, 32, 128, 64, generator=generator) + 1.5 * torch.randn(1, heads, 32, 1, 64, generator=generator)
+            for heads in (8, 2)
+        )
+        query, key = (each.flatten(2, 3) for each in made)
+        return query, key
+    return retriever_prompt(2048, layers=(1, 2), num_heads=16, num_kv_heads=4, device="cpu", dtype=torch.float32)[:2]
+
+
+@pytest.mark.parametrize(("kind", "gamma"), [("random", 0.7), ("random", 0.8), ("captured", 0.7), ("captured", 0.9)])
+def test_prototype_keeps_what_the_core_keeps(kind, gamma):
+    query, key = inputs(kind)
+    name = table.prototype(gamma)
+    kept = methods.parse(f"hybrid:gamma={gamma}")(query, key, 0.125)
+    assert torch.equal(methods.parse(f"{name},slot=0")(query, key, 0.125), kept)
+    assert kept.sum() < 0.9 * methods.parse("causal")(query, key, 0.125).sum()
+    # and the rows asked do matter
+    assert not torch.equal(methods.parse(name)(query, key, 0.125), kept)
+
+
+@pytest.mark.parametrize("name", ["hybrid:gamma=0.9", "coverage:gamma=0.8", "published", "xattention", "flash_prefill"])
+def test_method_keeps_causal_blocks_and_the_diagonal(name):
+    query, key = inputs("random")
+    keep = methods.parse(name)(query, key, 0.125)
+    assert keep.shape == (1, 8, 32, 32)
+    assert keep.dtype == torch.bool
+    assert not keep.triu(1).any()
+    assert keep.diagonal(dim1=-2, dim2=-1).all()
+    assert keep[:, :, :28].sum() < 0.9 * keep.shape[1] * sum(range(29))
+
+
+def test_rows_by_top_p_hold_their_share():
+    query, key = inputs("random")
+    mass = row_evidence(query, key, 0.125)["mean"]
+    keep = methods.parse("rule:rows=0.8,vert=0,window=1")(query, key, 0.125)
+    assert (torch.where(keep, mass, 0).sum(-1) >= 0.8 - 1e-5).all()
+    assert torch.allclose(mass.sum(-1), torch.ones(()), atol=1e-5)
+
+
+def test_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="a method must be one of hybrid"):
+        methods.parse("hybird:gamma=0.9")
+
+
+def tiny_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=2, **shape)).eval()
+
+
+def test_model_attends_to_what_the_method_keeps():
+    model = prepare(tiny_model())
+    ids = torch.randint(97, (512,), generator=torch.Generator().manual_seed(1))
+    with attending(None):
+        dense = log_probs(model, ids)
+    with attending(methods.parse("causal")) as layers:
+        same = log_probs(model, ids)
+        assert len(layers) == 2
+        assert all((each == 1).all() for each in layers)
+    assert torch.allclose(same, dense, atol=1e-4)
+    with attending(lambda query, key, scale: torch.eye(4, dtype=torch.bool).expand(1, 4, -1, -1)) as layers:
+        own_block = log_probs(model, ids)
+        assert all(torch.allclose(each, torch.tensor(0.4)) for each in layers)
+    assert torch.allclose(own_block[:127], dense[:127], atol=1e-4)
+    assert (own_block[128:] - dense[128:]).abs().max() > 1e-2
+
+
+def test_texts_bed_measures_against_dense_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm, "load", lambda path, yarn, dtype: tiny_model())
+    ids = {f"test/prose/book-{i}": np.arange(512) * (i + 3) % 97 for i in range(2)}
+    monkeypatch.setattr(texts, "load", lambda use: ids)
+    (tmp_path / "methods.txt").write_text("causal  # noise\nrule:vert=0,window=1\n")
+    command = ["texts", "--gguf", "none", "--methods", str(tmp_path / "methods.txt"), "--out", str(tmp_path / "out.jsonl")]
+    run(command)
+    found = results.read(tmp_path / "out.jsonl").texts
+    assert set(found) == {"causal", "rule:vert=0,window=1"}
+    assert all(figures == pytest.approx((1, 0, 0), abs=1e-5) for figures in found["causal"].values())
+    assert all(density < 1 and change > 1e-4 for density, _, change in found["rule:vert=0,window=1"].values())
+    before = len((tmp_path / "out.jsonl").read_text().splitlines())
+    run(command)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == before + 1  # the second run's machine
+
+
+def test_needles_bed_scores_the_answers(tmp_path, monkeypatch):
+    def own_block(query, key, scale):
+        blocks = query.shape[2] // B
+        return torch.eye(blocks, dtype=torch.bool).expand(*query.shape[:2], -1, -1)
+
+    monkeypatch.setitem(methods.METHODS, "own_block", own_block)
+    (tmp_path / "methods.txt").write_text("hybrid:gamma=0.9\nown_block\n")
+    command = ["needles", "--methods", str(tmp_path / "methods.txt"), "--tasks", "1024/1", "--prompts", "2"]
+    run([*command, "--out", str(tmp_path / "out.jsonl")])
+    found = results.read(tmp_path / "out.jsonl").needles
+    assert [found[name]["1024/1"][1:] for name in ("dense", "hybrid:gamma=0.9", "own_block")] == [(2, 2), (2, 2), (0, 2)]
+    assert found["own_block"]["1024/1"][0] == pytest.approx(8 / 36)
+
+
+def test_failed_method_is_named_and_measured_again(tmp_path):
+    (tmp_path / "out.jsonl").write_text('{"bed": "texts", "method": "a", "text": "t", "error": "E"}\n')
+    log = Log(tmp_path / "out.jsonl")
+    assert not log.has("a", "t")
+    assert not results.read(tmp_path / "out.jsonl").texts
+
+
+def test_texts_are_long_enough_and_apart():
+    chosen = {use: texts.load(use) for use in ("tune", "test")}
+    assert [len(each) for each in chosen.values()] == [6, 12]
+    assert all(len(ids) == texts.NUM_TOKENS for each in chosen.values() for ids in each.values())
+    files = {use: {statistics.file_of(name).partition("/")[2] for name in each} for use, each in chosen.items()}
+    assert len(files["test"]) == 8
+    assert not files["tune"] & files["test"]
+
+
+def test_density_at_equal_error_follows_the_curve():
+    density = np.array([[0.1], [0.2], [0.4]])
+    error = np.array([[0.4], [0.2], [0.1]])
+    assert statistics.density_at(0.2, density, error) == pytest.approx([0.2])
+    assert statistics.density_at(math.sqrt(0.2 * 0.1), density, error) == pytest.approx([0.3])
+    assert statistics.density_at(0.5, density, error) == [-np.inf]
+    assert statistics.density_at(0.05, density, error) == [np.inf]
+
+
+def test_bootstrap_draws_files_not_texts():
+    names = [f"test/prose/book-{i}" for i in range(3)] + ["test/python/a-0", "test/python/b-0"]
+    weights = statistics.bootstrap_weights(names, 500)
+    assert weights[0] == pytest.approx([0.2] * 5)
+    assert weights.sum(1) == pytest.approx(np.ones(501))
+    assert (weights[:, 0] == weights[:, 1]).all() and (weights[:, 0] == weights[:, 2]).all()
+    assert {round(3 * float(w[0])) for w in weights} == {0, 1, 2, 3} or (weights[:, 0] == 0).any()
+    assert (statistics.bootstrap_weights(names, 500) == weights).all()
+
+
+def test_intervals_of_known_samples():
+    low, high = statistics.interval(np.arange(1001.0))
+    assert (low, high) == (25, 975)
+    assert statistics.wilson(24, 24) == pytest.approx((0.862, 1.0), abs=1e-3)
+    assert statistics.wilson(12, 24) == pytest.approx((0.314, 0.686), abs=1e-3)
+    unknown = np.full(1001, -np.inf)
+    assert statistics.ratio(unknown, unknown) == (-np.inf, np.inf)
+    assert statistics.ratio(np.full(1001, 0.3), np.full(1001, 0.2)) == pytest.approx((1.5, 1.5))
+    assert statistics.ratio(np.full(1001, 0.3), unknown) == (np.inf, np.inf)  # the base needs less than was measured
+
+
+def test_report_is_the_committed_one(tmp_path):
+    table.main(["--markdown", "--out", str(tmp_path / "report.md")])
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == table.OUT.read_text(encoding="utf-8")
+
+
+def test_rows_of_a_run_replace_older_ones(tmp_path):
+    old = {"bed": "needles", "method": "hybrid:gamma=0.9", "task": "16384/1", "density": 0.5, "right": 1, "n": 24}
+    new = {**old, "density": 0.123456789, "right": 24, "seconds": 1.0}
+    (tmp_path / "all.jsonl").write_text(json.dumps(old) + "\n")
+    (tmp_path / "run.jsonl").write_text('{"bed": "machine", "device": "x"}\n' + json.dumps(new) + "\n")
+    assert results.add([tmp_path / "run.jsonl"], tmp_path / "all.jsonl") == 1
+    assert results.read(tmp_path / "all.jsonl").needles == {"hybrid:gamma=0.9": {"16384/1": (0.12346, 24, 24)}}
+
+
+def test_every_committed_row_can_be_measured_again():
+    found = results.read()
+    listed = {"dense"}.union(*(read_methods(path) for path in FOLDER.glob("methods_*.txt")))
+    assert {*found.texts, *found.needles} <= listed
+    for name in listed - {"dense"}:
+        methods.parse(name)
