@@ -125,7 +125,8 @@ def answers(model: PreTrainedModel, method: Method | None, token_ids: Tensor) ->
 def measure_needles(model: PreTrainedModel, names: list[str], tasks: Sequence[str], prompts: int, log: Log, stop: float) -> None:
     """Every method, and dense attention, on every retrieval task."""
     shapes = {task: [int(part) for part in task.split("/")] for task in tasks}
-    drawn = {task: [make_prompt(*shape, 1, seed) for seed in range(1000, 1000 + prompts)] for task, shape in shapes.items()}
+    seeds = range(1000, 1000 + prompts)
+    drawn = {task: [make_prompt(length, needles, 1, seed) for seed in seeds] for task, (length, needles) in shapes.items()}
     for name in [DENSE, *names]:
         method = method_of(name)
         for task, each in drawn.items():
@@ -210,7 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         on_device = {name: torch.tensor(ids[: options.tokens], device=device) for name, ids in chosen}
         measure_texts(model, names, on_device, log, stop)
     else:
-        model = prepare(AutoModelForCausalLM.from_pretrained(options.retriever, dtype=dtype).to(device).eval())
+        loaded: Any = AutoModelForCausalLM.from_pretrained(options.retriever, dtype=dtype)
+        model = prepare(loaded.to(device).eval())
         measure_needles(model, names, options.tasks.split(","), options.prompts, log, stop)
     print(f"{options.bed}: {time.monotonic() - begun:.0f} s, {len(names)} methods", flush=True)
 

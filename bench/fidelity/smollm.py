@@ -33,7 +33,7 @@ def packaged() -> Path:
     return Path(found.origin).parent / FILE_NAME
 
 
-def load(path: Path, yarn_factor: float = 2.0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def load(path: Path, yarn_factor: float = 2.0, dtype: torch.dtype = torch.float32) -> Any:
     """Load the model.
 
     Parameters
@@ -54,7 +54,7 @@ def load(path: Path, yarn_factor: float = 2.0, dtype: torch.dtype = torch.float3
 
     reader = gguf.GGUFReader(path)
     config = _config(reader, yarn_factor)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads: dict[str, Any] = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     weights = {}
     for tensor in reader.tensors:
         values = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
@@ -66,7 +66,7 @@ def load(path: Path, yarn_factor: float = 2.0, dtype: torch.dtype = torch.float3
                 values = _halves_of_rotary(values, heads[part])
         weights[name] = values
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     model.load_state_dict(weights)
     return model.to(dtype).eval()
 

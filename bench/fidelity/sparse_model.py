@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from bench.fidelity.rules import B
+from flexmask._torch import block_mask_from_lists
 
 _method: Callable[[Tensor, Tensor, float], Tensor] | None = None
 _densities: list[Tensor] = []
@@ -30,10 +31,9 @@ def block_mask(keep: Tensor) -> BlockMask:
     lists = []
     for part in (keep & diagonal, keep & ~diagonal):
         index = part.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-        lists += [part.sum(-1, dtype=torch.int32), index.contiguous()]
-    more = {"compute_q_blocks": False} if torch.__version__ >= "2.9" else {}
-    length = blocks * B
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=B, mask_mod=_causal, seq_lengths=(length, length), **more)
+        lists.append((part.sum(-1, dtype=torch.int32), index.contiguous()))
+    of_partial, of_full = lists
+    return block_mask_from_lists((*of_partial, *of_full), _causal, B, (blocks * B, blocks * B))
 
 
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, scale: float) -> Tensor:

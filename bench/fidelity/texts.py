@@ -74,7 +74,7 @@ def main() -> None:
             if len(part) < NUM_TOKENS:
                 raise ValueError(f"{source.file} has {len(ids)} tokens, too few for piece {piece}")
             texts[f"{source.use}/{source.kind}/{Path(source.file).stem}-{piece}"] = np.array(part, dtype=np.uint16)
-    np.savez_compressed(PATH, **texts)
+    np.savez_compressed(PATH, **texts)  # type: ignore[arg-type]  # names of texts, none is an option's
     print(f"{PATH}: {len(texts)} texts, {PATH.stat().st_size:,} bytes")
 
 
