@@ -19,8 +19,38 @@ from flexmask.block_masks import MASKS
 from tests.cases import structured_inputs
 
 # by mask: options under which it leaves something out of a short prompt, and options under which it leaves out nothing
-SPARSE: dict[str, dict[str, Any]] = {"causal": {}, "flexprefill": {"gamma": 0.5, "min_budget": 0}}
-KEEP_EVERYTHING: dict[str, dict[str, Any]] = {"causal": {}, "flexprefill": {"gamma": 1.0}}
+SPARSE: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "flash_prefill": {"alpha": 1.0, "sink_blocks": 1, "window_blocks": 1, "last_blocks": 1},
+    "flexprefill": {"gamma": 0.5, "min_budget": 0},
+    "hip": {"topk_blocks": 2, "sink_blocks": 1, "window_blocks": 1},
+    "infllm": {"topk_blocks": 1, "local_tokens": 40, "execution_blocks": 2},
+    "lm_infinite": {"global_tokens": 5, "local_tokens": 50},
+    "minference": {"plan": (30, 64)},
+    "moa": {"plan": (40, 0.2)},
+    "oracle": {"gamma": 0.6},
+    "sparge": {"similarity_threshold": 0.1, "cdf_threshold": 0.5},
+    "streaming_llm": {"sink_blocks": 1, "window_blocks": 2},
+    "tri_shape": {"sink_blocks": 1, "window_blocks": 2, "last_blocks": 1},
+    "vertical_slash": {"vertical_size": 64, "slash_size": 64},
+    "xattention": {"stride": 4, "threshold": 0.6},
+}
+KEEP_EVERYTHING: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "flash_prefill": {"alpha": 0.0},
+    "flexprefill": {"gamma": 1.0},
+    "hip": {"topk_blocks": 64},
+    "infllm": {"topk_blocks": 64},
+    "lm_infinite": {"local_tokens": 10**6},
+    "minference": {"plan": (10**6, 0)},
+    "moa": {"plan": (0, 1.0)},
+    "oracle": {"gamma": 1.0},
+    "sparge": {"cdf_threshold": 1.0},
+    "streaming_llm": {"window_blocks": 10**6},
+    "tri_shape": {"last_blocks": 10**6},
+    "vertical_slash": {"slash_size": 10**6},
+    "xattention": {"threshold": 1.0},
+}
 
 
 @dataclass(frozen=True)
