@@ -18,7 +18,7 @@ def _check(topk_blocks: int, sink_blocks: int, local_tokens: int, execution_bloc
     check_count("execution_blocks", execution_blocks, 1, "blocks")
 
 
-@mask_method(check=_check)
+@mask_method(check=_check, shared=True)
 def infllm_mask(
     problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 1, local_tokens: int = 4096, execution_blocks: int = 4
 ) -> Tensor:

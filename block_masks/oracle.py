@@ -31,7 +31,7 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     It computes every score, so that it takes longer than dense attention. No selection by row of blocks keeps more attention with
     as few blocks, which does not make its outputs the best: see `docs/algorithm.md`.
 
-    Source: none. The true block mass that FlexPrefill (https://arxiv.org/abs/2502.20766, section 3.1) and others estimate.
+    Source: none; the mass that the other methods estimate.
 
     Parameters
     ----------

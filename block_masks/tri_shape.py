@@ -25,8 +25,8 @@ def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: i
     (https://arxiv.org/abs/2412.10319).
 
     Differs from the paper: whole blocks, where the published code has 8 sink tokens, a window of 512 and 100 last rows. The paper
-    applies it to the deeper half of the layers; the other layers go into the adapter's ``dense_layers``. In a chunk the last rows
-    are those of the chunk.
+    applies it to some layers and leaves the others dense (the published code to layers 16 and up of Llama-3.1-8B): those go into
+    the adapter's ``dense_layers``. In a chunk the last rows are those of the chunk.
 
     Parameters
     ----------

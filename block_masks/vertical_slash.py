@@ -32,7 +32,7 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
     valid key always one of them, and the ``ceil(slash_size / block_size)`` heaviest diagonals, the main one always one of them,
     extended over all rows.
 
-    Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 5, the baseline "Fixed Budget Vertical-Slash".
+    Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 4.3, "Fixed Budget vs. Dynamic Budget".
 
     Differs from the paper: a slash counts for both block diagonals that it crosses, as in `flexprefill_mask`, where the published
     code counts the nearer only; short prompts do not run dense.

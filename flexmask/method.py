@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ class Method:
     plans
         Options that are pairs of numbers by query head, and the function of num_heads that makes one in the place of None. `keep`
         gets them as (num_heads or 1, 2) tensors.
+    shared
+        True if the heads decide together, so that none can be left out.
     parameters
         Its own options by name, with their defaults.
     """
@@ -61,36 +63,55 @@ class Method:
     numbers: Callable[..., int] | None
     by_rows: bool
     plans: dict[str, MakePlan | None]
+    shared: bool
 
     @property
     def name(self) -> str:
         """Its name in the registry."""
         return self.keep.__name__.removesuffix("_mask")
 
-    def checked(self, inputs: AttentionInputs, block_size: int, options: dict[str, Any]) -> dict[str, Any]:
-        """All options, defaults filled in, or an error for wrong ones."""
+    @property
+    def of_all_heads(self) -> bool:
+        """True if it has to see all heads of a batch row: it has a plan by head, or decides for all heads together."""
+        return bool(self.plans) or self.shared
+
+    def check_options(self, block_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """All options, defaults filled in, or an error for wrong ones; of plans only the type is left to look at."""
         FlexPrefillConfig(block_size=block_size)  # for its range
         unknown = [name for name in options if name not in self.parameters]
         if unknown:
             known = ", ".join(self.parameters) or "of every mask only"
             raise TypeError(f"{self.name} takes the options {known}; got {unknown[0]!r}")
-        options = {**{name: parameter.default for name, parameter in self.parameters.items()}, **options}
+        filled = {**{name: parameter.default for name, parameter in self.parameters.items()}, **options}
         if self.check is not None:
-            self.check(block_size=block_size, **options)
-        num_heads = inputs.query.shape[1]
+            self.check(block_size=block_size, **filled)
+        return filled
+
+    def checked(self, num_heads: int, block_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`check_options`, with plans for so many query heads."""
+        filled = self.check_options(block_size, options)
         for name, make_plan in self.plans.items():
-            given = make_plan(num_heads) if make_plan is not None and options[name] is None else options[name]
-            options[name] = pairs_by_head(name, given, num_heads)
-        return options
+            given = make_plan(num_heads) if make_plan is not None and filled[name] is None else filled[name]
+            filled[name] = pairs_by_head(name, given, num_heads)
+        return filled
 
     def mask(
-        self, inputs: AttentionInputs, block_size: int, options: dict[str, Any], with_keep: bool = True, title: str | None = None
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        options: dict[str, Any],
+        title: str | None = None,
+        with_keep: bool = True,
+        by_head: bool = False,
     ) -> BlockMask:
-        """The mask of a placed problem, with options of `checked`; its mask_mod holds the block choice only `with_keep`."""
+        """The mask of a placed problem, with options of `checked`.
+
+        Its mask_mod holds the block choice only `with_keep`. Where the heads agree it has one head, unless asked for `by_head`.
+        """
         with torch.no_grad(), without_autocast(inputs.query.device), _exact_products(inputs.query):
             detached = inputs.detached()
             kept, selects = kept_blocks(self, detached, block_size, _on_device(self, options, inputs.query.device))
-            kept = kept.expand(inputs.query.shape[0], -1, -1, -1)
+            kept = kept.expand(inputs.query.shape[0], inputs.query.shape[1] if by_head else -1, -1, -1)
             lists = _run(_lists, ("lists",), detached, block_size, kept)
         return block_mask(inputs, BlockLists(*lists), kept if with_keep and selects else None, block_size, title)
 
@@ -102,6 +123,7 @@ def mask_method(
     numbers: Callable[..., int] | None = None,
     by_rows: bool = False,
     plans: dict[str, MakePlan | None] | None = None,
+    shared: bool = False,
 ) -> Callable[..., Any]:
     """Turn ``keep(problem, **options)`` into ``<name>(query, key, *, block_size, scale, softcap, window, ..., **options)``.
 
@@ -114,7 +136,7 @@ def mask_method(
         every visible block. Blocks without a visible pair are dropped, and the block of a row's own position is added. Options
         annotated as float come as 0-d tensors (float64 where the device has it), so that another value is not another
         compilation; all others as they are, and count as compile-time constants.
-    check, numbers, by_rows, plans
+    check, numbers, by_rows, plans, shared
         As in `Method`.
 
     Returns
@@ -124,10 +146,10 @@ def mask_method(
         `flexmask.flexprefill_mask` does.
     """
     if keep is None:
-        return functools.partial(mask_method, check=check, numbers=numbers, by_rows=by_rows, plans=plans)
+        return functools.partial(mask_method, check=check, numbers=numbers, by_rows=by_rows, plans=plans, shared=shared)
     own = list(inspect.signature(keep).parameters.values())[1:]
     parameters = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in own}
-    method = Method(keep, parameters, check, numbers, by_rows, plans or {})
+    method = Method(keep, parameters, check, numbers, by_rows, plans or {}, shared)
 
     @functools.wraps(keep, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def generate(
@@ -145,7 +167,7 @@ def mask_method(
         inputs = attention_inputs(
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
         ).placed()
-        checked = method.checked(inputs, block_size, options)
+        checked = method.checked(query.shape[1], block_size, options)
         # inside a surrounding compilation a float may be symbolic, which no string can be made of
         told = {} if torch.compiler.is_compiling() else {"window": window, "block_size": block_size, **options}
         title = f"{method.name}({', '.join(f'{name}={value}' for name, value in told.items())})"

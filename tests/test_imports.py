@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("warmup",),
     ("block_masks.*",),
     ("block_masks",),
+    ("gallery",),
     ("integrations.versions", "integrations.settings", "integrations.prefill_calls", "integrations.models"),
     ("integrations.packed", "integrations.right_padding"),
     ("integrations.prefill_mask", "integrations.run"),
