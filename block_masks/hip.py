@@ -11,8 +11,8 @@ from flexmask.base.visibility import in_blocks
 from flexmask.method import BlockProblem, mask_method
 from flexmask.plain.products import products
 
-# halvings of a range of 2**20 blocks, more than any prompt has
-HALVINGS = 20
+# enough for a range of 2**17 blocks, 2 million tokens in blocks of 16
+HALVINGS = 17
 
 
 def _check(block_size: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int) -> None:

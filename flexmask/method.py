@@ -268,6 +268,11 @@ def _kept(
     return found
 
 
+def runs_uncompiled(query: Tensor) -> bool:
+    """True on CPUs, where a compilation takes longer than it saves, and inside a surrounding one, which compiles the whole."""
+    return query.device.type == "cpu" or torch.compiler.is_compiling()
+
+
 def _run(
     function: Callable[..., Any], variant: tuple[Hashable, ...], inputs: AttentionInputs, block_size: int, *rest: Any
 ) -> Any:
@@ -275,7 +280,7 @@ def _run(
     query, key = inputs.query, inputs.key
     # what the search has no use for must not tell one compilation from another
     bare = (*inputs[3:6], inputs.attention_mask, inputs.offset, None, inputs.deciding)
-    if query.device.type == "cpu" or torch.compiler.is_compiling():
+    if runs_uncompiled(query):
         return function(AttentionInputs(query, key, None, *bare), block_size, *rest)
     batch, num_heads, q_len, head_dim = query.shape
     where = (query.device.type, query.device.index, query.dtype)

@@ -1,9 +1,9 @@
 """Every method of the gallery by its definition: pair by pair of tokens, in plain loops and float64.
 
 Nothing here is shared with the methods. Each function takes a `Call` and the method's options and returns the kept blocks,
-(batch, num_heads, num_q_blocks, num_kv_blocks) bool, before the blocks of the rows' own positions are added; and the margin of each
-row of blocks, (batch, num_heads, num_q_blocks): how far its closest decision is from the other side, relative to what it compares.
-Only rows with a margin can be expected to agree with float32.
+(batch, num_heads, num_q_blocks, num_kv_blocks) bool, before the blocks of the rows' own positions are added and those that nobody
+sees are dropped; and the margin of each row of blocks, (batch, num_heads, num_q_blocks): how far its closest decision is from the
+other side, relative to what it compares. Only rows with a margin can be expected to agree with float32.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def make_call(
 
 
 def gap(low: float, high: float) -> float:
-    """Relative distance of two compared values."""
+    """Relative distance of two compared values; infinite ones are exact, and so are their ties."""
     if math.isinf(low) or math.isinf(high):
-        return 0.0 if low == high else math.inf
+        return math.inf
     return abs(high - low) / max(abs(low), abs(high), 1e-30)
 
 
@@ -216,11 +216,11 @@ def line_blocks(call: Call, b: int, i: int, verticals: Blocks, diagonals: Blocks
 
 
 def line_masses(call: Call, b: int, h: int, rows: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-    """Attention of the rows on key blocks and on block diagonals: of those that hold a visible block, a slash on both it crosses."""
+    """Attention of the rows on key blocks and block diagonals that hold a visible block; a slash counts on both it crosses."""
     size = call.block_size
     seen = [(i, j) for i in range(call.num_q_blocks) for j in range(call.num_kv_blocks) if call.sees(b, i, j)]
-    vertical = {j: 0.0 for j in sorted({j for _, j in seen})}
-    slash = {c: 0.0 for c in sorted({own - j for i, j in seen for own in call.own_blocks(b, i) if own >= j})}
+    vertical = dict.fromkeys(sorted({j for _, j in seen}), 0.0)
+    slash = dict.fromkeys(sorted({own - j for i, j in seen for own in call.own_blocks(b, i) if own >= j}), 0.0)
     for row in rows:
         p = call.attention(b, h, row)
         for k in range(call.kv_len):
@@ -287,13 +287,13 @@ def minference(call: Call, b: int, h: int, plan: Any, lines: str = "pooled") -> 
                 offsets[o] += float(p[call.position[b][row] - o])
     keys, margin = top(columns, int(num_keys))
     kept, other = top(offsets, int(num_offsets))
-    diagonals = {o // size for o in kept} | {o // size + 1 for o in kept if o % size}
-    return sorted({k // size for k in keys}), sorted(diagonals), min(margin, other)
+    crossed = {o // size for o in kept} | {o // size + 1 for o in kept if o % size}
+    return sorted({k // size for k in keys}), sorted(crossed), min(margin, other)
 
 
 @by_row
 def oracle(call: Call, b: int, h: int, i: int, gamma: float) -> tuple[Blocks, float]:
-    mass = {j: 0.0 for j in call.visible_blocks(b, i)}
+    mass = dict.fromkeys(call.visible_blocks(b, i), 0.0)
     for row in call.rows_of(b, i):
         for k, p in enumerate(call.attention(b, h, row).tolist()):
             if p:
@@ -325,7 +325,7 @@ def flash_prefill(
 
 @by_row
 def xattention(call: Call, b: int, h: int, i: int, stride: int, threshold: float) -> tuple[Blocks, float]:
-    size, mass = call.block_size, {j: 0.0 for j in call.visible_blocks(b, i)}
+    size, mass = call.block_size, dict.fromkeys(call.visible_blocks(b, i), 0.0)
     tokens = set(call.valid_keys[b])
     for first_row in range(i * size, (i + 1) * size, stride):
         means = {}
