@@ -349,8 +349,8 @@ def xattention(call: Call, b: int, h: int, i: int, stride: int, threshold: float
 
 def mean_cosine(x: Tensor) -> float:
     """Mean cosine of all pairs of rows, each with itself too."""
-    units = [row / row.norm() for row in x]
-    return float(sum(u @ w for u in units for w in units)) / len(units) ** 2 if units else 0.0
+    units = x / x.norm(dim=1, keepdim=True)
+    return float((units @ units.T).mean()) if len(units) else 0.0
 
 
 @by_row
