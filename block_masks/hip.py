@@ -7,12 +7,9 @@ from torch import Tensor
 
 from flexmask.base.option_checks import check_count
 from flexmask.base.scores import capped
-from flexmask.base.visibility import in_blocks
+from flexmask.base.visibility import in_blocks, whole_blocks
 from flexmask.method import BlockProblem, mask_method
 from flexmask.plain.products import products
-
-# enough for a range of 2**17 blocks, 2 million tokens in blocks of 16
-HALVINGS = 17
 
 
 def _check(block_size: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int) -> None:
@@ -92,7 +89,11 @@ def hip_mask(
     bounds = start + place * length // topk_blocks
     bounds = bounds.expand(*scores.shape[:3], -1)
     low, high = bounds[..., :-1], bounds[..., 1:]
-    for _ in range(HALVINGS):
+    halvings = 2
+    # in steps of 4, since every number of halvings is a compilation of its own
+    while topk_blocks << halvings < scores.shape[-1]:
+        halvings += 4
+    for _ in range(halvings):
         middle = (low + high) // 2
         # a chunk of one block has its left half empty; side by side, so that equal scores go to the earlier one
         low = torch.stack([low, middle], -1).flatten(-2)
@@ -118,8 +119,10 @@ def _representative_scores(problem: BlockProblem, query_stride: int) -> Tensor:
     middle = ((valid.cumsum(-1) == counts // 2 + 1) & valid).int().argmax(-1)  # (batch or 1, num_kv_blocks)
     index = (problem.kv_block * size + middle).clamp(max=inputs.key.shape[2] - 1)
     key = inputs.key.gather(2, index[:, None, :, None].expand(*inputs.key.shape[:2], -1, inputs.key.shape[3]))
-    scores = capped(products(inputs.query[:, :, ::query_stride], key) * inputs.scale, inputs.softcap)
-    scored = tokens.row_valid[:, ::query_stride].unsqueeze(-1) & (counts > 0).mT
+    # whole blocks of rows, so that no length is odd: (batch, num_heads, num_q_blocks * size / query_stride, head_dim)
+    query = whole_blocks(inputs.query, 2, size)[:, :, :, ::query_stride].flatten(2, 3).contiguous()
+    rows = in_blocks(tokens.row_valid, size, False)[:, :, ::query_stride].flatten(1)
+    scores = capped(products(query, key) * inputs.scale, inputs.softcap)
     lowest = torch.finfo(scores.dtype).min
-    scores = torch.where(scored[:, None], scores.nan_to_num(lowest), lowest)
-    return in_blocks(scores.mT, size // query_stride, lowest).amax(-1).mT
+    scores = torch.where((rows.unsqueeze(-1) & (counts > 0).mT)[:, None], scores.nan_to_num(lowest), lowest)
+    return scores.unflatten(2, (-1, size // query_stride)).amax(3)
