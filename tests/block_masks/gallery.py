@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from flexmask.block_masks import MASKS
 from tests.cases import structured_inputs
+from tests.comparisons import dense_map
 
 # by mask: options under which it leaves something out of a short prompt, and options under which it leaves out nothing
 SPARSE: dict[str, dict[str, Any]] = {
@@ -169,12 +170,8 @@ def num_blocks(length: int, block_size: int) -> int:
 
 
 def block_map(counts: Tensor, indices: Tensor) -> Tensor:
-    """Bool map of the blocks listed, read entry by entry."""
-    listed = torch.zeros(indices.shape, dtype=torch.bool)
-    for place in torch.cartesian_prod(*(torch.arange(size) for size in counts.shape)):
-        row = tuple(place.tolist())
-        listed[row][indices[row][: int(counts[row])].long().cpu()] = True
-    return listed
+    """Bool map of the blocks listed, each at most once."""
+    return dense_map(counts.cpu(), indices.cpu())
 
 
 def by_block(pairs: Tensor, block_size: int, reduction: str, fill: bool) -> Tensor:

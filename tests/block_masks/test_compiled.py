@@ -37,7 +37,7 @@ def counters(monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("name", ["hip", "xattention"])
+@pytest.mark.parametrize("name", [pytest.param("hip", marks=pytest.mark.slow), "xattention"])
 def test_lengths_share_a_compilation(name, counters, monkeypatch):
     for length in LENGTHS:
         # copies, since a view would bring its whole tensor's shape into the guards

@@ -30,6 +30,9 @@ CASES: dict[str, tuple[int, int, tuple[int, int] | None, int | None, str | None,
 OTHER_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "flash_prefill": ({"alpha": 0.3, "sink_blocks": 0, "window_blocks": 2, "last_blocks": 0},),
     "hip": ({"topk_blocks": 1, "sink_blocks": 2, "window_blocks": 2, "query_stride": 1},),
+    # tokens at which a block's nearest key is just out of reach, or its last one just counts
+    "infllm": ({"topk_blocks": 0, "sink_blocks": 0, "local_tokens": 33, "execution_blocks": 1},),
+    "lm_infinite": ({"global_tokens": 16, "local_tokens": 33},),
     "minference": ({"plan": ((40, 50), (64, 20)), "lines": "covering"}, {"plan": ((100, 16), (30, 100))}),
     "moa": ({"plan": ((16, 0.0), (10, 0.3)), "sink_blocks": 0},),
     "sparge": (
