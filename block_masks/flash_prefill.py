@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from flexmask.base.option_checks import check_count, check_share
+from flexmask.base.products import products
 from flexmask.base.scores import capped
 from flexmask.base.visibility import in_blocks
 from flexmask.method import BlockProblem, mask_method
-from flexmask.plain.products import products
 
 
 def _check(alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int, **_: object) -> None:

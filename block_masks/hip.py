@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from flexmask.base.option_checks import check_count
+from flexmask.base.products import products
 from flexmask.base.scores import capped
 from flexmask.base.visibility import in_blocks, whole_blocks
 from flexmask.method import BlockProblem, mask_method
-from flexmask.plain.products import products
 
 
 def _check(block_size: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int) -> None:

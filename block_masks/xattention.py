@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmask.base.forced_top_p import forced_top_p
 from flexmask.base.option_checks import check_count, check_share
+from flexmask.base.products import products
 from flexmask.base.scores import capped, masked_softmax
 from flexmask.base.visibility import whole_blocks
 from flexmask.method import BlockProblem, mask_method
-from flexmask.plain.forced_top_p import forced_top_p
-from flexmask.plain.products import products
 
 
 def _check(block_size: int, stride: int, threshold: float) -> None:
