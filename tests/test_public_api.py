@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import flexmask
-from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_attention, flexprefill_mask
+from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_attention, flexprefill_mask, sparse_attention
 from flexmask.block_masks import MASKS
 
-PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "flexprefill_mask", "warmup"]
+PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "flexprefill_mask", "sparse_attention", "warmup"]
 
 SELECTION = (
     "gamma: float | Sequence[float] | Tensor = 0.95, tau: float = 0.1, *, block_size: int = 128, min_budget: int = 1024, "
@@ -32,6 +32,11 @@ SIGNATURES = {
     "sinks: Tensor | None = None, backend: str = 'auto', "
     "dense_below: int | None = None, return_lse: bool = False, max_mask_bytes: int = 1073741824) "
     "-> Tensor | tuple[Tensor | FlexPrefillStats, ...]",
+    "sparse_attention": "(query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., BlockMask] = flexprefill, *, "
+    "block_size: int = 128, scale: float | None = None, softcap: float | None = None, window: int | None = None, "
+    "attention_mask: Tensor | None = None, q_offset: int | Tensor | None = None, sinks: Tensor | None = None, "
+    "backend: str = auto, dense_below: int | None = None, return_lse: bool = False, max_mask_bytes: int = 1073741824, "
+    "**options: Any) -> Tensor | tuple[Any, ...]",
     "warmup": "(num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: dtype, device: device | str, "
     "v_head_dim: int | None = None, batch: int = 1, chunked: bool = False, padded: bool = False, **options: Any) -> float",
     "FlexPrefillConfig": f"({SELECTION.replace('*, ', '').replace(' | Tensor', '', 1)}) -> None",
@@ -132,7 +137,13 @@ def described(section: str) -> set[str]:
     return {name for line in lines for name in line.split(" : ")[0].split(", ")}
 
 
-DOCUMENTED: list[Callable[..., Any]] = [flexprefill_mask, flexprefill_attention, FlexPrefillConfig, *MASKS.values()]
+DOCUMENTED: list[Callable[..., Any]] = [
+    flexprefill_mask,
+    flexprefill_attention,
+    sparse_attention,
+    FlexPrefillConfig,
+    *MASKS.values(),
+]
 
 
 @pytest.mark.parametrize("documented", dict.fromkeys(DOCUMENTED), ids=lambda x: x.__name__)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.hybrid_rule import DIAGONAL, KEY_BLOCK, ROWS
 from flexmask.base.candidate_lines import candidate_lines
+from flexmask.base.hybrid_rule import DIAGONAL, KEY_BLOCK, ROWS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows, representative_rows
 from flexmask.base.search_result import SearchResult
