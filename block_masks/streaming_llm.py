@@ -24,7 +24,7 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_block
     Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2, as the baseline of FlexPrefill
     (https://arxiv.org/abs/2502.20766), section 4.1.
 
-    Differs from the paper: sinks and window are whole blocks, where the paper has 4 sink tokens; positions are not counted anew
+    Differs from the paper: sinks and window are whole blocks, where the paper has 4 sink tokens; positions are not re-counted
     within the cache, which a mask cannot do: rows and keys keep their distance. With padding on the left, the sinks are the first
     blocks with tokens.
 

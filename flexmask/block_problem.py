@@ -52,7 +52,7 @@ class BlockProblem:
         return torch.arange(self.seen.visible.shape[-1], device=self.seen.visible.device)
 
     def as_tensor(self, option: object) -> Tensor:
-        """An option that is a float or a plan, as the tensor that mask_method made of it."""
+        """An option that is a float or a plan, which mask_method has turned into a tensor."""
         assert isinstance(option, Tensor)
         return option
 
