@@ -61,7 +61,7 @@ def flexprefill_attention(
         As in `flexprefill_mask`.
     value
         (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 256 may differ from head_dim.
-    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, config
+    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, row_stride, config
         As in `FlexPrefillConfig`; `gamma` as in `flexprefill_mask`.
     scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.

@@ -20,7 +20,8 @@ PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "fle
 SELECTION = (
     "gamma: float | Sequence[float] | Tensor = 0.95, tau: float = 0.1, *, block_size: int = 128, min_budget: int = 1024, "
     "max_budget: int | None = None, "
-    "selection: str = 'coverage', query_aware: str = 'flatten', pattern_queries: str = 'last', index_queries: str = 'last'"
+    "selection: str = 'coverage', query_aware: str = 'flatten', pattern_queries: str = 'last', index_queries: str = 'last', "
+    "row_stride: int = 8"
 )
 CALL = (
     "scale: float | None = None, softcap: float | None = None, window: int | None = None, attention_mask: Tensor | None = None, "
@@ -41,7 +42,7 @@ SIGNATURES = {
     "v_head_dim: int | None = None, batch: int = 1, chunked: bool = False, padded: bool = False, **options: Any) -> float",
     "FlexPrefillConfig": f"({SELECTION.replace('*, ', '').replace(' | Tensor', '', 1)}) -> None",
     "FlexPrefillStats": "(is_query_aware: Tensor, js_distance: Tensor, density: Tensor, num_vertical_blocks: Tensor, "
-    "num_slash_blocks: Tensor, coverage: Tensor, is_dense: Tensor, dense: bool = False) -> None",
+    "num_slash_blocks: Tensor, coverage: Tensor, row_coverage: Tensor, is_dense: Tensor, dense: bool = False) -> None",
 }
 
 
@@ -116,6 +117,7 @@ def test_statistics_are_tensors_by_head(dense):
         "num_vertical_blocks": torch.int64,
         "num_slash_blocks": torch.int64,
         "coverage": torch.float32,
+        "row_coverage": torch.float32,
         "is_dense": torch.bool,
     }
     assert all(getattr(stats, name).shape == (2, 4) for name in dtypes)

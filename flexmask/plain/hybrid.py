@@ -90,7 +90,7 @@ def _statistics(
     visible_blocks = seen.visible.sum((-2, -1)).clamp(min=1)[:, None]
     q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     held = torch.where(keep.gather(2, q_block), mass.by_row, 0.0).sum((-2, -1))
-    with_evidence = (evidence.sum(-1) > 0).sum(-1).clamp(min=1)
+    with_evidence = (evidence.sum(-1) != 0).sum(-1)  # NaN, if there are none, or in the evidence
     return (
         torch.zeros(keep.shape[:2], dtype=torch.bool, device=keep.device),
         torch.full(keep.shape[:2], float("nan"), dtype=torch.float32, device=keep.device),
