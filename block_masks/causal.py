@@ -10,7 +10,7 @@ def causal_mask(problem: BlockProblem) -> None:
     """The mask of dense causal attention, the same for every head.
 
     Row t of the queries stands at position ``q_offset + t`` and sees the keys at ``0 <= position - k < window`` that are tokens,
-    not padding. Every other mask here is a part of it and is compared with it. It is found block by block: no map of query rows
+    not padding. Every other mask here is a subset, and is compared with it. It is found block by block: no map of query rows
     by keys is ever made.
 
     Parameters

@@ -21,6 +21,8 @@ HAS_FLASH_BACKEND = RELEASE >= (2, 10)
 HAS_CPU_KERNEL = RELEASE >= (2, 6)
 # whether FlexAttention's C++ template takes tensors with unbacked sizes: 2.13.0 does, 2.8.0 does not, others were not tried
 CPU_TAKES_UNBACKED_SIZES = RELEASE >= (2, 13)
+# whether torch.bmm multiplies half-precision tensors into float32 ones
+HAS_BMM_TO_FLOAT32 = RELEASE >= (2, 8)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameters)
 # whether a BlockMask knows the lengths that it was made for; without, its shape and sparsity count whole blocks

@@ -61,7 +61,7 @@ def flexprefill_attention(
         As in `flexprefill_mask`.
     value
         (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 256 may differ from head_dim.
-    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, config
+    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, row_stride, config
         As in `FlexPrefillConfig`; `gamma` as in `flexprefill_mask`.
     scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
@@ -77,8 +77,8 @@ def flexprefill_attention(
         where it was 1.6 times as fast as dense attention on an H200 at a density of .55 and gamma .95 (FLASH backend); at 8,192
         plain calls are launch-bound. Above it, a whole prompt without padding, window, soft cap, sinks, gradients or log-sum-exp
         runs dense by SDPA in the heads where that is faster, key head by key head: at gamma 1 (not as a tensor, and with no
-        `max_budget`), and on CPUs where the mask keeps more than .66 of the blocks (.43 in half precision). The statistics say
-        which. 0 switches all of this off, except for a single row.
+        `max_budget`), and on CPUs where the mask keeps more than .66 of the blocks (float16: .51, bfloat16: .43). The statistics
+        say which. 0 switches all of this off, except for a single row.
     return_lse
         Also return the log-sum-exp of every row (natural logarithm) over its keys, sinks not counted, (batch, num_heads, q_len)
         float32; -inf for a row that sees nothing. Not on CPUs, where FlexAttention has none.

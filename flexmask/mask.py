@@ -56,7 +56,7 @@ def flexprefill_mask(
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA) and
         q_len <= kv_len. Lengths need not be multiples of the block.
-    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries
+    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, row_stride
         As in `FlexPrefillConfig`, which holds their units, ranges and defaults. `gamma` may also be a (num_heads,) floating
         tensor on query's device: its values are never read but clamped to (0, 1] there, NaN to 1.
     scale

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
@@ -15,9 +14,9 @@ from flexmask.block_masks import MASKS, causal_mask
 from flexmask.config import FlexPrefillConfig
 from flexmask.flex.dense import dense_attention, runs_dense
 from flexmask.flex.dense_heads import at_gamma_one
-from flexmask.flex.head_groups import head_bytes
 from flexmask.flex.joined import joined_mask
 from flexmask.flex.sparse import HeadPlan, sparse_attention
+from flexmask.gallery import heads_at_once, mask_of
 from flexmask.integrations.prefill_mask import PrefillMask
 from flexmask.integrations.right_padding import with_deciding_rows
 from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
@@ -120,21 +119,16 @@ def dense_long_prompt(call: PrefillCall, reason: str) -> Tensor:
 def by_method(call: PrefillCall, method: Callable[..., BlockMask], reason: str | None = None) -> Tensor:
     """Attention under the masks of another method; with a `reason` they are those of dense attention, and recorded so."""
     inputs, settings, block_size = call.inputs, call.settings, call.config.block_size
-    scores = {"scale": inputs.scale, "softcap": inputs.softcap}
-    taken = inspect.signature(method).parameters
-    options: dict[str, Any] = {name: value for name, value in scores.items() if name in taken}
+    options = settings.method_options if reason is None else {}
     masks: list[BlockMask] = []
 
     def make_mask(part: AttentionInputs) -> HeadPlan:
-        where = {"window": part.window, "attention_mask": part.attention_mask, "q_offset": part.offset}
-        made = method(part.query, part.key, block_size=block_size, **options, **where)
-        if made.BLOCK_SIZE != (block_size, block_size):
-            raise ValueError(f"method must give a mask in blocks of {block_size} tokens, as it is told to; got {made.BLOCK_SIZE}")
+        made = mask_of(method, part, block_size, options, with_keep=call.keeps_masks)
         if call.keeps_masks:
             masks.append(made)
         return HeadPlan(made)
 
-    at_once = settings.max_mask_bytes // head_bytes(inputs, call.config)
+    at_once = heads_at_once(method, inputs, block_size, settings.max_mask_bytes, options)
     out = sparse_attention(inputs, make_mask, block_size, at_once, settings.backend)[0]
     stats = None if reason is None else empty_stats(inputs.query, dense=True)
     call.record(stats, joined_mask(masks, inputs) if masks else None, reason)

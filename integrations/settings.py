@@ -15,6 +15,7 @@ from flexmask.base.checks import check_int, check_word
 from flexmask.block_masks import MASKS
 from flexmask.config import OPTIONS, FlexPrefillConfig
 from flexmask.flex.backend import BACKENDS
+from flexmask.gallery import check_options
 
 CONFIG_KEY = "flexprefill_config"
 
@@ -40,7 +41,9 @@ class PrefillSettings:
     method
         ``"flexprefill"`` (default), another name in `flexmask.block_masks.MASKS`, or a function of query and key with that
         registry's keywords (`block_size`, `window`, `attention_mask`, `q_offset`, and `scale` and `softcap` if it has them) that
-        gives a BlockMask. Of `config` such a method gets `block_size` only: bind its own options with functools.partial.
+        gives a BlockMask. Of `config` such a method gets `block_size` only.
+    method_options
+        Options of a `method` other than FlexPrefill, as ``{"threshold": 0.8}``. Default: none, its own defaults.
 
     Raises
     ------
@@ -55,6 +58,7 @@ class PrefillSettings:
     backend: str = "auto"
     max_mask_bytes: int = MAX_MASK_BYTES
     method: str | Callable[..., BlockMask] = "flexprefill"
+    method_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, FlexPrefillConfig):
@@ -80,6 +84,18 @@ class PrefillSettings:
         check_max_mask_bytes(self.max_mask_bytes)
         if not callable(self.method):
             check_word("method", self.method, tuple(MASKS))
+        self._check_method_options()
+
+    def _check_method_options(self) -> None:
+        if not isinstance(self.method_options, Mapping):
+            raise TypeError(f"method_options must be a dict of options; got {type(self.method_options).__name__}")
+        if self.method == "flexprefill" and self.method_options:
+            raise TypeError(f"method_options are for other methods than FlexPrefill; got {next(iter(self.method_options))!r}")
+        if self.method != "flexprefill":
+            check_options(
+                self.method if callable(self.method) else MASKS[self.method], self.config.block_size, self.method_options
+            )
+        object.__setattr__(self, "method_options", dict(self.method_options))
 
     @property
     def break_even(self) -> int:
@@ -116,6 +132,8 @@ class PrefillSettings:
                 saved[item.name] = value
         if self.layers:
             saved["layers"] = {str(index): _for_json(options) for index, options in self.layers.items()}
+        if self.method_options:
+            saved["method_options"] = dict(self.method_options)
         if self.dense_layers:
             saved["dense_layers"] = list(self.dense_layers)
         return saved

@@ -16,6 +16,11 @@ from flexmask.reference.flexprefill import ReferenceResult
 from tests.expected import by_block
 
 
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Equal shapes, dtypes and values; NaN equals NaN."""
+    return one.dtype == other.dtype and one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 def kept_by_lists(result: SearchResult) -> tuple[Tensor, Tensor]:
     """Partial and full blocks as bool maps, read from the index lists."""
     lists = result.lists
@@ -47,7 +52,7 @@ class Tally:
 
         One met before, with the very same margin, does not count again: hypothesis likes to vary what it tried already.
         """
-        families = [expected.pattern_margin, expected.vertical_margin, expected.slash_margin]
+        families = [expected.pattern_margin, expected.vertical_margin, expected.slash_margin, expected.row_margin]
         families.append(expected.query_aware_margin[expected.is_query_aware])
         new = {value for family in families for value in family.flatten().tolist() if value < math.inf} - self.known
         self.known |= new
@@ -120,6 +125,10 @@ def assert_same_statistics(
         got, wanted = getattr(result.stats, name).cpu(), getattr(expected, name)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double()[clear], wanted[clear], atol=1e-5, rtol=1e-5)
+    got, wanted = result.stats.row_coverage.cpu().double()[clear], expected.row_coverage[clear]
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
+    if result.stats.js_distance.isnan().all() and (expected.js_distance.isnan() | (expected.density == 0)).all():
+        return  # hybrid selection has none
     squares = result.stats.js_distance.cpu().double() ** 2, expected.js_distance**2
     defined = ~(squares[0].isnan() | squares[1].isnan())
     assert underflow or defined.all()

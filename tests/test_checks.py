@@ -162,7 +162,7 @@ REFUSED: Refusals = [
     *(
         ({name: "best"}, ValueError, f"{name} must be one of {words}; got 'best'")
         for name, words in (
-            ("selection", "'coverage', 'reference'"),
+            ("selection", "'coverage', 'hybrid', 'reference'"),
             ("query_aware", "'flatten', 'per_query'"),
             ("pattern_queries", "'last', 'middle'"),
             ("index_queries", "'last', 'middle'"),

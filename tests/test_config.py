@@ -24,6 +24,9 @@ CAP = "max_budget must be at least 1 token and at least min_budget ({floor}); go
 WORDS = "{name} must be one of {words}; got {got!r}"
 
 # keywords, exception, message
+NO_CAP = 'selection="hybrid" keeps by thresholds and takes no max_budget; got 2048'
+STRIDE = "row_stride must be a divisor of block_size ({size}) and at least a 32nd of it; got {got}"
+
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"gamma": x}, ValueError, GAMMA.format(got=x)) for x in (0, 0.0, -0.1, 1.0000001, 2, 95)),
     *(({"tau": x}, ValueError, TAU.format(got=x)) for x in (-0.1, 1.5, -1, 10)),
@@ -70,13 +73,17 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
         ({n: x}, ValueError, WORDS.format(name=n, words=words, got=x))
         for n, words in (
-            ("selection", "'coverage', 'reference'"),
+            ("selection", "'coverage', 'hybrid', 'reference'"),
             ("query_aware", "'flatten', 'per_query'"),
             ("pattern_queries", "'last', 'middle'"),
             ("index_queries", "'last', 'middle'"),
         )
         for x in ("", "Last", None, 1, ["last"])
     ),
+    *(({"row_stride": x}, ValueError, STRIDE.format(size=128, got=x)) for x in (0, -8, 3, 2, 256)),
+    ({"row_stride": 4, "block_size": 256}, ValueError, STRIDE.format(size=256, got=4)),
+    ({"row_stride": 8.0}, TypeError, INTEGER.format(name="row_stride", got="float")),
+    ({"selection": "hybrid", "max_budget": 2048}, ValueError, NO_CAP),
 ]
 
 
@@ -97,6 +104,8 @@ def test_wrong_value_is_refused_by_name(keywords, error, message):
         {"max_budget": 1024},
         {"max_budget": 10**9},
         {"selection": "reference"},
+        {"selection": "hybrid"},
+        *({"block_size": size, "row_stride": stride} for size, stride in ((16, 1), (48, 3), (128, 4), (256, 8), (256, 256))),
         {"query_aware": "per_query"},
         {"pattern_queries": "middle", "index_queries": "middle"},
     ],
@@ -118,6 +127,7 @@ def test_defaults_are_those_of_the_paper():
         "query_aware": "flatten",
         "pattern_queries": "last",
         "index_queries": "last",
+        "row_stride": 8,
     }
 
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 import flexmask
-from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_attention, flexprefill_mask
+from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_attention, flexprefill_mask, sparse_attention
 from flexmask.block_masks import MASKS
 
-PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "flexprefill_mask", "warmup"]
+PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "flexprefill_mask", "sparse_attention", "warmup"]
 
 SELECTION = (
     "gamma: float | Sequence[float] | Tensor = 0.95, tau: float = 0.1, *, block_size: int = 128, min_budget: int = 1024, "
     "max_budget: int | None = None, "
-    "selection: str = 'coverage', query_aware: str = 'flatten', pattern_queries: str = 'last', index_queries: str = 'last'"
+    "selection: str = 'coverage', query_aware: str = 'flatten', pattern_queries: str = 'last', index_queries: str = 'last', "
+    "row_stride: int = 8"
 )
 CALL = (
     "scale: float | None = None, softcap: float | None = None, window: int | None = None, attention_mask: Tensor | None = None, "
@@ -32,11 +33,16 @@ SIGNATURES = {
     "sinks: Tensor | None = None, backend: str = 'auto', "
     "dense_below: int | None = None, return_lse: bool = False, max_mask_bytes: int = 1073741824) "
     "-> Tensor | tuple[Tensor | FlexPrefillStats, ...]",
+    "sparse_attention": "(query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., BlockMask] = flexprefill, *, "
+    "block_size: int = 128, scale: float | None = None, softcap: float | None = None, window: int | None = None, "
+    "attention_mask: Tensor | None = None, q_offset: int | Tensor | None = None, sinks: Tensor | None = None, "
+    "backend: str = auto, dense_below: int | None = None, return_lse: bool = False, max_mask_bytes: int = 1073741824, "
+    "**options: Any) -> Tensor | tuple[Any, ...]",
     "warmup": "(num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: dtype, device: device | str, "
     "v_head_dim: int | None = None, batch: int = 1, chunked: bool = False, padded: bool = False, **options: Any) -> float",
     "FlexPrefillConfig": f"({SELECTION.replace('*, ', '').replace(' | Tensor', '', 1)}) -> None",
     "FlexPrefillStats": "(is_query_aware: Tensor, js_distance: Tensor, density: Tensor, num_vertical_blocks: Tensor, "
-    "num_slash_blocks: Tensor, coverage: Tensor, is_dense: Tensor, dense: bool = False) -> None",
+    "num_slash_blocks: Tensor, coverage: Tensor, row_coverage: Tensor, is_dense: Tensor, dense: bool = False) -> None",
 }
 
 
@@ -111,6 +117,7 @@ def test_statistics_are_tensors_by_head(dense):
         "num_vertical_blocks": torch.int64,
         "num_slash_blocks": torch.int64,
         "coverage": torch.float32,
+        "row_coverage": torch.float32,
         "is_dense": torch.bool,
     }
     assert all(getattr(stats, name).shape == (2, 4) for name in dtypes)
@@ -132,7 +139,13 @@ def described(section: str) -> set[str]:
     return {name for line in lines for name in line.split(" : ")[0].split(", ")}
 
 
-DOCUMENTED: list[Callable[..., Any]] = [flexprefill_mask, flexprefill_attention, FlexPrefillConfig, *MASKS.values()]
+DOCUMENTED: list[Callable[..., Any]] = [
+    flexprefill_mask,
+    flexprefill_attention,
+    sparse_attention,
+    FlexPrefillConfig,
+    *MASKS.values(),
+]
 
 
 @pytest.mark.parametrize("documented", dict.fromkeys(DOCUMENTED), ids=lambda x: x.__name__)

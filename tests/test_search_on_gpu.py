@@ -1,6 +1,7 @@
 """The search on a GPU: against the reference, in memory full of NaN, and in a program that multiplies in TF32."""
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_equals_the_reference_on_cuda(cuda):
     tally = Tally()
     # every set of options would be compiled; what the compiler makes of the search is the next test's
     with torch.compiler.set_stance("force_eager"):
-        for case in gpu_cases(60):
+        for case in [*gpu_cases(60), *gpu_cases(20, selection="hybrid", max_budget=None)]:
             expected = case.reference()
             result = case.to(cuda).search()
             assert_well_formed(result)
@@ -46,8 +47,9 @@ def test_equals_the_reference_on_cuda(cuda):
     [
         {"tau": 0.08, "query_aware": "flatten", "index_queries": "last"},
         {"tau": 0.3, "query_aware": "per_query", "index_queries": "middle"},
+        {"selection": "hybrid", "index_queries": "last"},
     ],
-    ids=["flatten", "per_query"],
+    ids=["flatten", "per_query", "hybrid"],
 )
 def test_compiled_search_equals_the_reference_on_cuda(cuda, fixed):
     tally, drawn = Tally(), Drawn()
@@ -90,8 +92,8 @@ def test_kernels_run_where_query_is(stance):
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_wide_heads_fit_into_shared_memory(cuda, head_dim, dtype):
     query, key = (x.to(dtype) for x in structured_inputs(torch.Generator().manual_seed(9), 1, 4, 2, 900, 900, head_dim))
-    for block_size in (64, 128, 256):
-        case = Case(query, key, FlexPrefillConfig(0.8, 0.3, block_size=block_size, min_budget=block_size))
+    for block_size, selection in itertools.product((64, 128, 256), ("coverage", "hybrid")):
+        case = Case(query, key, FlexPrefillConfig(0.8, 0.3, block_size=block_size, min_budget=block_size, selection=selection))
         with torch.compiler.set_stance("force_eager"):
             result = case.to(cuda).search()
         assert_well_formed(result)
@@ -117,10 +119,12 @@ def poison():
         ("flatten", 0.3, False, {}),
         ("flatten", 0.3, True, {"window": 300, "softcap": 8.0}),
         ("per_query", 0.08, True, {}),
+        ("hybrid", 0.0, True, {"window": 300, "softcap": 8.0}),
     ],
 )
 def test_reads_nothing_that_was_not_written(cuda, rule, tau, padded, scores):
-    config = FlexPrefillConfig(0.8, tau, block_size=32, min_budget=32, max_budget=192 if padded else None, query_aware=rule)
+    rules = {"selection": rule} if rule == "hybrid" else {"query_aware": rule, "max_budget": 192 if padded else None}
+    config = FlexPrefillConfig(0.8, tau, block_size=32, min_budget=32, **rules)
     generator = torch.Generator().manual_seed(5)
     for q_len, kv_len in ((1, 1), (63, 63), (129, 129), (1000, 1000), (333, 800)):
         query, key = structured_inputs(generator, 1, 8, 2, q_len, kv_len, 64)

@@ -8,6 +8,7 @@ registered name alone, where it does not.
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def are_right(logits: Tensor, prompts: list[Prompt]) -> list[bool]:
 
 
 @torch.no_grad()
-def judge(model: PreTrainedModel, prompts: list[Prompt], options: dict[str, float]) -> dict[str, list[bool]]:
+def judge(model: PreTrainedModel, prompts: list[Prompt], options: dict[str, Any]) -> dict[str, list[bool]]:
     """Whether each prompt is answered right, by the way of running it."""
     rows = [prompt.with_answers().to(model.device) for prompt in prompts]
     batch = padded_batch(rows)
@@ -73,7 +74,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(arguments.device).eval()
     block = arguments.block_size
-    options = {"gamma": arguments.gamma, "block_size": block, "min_budget": block, "dense_below": 0}
+    options: dict[str, Any] = {"gamma": arguments.gamma, "block_size": block, "min_budget": block, "dense_below": 0}
     lengths = [int(length) for length in arguments.lengths.split(",")]
     right: dict[str, list[bool]] = {way: [] for way in WAYS}
     for batch in tqdm(range(arguments.batches)):

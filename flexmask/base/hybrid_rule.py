@@ -1,8 +1,7 @@
 """The thresholds of hybrid selection, from its one knob gamma.
 
-What is kept without exception is found by shares: a block, a key block or a block diagonal is dropped only where it holds less than
-its threshold. All of them are proportional to ``1 - gamma``, so that gamma = 1 drops nothing. The factors were found on prompts
-that no test uses (`bench/fidelity`).
+A block, a key block or a block diagonal is dropped where it holds less than its threshold. All thresholds are proportional to
+``1 - gamma``, so that gamma = 1 drops nothing. The factors were found by measuring (`bench/fidelity`).
 """
 
 # of a representative row's attention: what one of them gives to a key block keeps it

@@ -17,10 +17,9 @@ from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.config import FlexPrefillConfig
 from flexmask.flex.dense import dense_attention
 
-# kept share of the visible blocks above which SDPA is faster than FlexAttention's CPU kernel, the mask being made, in float32
-# and in half precision: python -m bench.cpu_break_even
-CPU_BREAK_EVEN = 0.66
-CPU_BREAK_EVEN_HALF = 0.43
+# kept share of the visible blocks above which SDPA is faster than FlexAttention's CPU kernel, the mask being made:
+# python -m bench.cpu_break_even
+CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43}
 
 
 def has_causal_kernel(inputs: AttentionInputs) -> bool:
@@ -54,8 +53,7 @@ def above_break_even(mask: BlockMask, inputs: AttentionInputs) -> list[bool]:
     q_blocks = counts.shape[2]
     visible = counts.shape[0] * counts.shape[1] // num_kv_heads * q_blocks * (q_blocks + 1) / 2
     kept = (counts + full_counts).sum((0, 2)).unflatten(0, (num_kv_heads, -1)).sum(1)
-    share = CPU_BREAK_EVEN if inputs.query.dtype == torch.float32 else CPU_BREAK_EVEN_HALF
-    return [number > share * visible for number in kept.tolist()]
+    return [number > CPU_BREAK_EVEN[inputs.query.dtype] * visible for number in kept.tolist()]
 
 
 def runs_of(key_heads: list[bool]) -> tuple[slice, ...]:

@@ -20,7 +20,8 @@ def head_bytes(inputs: AttentionInputs, config: FlexPrefillConfig) -> int:
 def plain_mask_bytes(inputs: AttentionInputs, config: FlexPrefillConfig) -> int:
     """Bytes that the mask of one head takes while the plain steps make it, uncompiled; the most that was measured, rounded up.
 
-    Each pair of blocks takes up to 72 bytes (indices of sorts are int64), 56 where no head may be query-aware. The attention of
+    Each pair of blocks takes up to 72 bytes (indices of sorts are int64; hybrid selection sums a few maps), 56 where no head may be
+    query-aware. The attention of
     the representative rows is written out: float32, and again to part it into blocks, with its map of visible keys. Block means
     copy queries and keys where they are of half precision, padded or no whole blocks.
     """
@@ -35,7 +36,8 @@ def plain_mask_bytes(inputs: AttentionInputs, config: FlexPrefillConfig) -> int:
     ragged = q_len % config.block_size != 0 or kv_len % config.block_size != 0
     copies = (inputs.query.dtype != torch.float32) + absent + ragged
     means = copies * 4 * head_dim * max(q_len, -(-kv_len // groups))
-    return pairs * (72 if config.tau > 0 else 56) + config.block_size * kv_len * by_score + means
+    per_pair = 72 if config.tau > 0 or config.selection == "hybrid" else 56
+    return pairs * per_pair + config.block_size * kv_len * by_score + means
 
 
 def _shape(inputs: AttentionInputs) -> tuple[int, int, int]:
@@ -48,12 +50,13 @@ def mask_bytes(q_len: int, kv_len: int, config: FlexPrefillConfig) -> int:
     """Bytes that the mask of one head of one batch row takes while it is made, by the kernels that run on CUDA.
 
     Each pair of blocks takes two int32 list entries and a byte of the map of kept blocks; where heads may be query-aware, a
-    float32 of the pooled map and another byte. Each representative row takes four float32 by key block. Not counted: the lists by
+    float32 of the pooled map and another byte, which hybrid selection needs too. Each representative row takes four float32 by key block. Not counted: the lists by
     key block that gradients need.
     """
     num_q_blocks, num_kv_blocks = num_blocks(q_len, config.block_size), num_blocks(kv_len, config.block_size)
     rows = config.block_size * (1 if config.pattern_queries == config.index_queries else 2)
-    return num_kv_blocks * (num_q_blocks * (14 if config.tau > 0 else 9) + rows * 16)
+    per_pair = 10 if config.selection == "hybrid" else 14 if config.tau > 0 else 9
+    return num_kv_blocks * (num_q_blocks * per_pair + rows * 16)
 
 
 def head_groups(batch: int, num_heads: int, num_kv_heads: int, at_once: int) -> list[HeadGroup]:

@@ -35,12 +35,13 @@ def visible_mask_mod(inputs: AttentionInputs) -> MaskMod:
 def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
     """`visible`, limited to kept blocks, so that the mask says the same with and without its block lists.
 
-    `keep` is (batch, num_heads, num_q_blocks, num_kv_blocks) bool.
+    `keep` is (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool.
     """
+    shared = keep.shape[1] == 1
     keep = captured(keep)
     side = captured_int(block_size, keep.device)
 
     def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return keep[b, h, q_idx // side, kv_idx // side] & visible(b, h, q_idx, kv_idx)
+        return keep[b, 0 if shared else h, q_idx // side, kv_idx // side] & visible(b, h, q_idx, kv_idx)
 
     return named(kept, f"kept and {visible.__name__}")

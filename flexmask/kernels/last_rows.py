@@ -72,8 +72,8 @@ def last_rows_lines(lines: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> 
     Parameters
     ----------
     lines
-        (2, batch, num_heads, num_kv_blocks) float32: by key block the most that one row gives to it, by block diagonal S; -1 where
-        no row sees a line.
+        (2, batch, num_heads, num_kv_blocks) float32: by key block the most that one row gives to it, by block diagonal S; -1
+        where no row sees a line.
     gamma
         (num_heads,) float64.
     config

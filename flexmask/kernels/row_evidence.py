@@ -1,7 +1,7 @@
 """Triton kernel for the row evidence of hybrid selection: the twin of `flexmask.plain.row_evidence`, with its threshold.
 
-A program takes a few neighbouring query blocks and the query heads of one key head, so that they share the key means. It goes over
-the means twice, for the softmax of its rows and for their sums over the rows of a block, and writes the decision alone.
+A program takes a few neighbouring query blocks and the query heads of one key head, so that they share the key means. It goes
+over the means twice, for the softmax of its rows and for their sums over the rows of a block, and writes the decision alone.
 """
 
 from __future__ import annotations
@@ -234,10 +234,10 @@ def row_coverage(
     keep: Tensor,
     config: FlexPrefillConfig,
 ) -> Tensor:
-    """Attention of the rows asked to key means that `keep` holds, mean over the query blocks with such rows; (batch, num_heads)."""
+    """Attention of the rows asked to key means that `keep` holds, mean over the query blocks with rows, (batch, num_heads)."""
     held = means[0].new_empty(keep.shape[:3], dtype=torch.float32)
     _launch(inputs, means, tokens, edges, config, keep=keep, held=held)
-    return held.nanmean(-1).nan_to_num(0.0)
+    return held.nanmean(-1)
 
 
 def _launch(

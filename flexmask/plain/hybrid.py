@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.hybrid_rule import DIAGONAL, KEY_BLOCK, ROWS
 from flexmask.base.candidate_lines import candidate_lines
+from flexmask.base.hybrid_rule import DIAGONAL, KEY_BLOCK, ROWS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows, representative_rows
 from flexmask.base.search_result import SearchResult
@@ -90,7 +90,7 @@ def _statistics(
     visible_blocks = seen.visible.sum((-2, -1)).clamp(min=1)[:, None]
     q_block = (rows.row // block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     held = torch.where(keep.gather(2, q_block), mass.by_row, 0.0).sum((-2, -1))
-    with_evidence = (evidence.sum(-1) > 0).sum(-1).clamp(min=1)
+    with_evidence = (evidence.sum(-1) != 0).sum(-1)  # NaN, if there are none, or in the evidence
     return (
         torch.zeros(keep.shape[:2], dtype=torch.bool, device=keep.device),
         torch.full(keep.shape[:2], float("nan"), dtype=torch.float32, device=keep.device),

@@ -53,7 +53,7 @@ def hybrid_selection(head: AttentionHead, seen: Visibility, options: Options) ->
     kept |= blocks_kept_always(seen)
     mask = head_mask(kept, attention, index_rows, seen)
     asked = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
-    covered = sum(asked) / len(asked) if asked else 0.0
+    covered = sum(asked) / len(asked) if asked else math.nan
     decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, len(key_blocks), len(diagonals))
     return Head(mask, decision, _margins(mass, evidence, seen, options))
 

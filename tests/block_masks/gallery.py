@@ -17,10 +17,41 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from flexmask.block_masks import MASKS
 from tests.cases import structured_inputs
+from tests.comparisons import dense_map
 
 # by mask: options under which it leaves something out of a short prompt, and options under which it leaves out nothing
-SPARSE: dict[str, dict[str, Any]] = {"causal": {}, "flexprefill": {"gamma": 0.5, "min_budget": 0}}
-KEEP_EVERYTHING: dict[str, dict[str, Any]] = {"causal": {}, "flexprefill": {"gamma": 1.0}}
+SPARSE: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "flash_prefill": {"alpha": 1.0, "sink_blocks": 1, "window_blocks": 1, "last_blocks": 1},
+    "flexprefill": {"gamma": 0.5, "min_budget": 0},
+    "hip": {"topk_blocks": 2, "sink_blocks": 1, "window_blocks": 1},
+    "infllm": {"topk_blocks": 1, "local_tokens": 40, "execution_blocks": 2},
+    "lm_infinite": {"global_tokens": 5, "local_tokens": 50},
+    "minference": {"plan": (30, 64)},
+    "moa": {"plan": (40, 0.2)},
+    "oracle": {"gamma": 0.6},
+    "sparge": {"similarity_threshold": 0.1, "cdf_threshold": 0.5},
+    "streaming_llm": {"sink_blocks": 1, "window_blocks": 2},
+    "tri_shape": {"sink_blocks": 1, "window_blocks": 2, "last_blocks": 1},
+    "vertical_slash": {"vertical_size": 64, "slash_size": 64},
+    "xattention": {"stride": 4, "threshold": 0.6},
+}
+KEEP_EVERYTHING: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "flash_prefill": {"alpha": 0.0},
+    "flexprefill": {"gamma": 1.0},
+    "hip": {"topk_blocks": 64},
+    "infllm": {"topk_blocks": 64},
+    "lm_infinite": {"local_tokens": 10**6},
+    "minference": {"plan": (10**6, 0)},
+    "moa": {"plan": (0, 1.0)},
+    "oracle": {"gamma": 1.0},
+    "sparge": {"cdf_threshold": 1.0},
+    "streaming_llm": {"window_blocks": 10**6},
+    "tri_shape": {"last_blocks": 10**6},
+    "vertical_slash": {"slash_size": 10**6},
+    "xattention": {"threshold": 1.0},
+}
 
 
 @dataclass(frozen=True)
@@ -139,12 +170,8 @@ def num_blocks(length: int, block_size: int) -> int:
 
 
 def block_map(counts: Tensor, indices: Tensor) -> Tensor:
-    """Bool map of the blocks listed, read entry by entry."""
-    listed = torch.zeros(indices.shape, dtype=torch.bool)
-    for place in torch.cartesian_prod(*(torch.arange(size) for size in counts.shape)):
-        row = tuple(place.tolist())
-        listed[row][indices[row][: int(counts[row])].long().cpu()] = True
-    return listed
+    """Bool map of the blocks listed, each at most once."""
+    return dense_map(counts.cpu(), indices.cpu())
 
 
 def by_block(pairs: Tensor, block_size: int, reduction: str, fill: bool) -> Tensor:

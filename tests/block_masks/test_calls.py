@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -36,6 +37,7 @@ def test_no_value_is_read(name, setting):
 def test_traces_whole(name):
     chosen = SETTINGS["offsets by batch row"]
     options = {**SPARSE[name], **chosen.shared_options("cpu")}
+    torch._dynamo.reset()  # one function below stands for all masks, and would run out of recompilations
 
     @torch.compile(fullgraph=True, backend="eager")
     def lists(query, key):

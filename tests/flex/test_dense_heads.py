@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask
 from flexmask.base.inputs import attention_inputs
-from flexmask.flex import dense_heads, sparse
+from flexmask.flex import sparse
 from flexmask.flex.dense import dense_attention
-from flexmask.flex.dense_heads import above_break_even, at_gamma_one, has_causal_kernel, runs_of
+from flexmask.flex.dense_heads import CPU_BREAK_EVEN, above_break_even, at_gamma_one, has_causal_kernel, runs_of
 from tests.cases import structured_inputs
 from tests.compile_support import dense_under, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
@@ -99,7 +99,7 @@ def test_a_chunk_has_no_dense_heads():
 @pytest.mark.attention
 @pytest.mark.parametrize("at_once", [2**30, 1], ids=["all heads", "head by head"])
 def test_heads_at_gamma_one_run_dense_and_others_under_their_mask(monkeypatch, listed, at_once):
-    monkeypatch.setattr(dense_heads, "CPU_BREAK_EVEN", 2.0)
+    monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, 2.0)
     query, key, value = inputs()
     out, stats = flexprefill_attention(query, key, value, GAMMAS, **OPTIONS, max_mask_bytes=at_once)
     mask, found = flexprefill_mask(query, key, GAMMAS, **MASK_OPTIONS, return_stats=True)
@@ -125,7 +125,7 @@ def test_heads_above_the_break_even_of_a_cpu_run_dense(monkeypatch, listed):
     mask, found = flexprefill_mask(query, key, gammas, **MASK_OPTIONS, return_stats=True)
     shares = found.density.unflatten(1, (2, 2)).mean(2)[0].tolist()
     assert shares[0] + 0.1 < shares[1] < 0.97
-    monkeypatch.setattr(dense_heads, "CPU_BREAK_EVEN", shares[1] - 0.05)
+    monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, shares[1] - 0.05)
     out, stats = flexprefill_attention(query, key, value, gammas, **OPTIONS)
     under, whole = dense_under(mask, query, key, value), dense(query, key, value)
     assert stats.is_dense.tolist() == [[False, False, True, True]]
@@ -135,7 +135,7 @@ def test_heads_above_the_break_even_of_a_cpu_run_dense(monkeypatch, listed):
     assert torch.equal(stats.density, found.density)
     assert listed[0][2:] == [0, 0]
     assert min(listed[0][:2]) > 0
-    monkeypatch.setattr(dense_heads, "CPU_BREAK_EVEN", shares[1] + 0.01)
+    monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, shares[1] + 0.01)
     assert not flexprefill_attention(query, key, value, gammas, **OPTIONS)[1].is_dense.any()
 
 
@@ -145,7 +145,7 @@ def test_share_of_a_key_head_is_that_of_its_query_heads():
     for gamma in (0.2, 0.7, 0.9, 0.95, 1.0):
         mask, stats = flexprefill_mask(query, key, gamma, **MASK_OPTIONS, return_stats=True)
         shares = stats.density.mean(0).unflatten(0, (2, 2)).mean(1)
-        for dtype, limit in ((torch.float32, dense_heads.CPU_BREAK_EVEN), (torch.bfloat16, dense_heads.CPU_BREAK_EVEN_HALF)):
+        for dtype, limit in CPU_BREAK_EVEN.items():
             problem = attention_inputs(query.to(dtype), key.to(dtype))
             assert above_break_even(mask, problem) == (shares > limit).tolist()
             seen.add(tuple(above_break_even(mask, problem)))

@@ -51,10 +51,52 @@ def test_method_gets_its_own_options_and_the_scores(model, tokens):
         seen.append((query.shape, block_size, keep, scale, set(visibility)))
         return causal_mask(query, key, block_size=block_size, **visibility)
 
-    one_head = 14 * 17 * 17 + 16 * 32 * 17  # bytes of a mask: so that heads come one by one
+    one_head = 40 * 17 * 17  # bytes of a mask: so that heads come one by one
     with flexmask_hf.flexprefill(model, method=partial(method, keep=3), block_size=32, dense_below=0, max_mask_bytes=one_head):
         model(tokens)
     assert seen == [((1, 1, LENGTH, 16), 32, 3, 0.25, {"window", "attention_mask", "q_offset"})] * 16
+
+
+def test_method_options_reach_the_method_and_are_saved(model, tokens):
+    options = {
+        "method": "minference",
+        "method_options": {"plan": [[30, 60]] * 3 + [[10**6, 0]]},
+        "block_size": 32,
+        "dense_below": 0,
+    }
+    with flexmask_hf.flexprefill(model, **options, collect_masks=True, max_mask_bytes=1) as run:
+        logits = model(tokens).logits
+    kept = run.masks[0][0].to_dense()[0].sum((-2, -1))
+    assert (kept[:3] < kept[3]).all()
+    flexmask_hf.configure(model, **options)
+    model.set_attn_implementation("flexprefill")
+    torch.testing.assert_close(model(tokens).logits, logits)
+
+
+@pytest.mark.parametrize("method", ["streaming_llm", "xattention", "infllm"])
+def test_masks_of_head_groups_are_those_of_all_heads(model, tokens, method):
+    options = {"method": method, "block_size": 32, "dense_below": 0, "collect_masks": True}
+    masks = []
+    for most_bytes in (2**30, 1):
+        with flexmask_hf.flexprefill(model, **options, max_mask_bytes=most_bytes) as run:
+            model(tokens)
+        masks.append(run.masks[0][0])
+    assert masks[0].shape == masks[1].shape
+    assert torch.equal(masks[0].to_dense(), masks[1].to_dense())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "xattention", "method_options": {"gamma": 0.9}}, "takes the options stride, threshold; got 'gamma'"),
+        ({"method": "xattention", "method_options": {"stride": 3}}, "stride must divide block_size 128; got 3"),
+        ({"method_options": {"gamma": 0.9}}, "method_options are for other methods than FlexPrefill; got 'gamma'"),
+        ({"method": "xattention", "method_options": 0.9}, "method_options must be a dict of options; got float"),
+    ],
+)
+def test_wrong_method_options_are_refused(model, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        flexmask_hf.configure(model, **options)
 
 
 def test_function_cannot_be_saved(model):

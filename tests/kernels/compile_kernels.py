@@ -98,8 +98,10 @@ def launched(problem: Problem) -> dict[str, Variant]:
     scores = (0.1, 3.0, 500, torch.ones(2, kv_len, dtype=torch.bool)) if rich else (0.1,)
     most = 3 * block_size if rich else None
     number = torch.tensor(0.5, dtype=torch.float64)
-    for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, {"selection": "hybrid", "row_stride": 16 if rich else 8}):
-        config = FlexPrefillConfig(0.5, 0.5, block_size=block_size, min_budget=block_size, max_budget=most, **rule)
+    hybrid = {"selection": "hybrid", "row_stride": 16 if rich else 8, "max_budget": None}
+    for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, hybrid):
+        options: dict[str, Any] = {"block_size": block_size, "min_budget": block_size, "max_budget": most, **rule}
+        config = FlexPrefillConfig(0.5, 0.5, **options)
         search(AttentionInputs(query, key, None, *scores), config, number, number, rich, rich)
     return found
 

@@ -63,7 +63,7 @@ def main() -> None:
         query, key = (torch.zeros(1, heads, 300, head_dim, dtype=dtype) for heads in (4, 2))
         inputs = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, scale, softcap, window)
         for selection, with_stats in itertools.product(("coverage", "hybrid"), (False, True)):
-            options = {"selection": selection, "row_stride": 16 if softcap else 8}
+            options: dict[str, Any] = {"selection": selection, "row_stride": 16 if softcap else 8}
             config = compile_time(FlexPrefillConfig(0.5, 0.5, block_size=block_size, min_budget=block_size, **options))
             try:
                 run(inputs, config, half, half, with_stats, True)

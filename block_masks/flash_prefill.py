@@ -1,0 +1,95 @@
+"""FlashPrefill: every row against the mean key of each block, and a threshold relative to the row's heaviest block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.option_checks import check_count, check_share
+from flexmask.base.products import products
+from flexmask.base.scores import capped
+from flexmask.base.visibility import in_blocks
+from flexmask.method import BlockProblem, mask_method
+
+
+def _check(alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int, **_: object) -> None:
+    check_share("alpha", alpha, zero=True)
+    check_count("sink_blocks", sink_blocks, 0, "blocks")
+    check_count("window_blocks", window_blocks, 1, "blocks")
+    check_count("last_blocks", last_blocks, 0, "blocks")
+
+
+def _numbers(kv_len: int, block_size: int, **_: object) -> int:
+    return kv_len // block_size
+
+
+@mask_method(check=_check, numbers=_numbers, by_rows=True)
+def flash_prefill_mask(
+    problem: BlockProblem, alpha: float = 0.1, sink_blocks: int = 2, window_blocks: int = 4, last_blocks: int = 2
+) -> Tensor:
+    """FlashPrefill's mean-key scores, cut at a share of the heaviest block of each row of blocks.
+
+    With ::
+
+        E[i, j] = sum over the rows t of query block i, at or past the last key of block j, of exp(score(q_t, mean(K_j)))
+
+    query block i keeps key block j iff ``E[i, j] >= alpha * max over j of E[i, j]``, or ``j - first < sink_blocks``, or
+    ``i - j < window_blocks``, or i is one of the last `last_blocks` query blocks with a valid row.
+
+    Source: FlashPrefill (https://arxiv.org/abs/2603.06199), block scores and threshold, as its published code computes them.
+
+    Differs from the paper: the second version's correction (https://arxiv.org/abs/2608.19758), one mean token in the place of
+    every dropped block, is no mask and is left out. Means are rounded to the input's dtype as in the published code. In a chunk
+    the last query blocks are those of the chunk.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, scale, softcap, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    alpha
+        Share of the heaviest block's score from which on a block is kept. Range [0, 1]; 0 keeps every visible block. Default 0.1
+        (the second version's; a lower one keeps more).
+    sink_blocks
+        Blocks, >= 0, from that of the first valid key on. Default 2 (the published code's).
+    window_blocks
+        Blocks, >= 1, up to and with the row's own. Default 4 (the published code's).
+    last_blocks
+        Query blocks, >= 0, that keep every block they see. Default 2 (the first version's; the second has 8).
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, num_heads, q_len, kv_len).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> mask = flash_prefill_mask(query, key, block_size=64, alpha=1.0, sink_blocks=1, window_blocks=1, last_blocks=0)
+    >>> bool((mask.to_dense().sum(-1) <= 3).all())  # the sink, the own block and the heaviest
+    True
+    """
+    inputs, size, counts = problem.inputs, problem.block_size, problem.key_counts()
+    scores = capped(products(inputs.query, problem.key_means().to(inputs.query.dtype)) * inputs.scale, inputs.softcap)
+    behind = problem.row_positions().unsqueeze(-1) - problem.last_keys().unsqueeze(-2)  # (batch or 1, q_len, num_kv_blocks)
+    sees = problem.tokens.row_valid.unsqueeze(-1) & (counts > 0).unsqueeze(-2) & (behind >= 0)
+    if inputs.window is not None:
+        sees = sees & (behind < inputs.window)
+    scores = torch.where(sees[:, None], scores, torch.finfo(scores.dtype).min).mT
+    # in logarithms, so that no exponential overflows: (batch, num_heads, num_q_blocks, num_kv_blocks)
+    total = in_blocks(scores, size, torch.finfo(scores.dtype).min).logsumexp(-1).mT
+    seen = in_blocks(sees.mT, size, False).any(-1).mT[:, None]
+    total = torch.where(seen, total, float("-inf"))
+    share = problem.as_tensor(alpha)
+    heavy = seen & (total >= total.amax(-1, keepdim=True) + share.log())
+    kept = problem.sinks(sink_blocks) | problem.diagonals(window_blocks) | problem.last_query_blocks(last_blocks)
+    return kept | heavy | (share == 0)

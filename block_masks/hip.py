@@ -1,0 +1,128 @@
+"""HiP attention with its hierarchical descent stopped at blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.option_checks import check_count
+from flexmask.base.products import products
+from flexmask.base.scores import capped
+from flexmask.base.visibility import in_blocks, whole_blocks
+from flexmask.method import BlockProblem, mask_method
+
+
+def _check(block_size: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int) -> None:
+    check_count("topk_blocks", topk_blocks, 1, "blocks")
+    check_count("sink_blocks", sink_blocks, 0, "blocks")
+    check_count("window_blocks", window_blocks, 1, "blocks")
+    check_count("query_stride", query_stride, 1, "rows")
+    if block_size % query_stride != 0:
+        raise ValueError(f"query_stride must divide block_size {block_size}; got {query_stride}")
+
+
+def _numbers(kv_len: int, block_size: int, topk_blocks: int, **_: object) -> int:
+    return kv_len // block_size + 8 * topk_blocks // block_size
+
+
+@mask_method(check=_check, numbers=_numbers, by_rows=True)
+def hip_mask(
+    problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 2, window_blocks: int = 4, query_stride: int = 2
+) -> Tensor:
+    """HiP-block: HiP's hierarchical top-k descent over each row's keys, stopped where its chunks are single blocks.
+
+    Sinks and window are kept as in `streaming_llm_mask`. Query block i cuts the key blocks between them into k = `topk_blocks`
+    chunks, as even as can be, and then halves every chunk, scores the halves and keeps the best k, until each chunk is one block.
+    The score of a chunk is the largest score of its representative key with every `query_stride`-th row of the block; that key is
+    the middle valid one of the chunk's middle block. Of equal scores the earlier half wins.
+
+    Source: HiP (https://arxiv.org/abs/2406.09827), algorithm "Mask estimation".
+
+    Differs from the paper: its descent goes on to chunks of two keys, which may lie in as many blocks and would then cost many
+    times their number; here k whole blocks take their place. The scores of all representative keys are computed at once, which
+    gives the same descent at a cost of rows times blocks instead of HiP's n log n.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, scale, softcap, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    topk_blocks
+        Blocks, >= 1, that the descent ends with in every row. Default 16: 2048 tokens in blocks of 128 (the keys that the second
+        version's last stage keeps).
+    sink_blocks
+        Blocks, >= 0. Default 2: 256 tokens in blocks of 128 (the second version's).
+    window_blocks
+        Blocks, >= 1, up to and with the row's own. Default 4: 512 tokens in blocks of 128 (the second version's).
+    query_stride
+        Rows, >= 1, a divisor of block_size: every how many rows of a block are scored. Default 2 (the published code's).
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, num_heads, q_len, kv_len).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> mask = hip_mask(query, key, block_size=64, topk_blocks=2, sink_blocks=1, window_blocks=1)
+    >>> mask.to_dense()[0, 0].sum(-1)
+    tensor([1, 2, 3, 4, 4, 4, 4, 4])
+    """
+    scores = _representative_scores(problem, query_stride)
+    # the range between sinks and window, by query block: (batch or 1, 1, num_q_blocks, 1)
+    first_seen = problem.visible.int().argmax(-1, keepdim=True)
+    start = torch.maximum(problem.first_block() + sink_blocks, first_seen)
+    end = (problem.seen.first_diagonal[:, None, :, None] - window_blocks + 1).clamp(min=0)
+    length = (end - start).clamp(min=0)
+
+    place = torch.arange(topk_blocks + 1, device=scores.device)
+    bounds = start + place * length // topk_blocks
+    bounds = bounds.expand(*scores.shape[:3], -1)
+    low, high = bounds[..., :-1], bounds[..., 1:]
+    halvings = 2
+    # in steps of 4, since every number of halvings is a compilation of its own
+    while topk_blocks << halvings < scores.shape[-1]:
+        halvings += 4
+    for _ in range(halvings):
+        middle = (low + high) // 2
+        # a chunk of one block has its left half empty; side by side, so that equal scores go to the earlier one
+        low = torch.stack([low, middle], -1).flatten(-2)
+        high = torch.stack([middle, high], -1).flatten(-2)
+        index = ((low + high - 1) // 2).clamp(0, scores.shape[-1] - 1)
+        value = torch.where(low < high, scores.gather(-1, index), float("-inf"))
+        # empty halves last, also behind chunks whose keys are all padding
+        order = torch.where(low < high, value.clamp(min=torch.finfo(value.dtype).min), float("-inf"))
+        best = order.sort(dim=-1, descending=True, stable=True).indices[..., :topk_blocks].sort(dim=-1).values
+        low, high = low.gather(-1, best), high.gather(-1, best)
+    # an empty chunk marks the place behind the last block, which is cut off
+    marked = torch.where(low < high, low, scores.shape[-1])
+    chosen = torch.zeros(*scores.shape[:3], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
+    chosen = chosen.scatter(-1, marked, torch.ones_like(marked, dtype=torch.bool))[..., :-1]
+    return chosen | problem.sinks(sink_blocks) | problem.diagonals(window_blocks)
+
+
+def _representative_scores(problem: BlockProblem, query_stride: int) -> Tensor:
+    """Largest score of each key block's middle valid key, (batch, num_heads, num_q_blocks, num_kv_blocks) float32."""
+    inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+    valid = in_blocks(tokens.key_valid, size, False)
+    counts = valid.sum(-1, keepdim=True)
+    middle = ((valid.cumsum(-1) == counts // 2 + 1) & valid).int().argmax(-1)  # (batch or 1, num_kv_blocks)
+    index = (problem.kv_block * size + middle).clamp(max=inputs.key.shape[2] - 1)
+    key = inputs.key.gather(2, index[:, None, :, None].expand(*inputs.key.shape[:2], -1, inputs.key.shape[3]))
+    # whole blocks of rows, so that no length is odd: (batch, num_heads, num_q_blocks * size / query_stride, head_dim)
+    query = whole_blocks(inputs.query, 2, size)[:, :, :, ::query_stride].flatten(2, 3).contiguous()
+    rows = in_blocks(tokens.row_valid, size, False)[:, :, ::query_stride].flatten(1)
+    scores = capped(products(query, key) * inputs.scale, inputs.softcap)
+    lowest = torch.finfo(scores.dtype).min
+    scores = torch.where((rows.unsqueeze(-1) & (counts > 0).mT)[:, None], scores.nan_to_num(lowest), lowest)
+    return scores.unflatten(2, (-1, size // query_stride)).amax(3)

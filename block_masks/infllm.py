@@ -1,0 +1,87 @@
+"""InfLLM's memory units: sinks, a window and the blocks that a group of query blocks looks up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.option_checks import check_count
+from flexmask.base.scores import capped, grouped_scores
+from flexmask.method import BlockProblem, mask_method
+from flexmask.plain.top_p import ranks
+
+
+def _check(topk_blocks: int, sink_blocks: int, local_tokens: int, execution_blocks: int, **_: object) -> None:
+    check_count("topk_blocks", topk_blocks, 0, "blocks")
+    check_count("sink_blocks", sink_blocks, 0, "blocks")
+    check_count("local_tokens", local_tokens, 1, "tokens")
+    check_count("execution_blocks", execution_blocks, 1, "blocks")
+
+
+@mask_method(check=_check, shared=True)
+def infllm_mask(
+    problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 1, local_tokens: int = 4096, execution_blocks: int = 4
+) -> Tensor:
+    """InfLLM's block lookup without its positions: one choice of key blocks for all heads and for a group of query blocks.
+
+    Query blocks go in groups of `execution_blocks`, counted from the first row of the call. A group keeps the sinks, the blocks
+    with a key less than `local_tokens` before its first row or later, and of the blocks in between the `topk_blocks` with the
+    largest ``mean over heads of score(mean(Q_group), mean(K_j))``.
+
+    Source: InfLLM (https://arxiv.org/abs/2402.04617), section 3, context memory and memory lookup.
+
+    Differs from the paper: InfLLM gives all keys outside the window the same distance, which a mask cannot do; here keys keep
+    their position, and the lookup compares queries and keys as the model rotates them. A unit is represented by its mean key
+    instead of the four keys that got most local attention. The original also keeps its memory on the host, which is no matter of
+    the mask. Its figures do not carry over.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, scale, softcap, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    topk_blocks
+        Blocks, >= 0, that a group of query blocks looks up. Default 16 (the published setting for Llama-3).
+    sink_blocks
+        Blocks, >= 0, from that of the first valid key on. Default 1: 128 tokens in blocks of 128 (as above).
+    local_tokens
+        Tokens, >= 1: reach of the window. Default 4096 (as above).
+    execution_blocks
+        Query blocks, >= 1, that look up together. Default 4: 512 tokens in blocks of 128 (as above).
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, 1, q_len, kv_len): the heads agree.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> infllm_mask(query, key, block_size=64, topk_blocks=1, local_tokens=64, execution_blocks=2).to_dense()[0, 0].sum(-1)
+    tensor([1, 2, 3, 4, 4, 5, 4, 5])
+    """
+    inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+    # the group's first row decides what lies in the window: (batch or 1, num_groups, num_kv_blocks)
+    groups = problem.query_means(execution_blocks)
+    first_row = tokens.offset.unsqueeze(-1) + execution_blocks * size * torch.arange(groups.shape[2], device=groups.device)
+    ahead = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
+    local = (ahead < local_tokens)[:, None]
+    if inputs.window is not None:
+        ahead = ahead.masked_fill(ahead >= inputs.window, -1)
+    units = (ahead >= local_tokens)[:, None] & ~problem.sinks(sink_blocks) & (problem.key_counts() > 0)[:, None, None]
+
+    scores = capped(grouped_scores(groups * inputs.scale, problem.key_means()), inputs.softcap)
+    # ranks takes values >= 0; a head that is not finite has no say
+    scores = scores.nan_to_num(0.0, 0.0, 0.0).mean(1, keepdim=True)
+    chosen = (ranks(scores - scores.amin(-1, keepdim=True), units) < topk_blocks) & units
+    kept = chosen | local | problem.sinks(sink_blocks)
+    return kept.repeat_interleave(execution_blocks, 2)[:, :, : problem.seen.visible.shape[1]]

@@ -1,0 +1,118 @@
+"""MInference's vertical-slash index with budgets by head, in whole blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexmask.base.candidate_lines import candidate_lines
+from flexmask.base.checks import check_word
+from flexmask.base.representative_rows import RepresentativeRows, representative_rows
+from flexmask.base.visibility import in_blocks
+from flexmask.method import BlockProblem, mask_method
+from flexmask.plain.representative import representative_attention
+from flexmask.plain.top_p import ranks
+from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
+
+LAST_ROWS = 64
+SINK_TOKENS = 30
+NEAR_OFFSETS = 100
+LINES = ("pooled", "covering")
+
+
+def _check(lines: str, **_: object) -> None:
+    check_word("lines", lines, LINES)
+
+
+def _numbers(kv_len: int, block_size: int, **_: object) -> int:
+    return LAST_ROWS * kv_len
+
+
+@mask_method(check=_check, numbers=_numbers, plans={"plan": None})
+def minference_mask(
+    problem: BlockProblem, plan: Sequence[float] | Sequence[Sequence[float]] = (1000, 6096), lines: str = "pooled"
+) -> Tensor:
+    """MInference's vertical-slash pattern at the granularity of blocks, with a budget of each family by head.
+
+    With p the softmax attention of the last 64 valid rows, the score of a key is its column's sum and that of an offset
+    ``position - k`` its diagonal's sum; the first 30 valid keys and the offsets 0 to 99 come first. A head's plan (V, S) says
+    how many of each are kept. ``lines="pooled"`` keeps as many tokens' worth of blocks: the ``ceil(V / block_size)`` key blocks
+    and the ``ceil(S / block_size)`` block diagonals of the largest pooled sums, those of the tokens named above first.
+    ``lines="covering"`` keeps every block that one of the V keys or S offsets touches.
+
+    Source: MInference (https://arxiv.org/abs/2407.02490), section 3.2, algorithm "Vertical-Slash Head".
+
+    Differs from the paper: its kernel reads single columns, which a BlockMask has no way to say. "pooled" is another mask of the
+    same budget, cheaper and coarser; "covering" is a superset of the paper's, for comparisons of accuracy: scattered columns make
+    it nearly dense. Pooled slashes count for both block diagonals that they cross. The patterns that the paper's offline search
+    may choose besides, which none of its published plans for language models has, are other masks here: `tri_shape_mask` and
+    `streaming_llm_mask` for the A-shape. Short prompts do not run dense.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, scale, softcap, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    plan
+        Tokens (V, S), each >= 0: a pair for all heads, or a pair per query head as the offline search writes them for one layer.
+        V is at least 30 and S at least 50, as in the published code. Default (1000, 6096), the published code's for models
+        without a plan.
+    lines
+        ``"pooled"`` (default) or ``"covering"``, as above; both are ours.
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, num_heads, q_len, kv_len).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> minference_mask(query, key, block_size=64, plan=(64, 64)).to_dense()[0, 0, 4:6]
+    tensor([[1, 0, 0, 0, 1, 0, 0, 0],
+            [1, 0, 0, 0, 0, 1, 0, 0]], dtype=torch.int32)
+    """
+    inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+    rows = representative_rows("last", tokens, LAST_ROWS)
+    attention = representative_attention(inputs, rows, tokens)
+    pairs = problem.as_tensor(plan)  # (num_heads or 1, 2)
+    count = torch.stack([pairs[:, 0].clamp(min=SINK_TOKENS), pairs[:, 1].clamp(min=NEAR_OFFSETS // 2)])[:, None, :, None]
+    if lines == "pooled":
+        mass = line_mass(row_mass(attention, rows, size), rows, size)
+        near = problem.kv_block < -(-NEAR_OFFSETS // size)
+        vertical = mass.vertical.masked_fill(problem.sinks_of_tokens(SINK_TOKENS)[:, 0], float("inf"))
+        values = torch.stack([vertical, mass.slash.masked_fill(near, float("inf"))])
+        candidates = candidate_lines(tokens, size, inputs.window).unsqueeze(2)
+        kept = ranks(values, candidates) < (count / size).ceil()
+        return extended_lines(kept[0], kept[1], problem.seen)
+    columns, offsets = _sums(attention, rows)
+    valid = tokens.key_valid[:, None]
+    place = valid.cumsum(-1)
+    columns = columns.masked_fill(valid & (place <= SINK_TOKENS), float("inf"))
+    offset = torch.arange(offsets.shape[-1], device=offsets.device)
+    offsets = offsets.masked_fill(offset < NEAR_OFFSETS, float("inf"))
+    keys = in_blocks(ranks(columns, valid) < count[0], size, False).any(-1)
+    slashes = in_blocks(ranks(offsets, torch.ones_like(valid)) < count[1], size, False)
+    # an offset between two multiples of the block crosses two block diagonals
+    crossing = slashes[..., 1:].any(-1)
+    diagonals = slashes.any(-1) | torch.cat([torch.zeros_like(crossing[..., :1]), crossing[..., :-1]], -1)
+    return extended_lines(keys, diagonals, problem.seen)
+
+
+def _sums(attention: Tensor, rows: RepresentativeRows) -> tuple[Tensor, Tensor]:
+    """Attention of the rows summed by key and by offset, (batch, num_heads, kv_len) each."""
+    attention = torch.where(rows.taken[:, None, :, None], attention, 0.0)
+    key = rows.position.unsqueeze(-1) - torch.arange(attention.shape[-1], device=attention.device)
+    by_offset = attention.gather(-1, key.clamp(min=0)[:, None].expand(attention.shape))
+    return attention.sum(2), torch.where((key >= 0)[:, None], by_offset, 0.0).sum(2)

@@ -1,0 +1,79 @@
+"""MoA: a window of its own length for every head, by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flexmask.base.option_checks import check_count
+from flexmask.method import BlockProblem, mask_method
+
+# Ours, not MoA's: spans of an eighth, a quarter, a half and all of the prompt, which heads take in turn whatever they attend to
+STAND_IN_PLAN = ((0.0, 0.125), (0.0, 0.25), (0.0, 0.5), (0.0, 1.0))
+
+
+def stand_in_plan(num_heads: int) -> tuple[tuple[float, float], ...]:
+    """A plan for `num_heads` heads where none was searched for; it is not MoA's."""
+    return tuple(STAND_IN_PLAN[head % len(STAND_IN_PLAN)] for head in range(num_heads))
+
+
+def _check(sink_blocks: int, **_: object) -> None:
+    check_count("sink_blocks", sink_blocks, 0, "blocks")
+
+
+@mask_method(check=_check, plans={"plan": stand_in_plan})
+def moa_mask(
+    problem: BlockProblem, plan: Sequence[float] | Sequence[Sequence[float]] | None = None, sink_blocks: int = 1
+) -> Tensor:
+    """MoA's elastic windows: a span by head that grows with the length, the same for every input.
+
+    With n blocks filled so far, a head of plan (alpha, beta) keeps key block j iff ``j - first < sink_blocks`` or
+    ``i - j < max(1, floor(alpha / block_size + beta * n))``; ``first`` is the block of the first valid key.
+
+    Source: MoA (https://arxiv.org/abs/2406.14909), section 3, elastic rules of the heterogeneous attention span.
+
+    Differs from the paper: plans come from calibrating one model, and are published for a few; the default is a stand-in of ours
+    (`STAND_IN_PLAN`) and says nothing about MoA. Spans and sinks are in blocks of block_size, in the
+    published code in blocks of 64.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    scale, softcap
+        Checked and not used: positions alone decide. Default None.
+    plan
+        (alpha, beta), each >= 0: alpha in tokens, beta as a share of the length; a pair for all heads or a pair per query head.
+        Default None: `stand_in_plan`, which is ours.
+    sink_blocks
+        Blocks, >= 0, that every row keeps. Default 1 (the published code's).
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, num_heads, q_len, kv_len).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> moa_mask(query, key, block_size=64, plan=(64, 0.125)).to_dense()[0, 0, 4:6]
+    tensor([[1, 0, 0, 1, 1, 0, 0, 0],
+            [1, 0, 0, 0, 1, 1, 0, 0]], dtype=torch.int32)
+    """
+    tokens, size = problem.tokens, problem.block_size
+    pairs = problem.as_tensor(plan)  # (num_heads or 1, 2)
+    filled = tokens.offset + tokens.row_valid.shape[1]  # (batch or 1,)
+    blocks = ((filled + size - 1) // size)[:, None, None, None]
+    alpha, beta = pairs[:, 0, None, None], pairs[:, 1, None, None]
+    return problem.sinks(sink_blocks) | problem.diagonals((alpha / size + beta * blocks).floor().clamp(min=1))

@@ -1,0 +1,75 @@
+"""The quadratic oracle: the blocks that hold the most true attention of each row of blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.forced_top_p import forced_top_p
+from flexmask.base.option_checks import check_share
+from flexmask.base.products import products
+from flexmask.base.scores import capped, masked_softmax
+from flexmask.base.visibility import in_blocks
+from flexmask.method import BlockProblem, mask_method
+
+
+def _check(gamma: float, **_: object) -> None:
+    check_share("gamma", gamma)
+
+
+def _numbers(kv_len: int, block_size: int, **_: object) -> int:
+    return kv_len
+
+
+@mask_method(check=_check, numbers=_numbers, by_rows=True)
+def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
+    """The fewest blocks of each row of blocks that hold a share of its true attention; for measuring only.
+
+    With p the softmax attention of all rows to all keys, ``M[i, j]`` is its mass on block j, averaged over the valid rows of
+    query block i; query block i keeps the fewest j, heaviest first, whose M reach `gamma` times the sum of its row.
+
+    It computes every score, so that it takes longer than dense attention. No selection by row of blocks keeps more attention with
+    as few blocks, which does not make its outputs the best: see `docs/algorithm.md`.
+
+    Source: none; the mass that the other methods estimate.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, scale, softcap, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    gamma
+        Share of the attention that the kept blocks of every row hold. Range (0, 1]; 1 keeps every visible block. Default 0.95
+        (that of `flexprefill_mask`).
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, num_heads, q_len, kv_len).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> mask = oracle_mask(query, key, block_size=64, gamma=0.5)
+    >>> bool((mask.to_dense().sum(-1)[..., -1] < 8).all())
+    True
+    """
+    inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+    position, column = problem.row_positions().unsqueeze(-1), torch.arange(inputs.key.shape[2], device=inputs.key.device)
+    visible = tokens.key_valid.unsqueeze(-2) & tokens.row_valid.unsqueeze(-1) & (column <= position)
+    if inputs.window is not None:
+        visible = visible & (column > position - inputs.window)
+    visible = visible[:, None]
+    scores = capped(products(inputs.query, inputs.key) * inputs.scale, inputs.softcap)
+    attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
+    mass = in_blocks(in_blocks(attention, size, 0.0).sum(-1).mT, size, 0.0).sum(-1).mT
+    return forced_top_p(mass, torch.zeros_like(problem.visible), problem.visible, problem.as_tensor(gamma))

@@ -1,0 +1,116 @@
+"""SpargeAttn's first stage: pooled scores where blocks are self-similar, everything where they are not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.checks import check_real
+from flexmask.base.option_checks import check_share
+from flexmask.base.running_sums import running_sums
+from flexmask.base.scores import capped, grouped_scores, masked_softmax
+from flexmask.method import BlockProblem, mask_method
+from flexmask.plain.pooling import block_means
+
+
+def _check(similarity_threshold: float, cdf_threshold: float, topk: float | None, **_: object) -> None:
+    check_real("similarity_threshold", similarity_threshold)
+    if not -1 <= similarity_threshold <= 1:
+        raise ValueError(f"similarity_threshold must be in [-1, 1]; got {similarity_threshold}")
+    check_share("cdf_threshold", cdf_threshold)
+    if topk is not None:
+        check_share("topk", topk)
+
+
+def _numbers(kv_len: int, block_size: int, **_: object) -> int:
+    return 8 * kv_len // block_size**2
+
+
+@mask_method(check=_check, numbers=_numbers, by_rows=True)
+def sparge_mask(
+    problem: BlockProblem, similarity_threshold: float = 0.6, cdf_threshold: float = 0.98, topk: float | None = None
+) -> Tensor:
+    """SpargeAttn's first stage: top-p over pooled scores, with blocks that a mean does not stand for kept whole.
+
+    A block is self-similar iff the mean cosine of all pairs of its tokens exceeds `similarity_threshold`; keys are compared after
+    the mean key is taken off. With ::
+
+        A = softmax over self-similar, visible j of score(mean(Q_i), mean(K_j))
+
+    query block i keeps the heaviest j while their running sum stays at or under `cdf_threshold` (the one that crosses is left
+    out, but one is always kept), and every key block that is not self-similar; a query block that is not self-similar keeps all.
+
+    Source: SpargeAttn (https://arxiv.org/abs/2502.18137), its selective token compression for the prediction of sparse blocks.
+
+    Differs from the paper: the second stage, which skips blocks inside the kernel, and the quantised products are no part of a
+    mask. Key blocks are as long as query blocks, where the published kernel has 64 keys to 128 rows. Each row's own block is
+    kept, which the published code does not see to. The mean key is that of all filled keys, so that a chunk's differs.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, scale, softcap, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    similarity_threshold
+        Mean cosine above which a block counts as self-similar. Range [-1, 1]; -1 makes every block so. Default 0.6 (the published
+        interface with cdf_threshold; -0.1 in that with topk).
+    cdf_threshold
+        Share of the pooled attention that the kept blocks stay within. Range (0, 1]. Default 0.98 (as above).
+    topk
+        Share of all key blocks, later ones counted too, that each query block keeps, instead of `cdf_threshold`. Range (0, 1],
+        or None (default). The published interface that its authors recommend has 0.5.
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, num_heads, q_len, kv_len).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> mask = sparge_mask(query, key, block_size=64, similarity_threshold=-1.0, topk=0.25)
+    >>> bool((mask.to_dense().sum(-1) <= 3).all())  # two of eight, and the own block
+    True
+    """
+    inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+    key_valid, counts = tokens.key_valid, problem.key_counts()
+    present = inputs.key.float().masked_fill(~key_valid[:, None, :, None], 0)
+    centre = present.sum(2, keepdim=True) / key_valid.sum(-1).clamp(min=1)[:, None, None, None]
+    least = problem.as_tensor(similarity_threshold)
+    keys_alike = _similarity(inputs.key.float() - centre, key_valid, size) > least
+    rows_alike = _similarity(inputs.query.float(), tokens.row_valid, size) > least
+    groups = inputs.query.shape[1] // inputs.key.shape[1]
+    keys_alike = keys_alike.repeat_interleave(groups, 1).unsqueeze(-2)  # (batch, num_heads, 1, num_kv_blocks)
+
+    scores = capped(grouped_scores(problem.query_means() * inputs.scale, problem.key_means()), inputs.softcap)
+    candidates = problem.visible & keys_alike & (counts > 0)[:, None, None]
+    attention = torch.where(candidates, masked_softmax(scores, candidates), 0.0).nan_to_num(0.0)
+    order = torch.where(candidates, attention, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    if topk is None:
+        share = problem.as_tensor(cdf_threshold)
+        # from 1 on all of them, whatever rounding makes of their sum
+        within = (running_sums(attention.gather(-1, order), share.dtype) <= share) | (share >= 1)
+    else:
+        share = problem.as_tensor(topk)
+        within = problem.kv_block < (share * attention.shape[-1]).floor()
+    within = within | (problem.kv_block == 0)
+    chosen = torch.zeros_like(candidates.expand(order.shape)).scatter(-1, order, within.expand(order.shape))
+    return (chosen & candidates) | ~keys_alike | ~rows_alike.unsqueeze(-1)
+
+
+def _similarity(x: Tensor, valid: Tensor, size: int) -> Tensor:
+    """Mean cosine of all pairs of a block's valid tokens, (batch, heads, num_blocks) float32; 0 where there are none.
+
+    It is the squared length of the mean unit vector.
+    """
+    units = x / x.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return block_means(units, valid, size).square().sum(-1)

@@ -1,0 +1,66 @@
+"""Tri-shape: sinks, a sliding window and the last rows in full."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexmask.base.option_checks import check_count
+from flexmask.method import BlockProblem, mask_method
+
+
+def _check(sink_blocks: int, window_blocks: int, last_blocks: int, **_: object) -> None:
+    check_count("sink_blocks", sink_blocks, 0, "blocks")
+    check_count("window_blocks", window_blocks, 1, "blocks")
+    check_count("last_blocks", last_blocks, 0, "blocks")
+
+
+@mask_method(check=_check)
+def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: int = 4, last_blocks: int = 1) -> Tensor:
+    """The triangle mask: sinks, a sliding window, and dense attention for the last rows; the same for every head.
+
+    Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks`` or i is one of the last
+    `last_blocks` query blocks with a valid row; ``first`` is the block of the first valid key.
+
+    Source: TriangleMix (https://arxiv.org/abs/2507.21526), section 3, and the tri-shape of SCBench
+    (https://arxiv.org/abs/2412.10319).
+
+    Differs from the paper: whole blocks, where the published code has 8 sink tokens, a window of 512 and 100 last rows. The paper
+    applies it to some layers and leaves the others dense (the published code to layers 16 and up of Llama-3.1-8B): those go into
+    the adapter's ``dense_layers``. In a chunk the last rows are those of the chunk.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    scale, softcap
+        Checked and not used: positions alone decide. Default None.
+    sink_blocks
+        Blocks, >= 0, that every row keeps. Default 1 (the published 8 tokens, rounded up).
+    window_blocks
+        Blocks, >= 1, up to and with the row's own. Default 4: 512 tokens in blocks of 128 (the published code's).
+    last_blocks
+        Query blocks, >= 0, that keep every block they see. Default 1 (the published 100 rows, rounded up).
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, 1, q_len, kv_len): the heads agree.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> tri_shape_mask(query, key, block_size=64, window_blocks=2).to_dense()[0, 0, 6:]
+    tensor([[1, 0, 0, 0, 0, 1, 1, 0],
+            [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.int32)
+    """
+    return problem.sinks(sink_blocks) | problem.diagonals(window_blocks) | problem.last_query_blocks(last_blocks)

@@ -1,0 +1,80 @@
+"""Vertical-slash attention of a fixed budget: FlexPrefill's index with as many lines in every head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.candidate_lines import candidate_lines
+from flexmask.base.option_checks import check_count
+from flexmask.base.representative_rows import representative_rows
+from flexmask.method import BlockProblem, mask_method
+from flexmask.plain.representative import representative_attention
+from flexmask.plain.top_p import ranks
+from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
+
+
+def _check(vertical_size: int, slash_size: int, **_: object) -> None:
+    check_count("vertical_size", vertical_size, 0, "tokens")
+    check_count("slash_size", slash_size, 0, "tokens")
+
+
+def _numbers(kv_len: int, block_size: int, **_: object) -> int:
+    return block_size * kv_len
+
+
+@mask_method(check=_check, numbers=_numbers)
+def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_size: int = 8192) -> Tensor:
+    """The heaviest key blocks and block diagonals of the last rows' attention, a fixed number of each in every head.
+
+    With p the softmax attention of the last ``block_size`` valid rows, ``V[j]`` its mass on key block j and ``S[c]`` its mass on
+    block diagonal c (`docs/algorithm.md`): the ``ceil(vertical_size / block_size)`` heaviest key blocks, the block of the first
+    valid key always one of them, and the ``ceil(slash_size / block_size)`` heaviest diagonals, the main one always one of them,
+    extended over all rows.
+
+    Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 4.3, "Fixed Budget vs. Dynamic Budget".
+
+    Differs from the paper: a slash counts for both block diagonals that it crosses, as in `flexprefill_mask`, where the published
+    code counts the nearer only; short prompts do not run dense.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, scale, softcap, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    vertical_size
+        Tokens, >= 0, of key blocks. Default 8192 (the published code's).
+    slash_size
+        Tokens, >= 0, of block diagonals. Default 8192 (the published code's).
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, num_heads, q_len, kv_len).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> vertical_slash_mask(query, key, block_size=64, vertical_size=64, slash_size=64).to_dense()[0, 0, 4:6]
+    tensor([[1, 0, 0, 0, 1, 0, 0, 0],
+            [1, 0, 0, 0, 0, 1, 0, 0]], dtype=torch.int32)
+    """
+    inputs, size = problem.inputs, problem.block_size
+    rows = representative_rows("last", problem.tokens, size)
+    mass = line_mass(row_mass(representative_attention(inputs, rows, problem.tokens), rows, size), rows, size)
+    candidates = candidate_lines(problem.tokens, size, inputs.window).unsqueeze(2)
+    first, main = problem.sinks(1)[:, 0], problem.kv_block == 0
+    lines = torch.stack([mass.vertical.masked_fill(first, float("inf")), mass.slash.masked_fill(main, float("inf"))])
+    place = ranks(lines, candidates)
+    vertical = place[0] < -(-vertical_size // size)
+    slash = place[1] < -(-slash_size // size)
+    return extended_lines(vertical, slash, problem.seen)

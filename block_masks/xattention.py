@@ -1,0 +1,98 @@
+"""XAttention: block scores from strided antidiagonals of the score map, then top-p by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.forced_top_p import forced_top_p
+from flexmask.base.option_checks import check_count, check_share
+from flexmask.base.products import products
+from flexmask.base.scores import capped, masked_softmax
+from flexmask.base.visibility import whole_blocks
+from flexmask.method import BlockProblem, mask_method
+
+
+def _check(block_size: int, stride: int, threshold: float) -> None:
+    check_count("stride", stride, 1, "tokens")
+    if block_size % stride != 0:
+        raise ValueError(f"stride must divide block_size {block_size}; got {stride}")
+    check_share("threshold", threshold)
+
+
+def _numbers(kv_len: int, block_size: int, stride: int, **_: object) -> int:
+    return kv_len // stride**2
+
+
+@mask_method(check=_check, numbers=_numbers, by_rows=True)
+def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0.9) -> Tensor:
+    """XAttention's antidiagonal block scores, and the fewest blocks of each row that reach a share of them.
+
+    Rows and keys are cut into groups of s = `stride`. Each pair of groups (u, v) samples one antidiagonal of its s x s scores::
+
+        a[u, v] = mean over t of score(row us + s-1-t, key vs + t),   v not after u
+        A = softmax over v of a
+
+    The score of a block is the sum of A over its tile. A query block keeps the block of the first valid key, its own, and of the
+    others the fewest, heaviest first, with which the sum reaches `threshold` times the sum of its row.
+
+    Source: XAttention (https://arxiv.org/abs/2503.16428), section 2.
+
+    Differs from the paper: the published code divides by s also where a group is short or padded, here the mean is over the pairs
+    of two tokens; its table of thresholds by head is for one model and is left out. The published code's flag for the sink forces
+    query row 0 and not key column 0; here the key block is kept, as the paper has it.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    block_size, scale, softcap, window, attention_mask, q_offset
+        As in `flexprefill_mask`.
+    stride
+        Tokens, >= 1, a divisor of block_size: 1 / stride of the score map is computed. Default 8 (the paper's setting for
+        accuracy; 16 for speed).
+    threshold
+        Share of the estimated attention that the kept blocks must hold. Range (0, 1]; 1 keeps every visible block. Default 0.9
+        (the paper's).
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, num_heads, q_len, kv_len).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> bool(xattention_mask(query, key, block_size=64, threshold=0.5).to_dense()[..., 0].all())  # the sink
+    True
+    """
+    inputs, size = problem.inputs, problem.block_size
+    row_valid = whole_blocks(problem.tokens.row_valid.float(), 1, size).flatten(1).unflatten(1, (-1, stride)).flip(2)
+    key_valid = whole_blocks(problem.tokens.key_valid.float(), 1, size).flatten(1).unflatten(1, (-1, stride))
+    pairs = row_valid @ key_valid.mT  # (batch or 1, row groups, key groups): pairs of tokens on each antidiagonal
+
+    # groups side by side as one long vector; what padding holds must not count, NaN included
+    query = inputs.query.masked_fill(~problem.tokens.row_valid[:, None, :, None], 0)
+    key = inputs.key.masked_fill(~problem.tokens.key_valid[:, None, :, None], 0)
+    query = whole_blocks(query, 2, size).flatten(2, 3).unflatten(2, (-1, stride)).flip(3).flatten(3)
+    key = whole_blocks(key, 2, size).flatten(2, 3).unflatten(2, (-1, stride)).flatten(3)
+    scores = capped(products(query, key) * (inputs.scale / pairs.clamp(min=1))[:, None], inputs.softcap)
+
+    first_row = problem.tokens.offset.unsqueeze(-1) + stride * torch.arange(query.shape[2], device=query.device)
+    ahead = first_row.unsqueeze(-1) - stride * torch.arange(key.shape[2], device=key.device)  # of the row group, in tokens
+    visible = (pairs > 0) & (ahead > -stride)
+    if inputs.window is not None:
+        visible = visible & (ahead < inputs.window + stride - 1)
+    visible = visible[:, None]
+    attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
+    tiles = attention.unflatten(3, (-1, size // stride)).sum(4).unflatten(2, (-1, size // stride)).sum(3)
+    forced = problem.sinks(1) | problem.own
+    return forced_top_p(tiles, forced, problem.visible, problem.as_tensor(threshold))

@@ -1,0 +1,116 @@
+"""One attention problem cut into blocks, as the methods of the gallery see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, in_blocks, num_blocks
+from flexmask.plain.pooling import block_means
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """One attention problem cut into blocks, as a method of `mask_method` sees it.
+
+    Attributes
+    ----------
+    inputs
+        The checked query and key with scale, soft cap, window, padding and offset. For a method ``by_rows`` the query may be a
+        slice of whole blocks; the keys are always all there.
+    block_size
+        Tokens in a block.
+    tokens
+        Positions of the rows, and which rows and keys are tokens.
+    seen
+        Which blocks hold a visible pair (``seen.visible``, (batch or 1, num_q_blocks, num_kv_blocks) bool) or no hidden one
+        (``seen.full``), and the key blocks in which each query block's first and last row stand.
+    """
+
+    inputs: AttentionInputs
+    block_size: int
+    tokens: Tokens
+    seen: BlockVisibility
+
+    @property
+    def visible(self) -> Tensor:
+        """Blocks that hold a visible pair, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        return self.seen.visible[:, None]
+
+    @property
+    def own(self) -> Tensor:
+        """Blocks in which the first or last row of a query block stands, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        first, last = self.seen.first_diagonal.unsqueeze(-1), self.seen.last_diagonal.unsqueeze(-1)
+        return ((self.kv_block == first) | (self.kv_block == last))[:, None]
+
+    @property
+    def kv_block(self) -> Tensor:
+        """Numbers of the key blocks, (num_kv_blocks,) int64."""
+        return torch.arange(self.seen.visible.shape[-1], device=self.seen.visible.device)
+
+    def as_tensor(self, option: object) -> Tensor:
+        """An option that is a float or a plan, which mask_method has turned into a tensor."""
+        assert isinstance(option, Tensor)
+        return option
+
+    def key_counts(self) -> Tensor:
+        """Valid keys in every key block, (batch or 1, num_kv_blocks) int64."""
+        return in_blocks(self.tokens.key_valid, self.block_size, False).sum(-1)
+
+    def last_keys(self) -> Tensor:
+        """Position of the last valid key of every key block, (batch or 1, num_kv_blocks) int64; -1 where it has none."""
+        position = torch.arange(self.tokens.key_valid.shape[-1], device=self.tokens.key_valid.device)
+        return in_blocks(torch.where(self.tokens.key_valid, position, -1), self.block_size, -1).amax(-1)
+
+    def row_positions(self) -> Tensor:
+        """Positions of the query rows, (batch or 1, q_len) int64."""
+        rows = torch.arange(self.tokens.row_valid.shape[-1], device=self.tokens.offset.device)
+        return self.tokens.offset.unsqueeze(-1) + rows
+
+    def key_means(self) -> Tensor:
+        """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 where it has none."""
+        return block_means(self.inputs.key, None if self.tokens.filled else self.tokens.key_valid, self.block_size)
+
+    def query_means(self, blocks: int = 1) -> Tensor:
+        """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 where none is."""
+        valid = self.tokens.row_valid if self.tokens.padded else None
+        return block_means(self.inputs.query, valid, blocks * self.block_size)
+
+    def first_block(self) -> Tensor:
+        """Key block of the first valid key, (batch or 1, 1, 1, 1) int64: padding on the left moves it."""
+        return (self.key_counts() > 0).int().argmax(-1)[:, None, None, None]
+
+    def sinks(self, count: int) -> Tensor:
+        """The first `count` key blocks from that of the first valid key on, (batch or 1, 1, 1, num_kv_blocks) bool."""
+        place = self.kv_block - self.first_block()
+        return (place >= 0) & (place < count)
+
+    def sinks_of_tokens(self, count: int) -> Tensor:
+        """The key blocks that hold one of the first `count` valid keys, (batch or 1, 1, 1, num_kv_blocks) bool."""
+        valid = self.key_counts()
+        before = valid.cumsum(-1) - valid
+        return ((before < count) & (valid > 0))[:, None, None]
+
+    def diagonals(self, count: int | Tensor) -> Tensor:
+        """Blocks on the nearest `count` block diagonals, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool.
+
+        A `count` by head, (.., num_heads, 1, 1), gives num_heads maps.
+        A query block whose rows stand in two key blocks lies on two diagonals.
+        """
+        return self.seen.first_diagonal[:, None, :, None] - self.kv_block < count
+
+    def window(self, count: int) -> Tensor:
+        """Blocks with a visible pair less than `count` tokens apart, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        limit = self.inputs.window
+        limit = count if limit is None else min(count, limit)
+        return block_visibility(self.tokens, self.block_size, limit).visible[:, None]
+
+    def last_query_blocks(self, count: int) -> Tensor:
+        """The query block of the call's last valid row and the ``count - 1`` before, (batch or 1, 1, num_q_blocks, 1) bool."""
+        q_block = torch.arange(num_blocks(self.tokens.row_valid.shape[-1], self.block_size), device=self.tokens.offset.device)
+        # rows stand at keys: the last valid one stands at the last valid key, also where only a slice of rows is here
+        last = (self.last_keys().amax(-1) - self.tokens.offset) // self.block_size
+        return (q_block > (last - count).unsqueeze(-1))[:, None, :, None]

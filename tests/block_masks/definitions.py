@@ -1,0 +1,461 @@
+"""Every method of the gallery by its definition: pair by pair of tokens, in plain loops and float64.
+
+Nothing here is shared with the methods. Each function takes a `Call` and the method's options and returns the kept blocks,
+(batch, num_heads, num_q_blocks, num_kv_blocks) bool, before the blocks of the rows' own positions are added and those that nobody
+sees are dropped; and the margin of each row of blocks, (batch, num_heads, num_q_blocks): how far its closest decision is from the
+other side, relative to what it compares. Only rows with a margin can be expected to agree with float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Blocks = list[int]
+
+
+@dataclass
+class Call:
+    """One problem, with what every definition needs written out."""
+
+    query: Tensor
+    key: Tensor  # with as many heads as query
+    visible: Tensor  # (batch, q_len, kv_len) bool
+    position: list[list[int]]  # of each row, by batch row
+    valid_keys: list[list[int]]  # positions of the keys that are filled tokens
+    block_size: int
+    window: int | None
+    softcap: float | None
+    scale: float
+
+    def __post_init__(self) -> None:
+        self.batch, self.num_heads, self.q_len, _ = self.query.shape
+        self.kv_len = self.key.shape[2]
+        self.num_q_blocks = -(-self.q_len // self.block_size)
+        self.num_kv_blocks = -(-self.kv_len // self.block_size)
+        self.row_is_token = [[p in set(keys) for p in rows] for rows, keys in zip(self.position, self.valid_keys, strict=True)]
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        shape = (self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
+        return torch.zeros(shape, dtype=torch.bool), torch.full(shape[:3], math.inf)
+
+    def cap(self, score: Tensor) -> Tensor:
+        return score if self.softcap is None else self.softcap * torch.tanh(score / self.softcap)
+
+    def scores(self, b: int, h: int, rows: list[int], keys: Tensor) -> Tensor:
+        """Capped scores of query rows with key vectors, (rows, keys)."""
+        return self.cap(self.query[b, h, rows] @ keys.T * self.scale)
+
+    def rows_of(self, b: int, block: int, blocks: int = 1) -> list[int]:
+        """The rows of a query block (or of several) that are tokens."""
+        first = block * self.block_size
+        rows = range(first, min(first + blocks * self.block_size, self.q_len))
+        return [row for row in rows if self.row_is_token[b][row]]
+
+    def keys_of(self, b: int, block: int) -> Blocks:
+        """Positions of a key block's tokens."""
+        return [k for k in self.valid_keys[b] if k // self.block_size == block]
+
+    def first_block(self, b: int) -> int:
+        return self.valid_keys[b][0] // self.block_size if self.valid_keys[b] else 0
+
+    def mean_key(self, b: int, h: int, block: int) -> Tensor:
+        keys = self.keys_of(b, block)
+        return self.key[b, h, keys].mean(0) if keys else torch.zeros(self.key.shape[3], dtype=torch.float64)
+
+    def sees(self, b: int, block: int, kv_block: int) -> bool:
+        size = self.block_size
+        return bool(self.visible[b, block * size : (block + 1) * size, kv_block * size : (kv_block + 1) * size].any())
+
+    def visible_blocks(self, b: int, block: int) -> Blocks:
+        return [j for j in range(self.num_kv_blocks) if self.sees(b, block, j)]
+
+    def first_row_block(self, b: int, block: int) -> int:
+        """Key block in which the first row of a query block stands."""
+        return self.position[b][block * self.block_size] // self.block_size
+
+    def own_blocks(self, b: int, block: int) -> Blocks:
+        last = min((block + 1) * self.block_size, self.q_len) - 1
+        return sorted({self.first_row_block(b, block), self.position[b][last] // self.block_size})
+
+    def last_query_block(self, b: int) -> int:
+        """Query block of the last row that is a token."""
+        rows = [row for row in range(self.q_len) if self.row_is_token[b][row]]
+        return rows[-1] // self.block_size if rows else -1
+
+    def attention(self, b: int, h: int, row: int) -> Tensor:
+        """True softmax attention of one row, (kv_len,); zeros where it sees nothing."""
+        seen = self.visible[b, row]
+        out = torch.zeros(self.kv_len, dtype=torch.float64)
+        if seen.any():
+            out[seen] = self.scores(b, h, [row], self.key[b, h])[0][seen].softmax(0)
+        return out
+
+    def last_rows(self, b: int, count: int) -> list[int]:
+        return [row for row in range(self.q_len) if self.row_is_token[b][row]][-count:]
+
+
+def make_call(
+    query: Tensor, key: Tensor, visible: Tensor, offsets: Tensor, is_token: Tensor, block_size: int, **scores: Any
+) -> Call:
+    groups = query.shape[1] // key.shape[1]
+    q_len, kv_len = query.shape[2], key.shape[2]
+    position = [[int(offset) + t for t in range(q_len)] for offset in offsets]
+    filled = [[k for k in range(kv_len) if is_token[b, k] and k < int(offsets[b]) + q_len] for b in range(query.shape[0])]
+    given = {"window": None, "softcap": None, "scale": query.shape[3] ** -0.5, **scores}
+    return Call(query.double(), key.double().repeat_interleave(groups, 1), visible, position, filled, block_size, **given)
+
+
+def gap(low: float, high: float) -> float:
+    """Relative distance of two compared values; infinite ones are exact, and so are their ties."""
+    if math.isinf(low) or math.isinf(high):
+        return math.inf
+    return abs(high - low) / max(abs(low), abs(high), 1e-30)
+
+
+def top(values: dict[int, float], count: int) -> tuple[Blocks, float]:
+    """The `count` largest, lower numbers first among equals, and the margin of the last."""
+    order = sorted(values, key=lambda j: (-values[j], j))
+    kept, rest = order[:count], order[count:]
+    return kept, gap(values[rest[0]], values[kept[-1]]) if kept and rest else math.inf
+
+
+def top_p(values: dict[int, float], forced: Blocks, share: float) -> tuple[Blocks, float]:
+    """The forced, and of the others the fewest, heaviest first, with which the sum reaches a share of the whole."""
+    total = sum(values.values())
+    kept = [j for j in forced if j in values]
+    if share >= 1:
+        return list(values), math.inf
+    running, margin = sum(values[j] for j in kept), math.inf
+    others = sorted((j for j in values if j not in kept), key=lambda j: (-values[j], j))
+    for place, j in enumerate(others):
+        margin = min(margin, gap(running, share * total))
+        if running >= share * total:
+            if place > 0:
+                margin = min(margin, gap(values[j], values[others[place - 1]]))
+            break
+        kept.append(j)
+        running += values[j]
+    return kept, margin
+
+
+def static(keeps: Callable[..., bool]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A definition from a rule about single blocks."""
+
+    def definition(call: Call, **options: Any) -> tuple[Tensor, Tensor]:
+        keep, margin = call.empty()
+        for b in range(call.batch):
+            for h in range(call.num_heads):
+                for i in range(call.num_q_blocks):
+                    for j in range(call.num_kv_blocks):
+                        keep[b, h, i, j] = keeps(call, b, h, i, j, **options)
+        return keep, margin
+
+    return definition
+
+
+def by_row(row_of: Callable[..., tuple[Blocks, float]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A definition from what one query block of one head keeps."""
+
+    def definition(call: Call, **options: Any) -> tuple[Tensor, Tensor]:
+        keep, margin = call.empty()
+        for b in range(call.batch):
+            for h in range(call.num_heads):
+                for i in range(call.num_q_blocks):
+                    kept, margin[b, h, i] = row_of(call, b, h, i, **options)
+                    keep[b, h, i, kept] = True
+        return keep, margin
+
+    return definition
+
+
+@static
+def causal(call: Call, b: int, h: int, i: int, j: int) -> bool:
+    return True
+
+
+def is_sink(call: Call, b: int, j: int, sink_blocks: int) -> bool:
+    return 0 <= j - call.first_block(b) < sink_blocks
+
+
+@static
+def streaming_llm(call: Call, b: int, h: int, i: int, j: int, sink_blocks: int, window_blocks: int) -> bool:
+    return is_sink(call, b, j, sink_blocks) or call.first_row_block(b, i) - j < window_blocks
+
+
+@static
+def tri_shape(call: Call, b: int, h: int, i: int, j: int, sink_blocks: int, window_blocks: int, last_blocks: int) -> bool:
+    near = call.first_row_block(b, i) - j < window_blocks
+    return is_sink(call, b, j, sink_blocks) or near or i > call.last_query_block(b) - last_blocks
+
+
+@static
+def lm_infinite(call: Call, b: int, h: int, i: int, j: int, global_tokens: int, local_tokens: int) -> bool:
+    if set(call.keys_of(b, j)) & set(call.valid_keys[b][:global_tokens]):
+        return True
+    return any(call.position[b][row] - k < local_tokens for row in call.rows_of(b, i) for k in call.keys_of(b, j))
+
+
+@static
+def moa(call: Call, b: int, h: int, i: int, j: int, plan: Any, sink_blocks: int = 1) -> bool:
+    alpha, beta = plan if not isinstance(plan[0], tuple) else plan[h]
+    filled = -(-(call.position[b][-1] + 1) // call.block_size)
+    span = max(1, math.floor(alpha / call.block_size + beta * filled))
+    return is_sink(call, b, j, sink_blocks) or call.first_row_block(b, i) - j < span
+
+
+def line_blocks(call: Call, b: int, i: int, verticals: Blocks, diagonals: Blocks) -> Blocks:
+    """Key blocks on the kept lines in one query block."""
+    on = {own - c for own in call.own_blocks(b, i) for c in diagonals}
+    return [j for j in range(call.num_kv_blocks) if j in verticals or j in on]
+
+
+def line_masses(call: Call, b: int, h: int, rows: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+    """Attention of the rows on key blocks and block diagonals that hold a visible block; a slash counts on both it crosses."""
+    size = call.block_size
+    seen = [(i, j) for i in range(call.num_q_blocks) for j in range(call.num_kv_blocks) if call.sees(b, i, j)]
+    vertical = dict.fromkeys(sorted({j for _, j in seen}), 0.0)
+    slash = dict.fromkeys(sorted({own - j for i, j in seen for own in call.own_blocks(b, i) if own >= j}), 0.0)
+    for row in rows:
+        p = call.attention(b, h, row)
+        for k in range(call.kv_len):
+            if p[k] == 0:
+                continue
+            vertical[k // size] += float(p[k])
+            offset = call.position[b][row] - k
+            c, x = divmod(offset, size)
+            for diagonal, share in ((c, 1 - x / size), (c + 1, x / size)):
+                if diagonal in slash:
+                    slash[diagonal] += float(p[k]) * share
+    return vertical, slash
+
+
+def lines_of_heads(choose: Callable[..., tuple[Blocks, Blocks, float]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A definition from the key blocks and diagonals of one head."""
+
+    def definition(call: Call, **options: Any) -> tuple[Tensor, Tensor]:
+        keep, margin = call.empty()
+        for b in range(call.batch):
+            for h in range(call.num_heads):
+                verticals, diagonals, margin[b, h] = choose(call, b, h, **options)
+                for i in range(call.num_q_blocks):
+                    keep[b, h, i, line_blocks(call, b, i, verticals, diagonals)] = True
+        return keep, margin
+
+    return definition
+
+
+@lines_of_heads
+def vertical_slash(call: Call, b: int, h: int, vertical_size: int, slash_size: int) -> tuple[Blocks, Blocks, float]:
+    vertical, slash = line_masses(call, b, h, call.last_rows(b, call.block_size))
+    if call.first_block(b) in vertical:
+        vertical[call.first_block(b)] = math.inf
+    if 0 in slash:
+        slash[0] = math.inf
+    verticals, margin = top(vertical, -(-vertical_size // call.block_size))
+    diagonals, other = top(slash, -(-slash_size // call.block_size))
+    return verticals, diagonals, min(margin, other)
+
+
+@lines_of_heads
+def minference(call: Call, b: int, h: int, plan: Any, lines: str = "pooled") -> tuple[Blocks, Blocks, float]:
+    size = call.block_size
+    budget = plan if not isinstance(plan[0], tuple) else plan[h]
+    num_keys, num_offsets = max(30, budget[0]), max(50, budget[1])
+    rows = call.last_rows(b, 64)
+    sinks = call.valid_keys[b][:30]
+    if lines == "pooled":
+        vertical, slash = line_masses(call, b, h, rows)
+        vertical = {j: math.inf if j in {k // size for k in sinks} else mass for j, mass in vertical.items()}
+        slash = {c: math.inf if c * size < 100 else mass for c, mass in slash.items()}
+        verticals, margin = top(vertical, math.ceil(num_keys / size))
+        diagonals, other = top(slash, math.ceil(num_offsets / size))
+        return verticals, diagonals, min(margin, other)
+    columns = {k: math.inf if k in sinks else 0.0 for k in call.valid_keys[b]}
+    offsets = {o: math.inf if o < 100 else 0.0 for o in range(call.kv_len)}
+    for row in rows:
+        p = call.attention(b, h, row)
+        for k in columns:
+            columns[k] += float(p[k])
+        for o in offsets:
+            if call.position[b][row] >= o:
+                offsets[o] += float(p[call.position[b][row] - o])
+    keys, margin = top(columns, int(num_keys))
+    kept, other = top(offsets, int(num_offsets))
+    crossed = {o // size for o in kept} | {o // size + 1 for o in kept if o % size}
+    return sorted({k // size for k in keys}), sorted(crossed), min(margin, other)
+
+
+@by_row
+def oracle(call: Call, b: int, h: int, i: int, gamma: float) -> tuple[Blocks, float]:
+    mass = dict.fromkeys(call.visible_blocks(b, i), 0.0)
+    for row in call.rows_of(b, i):
+        for k, p in enumerate(call.attention(b, h, row).tolist()):
+            if p:
+                mass[k // call.block_size] += p
+    return top_p(mass, [], gamma)
+
+
+@by_row
+def flash_prefill(
+    call: Call, b: int, h: int, i: int, alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int
+) -> tuple[Blocks, float]:
+    summed = {}
+    for j in range(call.num_kv_blocks):
+        keys = call.keys_of(b, j)
+        if not keys:
+            continue
+        reach = math.inf if call.window is None else call.window
+        rows = [row for row in call.rows_of(b, i) if 0 <= call.position[b][row] - keys[-1] < reach]
+        if rows:
+            summed[j] = float(call.scores(b, h, rows, call.mean_key(b, h, j)[None]).exp().sum())
+    limit = alpha * max(summed.values(), default=0.0)
+    heavy = [j for j, value in summed.items() if value >= limit]
+    margin = min((gap(value, limit) for value in summed.values() if value != limit or alpha != 1), default=math.inf)
+    last = i > call.last_query_block(b) - last_blocks
+    near = [j for j in range(call.num_kv_blocks) if call.first_row_block(b, i) - j < window_blocks]
+    sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, b, j, sink_blocks)]
+    return list(range(call.num_kv_blocks)) if last else [*heavy, *near, *sinks], margin
+
+
+@by_row
+def xattention(call: Call, b: int, h: int, i: int, stride: int, threshold: float) -> tuple[Blocks, float]:
+    size, mass = call.block_size, dict.fromkeys(call.visible_blocks(b, i), 0.0)
+    tokens = set(call.valid_keys[b])
+    for first_row in range(i * size, (i + 1) * size, stride):
+        means = {}
+        for first_key in range(0, call.kv_len, stride):
+            # row first_row + stride - 1 - t meets key first_key + t
+            pairs = [(first_row + stride - 1 - t, first_key + t) for t in range(stride)]
+            pairs = [(q, k) for q, k in pairs if q < call.q_len and call.row_is_token[b][q] and k in tokens]
+            start = call.position[b][0] + first_row
+            in_reach = call.window is None or start - (first_key + stride - 1) < call.window
+            if pairs and first_key <= start + stride - 1 and in_reach:
+                products = [float(call.query[b, h, q] @ call.key[b, h, k]) * call.scale for q, k in pairs]
+                means[first_key] = float(call.cap(torch.tensor(sum(products) / len(pairs), dtype=torch.float64)))
+        if not means:
+            continue
+        shares = torch.tensor(list(means.values()), dtype=torch.float64).softmax(0).tolist()
+        for first_key, share in zip(means, shares, strict=True):
+            if first_key // size in mass:
+                mass[first_key // size] += share
+    return top_p(mass, sorted({call.first_block(b), *call.own_blocks(b, i)}), threshold)
+
+
+def mean_cosine(x: Tensor) -> float:
+    """Mean cosine of all pairs of rows, each with itself too."""
+    units = x / x.norm(dim=1, keepdim=True)
+    return float((units @ units.T).mean()) if len(units) else 0.0
+
+
+@by_row
+def sparge(
+    call: Call, b: int, h: int, i: int, similarity_threshold: float, cdf_threshold: float, topk: float | None = None
+) -> tuple[Blocks, float]:
+    centre = call.key[b, h, call.valid_keys[b]].mean(0) if call.valid_keys[b] else 0.0
+    alike = {j: mean_cosine(call.key[b, h, call.keys_of(b, j)] - centre) for j in range(call.num_kv_blocks)}
+    rows = call.rows_of(b, i)
+    own = mean_cosine(call.query[b, h, rows])
+    margin = min(gap(value, similarity_threshold) for value in [*alike.values(), own])
+    if own <= similarity_threshold:
+        return list(range(call.num_kv_blocks)), margin
+    unlike = [j for j in alike if alike[j] <= similarity_threshold]
+    candidates = [j for j in call.visible_blocks(b, i) if j not in unlike and call.keys_of(b, j)]
+    if not candidates:
+        return unlike, margin
+    means = torch.stack([call.mean_key(b, h, j) for j in candidates])
+    shares = call.cap(call.query[b, h, rows].mean(0) @ means.T * call.scale).softmax(0).tolist()
+    values = dict(zip(candidates, shares, strict=True))
+    order = sorted(values, key=lambda j: (-values[j], j))
+    if topk is not None:
+        kept, other = top(values, max(1, math.floor(topk * call.num_kv_blocks)))
+        return [*kept, *unlike], min(margin, other)
+    kept, running = [], 0.0
+    for place, j in enumerate(order):
+        running += values[j]
+        margin = min(margin, gap(running, cdf_threshold))
+        if running > cdf_threshold and place > 0 and cdf_threshold < 1:
+            margin = min(margin, gap(values[j], values[order[place - 1]]))
+            break
+        kept.append(j)
+        if running > cdf_threshold and place == 0 and cdf_threshold < 1:
+            margin = min(margin, gap(values[j], values[order[1]]) if len(order) > 1 else math.inf)
+            break
+    return [*kept, *unlike], margin
+
+
+def infllm(call: Call, topk_blocks: int, local_tokens: int, execution_blocks: int, sink_blocks: int = 1) -> tuple[Tensor, Tensor]:
+    keep, margin = call.empty()
+    for b in range(call.batch):
+        for i in range(call.num_q_blocks):
+            group = i // execution_blocks * execution_blocks
+            first = call.position[b][0] + group * call.block_size
+            rows = call.rows_of(b, group, execution_blocks)
+            sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, b, j, sink_blocks)]
+            local, scores = [], {}
+            for j in range(call.num_kv_blocks):
+                keys = call.keys_of(b, j)
+                if not keys or first - keys[-1] < local_tokens:
+                    local.append(j)
+                elif j not in sinks and (call.window is None or first - keys[-1] < call.window):
+                    by_head = [
+                        float(call.cap(call.query[b, h, rows].mean(0) @ call.mean_key(b, h, j) * call.scale)) if rows else 0.0
+                        for h in range(call.num_heads)
+                    ]
+                    scores[j] = sum(by_head) / call.num_heads
+            lowest = min(scores.values(), default=0.0)
+            kept, margin[b, :, i] = top({j: score - lowest for j, score in scores.items()}, topk_blocks)
+            keep[b, :, i, [*local, *sinks, *kept]] = True
+    return keep, margin
+
+
+@by_row
+def hip(
+    call: Call, b: int, h: int, i: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int = 2
+) -> tuple[Blocks, float]:
+    size, margin = call.block_size, math.inf
+    seen = call.visible_blocks(b, i)
+    sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, b, j, sink_blocks)]
+    near = [j for j in range(call.num_kv_blocks) if call.first_row_block(b, i) - j < window_blocks]
+    start = max(call.first_block(b) + sink_blocks, seen[0] if seen else 0)
+    length = max(0, call.first_row_block(b, i) - window_blocks + 1 - start)
+    rows = [row for row in range(i * size, min((i + 1) * size, call.q_len), query_stride) if call.row_is_token[b][row]]
+
+    def score(low: int, high: int) -> float:
+        keys = call.keys_of(b, (low + high - 1) // 2)
+        if not keys or not rows:
+            return -math.inf
+        return float(call.scores(b, h, rows, call.key[b, h, keys[len(keys) // 2]][None]).max())
+
+    k = topk_blocks
+    chunks = [(start + n * length // k, start + (n + 1) * length // k) for n in range(k)]
+    chunks = [chunk for chunk in chunks if chunk[0] < chunk[1]]
+    while any(high - low > 1 for low, high in chunks):
+        halves = [half for low, high in chunks for half in ((low, (low + high) // 2), ((low + high) // 2, high))]
+        halves = [(low, high) for low, high in halves if low < high]
+        kept, closest = top({n: score(*half) for n, half in enumerate(halves)}, k)
+        margin = min(margin, closest)
+        chunks = [halves[n] for n in sorted(kept)]
+    return [*sinks, *near, *(low for low, _ in chunks)], margin
+
+
+DEFINITIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "causal": causal,
+    "flash_prefill": flash_prefill,
+    "hip": hip,
+    "infllm": infllm,
+    "lm_infinite": lm_infinite,
+    "minference": minference,
+    "moa": moa,
+    "oracle": oracle,
+    "sparge": sparge,
+    "streaming_llm": streaming_llm,
+    "tri_shape": tri_shape,
+    "vertical_slash": vertical_slash,
+    "xattention": xattention,
+}

@@ -1,0 +1,65 @@
+"""Methods compiled as on accelerators: one compilation for all lengths and all values of a float, another for other constants."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from flexmask import compilation
+from flexmask import method as core
+from flexmask.block_masks import MASKS
+from tests.block_masks.gallery import SPARSE
+from tests.cases import structured_inputs
+from tests.compile_support import fresh_compiler as fresh_compiler
+
+LENGTHS = (300, 333, 257)
+QUERY, KEY = structured_inputs(torch.Generator().manual_seed(1), 1, 2, 1, 333, 333, 32, sharpness=2.0)
+
+
+@pytest.fixture
+def counters(monkeypatch):
+    """Compile on this CPU too, and count the graphs of each function and variant."""
+    counted = {}
+
+    @functools.cache
+    def count(function, variant, launched):
+        # a code object of its own, as the real one has
+        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        counted[function.__name__, variant] = counter = CompileCounterWithBackend("eager")
+        return torch.compile(own, fullgraph=True, backend=counter)
+
+    monkeypatch.setattr(compilation, "_compile", count)
+    monkeypatch.setattr(core, "runs_uncompiled", lambda query: torch.compiler.is_compiling())
+    return counted
+
+
+@pytest.mark.parametrize("name", [pytest.param("hip", marks=pytest.mark.slow), "xattention"])
+def test_lengths_share_a_compilation(name, counters, monkeypatch):
+    for length in LENGTHS:
+        # copies, since a view would bring its whole tensor's shape into the guards
+        inputs = [x[:, :, :length].clone(memory_format=torch.contiguous_format) for x in (QUERY, KEY)]
+        got = MASKS[name](*inputs, block_size=16, **SPARSE[name]).to_dense()
+        with monkeypatch.context() as plain:
+            plain.setattr(core, "runs_uncompiled", lambda query: True)
+            assert torch.equal(got, MASKS[name](*inputs, block_size=16, **SPARSE[name]).to_dense())
+    # the lists' sizes are not known to be of any length in advance: a compilation for one, then one for all
+    assert {function: counter.frame_count for (function, _), counter in counters.items()} == {"_limited": 1, "_lists": 2}
+
+
+def test_values_of_a_float_share_a_compilation_and_constants_do_not(counters):
+    for threshold in (0.3, 0.5, 1, 0.9):
+        MASKS["xattention"](QUERY, KEY, block_size=16, threshold=threshold)
+    assert [counter.frame_count for counter in counters.values()] == [1, 1]
+    MASKS["xattention"](QUERY, KEY, block_size=16, stride=4)
+    assert [counter.frame_count for counter in counters.values()] == [1, 1, 1]
+
+
+def test_slices_share_a_compilation(counters, monkeypatch):
+    monkeypatch.setattr(core, "MOST_NUMBERS", 16 * 333 * 4)
+    MASKS["oracle"](QUERY, KEY, block_size=16)
+    # the last slice is shorter than a block
+    assert [counter.frame_count for counter in counters.values()] == [2, 1]

@@ -1,0 +1,166 @@
+"""Every method equals its definition, and keeps to it in chunks, in slices and next to heads that are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexmask import method as core
+from flexmask.block_masks import MASKS
+from tests.block_masks.definitions import DEFINITIONS, make_call
+from tests.block_masks.gallery import SPARSE
+from tests.cases import structured_inputs
+from tests.expected import by_block, seen_pairs
+
+SIZE = 16
+MARGIN = 1e-5
+# by case: q_len, kv_len, offsets or None, window, padding, scores
+CASES: dict[str, tuple[int, int, tuple[int, int] | None, int | None, str | None, dict[str, Any]]] = {
+    "whole": (128, 128, None, None, None, {}),
+    "ragged": (103, 103, None, None, None, {"softcap": 3.0}),
+    "one row": (1, 63, None, None, None, {}),
+    "chunk": (64, 150, None, None, None, {"scale": 0.4}),
+    "offsets, window and left padding": (60, 130, (37, 70), 75, "left", {}),
+    "right padding": (129, 129, None, None, "right", {"softcap": 5.0}),
+    "holes and window": (110, 110, None, 60, "holes", {}),
+}
+OTHER_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "flash_prefill": ({"alpha": 0.3, "sink_blocks": 0, "window_blocks": 2, "last_blocks": 0},),
+    "hip": ({"topk_blocks": 1, "sink_blocks": 2, "window_blocks": 2, "query_stride": 1},),
+    # tokens at which a block's nearest key is just out of reach, or its last one just counts
+    "infllm": ({"topk_blocks": 0, "sink_blocks": 0, "local_tokens": 33, "execution_blocks": 1},),
+    "lm_infinite": ({"global_tokens": 16, "local_tokens": 33},),
+    "minference": ({"plan": ((40, 50), (64, 20)), "lines": "covering"}, {"plan": ((100, 16), (30, 100))}),
+    "moa": ({"plan": ((16, 0.0), (10, 0.3)), "sink_blocks": 0},),
+    "sparge": (
+        {"similarity_threshold": -0.1, "cdf_threshold": 0.9, "topk": 0.3},
+        {"similarity_threshold": 0.4, "cdf_threshold": 0.8},
+    ),
+    "xattention": ({"stride": 16, "threshold": 0.9},),
+}
+CHOICES = [(name, options) for name in DEFINITIONS for options in (SPARSE[name], *OTHER_OPTIONS.get(name, ()))]
+# the same blocks for the rows of a chunk as for those of the whole prompt: no estimate from the last rows, no length in the rule
+BY_ROW = ("causal", "flash_prefill", "hip", "infllm", "lm_infinite", "oracle", "streaming_llm", "xattention")
+
+
+def method_of(name: str) -> core.Method:
+    found = MASKS[name].method  # type: ignore[attr-defined]  # which mask_method sets
+    assert isinstance(found, core.Method)
+    return found
+
+
+def inputs_of(case: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Query, key and the keywords that all masks share; two batch rows, two heads to one key head."""
+    q_len, kv_len, offsets, window, padding, scores = CASES[case]
+    query, key = structured_inputs(torch.Generator().manual_seed(3), 2, 2, 1, q_len, kv_len, 32, sharpness=2.0)
+    mask = None
+    if padding is not None:
+        slot = torch.arange(kv_len)
+        left, right = slot >= torch.tensor([[20], [53]]), slot < torch.tensor([[kv_len - 3], [kv_len - 41]])
+        holes = (slot % 7 != 3) & (slot >= torch.tensor([[5], [0]])) & ((slot < 40) | (slot > 60))
+        mask = {"left": left, "right": right, "holes": holes}[padding]
+    offset = None if offsets is None else torch.tensor(offsets)
+    return query, key, {"window": window, "attention_mask": mask, "q_offset": offset, **scores}
+
+
+def expected_of(name: str, query: Tensor, key: Tensor, shared: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Blocks by definition, with the rows' own and without those that nobody sees; and the rows that have a margin."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    offsets = torch.full((2,), kv_len - q_len) if shared["q_offset"] is None else shared["q_offset"]
+    is_token = torch.ones(2, kv_len, dtype=torch.bool) if shared["attention_mask"] is None else shared["attention_mask"]
+    pairs = seen_pairs(q_len, offsets, is_token, shared["window"])
+    scores = {option: value for option, value in shared.items() if option in ("window", "scale", "softcap")}
+    keep, margin = DEFINITIONS[name](make_call(query, key, pairs, offsets, is_token, SIZE, **scores), **options)
+    position = offsets[:, None] + torch.arange(q_len)
+    own = by_block(torch.arange(kv_len) // SIZE == (position // SIZE)[:, :, None], SIZE)
+    visible = by_block(pairs, SIZE)[:, None]
+    return (keep | own[:, None]) & visible, (margin > MARGIN) | ~visible.any(-1)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("name", "options"), CHOICES, ids=[f"{name}-{number}" for number, (name, _) in enumerate(CHOICES)])
+def test_keeps_the_blocks_of_its_definition(name, options, case):
+    query, key, shared = inputs_of(case)
+    got = MASKS[name](query, key, block_size=SIZE, **shared, **options).to_dense().bool().expand(2, 2, -1, -1)
+    expected, clear = expected_of(name, query, key, shared, options)
+    assert clear.float().mean() > 0.9, "too many rows are close calls for the comparison to say much"
+    wrong = ((got != expected) & clear[..., None]).nonzero()
+    assert len(wrong) == 0, f"{len(wrong)} blocks differ, the first at {wrong[0].tolist()}"
+
+
+def test_every_method_but_ours_has_a_definition():
+    assert set(DEFINITIONS) == set(MASKS) - {"flexprefill"}
+
+
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if name != "causal"])
+def test_comparison_has_something_to_find(name):
+    # blocks to drop, blocks to add, and rows that differ: a mask with any of these faults would not pass for its definition
+    query, key, shared = inputs_of("whole")
+    expected, clear = expected_of(name, query, key, shared, SPARSE[name])
+    visible = torch.ones(8, 8, dtype=torch.bool).tril()
+    kept = expected & ~torch.eye(8, dtype=torch.bool)
+    assert (kept & clear[..., None]).sum() >= 8
+    assert (visible & ~expected & clear[..., None]).sum() >= 8
+    assert ((expected.roll(1, -2) & visible) != expected)[clear].any()
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_mask_of_a_chunk_is_the_rows_of_the_whole(name):
+    query, key = structured_inputs(torch.Generator().manual_seed(5), 2, 2, 1, 192, 192, 32, sharpness=2.0)
+    options = {**SPARSE[name], **({"last_blocks": 0} if name == "flash_prefill" else {}), "block_size": SIZE}
+    whole = MASKS[name](query, key, **options).to_dense()
+    for start, stop in ((0, 64), (64, 160), (160, 192)):
+        chunk = MASKS[name](query[:, :, start:stop], key, q_offset=start, **options).to_dense()
+        assert torch.equal(chunk, whole[:, :, start // SIZE : stop // SIZE])
+
+
+@pytest.mark.parametrize("case", ["offsets, window and left padding", "right padding"])
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if method_of(name).numbers is not None])
+def test_slices_of_rows_and_heads_change_nothing(name, case, monkeypatch):
+    query, key, shared = inputs_of(case)
+    plan = {"plan": ((40, 50), (64, 20))} if name == "minference" else {}
+    options = {**SPARSE[name], **plan, "block_size": SIZE, **shared}
+    expected = MASKS[name](query, key, **options).to_dense()
+    calls = []
+    kept = core._kept
+    monkeypatch.setattr(core, "_kept", lambda *arguments: calls.append(1) or kept(*arguments))
+    monkeypatch.setattr(core, "MOST_NUMBERS", 1)
+    assert torch.equal(MASKS[name](query, key, **options).to_dense(), expected)
+    blocks = expected.shape[2]
+    assert len(calls) == 2 * 2 * (blocks if method_of(name).by_rows else 1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [name for name in MASKS if name not in ("infllm", "causal")])
+def test_a_head_that_is_not_finite_spoils_no_other(name, bad):
+    query, key = structured_inputs(torch.Generator().manual_seed(5), 2, 4, 2, 100, 100, 32, sharpness=2.0)
+    options = {**SPARSE[name], "block_size": SIZE}
+    expected = MASKS[name](query, key, **options).to_dense()
+    query[0, 1, 50:60] = bad
+    got = MASKS[name](query, key, **options).to_dense()
+    heads = [h for h in range(expected.shape[1]) if h != 1] if expected.shape[1] > 1 else [0]
+    assert torch.equal(got[0, heads], expected[0, heads])
+    assert torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_padding_holds_does_not_matter(name):
+    query, key, shared = inputs_of("right padding")
+    expected = MASKS[name](query, key, block_size=SIZE, **SPARSE[name], **shared).to_dense()
+    hidden = ~shared["attention_mask"][:, None, :, None]
+    query, key = query.masked_fill(hidden, float("nan")), key.masked_fill(hidden, float("inf"))
+    assert torch.equal(MASKS[name](query, key, block_size=SIZE, **SPARSE[name], **shared).to_dense(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_half_precision_decides_on_the_values_that_it_holds(name, dtype):
+    query, key, shared = inputs_of("chunk")
+    halves = query.to(dtype), key.to(dtype)
+    got = MASKS[name](*halves, block_size=SIZE, **shared, **SPARSE[name]).to_dense()
+    expected = MASKS[name](*(x.float() for x in halves), block_size=SIZE, **shared, **SPARSE[name]).to_dense()
+    # FlashPrefill's means are rounded to the input's dtype
+    assert (got != expected).float().mean() <= (0.02 if name == "flash_prefill" else 0)

@@ -1,0 +1,87 @@
+"""Options of the gallery's methods: wrong ones are refused by name, and the docstrings state the defaults that hold."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+
+from flexmask.block_masks import MASKS
+
+INPUTS = torch.zeros(1, 4, 64, 32), torch.zeros(1, 2, 64, 32)
+COUNTS = {
+    "flash_prefill": {"sink_blocks": 0, "window_blocks": 1, "last_blocks": 0},
+    "hip": {"topk_blocks": 1, "sink_blocks": 0, "window_blocks": 1, "query_stride": 1},
+    "infllm": {"topk_blocks": 0, "sink_blocks": 0, "local_tokens": 1, "execution_blocks": 1},
+    "lm_infinite": {"global_tokens": 0, "local_tokens": 1},
+    "moa": {"sink_blocks": 0},
+    "streaming_llm": {"sink_blocks": 0, "window_blocks": 1},
+    "tri_shape": {"sink_blocks": 0, "window_blocks": 1, "last_blocks": 0},
+    "vertical_slash": {"vertical_size": 0, "slash_size": 0},
+    "xattention": {"stride": 1},
+}
+OWN = [name for name in MASKS if name not in ("causal", "flexprefill")]
+
+
+@pytest.mark.parametrize(("name", "option", "least"), [(name, *item) for name, own in COUNTS.items() for item in own.items()])
+def test_counts_have_a_least_value(name, option, least):
+    MASKS[name](*INPUTS, **{option: least})
+    with pytest.raises(ValueError, match=f"{option} must be >= {least} .*; got {least - 1}"):
+        MASKS[name](*INPUTS, **{option: least - 1})
+    for wrong in (1.5, True, "2"):
+        with pytest.raises(TypeError, match=f"{option} must be an int; got"):
+            MASKS[name](*INPUTS, **{option: wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("xattention", {"threshold": 0}, r"threshold must be in \(0, 1\]; got 0"),
+        ("xattention", {"threshold": 1.1}, r"threshold must be in \(0, 1\]; got 1.1"),
+        ("xattention", {"stride": 3}, "stride must divide block_size 128; got 3"),
+        ("flash_prefill", {"alpha": -0.1}, r"alpha must be in \[0, 1\]; got -0.1"),
+        ("flash_prefill", {"alpha": float("nan")}, "alpha must be finite; got nan"),
+        ("oracle", {"gamma": 0.0}, r"gamma must be in \(0, 1\]; got 0.0"),
+        ("oracle", {"gamma": "1"}, "gamma must be a number; got str"),
+        ("sparge", {"similarity_threshold": 1.5}, r"similarity_threshold must be in \[-1, 1\]; got 1.5"),
+        ("sparge", {"cdf_threshold": 0}, r"cdf_threshold must be in \(0, 1\]; got 0"),
+        ("sparge", {"topk": 0}, r"topk must be in \(0, 1\]; got 0"),
+        ("hip", {"query_stride": 3}, "query_stride must divide block_size 128; got 3"),
+        ("minference", {"lines": "all"}, "lines must be one of 'pooled', 'covering'; got 'all'"),
+        ("minference", {"plan": (1, 2, 3)}, "plan must be a pair .*; got .1, 2, 3. in it"),
+        ("minference", {"plan": ((1, 2), (3, 4))}, r"one pair per query head \(4\); got 2 pairs"),
+        ("minference", {"plan": ((1, 2, 3),)}, r"got \(1, 2, 3\) in it"),
+        ("minference", {"plan": (-1, 2)}, "got -1 in it"),
+        ("minference", {"plan": 7}, "plan must be a pair .*; got int"),
+        ("minference", {"plan": None}, "plan must be a pair .*; got NoneType"),
+        ("moa", {"plan": (1, float("inf"))}, "plan must be finite; got inf"),
+        ("xattention", {"tau": 0.1}, "xattention takes the options stride, threshold; got 'tau'"),
+    ],
+)
+def test_wrong_options_are_refused(name, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        MASKS[name](*INPUTS, **options)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_docstring_states_the_defaults_and_the_difference(name):
+    text = inspect.getdoc(MASKS[name])
+    assert name == "oracle" or "Differs from the paper:" in text
+    assert "Source: " in text
+    for option in MASKS[name].method.parameters.values():
+        entry = re.search(rf"^{option.name}\n((?: .*\n?)+)", text, re.MULTILINE).group(1)
+        number = r"Default\s+(\([^)]*\)|-?\d+(?:\.\d+)?|None)"
+        stated = re.search(number + r"|``\"(\w+)\"``\s+\(default\)|(None)\s+\(default\)", entry)
+        assert stated is not None, f"{option.name} has no default"
+        assert str(option.default) == next(filter(None, stated.groups())), option.name
+
+
+def test_plans_by_head_give_each_head_its_own():
+    query, key = torch.randn(1, 4, 512, 32), torch.randn(1, 2, 512, 32)
+    plan = ((16, 0.0), (64, 0.0), (0, 0.5), (0, 1.0))
+    density = MASKS["moa"](query, key, block_size=16, plan=plan).to_dense().sum((-2, -1))[0]
+    assert (density.diff() > 0).all()
+    each = [MASKS["moa"](query, key, block_size=16, plan=pair).to_dense()[0, 0] for pair in plan]
+    assert torch.equal(torch.stack(each), MASKS["moa"](query, key, block_size=16, plan=plan).to_dense()[0])
