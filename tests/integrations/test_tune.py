@@ -1,0 +1,366 @@
+"""`tune`: what heads lose at each gamma, the greedy choice, its settings on the same prompt, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaForCausalLM
+
+import flexmask.integrations.huggingface as flexmask_hf
+import flexmask.integrations.tune as tune_module
+from flexmask import FlexPrefillConfig, flexprefill_mask
+from flexmask.base.inputs import attention_inputs
+from flexmask.integrations.gamma_allocation import Choice, allocate
+from flexmask.integrations.head_errors import head_errors
+from flexmask.integrations.settings import PrefillSettings
+from tests.cases import structured_inputs
+from tests.integrations.common import LENGTH, MARKS, make_model, padded
+
+pytestmark = MARKS
+
+GAMMAS = (0.3, 0.6, 0.8, 0.9, 1.0)
+OPTIONS = {"gammas": GAMMAS, "block_size": 32, "min_budget": 0, "progress": False}
+
+
+def tuned(model, tokens, **options):
+    options = {**OPTIONS, **({} if "error" in options else {"density": 0.6}), **options}
+    return flexmask_hf.tune(model, tokens, **options)
+
+
+# ---------------------------------------------------------------- errors of one layer
+
+
+def expected_errors(query, key, value, gamma, selection, scores, sinks):
+    """Density and relative squared error by head, from the mask's own map of pairs and attention in float64."""
+    options = {"block_size": 32, "min_budget": 0, "selection": selection, "tau": 0.12}
+    num_heads, length = query.shape[1:3]
+    groups = num_heads // key.shape[1]
+    keys, values = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+
+    def attend(keep):
+        raw = query.double() @ keys.mT * (scores.get("scale") or query.shape[3] ** -0.5)
+        cap = scores.get("softcap")
+        raw = raw if cap is None else cap * torch.tanh(raw / cap)
+        raw = raw.masked_fill(~keep, -torch.inf)
+        if sinks is not None:
+            raw = torch.cat([raw, sinks.double().view(1, -1, 1, 1).expand(1, num_heads, length, 1)], -1)
+        return raw.softmax(-1)[..., :length] @ values
+
+    row, column = torch.arange(length)[:, None], torch.arange(length)
+    visible = (column <= row) & (column > row - scores.get("window", length))
+    mask, stats = flexprefill_mask(query, key, gamma, return_stats=True, **options, **scores)
+    b, h = torch.zeros((), dtype=torch.int64), torch.arange(num_heads)[:, None, None]
+    keep = mask.mask_mod(b, h, row, column)
+    dense = attend(visible)
+    wrong = (attend(keep & visible) - dense).square().sum((-2, -1)) / dense.square().sum((-2, -1))
+    return stats.density[0], wrong[0]
+
+
+@pytest.mark.parametrize("selection", ["hybrid", "coverage"])
+@pytest.mark.parametrize(
+    ("heads", "scores", "with_sinks", "max_mask_bytes"),
+    [
+        ((4, 2), {}, False, 2**30),
+        ((4, 2), {}, False, 1),  # head by head
+        ((4, 1), {"softcap": 3.0, "scale": 0.4}, False, 2**30),
+        ((4, 4), {"window": 77}, True, 2**30),
+    ],
+    ids=["gqa", "groups", "softcap", "window-sinks"],
+)
+def test_errors_are_those_of_attention_under_the_masks(selection, heads, scores, with_sinks, max_mask_bytes):
+    generator = torch.Generator().manual_seed(3)
+    query, key = structured_inputs(generator, 1, *heads, 250, 250, 16, sharpness=6.0)
+    value = torch.randn(1, heads[1], 250, 24, generator=generator)
+    sinks = torch.randn(4, generator=generator) if with_sinks else None
+    inputs = attention_inputs(query, key, value, sinks=sinks, **scores)
+    config = FlexPrefillConfig(block_size=32, min_budget=0, selection=selection, tau=0.12)
+    out, errors = head_errors(inputs, config, GAMMAS, max_mask_bytes)
+    assert out.shape == (1, 4, 250, 24)
+    lost = []
+    for at, gamma in enumerate(GAMMAS):
+        density, wrong = expected_errors(query, key, value, gamma, selection, scores, sinks)
+        assert torch.tensor([each[at] for each in errors.density]) == pytest.approx(density, abs=1e-6)
+        found = torch.tensor([each[at] for each in errors.error])
+        torch.testing.assert_close(found, wrong, atol=1e-6, rtol=1e-3, check_dtype=False)
+        lost.append(wrong)
+    assert min(lost[0]) > 0.01  # something is lost to compare
+    assert max(lost[-1]) == 0
+
+
+def test_scores_far_apart_do_not_underflow():
+    # a row whose kept blocks hold exp(-300) of its attention: the sparse output is still their softmax
+    query, key = torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16)
+    query[..., 0], key[:, :, :32, 0] = 400.0, 3.0
+    value = torch.cat([torch.ones(1, 1, 32, 16), torch.full((1, 1, 32, 16), 2.0)], 2)
+    inputs = attention_inputs(query, key, value)
+    keep = torch.tensor([[True, False], [False, True]]).view(1, 1, 2, 2)
+    out = torch.empty(1, 64, 16)
+    wrong = tune_module.head_errors.__globals__["_errors"](inputs, keep, 32, out)
+    assert torch.equal(out, torch.ones(1, 64, 16))
+    assert float(wrong) == pytest.approx(0.5)  # half of the rows give 2 instead of 1
+
+
+# ---------------------------------------------------------------- the greedy choice
+
+
+def brute_force(heads, density):
+    """Lower one head at a time, by the cheapest of all lower gammas of all heads, until the density is reached."""
+    at = [max(choices, key=lambda choice: choice.gamma) for choices in heads]
+    while sum(choice.blocks for choice in at) > density:
+        best = None
+        for head, choices in enumerate(heads):
+            for choice in choices:
+                saved = at[head].blocks - choice.blocks
+                if saved > 0:
+                    price = (choice.error - at[head].error) / saved
+                    if best is None or price < best[0]:
+                        best = (price, head, choice)
+        if best is None:
+            return None
+        at[best[1]] = best[2]
+    return at
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_equals_brute_force(seed):
+    generator = torch.Generator().manual_seed(seed)
+    number = 6
+    heads = []
+    for _ in range(number):
+        kept = torch.rand(len(GAMMAS), generator=generator).sort().values.tolist()
+        lost = torch.rand(len(GAMMAS), generator=generator).sort(descending=True).values.tolist()
+        kept[-1], lost[-1] = 1.0, 0.0
+        heads.append([Choice(*each) for each in zip(GAMMAS, [x / number for x in kept], lost, strict=True)])
+    way = allocate(heads)
+    assert way.curve[0] == (pytest.approx(1.0), 0.0)
+    for density in (0.9, 0.7, 0.5, 0.3):
+        expected, steps = brute_force(heads, density), way.steps_to_density(density)
+        assert (expected is None) == (steps is None)
+        if steps is not None:
+            assert way.after(steps) == expected
+            assert way.curve[steps][0] == pytest.approx(sum(choice.blocks for choice in expected))
+            assert way.curve[steps][1] == pytest.approx(sum(choice.error for choice in expected) / number)
+    kept, lost = zip(*way.curve, strict=True)
+    assert list(kept) == sorted(kept, reverse=True)
+    assert list(lost) == sorted(lost)
+    middle = lost[len(lost) // 2]
+    assert way.curve[way.steps_to_error(middle)][1] == middle
+    assert way.steps_to_error(-1.0) is None
+
+
+def test_a_gamma_that_costs_more_than_a_lower_one_is_passed_over():
+    head = [Choice(0.5, 0.2, 0.10), Choice(0.8, 0.6, 0.09), Choice(1.0, 1.0, 0.0)]
+    assert [step.choice.gamma for step in allocate([head]).steps] == [0.5]
+
+
+def test_of_gammas_that_keep_the_same_the_most_exact_is_where_it_starts():
+    head = [Choice(0.5, 0.2, 0.3), Choice(0.9, 1.0, 0.1), Choice(0.95, 1.0, 0.0), Choice(1.0, 1.0, 0.0)]
+    way = allocate([head])
+    assert way.highest == (head[3],)
+    assert way.steps == ((pytest.approx(0.375), 0, head[0]),)
+
+
+# ---------------------------------------------------------------- a model
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("selection", ["hybrid", "coverage"])
+def test_the_settings_keep_what_was_predicted(model, tokens, selection):
+    target = {"hybrid": 0.7, "coverage": 0.5}[selection]
+    result = tuned(model, tokens[:1], density=target, selection=selection, dense_below=0)
+    one_step = max(a[0] - b[0] for a, b in zip(result.curve, result.curve[1:], strict=False))
+    assert target - one_step <= result.density <= target
+    gammas = {row["gamma"] for row in result.rows()}
+    assert len(gammas) > 1
+    with flexmask_hf.flexprefill(model, config=result.settings) as run:
+        model(tokens[:1])
+    kept = torch.stack([run.stats[layer][0].density[0] for layer in (0, 1)])
+    predicted = torch.tensor([row["density"] for row in result.rows()]).view(2, 4)
+    assert torch.equal(kept[0], predicted[0])  # what comes before layer 0 is the same
+    assert kept[1] == pytest.approx(predicted[1], abs=0.05)
+    assert float(kept.mean()) == pytest.approx(result.density, abs=0.03)
+
+
+def test_errors_are_of_a_dense_prefill(model, tokens):
+    """Layer 1 is measured under the inputs that layer 0 gives it when dense."""
+    result = tuned(model, tokens[:1])
+    with_dense = tuned(model, tokens[:1], dense_layers=(0,))
+    assert with_dense.dense == {0: "in dense_layers"}
+    assert [row["layer"] for row in with_dense.rows()] == [1] * 4
+    former = [each.error for each in (result._measured.by_prompt[0][1], with_dense._measured.by_prompt[0][1])]
+    assert torch.tensor(former[0]) == pytest.approx(torch.tensor(former[1]), rel=1e-3, abs=1e-7)
+    assert 0 not in with_dense.settings.layers
+
+
+def test_the_result_adds_up(model, tokens):
+    result = tuned(model, tokens[:1], density=0.7)
+    rows = result.rows()
+    assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(4)]
+    assert sum(row["density"] for row in rows) / 8 == pytest.approx(result.density)
+    assert sum(row["error"] for row in rows) / 8 == pytest.approx(result.error)
+    for layer in (0, 1):
+        assert result.settings.of_layer(layer).gamma == tuple(row["gamma"] for row in rows if row["layer"] == layer)
+    assert result.settings.config.selection == "hybrid"
+    assert result.curve[0] == (pytest.approx(1.0), 0.0)
+    assert (result.density, result.error) in result.curve
+    lost = [error for _, error in result.curve]
+    assert lost == sorted(lost)
+    # at most the error of every uniform gamma with as many blocks or more
+    for _, density, error in result.uniform:
+        assert result.at(density=max(density, result.curve[-1][0])).error <= error + 1e-9
+    assert result.uniform[-1] == (1.0, pytest.approx(1.0), 0.0)
+
+
+def test_a_target_error_is_met(model, tokens):
+    result = tuned(model, tokens[:1], error=0.01)
+    assert 0 < result.error <= 0.01
+    following = result.curve[result.curve.index((result.density, result.error)) + 1]
+    assert following[1] > 0.01
+    assert result.at(density=result.density).settings == result.settings
+    assert result.at(error=0).error == 0
+
+
+def test_prompts_are_averaged_and_padding_is_cut_out(model, tokens):
+    first, second = (tuned(model, row) for row in tokens)
+    both = tuned(model, [tokens[0], tokens[1:]])
+    for one, other, mean in zip(first.uniform, second.uniform, both.uniform, strict=True):
+        assert mean == pytest.approx([(a + b) / 2 for a, b in zip(one, other, strict=True)])
+    assert tuned(model, tokens).uniform == both.uniform
+    mask = padded(tokens)
+    assert tuned(model, tokens, attention_mask=mask).uniform == tuned(model, [tokens[0], tokens[1][mask[1] != 0]]).uniform
+
+
+def test_a_window_below_the_break_even_stays_dense(tokens):
+    model = make_model("Gemma3")
+    result = tuned(model, tokens[:1])
+    assert result.dense == {0: "sliding window 200 < dense_below 16384"}
+    assert set(result.settings.layers) == {1}
+    every = tuned(model, tokens[:1], density=0.8, dense_below=0)
+    assert every.dense == {}
+    assert set(every.settings.layers) == {0, 1}
+    # its heads see fewer blocks, so they weigh less
+    assert every._measured.share_of(0) < every._measured.share_of(1)
+    rows, share = every.rows(), every._measured.share_of
+    assert sum(row["density"] * share(row["layer"]) for row in rows) == pytest.approx(every.density)
+
+
+def test_settings_are_saved_with_the_model(model, tokens, tmp_path):
+    result = tuned(model, tokens[:1])
+    assert flexmask_hf.configure(model, config=result.settings) == result.settings
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert PrefillSettings.from_dict(loaded.config.flexprefill_config) == result.settings
+    assert PrefillSettings.from_dict(json.loads(json.dumps(result.settings.to_dict()))) == result.settings
+    with pytest.raises(ValueError, match="config must come without options of its own"):
+        flexmask_hf.configure(model, config=result.settings, dense_below=0)
+
+
+def test_the_model_is_left_as_it_was(model, tokens):
+    expected = model(tokens).logits
+    before = dict(model.config.to_dict())
+    tuned(model, tokens[:1])
+    assert model.config.to_dict() == before
+    assert model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="model must give finite attention; got NaN or infinity in layer 1"):
+        tuned(model, tokens[:1])
+    assert model.config._attn_implementation == "sdpa"
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = 0
+    assert model(tokens).logits.shape == expected.shape
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatch):
+    expected = tuned(model, tokens)
+    path, measured = tmp_path / "tune.json", []
+
+    def counted(*arguments):
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(arguments)
+        return head_errors(*arguments)
+
+    monkeypatch.setattr(tune_module, "head_errors", counted)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(model, tokens, resume=path)
+    assert json.loads(path.read_text())["complete"] == [True, False]
+    monkeypatch.setattr(tune_module, "head_errors", lambda *arguments: measured.append(arguments) or head_errors(*arguments))
+    result = tuned(model, tokens, resume=str(path))
+    assert len(measured) == 4
+    # layer 1 of the second prompt follows a layer 0 by another kernel
+    assert torch.tensor(result.curve) == pytest.approx(torch.tensor(expected.curve), abs=1e-5)
+    again = tuned(model, tokens, resume=path, density=0.7)
+    assert len(measured) == 4
+    assert again.curve == result.curve
+    assert not (tmp_path / "tune.json.part").exists()
+
+    for other, options in [
+        ("prompts", {"input_ids": tokens.flip(1)}),
+        ("gammas", {"gammas": (0.5, 1.0)}),
+        ("options", {"selection": "coverage"}),
+        ("options", {"min_budget": 64}),
+        ("model", {"model": make_model(seed=1)}),
+    ]:
+        with pytest.raises(ValueError, match=f"resume must be a file of the same .* is of another {other}"):
+            flexmask_hf.tune(**{"model": model, "input_ids": tokens, "density": 0.6, "resume": path, **OPTIONS, **options})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "flexmask tune 1"}', "no JSON"])
+def test_another_file_is_not_overwritten(model, tokens, tmp_path, text):
+    path = tmp_path / "notes.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="resume must be a file that tune wrote, or none yet"):
+        tuned(model, tokens, resume=path)
+    assert path.read_text() == text
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"density": None}, ValueError, "density or error must be given, and not both"),
+        ({"error": 0.1, "density": 0.5}, ValueError, "density or error must be given, and not both"),
+        ({"density": 0.0}, ValueError, r"density must be in \(0, 1\]; got 0.0"),
+        ({"density": 1.5}, ValueError, r"density must be in \(0, 1\]; got 1.5"),
+        ({"density": "half"}, TypeError, "density must be a number"),
+        ({"density": None, "error": -1}, ValueError, "error must be >= 0; got -1"),
+        ({"density": None, "error": float("nan")}, ValueError, "error must be finite"),
+        ({"density": 0.01}, ValueError, "density must be at least 0.*, that of the lowest gammas in every head; got 0.01"),
+        ({"density": None, "error": 1e-9, "gammas": (0.3, 0.5)}, ValueError, "error must be at least .*; got 1e-09"),
+        ({"gammas": ()}, TypeError, "gammas must be a sequence of numbers, at least one"),
+        ({"gammas": 0.5}, TypeError, "gammas must be a sequence"),
+        ({"gammas": (0.5, 1.5)}, ValueError, r"gammas\[1\] must be in \(0, 1\]; got 1.5"),
+        ({"gammas": (0.5, "a")}, TypeError, r"gammas\[1\] must be a number"),
+        ({"selection": "reference"}, ValueError, "selection"),
+        ({"gamma": 0.9}, TypeError, "options must be of .*; got 'gamma'"),
+        ({"layers": {0: {"gamma": 0.9}}}, TypeError, "options must be of .*; got 'layers'"),
+        ({"method": "causal"}, TypeError, "options must be of .*; got 'method'"),
+        ({"block_size": 7}, ValueError, "block_size"),
+        ({"dense_layers": (2,)}, ValueError, "dense_layers"),
+        ({"dense_layers": (0, 1)}, ValueError, "model must have a layer to tune; got LlamaForCausalLM: in dense_layers"),
+        ({"model": torch.nn.Linear(2, 2)}, TypeError, "model must be a transformers PreTrainedModel"),
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be a tensor"),
+        ({"input_ids": "text"}, TypeError, "input_ids must be a tensor.* got str"),
+        ({"input_ids": torch.zeros(1, 40)}, ValueError, "input_ids must be .* integer"),
+        ({"input_ids": torch.ones(1, 32, dtype=torch.int64)}, ValueError, r"more than block_size \(32\) tokens a prompt; got 32"),
+        ({"input_ids": torch.ones(0, 64, dtype=torch.int64)}, ValueError, "input_ids must hold a prompt"),
+        ({"attention_mask": torch.ones(1, 5)}, ValueError, "attention_mask must have input_ids' shape"),
+        ({"attention_mask": [1] * LENGTH}, TypeError, "attention_mask must be a tensor"),
+        ({"attention_mask": torch.zeros(1, LENGTH)}, ValueError, r"more than block_size \(32\) tokens a prompt; got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(model, tokens, options, error, message):
+    arguments = {"model": model, "input_ids": tokens[:1], "density": 0.5, **OPTIONS, **options}
+    with pytest.raises(error, match=message):
+        flexmask_hf.tune(**arguments)
+    assert model.config._attn_implementation == "sdpa"
