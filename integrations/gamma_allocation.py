@@ -79,7 +79,8 @@ def _densest(choices: Sequence[Choice]) -> Choice:
 
 def _way_down(head: int, choices: Sequence[Choice]) -> list[Step]:
     """The steps of one head: its lower convex hull of error over blocks."""
-    here, steps = _densest(choices), []
+    here = _densest(choices)
+    steps: list[Step] = []
     while True:
         below = [
             Step((choice.error - here.error) / (here.blocks - choice.blocks), head, choice)

@@ -1,8 +1,8 @@
 """The error of every head at every gamma, from one pass over the scores of a layer.
 
-Attention under any choice of key blocks is a weighted sum over blocks: of each block's softmax output, weighted by its share of the
-exponentials. So a query block's scores are computed once, each key block's output once, and a gamma costs one small product
-more. All of it is float32, by query block and key head: a layer takes ``groups * block_size * kv_len`` scores at a time.
+Attention under any choice of key blocks is a sum over those blocks, each with its sum of exponentials and of values. So the
+scores of a query block are computed once, the sums of each key block once, and a gamma adds one small matmul. All of it is
+float32, one query block and one key head at a time: ``groups * block_size * kv_len`` scores.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _hidden(start: int, rows: int, first_key: int, window: int | None, key: Tens
 def _outputs(inputs: AttentionInputs, rows: Tensor, key: Tensor, value: Tensor, hidden: Tensor, chosen: Tensor) -> Tensor:
     """Attention of one query block under each choice of key blocks, (num_heads, choices, rows, v_head_dim) float32.
 
-    `key` and `value` are (blocks, block_size, head_dim), `rows` (num_heads, rows, head_dim), `chosen` (num_heads, choices, blocks)
-    bool. A row sees a key of some chosen block: its own is always kept.
+    `key` and `value` are (blocks, block_size, head_dim), `rows` (num_heads, rows, head_dim), `chosen` is
+    (num_heads, choices, blocks) bool. A row sees a key of some chosen block: its own is always kept.
     """
     num_heads, num_rows = rows.shape[:2]
     scores = capped(rows.flatten(0, 1) @ key.flatten(0, 1).mT * inputs.scale, inputs.softcap)

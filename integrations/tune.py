@@ -28,7 +28,7 @@ from flexmask.integrations.settings import PrefillSettings
 
 # the range in which each rule trades blocks for error; at 1 nothing is computed
 GAMMAS = {
-    "hybrid": (0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0),
+    "hybrid": (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0),
     "coverage": (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0),
 }
 _FOUND = ("gamma", "selection")
@@ -315,7 +315,9 @@ def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tenso
         if not isinstance(input_ids, Tensor) or not isinstance(attention_mask, Tensor):
             raise TypeError("attention_mask must be a tensor, with an input_ids that is one tensor")
         if attention_mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}; got {tuple(attention_mask.shape)}")
+            raise ValueError(
+                f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}; got {tuple(attention_mask.shape)}"
+            )
         masks = attention_mask.reshape(-1, attention_mask.shape[-1]).to(input_ids.device)
         rows = [row[mask != 0] for row, mask in zip(rows, masks, strict=True)]
     for row in rows:
@@ -328,5 +330,7 @@ def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tenso
 
 def _mark(model: PreTrainedModel) -> str:
     """A hash of one number of each parameter, to tell models of one shape apart."""
-    numbers = {name: float(x.detach().flatten()[0]) for name, x in model.named_parameters() if x.numel() and x.device.type != "meta"}
+    numbers = {
+        name: float(x.detach().flatten()[0]) for name, x in model.named_parameters() if x.numel() and x.device.type != "meta"
+    }
     return digest(numbers)

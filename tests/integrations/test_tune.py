@@ -19,12 +19,17 @@ from flexmask.integrations.gamma_allocation import Choice, allocate
 from flexmask.integrations.head_errors import head_errors
 from flexmask.integrations.settings import PrefillSettings
 from tests.cases import structured_inputs
-from tests.integrations.common import LENGTH, MARKS, make_model, padded
+from tests.integrations.common import MARKS, make_model, padded
 
 pytestmark = MARKS
 
-GAMMAS = (0.3, 0.6, 0.8, 0.9, 1.0)
-OPTIONS = {"gammas": GAMMAS, "block_size": 32, "min_budget": 0, "progress": False}
+GAMMAS = (0.2, 0.5, 0.8, 1.0)
+OPTIONS = {"gammas": GAMMAS, "block_size": 16, "min_budget": 0, "progress": False}
+
+
+@pytest.fixture
+def prompt(tokens):
+    return tokens[:1]
 
 
 def tuned(model, tokens, **options):
@@ -37,7 +42,7 @@ def tuned(model, tokens, **options):
 
 def expected_errors(query, key, value, gamma, selection, scores, sinks):
     """Density and relative squared error by head, from the mask's own map of pairs and attention in float64."""
-    options = {"block_size": 32, "min_budget": 0, "selection": selection, "tau": 0.12}
+    options = {"block_size": 16, "min_budget": 0, "selection": selection, "tau": 0.12}
     num_heads, length = query.shape[1:3]
     groups = num_heads // key.shape[1]
     keys, values = (x.double().repeat_interleave(groups, 1) for x in (key, value))
@@ -68,17 +73,17 @@ def expected_errors(query, key, value, gamma, selection, scores, sinks):
         ((4, 2), {}, False, 2**30),
         ((4, 2), {}, False, 1),  # head by head
         ((4, 1), {"softcap": 3.0, "scale": 0.4}, False, 2**30),
-        ((4, 4), {"window": 77}, True, 2**30),
+        ((4, 4), {"window": 150}, True, 2**30),
     ],
     ids=["gqa", "groups", "softcap", "window-sinks"],
 )
 def test_errors_are_those_of_attention_under_the_masks(selection, heads, scores, with_sinks, max_mask_bytes):
     generator = torch.Generator().manual_seed(3)
-    query, key = structured_inputs(generator, 1, *heads, 250, 250, 16, sharpness=6.0)
+    query, key = structured_inputs(generator, 1, *heads, 250, 250, 16, sharpness=4.0)
     value = torch.randn(1, heads[1], 250, 24, generator=generator)
     sinks = torch.randn(4, generator=generator) if with_sinks else None
     inputs = attention_inputs(query, key, value, sinks=sinks, **scores)
-    config = FlexPrefillConfig(block_size=32, min_budget=0, selection=selection, tau=0.12)
+    config = FlexPrefillConfig(block_size=16, min_budget=0, selection=selection, tau=0.12)
     out, errors = head_errors(inputs, config, GAMMAS, max_mask_bytes)
     assert out.shape == (1, 4, 250, 24)
     lost = []
@@ -88,7 +93,7 @@ def test_errors_are_those_of_attention_under_the_masks(selection, heads, scores,
         found = torch.tensor([each[at] for each in errors.error])
         torch.testing.assert_close(found, wrong, atol=1e-6, rtol=1e-3, check_dtype=False)
         lost.append(wrong)
-    assert min(lost[0]) > 0.01  # something is lost to compare
+    assert max(lost[0]) > 0.01  # something is lost to compare
     assert max(lost[-1]) == 0
 
 
@@ -186,10 +191,10 @@ def test_the_settings_keep_what_was_predicted(model, tokens, selection):
     assert float(kept.mean()) == pytest.approx(result.density, abs=0.03)
 
 
-def test_errors_are_of_a_dense_prefill(model, tokens):
+def test_errors_are_of_a_dense_prefill(model, prompt):
     """Layer 1 is measured under the inputs that layer 0 gives it when dense."""
-    result = tuned(model, tokens[:1])
-    with_dense = tuned(model, tokens[:1], dense_layers=(0,))
+    result = tuned(model, prompt)
+    with_dense = tuned(model, prompt, dense_layers=(0,), density=1.0)
     assert with_dense.dense == {0: "in dense_layers"}
     assert [row["layer"] for row in with_dense.rows()] == [1] * 4
     former = [each.error for each in (result._measured.by_prompt[0][1], with_dense._measured.by_prompt[0][1])]
@@ -197,8 +202,8 @@ def test_errors_are_of_a_dense_prefill(model, tokens):
     assert 0 not in with_dense.settings.layers
 
 
-def test_the_result_adds_up(model, tokens):
-    result = tuned(model, tokens[:1], density=0.7)
+def test_the_result_adds_up(model, prompt):
+    result = tuned(model, prompt, density=0.7)
     rows = result.rows()
     assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(4)]
     assert sum(row["density"] for row in rows) / 8 == pytest.approx(result.density)
@@ -210,17 +215,20 @@ def test_the_result_adds_up(model, tokens):
     assert (result.density, result.error) in result.curve
     lost = [error for _, error in result.curve]
     assert lost == sorted(lost)
-    # at most the error of every uniform gamma with as many blocks or more
+    # no gamma for all heads is below the curve
     for _, density, error in result.uniform:
-        assert result.at(density=max(density, result.curve[-1][0])).error <= error + 1e-9
+        (right, high), (left, low) = next(
+            pair for pair in zip(result.curve, result.curve[1:], strict=False) if pair[1][0] <= density + 1e-9
+        )
+        assert high + (low - high) * (right - density) / (right - left) <= error + 1e-9
     assert result.uniform[-1] == (1.0, pytest.approx(1.0), 0.0)
 
 
-def test_a_target_error_is_met(model, tokens):
-    result = tuned(model, tokens[:1], error=0.01)
-    assert 0 < result.error <= 0.01
+def test_a_target_error_is_met(model, prompt):
+    result = tuned(model, prompt, error=0.1)
+    assert 0 < result.error <= 0.1
     following = result.curve[result.curve.index((result.density, result.error)) + 1]
-    assert following[1] > 0.01
+    assert following[1] > 0.1
     assert result.at(density=result.density).settings == result.settings
     assert result.at(error=0).error == 0
 
@@ -235,12 +243,12 @@ def test_prompts_are_averaged_and_padding_is_cut_out(model, tokens):
     assert tuned(model, tokens, attention_mask=mask).uniform == tuned(model, [tokens[0], tokens[1][mask[1] != 0]]).uniform
 
 
-def test_a_window_below_the_break_even_stays_dense(tokens):
+def test_a_window_below_the_break_even_stays_dense(prompt):
     model = make_model("Gemma3")
-    result = tuned(model, tokens[:1])
+    result = tuned(model, prompt)
     assert result.dense == {0: "sliding window 200 < dense_below 16384"}
     assert set(result.settings.layers) == {1}
-    every = tuned(model, tokens[:1], density=0.8, dense_below=0)
+    every = tuned(model, prompt, density=0.8, dense_below=0)
     assert every.dense == {}
     assert set(every.settings.layers) == {0, 1}
     # its heads see fewer blocks, so they weigh less
@@ -249,8 +257,8 @@ def test_a_window_below_the_break_even_stays_dense(tokens):
     assert sum(row["density"] * share(row["layer"]) for row in rows) == pytest.approx(every.density)
 
 
-def test_settings_are_saved_with_the_model(model, tokens, tmp_path):
-    result = tuned(model, tokens[:1])
+def test_settings_are_saved_with_the_model(model, prompt, tmp_path):
+    result = tuned(model, prompt)
     assert flexmask_hf.configure(model, config=result.settings) == result.settings
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
@@ -260,19 +268,19 @@ def test_settings_are_saved_with_the_model(model, tokens, tmp_path):
         flexmask_hf.configure(model, config=result.settings, dense_below=0)
 
 
-def test_the_model_is_left_as_it_was(model, tokens):
-    expected = model(tokens).logits
+def test_the_model_is_left_as_it_was(model, prompt):
+    expected = model(prompt).logits
     before = dict(model.config.to_dict())
-    tuned(model, tokens[:1])
+    tuned(model, prompt)
     assert model.config.to_dict() == before
     assert model.config._attn_implementation == "sdpa"
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match="model must give finite attention; got NaN or infinity in layer 1"):
-        tuned(model, tokens[:1])
+        tuned(model, prompt)
     assert model.config._attn_implementation == "sdpa"
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = 0
-    assert model(tokens).logits.shape == expected.shape
+    assert model(prompt).logits.shape == expected.shape
 
 
 # ---------------------------------------------------------------- resuming
@@ -314,11 +322,11 @@ def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "flexmask tune 1"}', "no JSON"])
-def test_another_file_is_not_overwritten(model, tokens, tmp_path, text):
+def test_another_file_is_not_overwritten(model, prompt, tmp_path, text):
     path = tmp_path / "notes.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="resume must be a file that tune wrote, or none yet"):
-        tuned(model, tokens, resume=path)
+        tuned(model, prompt, resume=path)
     assert path.read_text() == text
 
 
@@ -352,15 +360,15 @@ def test_another_file_is_not_overwritten(model, tokens, tmp_path, text):
         ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be a tensor"),
         ({"input_ids": "text"}, TypeError, "input_ids must be a tensor.* got str"),
         ({"input_ids": torch.zeros(1, 40)}, ValueError, "input_ids must be .* integer"),
-        ({"input_ids": torch.ones(1, 32, dtype=torch.int64)}, ValueError, r"more than block_size \(32\) tokens a prompt; got 32"),
+        ({"input_ids": torch.ones(1, 16, dtype=torch.int64)}, ValueError, r"more than block_size \(16\) tokens a prompt; got 16"),
         ({"input_ids": torch.ones(0, 64, dtype=torch.int64)}, ValueError, "input_ids must hold a prompt"),
         ({"attention_mask": torch.ones(1, 5)}, ValueError, "attention_mask must have input_ids' shape"),
-        ({"attention_mask": [1] * LENGTH}, TypeError, "attention_mask must be a tensor"),
-        ({"attention_mask": torch.zeros(1, LENGTH)}, ValueError, r"more than block_size \(32\) tokens a prompt; got 0"),
+        ({"attention_mask": [1] * 530}, TypeError, "attention_mask must be a tensor"),
+        ({"attention_mask": torch.zeros(1, 530)}, ValueError, r"more than block_size \(16\) tokens a prompt; got 0"),
     ],
 )
-def test_wrong_arguments_are_refused(model, tokens, options, error, message):
-    arguments = {"model": model, "input_ids": tokens[:1], "density": 0.5, **OPTIONS, **options}
+def test_wrong_arguments_are_refused(model, prompt, options, error, message):
+    arguments = {"model": model, "input_ids": prompt, "density": 0.5, **OPTIONS, **options}
     with pytest.raises(error, match=message):
         flexmask_hf.tune(**arguments)
     assert model.config._attn_implementation == "sdpa"
