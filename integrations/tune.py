@@ -66,8 +66,11 @@ class TuneResult:
     _measured: MeasuredErrors = field(repr=False)
     _allocation: Allocation = field(repr=False)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row a layer and head: its gamma, its density and its relative squared output error."""
+    def rows(self, every_gamma: bool = False) -> list[dict[str, Any]]:
+        """One row a layer and head: its gamma, its density and its relative squared output error.
+
+        With `every_gamma` one for each gamma that was measured.
+        """
         heads = self._measured.choices()
         return [
             {
@@ -77,7 +80,8 @@ class TuneResult:
                 "density": choice.blocks / self._measured.share_of(layer),
                 "error": choice.error,
             }
-            for (layer, head), choice in zip(heads, self._chosen, strict=True)
+            for ((layer, head), choices), chosen in zip(heads.items(), self._chosen, strict=True)
+            for choice in (choices if every_gamma else [chosen])
         ]
 
     def at(self, *, density: float | None = None, error: float | None = None) -> TuneResult:

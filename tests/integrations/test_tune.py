@@ -175,11 +175,12 @@ def test_of_gammas_that_keep_the_same_the_most_exact_is_where_it_starts():
 
 @pytest.mark.attention
 @pytest.mark.parametrize("selection", ["hybrid", "coverage"])
-def test_the_settings_keep_what_was_predicted(model, tokens, selection):
-    target = {"hybrid": 0.7, "coverage": 0.5}[selection]
-    result = tuned(model, tokens[:1], density=target, selection=selection, dense_below=0)
+def test_the_settings_keep_what_was_predicted(model, prompt, selection):
+    whole = tuned(model, prompt, density=1.0, selection=selection, dense_below=0, gammas=(0.2, 0.5, 0.7, 0.9, 0.95, 1.0))
+    target = (whole.curve[0][0] + whole.curve[-1][0]) / 2
+    result = whole.at(density=target)
     one_step = max(a[0] - b[0] for a, b in zip(result.curve, result.curve[1:], strict=False))
-    assert target - one_step <= result.density <= target
+    assert target - one_step <= result.density <= target < 0.8
     gammas = {row["gamma"] for row in result.rows()}
     assert len(gammas) > 1
     with flexmask_hf.flexprefill(model, config=result.settings) as run:
@@ -187,8 +188,8 @@ def test_the_settings_keep_what_was_predicted(model, tokens, selection):
     kept = torch.stack([run.stats[layer][0].density[0] for layer in (0, 1)])
     predicted = torch.tensor([row["density"] for row in result.rows()]).view(2, 4)
     assert torch.equal(kept[0], predicted[0])  # what comes before layer 0 is the same
-    assert kept[1] == pytest.approx(predicted[1], abs=0.05)
-    assert float(kept.mean()) == pytest.approx(result.density, abs=0.03)
+    assert kept[1] == pytest.approx(predicted[1], abs=0.1)
+    assert float(kept.mean()) == pytest.approx(result.density, abs=0.02)
 
 
 def test_errors_are_of_a_dense_prefill(model, prompt):
@@ -222,6 +223,9 @@ def test_the_result_adds_up(model, prompt):
         )
         assert high + (low - high) * (right - density) / (right - left) <= error + 1e-9
     assert result.uniform[-1] == (1.0, pytest.approx(1.0), 0.0)
+    every = result.rows(every_gamma=True)
+    assert len(every) == len(rows) * len(GAMMAS)
+    assert all(row in every for row in rows)
 
 
 def test_a_target_error_is_met(model, prompt):
