@@ -45,7 +45,8 @@ def of_settings(measured: TuneResult, settings: PrefillSettings) -> tuple[float,
     for layer, head in {key[:2] for key in by_gamma}:
         gamma: Any = settings.of_layer(layer).gamma
         found.append(by_gamma[layer, head, gamma[head] if isinstance(gamma, tuple) else gamma])
-    return tuple(sum(row[name] for row in found) / len(found) for name in ("density", "error"))  # type: ignore[return-value]
+    density, error = (sum(row[name] for row in found) / len(found) for name in ("density", "error"))
+    return density, error
 
 
 def answered(model: PreTrainedModel, prompt: Prompt, settings: PrefillSettings | None) -> tuple[int, Tensor]:

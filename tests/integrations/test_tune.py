@@ -184,7 +184,7 @@ def test_the_settings_keep_what_was_predicted(model, prompt, selection):
     gammas = {row["gamma"] for row in result.rows()}
     assert len(gammas) > 1
     with flexmask_hf.flexprefill(model, config=result.settings) as run:
-        model(tokens[:1])
+        model(prompt)
     kept = torch.stack([run.stats[layer][0].density[0] for layer in (0, 1)])
     predicted = torch.tensor([row["density"] for row in result.rows()]).view(2, 4)
     assert torch.equal(kept[0], predicted[0])  # what comes before layer 0 is the same
