@@ -1,7 +1,8 @@
 """A gamma for every head of the retriever against one for all: ``python -m bench.retriever.tune``.
 
-Tunes on one prompt and judges on others of the same length, by what the heads lose and by answers. For every gamma of `--gammas`
-the tuned settings keep as many blocks on the prompt that they were tuned on. `--out` writes those at `--density`, for the demo.
+Tunes on one prompt and judges on others of the same length, by what the heads lose and by answers. For every gamma of
+`--gammas` the tuned settings keep as many blocks on the prompt that they were tuned on. `--write DENSITY` writes the settings of
+a density into the model's config.json, where `make demo` finds them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from bench.reporting.tables import text_table
 from bench.retriever.answers import decode_answers, prefill
 from bench.retriever.task import Prompt, make_prompt
 from flexmask.integrations.huggingface import PrefillSettings, TuneResult, flexprefill, tune
+from flexmask.integrations.settings import CONFIG_KEY
 
 TUNED_ON = 1000  # seed; no other program asks for it
 NEEDLES = 16
@@ -82,6 +85,13 @@ def judge(
     return found
 
 
+def write(path: Path, result: TuneResult) -> None:
+    """Write the settings into a config.json, as `configure` and ``save_pretrained`` do."""
+    config = {**json.loads(path.read_text()), CONFIG_KEY: result.settings.to_dict()}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    print(f"{path}: density {result.density:.3f}, error {result.error:.5f}")
+
+
 def main() -> None:
     """Tune, judge, print the table, write the settings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,8 +102,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model")
     parser.add_argument("--resume", type=Path, default=Path("out"), help="folder for the measurements")
-    parser.add_argument("--density", type=float, help="density of the settings to write")
-    parser.add_argument("--out", type=Path, help="JSON file to write them to")
+    parser.add_argument("--write", type=float, metavar="DENSITY", help="write settings into the model's config.json")
     options = parser.parse_args()
     model = load_model(options.model, options.device)
     options.resume.mkdir(parents=True, exist_ok=True)
@@ -102,21 +111,22 @@ def main() -> None:
         prompts = [make_prompt(options.prompt_tokens, NEEDLES, 1, seed).token_ids for seed in seeds]
         path = options.resume / f"tune_{options.selection}_{options.prompt_tokens}_{name}.json"
         start, cpu = time.perf_counter(), time.process_time()
-        result = tune(model, prompts, density=1.0, selection=options.selection, dense_below=0, resume=path)
+        result = tune(model, prompts, density=1.0, selection=options.selection, resume=path)
         seconds = (time.perf_counter() - start, time.process_time() - cpu)
         print(f"{name}: {len(seeds)} prompts in {seconds[0]:.0f} s ({seconds[1]:.0f} s of the CPU)", flush=True)
         return result
 
     tuned = measured("tuned on", [TUNED_ON])
-    if options.out is not None:
-        options.out.write_text(json.dumps(tuned.at(density=options.density).settings.to_dict(), indent=1) + "\n")
+    if options.write is not None:
+        write(options.model / "config.json", tuned.at(density=options.write))
     if options.prompts == 0:
         return
     held_out = measured("judged on", [*range(options.prompts)])
     ways = {}
     for gamma in (float(each) for each in options.gammas.split(",")):
         density = next(kept for uniform, kept, _ in tuned.uniform if uniform == gamma)
-        chosen = tuned.at(density=density).settings
+        # below dense_below everything would run dense
+        chosen = replace(tuned.at(density=density).settings, dense_below=0)
         uniform: dict[str, Any] = {"gamma": gamma, "selection": options.selection, "dense_below": 0}
         ways[f"gamma {gamma:g}"] = PrefillSettings.from_options(**uniform)
         ways[f"tuned to its density, {density:.3f}"] = chosen
