@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask._torch import widest_float, without_autocast
+from flexmask._torch import widest_float, without_autocast, without_tf32
 from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.base.scores import capped
 from flexmask.base.visibility import block_visibility, token_validity, whole_blocks
@@ -57,7 +57,7 @@ def head_errors(
     query, value = inputs.query, inputs.value
     assert value is not None
     num_heads, q_len = query.shape[1:3]
-    with torch.no_grad(), without_autocast(query.device):
+    with torch.no_grad(), without_autocast(query.device), without_tf32():
         inputs = inputs.detached()
         out = query.new_empty((1, num_heads, q_len, value.shape[3]))
         tokens = token_validity(q_len, q_len, None, None, inputs.key)
@@ -71,10 +71,10 @@ def head_errors(
             density[group.query] = keep.sum((-2, -1)).to(density.dtype) / visible.sum()
             groups = part.query.shape[1] // part.key.shape[1]
             for key_head in range(part.key.shape[1]):
-                heads = slice(key_head * groups, (key_head + 1) * groups)
-                one = part.of_heads(HeadGroup(slice(0, 1), heads, slice(key_head, key_head + 1)))
-                first = group.query.start + heads.start
-                error[first : first + groups] = _errors(one, keep[heads], config.block_size, out[0, first : first + groups])
+                own = slice(key_head * groups, (key_head + 1) * groups)
+                whole = slice(group.query.start + own.start, group.query.start + own.stop)
+                one = part.of_heads(HeadGroup(slice(0, 1), own, slice(key_head, key_head + 1)))
+                error[whole] = errors_of_key_head(one, keep[own], config.block_size, out[0, whole])
     return out, HeadErrors(int(visible.sum()), density.tolist(), error.tolist())
 
 
@@ -89,7 +89,7 @@ def _kept(inputs: AttentionInputs, config: FlexPrefillConfig, gamma: float, visi
     return keep
 
 
-def _errors(inputs: AttentionInputs, keep: Tensor, block_size: int, out: Tensor) -> Tensor:
+def errors_of_key_head(inputs: AttentionInputs, keep: Tensor, block_size: int, out: Tensor) -> Tensor:
     """Relative squared error of the query heads of one key head, (num_heads, gammas); their dense output goes to `out`.
 
     `keep` is (num_heads, gammas, num_q_blocks, num_kv_blocks) bool.

@@ -13,7 +13,8 @@ from flexmask.integrations.models import check_servable, text_config, unwrapped
 from flexmask.integrations.registration import register
 from flexmask.integrations.run import FlexPrefillRun, own_runs
 from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings
-from flexmask.integrations.tune import TuneResult, tune
+from flexmask.integrations.tune import tune
+from flexmask.integrations.tune_result import TuneResult
 
 __all__ = [
     "FlexPrefillRun",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from flexmask.base.checks import check_real, check_word
 from flexmask.config import OPTIONS
 from flexmask.flex.dense import dense_attention
 from flexmask.integrations.blocks import OpenBlock, checked
-from flexmask.integrations.gamma_allocation import Allocation, Choice, allocate
 from flexmask.integrations.head_errors import head_errors
 from flexmask.integrations.measured_errors import MeasuredErrors, digest
 from flexmask.integrations.models import check_servable, text_config, unwrapped
@@ -25,6 +23,7 @@ from flexmask.integrations.registration import register
 from flexmask.integrations.route import HEAD_DIMS, PrefillCall, reason_dense_layer
 from flexmask.integrations.run import FlexPrefillRun
 from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.tune_result import TuneResult, check_target, result_of
 
 # the range in which each rule trades blocks for error; at 1 nothing is computed
 GAMMAS = {
@@ -33,61 +32,6 @@ GAMMAS = {
 }
 _FOUND = ("gamma", "selection")
 _TAKEN = (*(name for name in OPTIONS if name not in _FOUND), "dense_layers", "dense_below", "backend", "max_mask_bytes")
-
-
-@dataclass(frozen=True)
-class TuneResult:
-    """The gammas that `tune` found, and what they are predicted to keep and to lose.
-
-    Attributes
-    ----------
-    settings
-        A gamma for every head of every layer that was measured: ``flexprefill(model, config=result.settings)``, or
-        ``configure(model, config=result.settings)`` and then ``save_pretrained``.
-    density
-        Predicted share of the visible blocks that those layers keep.
-    error
-        Predicted relative squared error of a head's output, mean over heads.
-    curve
-        (density, error) before the first head is lowered and after each step.
-    uniform
-        (gamma, density, error) of one gamma for all heads.
-    dense
-        By layer index: why a layer stays dense. It counts neither in `density` nor in `error`.
-    """
-
-    settings: PrefillSettings
-    density: float
-    error: float
-    curve: tuple[tuple[float, float], ...] = field(repr=False)
-    uniform: tuple[tuple[float, float, float], ...] = field(repr=False)
-    dense: dict[int, str] = field(repr=False)
-    _chosen: tuple[Choice, ...] = field(repr=False)
-    _measured: MeasuredErrors = field(repr=False)
-    _allocation: Allocation = field(repr=False)
-
-    def rows(self, every_gamma: bool = False) -> list[dict[str, Any]]:
-        """One row a layer and head: its gamma, its density and its relative squared output error.
-
-        With `every_gamma` one for each gamma that was measured.
-        """
-        heads = self._measured.choices()
-        return [
-            {
-                "layer": layer,
-                "head": head,
-                "gamma": choice.gamma,
-                "density": choice.blocks / self._measured.share_of(layer),
-                "error": choice.error,
-            }
-            for ((layer, head), choices), chosen in zip(heads.items(), self._chosen, strict=True)
-            for choice in (choices if every_gamma else [chosen])
-        ]
-
-    def at(self, *, density: float | None = None, error: float | None = None) -> TuneResult:
-        """The result for another target, from the same measurements; the arguments are those of `tune`."""
-        _check_target(density, error)
-        return _result(self.settings, self._measured, self.dense, density, error)
 
 
 def tune(
@@ -166,7 +110,7 @@ def tune(
     4
     """
     inner = unwrapped(model)
-    _check_target(density, error)
+    check_target(density, error)
     check_word("selection", selection, tuple(GAMMAS))
     unknown = [name for name in options if name not in _TAKEN]
     if unknown:
@@ -185,7 +129,7 @@ def tune(
     }
     measured = MeasuredErrors.begin(chosen, len(prompts), None if resume is None else Path(resume), made_of)
     dense = _measure(inner, prompts, base, measured, progress)
-    return _result(base, measured, dense, density, error)
+    return result_of(base, measured, dense, density, error)
 
 
 def _measure(
@@ -252,47 +196,6 @@ class _Probe:
         self.measured.save()
         self.bar.update()
         return out
-
-
-def _result(
-    base: PrefillSettings, measured: MeasuredErrors, dense: dict[int, str], density: float | None, error: float | None
-) -> TuneResult:
-    heads = measured.choices()
-    way = allocate(list(heads.values()))
-    if density is not None:
-        steps = way.steps_to_density(density)
-        if steps is None:
-            least = way.curve[-1][0]
-            raise ValueError(f"density must be at least {least:.4f}, that of the lowest gammas in every head; got {density}")
-    else:
-        assert error is not None
-        steps = way.steps_to_error(error)
-        if steps is None:
-            least = way.curve[0][1]
-            raise ValueError(f"error must be at least {least:.3g}, that of the highest gammas in every head; got {error}")
-    chosen = tuple(way.after(steps))
-    layers: dict[int, list[float]] = {}
-    for (layer, _), choice in zip(heads, chosen, strict=True):
-        layers.setdefault(layer, []).append(choice.gamma)
-    settings = replace(base, layers={layer: {"gamma": tuple(by_head)} for layer, by_head in layers.items()})
-    uniform = tuple(
-        (gamma, sum(each[at].blocks for each in heads.values()), sum(each[at].error for each in heads.values()) / len(heads))
-        for at, gamma in enumerate(measured.gammas)
-    )
-    return TuneResult(settings, *way.curve[steps], way.curve, uniform, dense, chosen, measured, way)
-
-
-def _check_target(density: float | None, error: float | None) -> None:
-    if (density is None) == (error is None):
-        raise ValueError(f"density or error must be given, and not both; got density {density} and error {error}")
-    if density is not None:
-        check_real("density", density)
-        if not 0 < density <= 1:
-            raise ValueError(f"density must be in (0, 1]; got {density}")
-    if error is not None:
-        check_real("error", error)
-        if error < 0:
-            raise ValueError(f"error must be >= 0; got {error}")
 
 
 def _checked_gammas(gammas: Any) -> tuple[float, ...]:

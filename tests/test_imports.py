@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.prefill_mask", "integrations.run"),
     ("integrations.route", "integrations.blocks"),
     ("integrations.attention_call",),
-    ("integrations.hooks", "integrations.registration"),
+    ("integrations.hooks", "integrations.registration", "integrations.tune_result"),
     ("integrations.tune",),
     ("integrations.*",),
     ("integrations",),
