@@ -115,7 +115,7 @@ def table(dense: Measured, ways: Mapping[str, Way]) -> str:
         (
             "prefill, first call",
             *(f"{each.first:.2f} s" for each in (dense, *measured)),
-            "the sparse ones include compilation and the picture's masks",
+            "FlexPrefill's includes compilation and the picture's masks",
         ),
         ("prefill, second call", *(duration(each.second) for each in (dense, *measured)), "whole model, not attention alone"),
     ]
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
     blocks = {"FlexPrefill": flexprefill(model, config=config, collect_masks=True)}
     if getattr(model.config, CONFIG_KEY, None) is not None:
-        blocks["tuned"] = flexprefill(model)  # with what the config holds
+        blocks["tuned gammas"] = flexprefill(model)  # with what the config holds
     ways: dict[str, Way] = {}
     masks: list[BlockMask | None] = []
     with tqdm(total=3 + 3 * len(blocks), leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:

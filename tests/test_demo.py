@@ -128,4 +128,4 @@ def test_settings_in_the_config_are_a_column(tmp_path, capsys):
     model.save_pretrained(tmp_path)
     main(["--model", str(tmp_path), "--device", "cpu", "--prompt-tokens", "100", "--needles", "3"])
     printed = capsys.readouterr().out
-    assert printed.count("FlexPrefill: ran dense: a short prompt; tuned: ran dense: a short prompt") == 2
+    assert printed.count("FlexPrefill: ran dense: a short prompt; tuned gammas: ran dense: a short prompt") == 2
