@@ -141,13 +141,10 @@ def _outputs(inputs: AttentionInputs, rows: Tensor, key: Tensor, value: Tensor, 
 
     by_choice = largest.view(num_heads, 1, num_rows, -1).masked_fill(~chosen.unsqueeze(2), -torch.inf)
     top = by_choice.amax(-1, keepdim=True)
-    sink = None if inputs.sinks is None else inputs.sinks.float().view(-1, 1, 1, 1)
-    if sink is not None:
-        top = torch.maximum(top, sink)
     shares = (by_choice - top).exp_()
     total = (shares * totals.view(num_heads, 1, num_rows, -1)).sum(-1, keepdim=True)
-    if sink is not None:
-        total = total + (sink - top).exp()
+    if inputs.sinks is not None:
+        total = total + (inputs.sinks.float().view(-1, 1, 1, 1) - top).exp()
     # one product a row: (choices, blocks) by (blocks, v_head_dim)
     out = torch.bmm(shares.transpose(1, 2).flatten(0, 1), sums.transpose(0, 1))
     return out.unflatten(0, (num_heads, num_rows)).transpose(1, 2) / total

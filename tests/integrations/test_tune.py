@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -115,10 +116,41 @@ def test_a_window_below_the_break_even_stays_dense(prompt):
     every = tuned(model, prompt, density=0.8, dense_below=0)
     assert every.dense == {}
     assert set(every.settings.layers) == {0, 1}
-    # its heads see fewer blocks, so they weigh less
-    assert every._measured.share_of(0) < every._measured.share_of(1)
-    rows, share = every.rows(), every._measured.share_of
-    assert sum(row["density"] * share(row["layer"]) for row in rows) == pytest.approx(every.density)
+    # its heads see fewer blocks, so they weigh less: kept blocks of all heads by visible blocks of all heads
+    layers = every._measured.by_prompt[0].values()
+    assert len({errors.visible for errors in layers}) == 2
+    for at, (_, density, _) in enumerate(every.uniform):
+        kept = sum(errors.visible * head[at] for errors in layers for head in errors.density)
+        assert density == pytest.approx(kept / sum(4 * errors.visible for errors in layers))
+    rows = {(row["layer"], row["head"], row["gamma"]): row["density"] for row in every.rows(every_gamma=True)}
+    for (layer, errors), head, (at, gamma) in itertools.product(
+        every._measured.by_prompt[0].items(), range(4), enumerate(GAMMAS)
+    ):
+        assert rows[layer, head, gamma] == pytest.approx(errors.density[head][at])
+
+
+def test_a_model_that_calls_attention_twice_in_a_layer_is_refused(model, prompt, monkeypatch):
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+
+    def twice(*args, **kwargs):
+        forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", twice)
+    with pytest.raises(NotImplementedError, match="calls attention more than once in layer 1"):
+        tuned(model, prompt)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_half_precision_and_open_blocks(model, prompt):
+    exact = tuned(model, prompt)
+    with flexmask_hf.flexprefill(model, gamma=0.5, dense_below=0) as run:  # another block's options have no part in it
+        assert tuned(model, prompt).curve == exact.curve
+        assert not run.stats
+    half = tuned(model.bfloat16(), prompt)
+    for (_, *one), (_, *other) in zip(half.uniform, exact.uniform, strict=True):
+        assert one == pytest.approx(other, abs=0.05)
 
 
 def test_settings_are_saved_with_the_model(model, prompt, tmp_path):
