@@ -1,7 +1,8 @@
 """Dense attention and FlexPrefill on a trained model: ``python -m bench.demo``, or ``make demo``.
 
-The model reads a long prompt with needles in it and answers questions about them, once after a dense prefill and once
-after a sparse one. Prints one table and draws the masks of two heads.
+The model reads a long prompt with needles in it and answers questions about them, once after a dense prefill, once after a
+sparse one, and once after a sparse one with the settings in its config, where it has some: the retriever holds those that
+``python -m bench.retriever.tune`` found, a gamma for every head. Prints one table and draws the masks of two heads.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from bench.retriever.answers import decode_answers, prefill
 from bench.retriever.task import Prompt, make_prompt
 from flexmask import FlexPrefillConfig, FlexPrefillStats
 from flexmask.integrations.huggingface import FlexPrefillRun, flexprefill
+from flexmask.integrations.settings import CONFIG_KEY
 from flexmask.plot import plot_block_mask
 
 MOST_QUESTIONS = 16
@@ -72,13 +74,20 @@ def load_model(path: Path, device: str) -> PreTrainedModel:
     return model
 
 
+@dataclass(frozen=True)
+class Way:
+    """A sparse prefill: what was measured, and the statistics of one prefill by layer."""
+
+    measured: Measured
+    stats: Sequence[FlexPrefillStats]
+
+
 def measure(
-    model: PreTrainedModel, prompt: Prompt, config: FlexPrefillConfig | None, chunk: int | None, bar: tqdm
+    model: PreTrainedModel, prompt: Prompt, name: str, block: AbstractContextManager[FlexPrefillRun], chunk: int | None, bar: tqdm
 ) -> tuple[Measured, FlexPrefillRun]:
-    """Prefill twice and answer after the second; dense if `config` is None. Only the first prefill keeps its masks."""
-    name = "dense attention" if config is None else "FlexPrefill"
+    """Prefill twice inside `block` and answer after the second. Only the first prefill keeps its masks."""
     seconds = []
-    with nullcontext(FlexPrefillRun()) if config is None else flexprefill(model, config=config, collect_masks=True) as run:
+    with block as run:
         for call in ("first", "second"):
             bar.set_description(f"{name}: {call} prefill")
             start = time.perf_counter()
@@ -94,30 +103,44 @@ def measure(
     return Measured(logits, right, len(prompt.answers), *seconds), run
 
 
-def table(dense: Measured, sparse: Measured, stats: Sequence[FlexPrefillStats]) -> str:
-    """Format the table; `stats` are those of one prefill, by layer."""
-    difference = (dense.logits - sparse.logits).abs().max().item()
+def table(dense: Measured, ways: Mapping[str, Way]) -> str:
+    """Format the table, a column a way."""
+    measured = [way.measured for way in ways.values()]
+    differences = [f"{(dense.logits - each.logits).abs().max().item():.2g}" for each in measured]
     largest = dense.logits.abs().max().item()
     rows = [
-        ("", "dense (SDPA)", "FlexPrefill", ""),
-        ("answers right", f"{dense.right} of {dense.asked}", f"{sparse.right} of {sparse.asked}", "greedy, all four tokens"),
-        ("largest logit difference", "", f"{difference:.2g}", f"at the prompt's end; the largest logit is {largest:.3g}"),
+        ("", "dense (SDPA)", *ways, ""),
+        ("answers right", *(f"{each.right} of {each.asked}" for each in (dense, *measured)), "greedy, all four tokens"),
+        ("largest logit difference", "", *differences, f"at the prompt's end; the largest logit is {largest:.3g}"),
         (
             "prefill, first call",
-            f"{dense.first:.2f} s",
-            f"{sparse.first:.2f} s",
+            *(f"{each.first:.2f} s" for each in (dense, *measured)),
             "FlexPrefill's includes compilation and the picture's masks",
         ),
-        ("prefill, second call", duration(dense.second), duration(sparse.second), "whole model, not attention alone"),
+        ("prefill, second call", *(duration(each.second) for each in (dense, *measured)), "whole model, not attention alone"),
     ]
-    for layer, layer_stats in enumerate(stats):
-        query_aware, heads = int(layer_stats.is_query_aware.sum()), layer_stats.is_query_aware.numel()
-        found = f"heads: {query_aware} query-aware, {heads - query_aware} vertical-slash"
-        if layer_stats.is_dense.any():
-            found += f"; {int(layer_stats.is_dense.sum())} run dense, which is faster"
-        found = "ran dense: a short prompt" if layer_stats.dense else found
-        rows.append((f"blocks kept, layer {layer}", "100.0%", f"{layer_stats.density.mean():.1%}", found))
-    return text_table(rows, "<>><")
+    for layer, by_way in enumerate(zip(*(way.stats for way in ways.values()), strict=True)):
+        found = [
+            said for name, stats in zip(ways, by_way, strict=True) if (said := heads_of(stats, name if len(ways) > 1 else ""))
+        ]
+        densities = [f"{stats.density.mean():.1%}" for stats in by_way]
+        rows.append((f"blocks kept, layer {layer}", "100.0%", *densities, "; ".join(found)))
+    return text_table(rows, "<>" + ">" * len(ways) + "<")
+
+
+def heads_of(stats: FlexPrefillStats, name: str) -> str:
+    """The kinds of heads in one layer, and those that run dense; `name` says whose they are."""
+    prefix = f"{name}: " if name else ""
+    if stats.dense:
+        return prefix + "ran dense: a short prompt"
+    parts = []
+    # hybrid selection knows no kinds
+    if stats.row_coverage.isnan().all():
+        query_aware, heads = int(stats.is_query_aware.sum()), stats.is_query_aware.numel()
+        parts.append(f"{query_aware} query-aware, {heads - query_aware} vertical-slash")
+    if stats.is_dense.any():
+        parts.append(f"{int(stats.is_dense.sum())} heads run dense, which is faster")
+    return prefix + ", ".join(parts) if parts else ""
 
 
 def duration(seconds: float) -> str:
@@ -125,13 +148,18 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def verdict(dense: Measured, sparse: Measured) -> str:
-    """Say in one sentence which prefill was faster here."""
-    ratio = dense.second / sparse.second
-    if 0.97 < ratio < 1.03:
-        return "Here both prefills took the same time."
-    better, factor = ("FlexPrefill", ratio) if ratio > 1 else ("dense attention", 1 / ratio)
-    return f"Here the prefill with {better} was {factor:.2f} times faster, compilation apart."
+def verdict(dense: Measured, ways: Mapping[str, Way]) -> str:
+    """Say in one sentence a way which prefill was faster here."""
+    said = []
+    for name, way in ways.items():
+        ratio = dense.second / way.measured.second
+        better, factor = (name, ratio) if ratio > 1 else ("dense attention", 1 / ratio)
+        if 0.97 < ratio < 1.03:
+            said.append(f"Here the prefills with dense attention and with {name} took the same time.")
+        else:
+            other = "" if better == name else f" than that with {name}"
+            said.append(f"Here the prefill with {better} was {factor:.2f} times faster{other}, compilation apart.")
+    return " ".join(said)
 
 
 def draw_two_heads(stats: Sequence[FlexPrefillStats], masks: Sequence[BlockMask | None], path: Path) -> str:
@@ -196,15 +224,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     # advice from torch's compiler to its own users
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
-    with tqdm(total=6, leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
-        dense, _ = measure(model, prompt, None, options.chunk, bar)
-        sparse, run = measure(model, prompt, config, options.chunk, bar)
-    # those of the last chunk
-    stats = [run.stats[layer][-1] for layer in sorted(run.stats)]
-    masks = [run.masks[layer][-1] for layer in sorted(run.stats)]
-    print(table(dense, sparse, stats), verdict(dense, sparse), sep="\n\n")
+    blocks = {"FlexPrefill": flexprefill(model, config=config, collect_masks=True)}
+    if getattr(model.config, CONFIG_KEY, None) is not None:
+        blocks["tuned gammas"] = flexprefill(model)  # with what the config holds
+    ways: dict[str, Way] = {}
+    masks: list[BlockMask | None] = []
+    with tqdm(total=3 + 3 * len(blocks), leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
+        dense, _ = measure(model, prompt, "dense attention", nullcontext(FlexPrefillRun()), options.chunk, bar)
+        for name, block in blocks.items():
+            measured, run = measure(model, prompt, name, block, options.chunk, bar)
+            # those of the last chunk
+            ways[name] = Way(measured, [run.stats[layer][-1] for layer in sorted(run.stats)])
+            masks = masks or [run.masks[layer][-1] for layer in sorted(run.masks)]
+    print(table(dense, ways), verdict(dense, ways), sep="\n\n")
     if any(mask is not None for mask in masks):
-        print(draw_two_heads(stats, masks, options.picture))
+        print(draw_two_heads(ways["FlexPrefill"].stats, masks, options.picture))
 
 
 if __name__ == "__main__":

@@ -7,46 +7,26 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface
-
-from flexmask.integrations.attention_call import attention_call
-from flexmask.integrations.blocks import NAME, OpenBlock, checked, log_dense, model_settings, warn_unreached
+from flexmask.integrations.blocks import OpenBlock, checked, log_dense, model_settings, warn_unreached
 from flexmask.integrations.hooks import hook_flex_attention, unhook_flex_attention
 from flexmask.integrations.models import check_servable, text_config, unwrapped
-from flexmask.integrations.prefill_mask import prefill_mask
+from flexmask.integrations.registration import register
 from flexmask.integrations.run import FlexPrefillRun, own_runs
 from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings
-from flexmask.integrations.versions import check_release
+from flexmask.integrations.tune import tune
+from flexmask.integrations.tune_result import TuneResult
 
 __all__ = [
     "FlexPrefillRun",
     "PrefillSettings",
+    "TuneResult",
     "configure",
     "flexprefill",
     "hook_flex_attention",
     "register",
+    "tune",
     "unhook_flex_attention",
 ]
-
-
-def register() -> None:
-    """Make ``"flexprefill"`` a name that ``set_attn_implementation`` and ``from_pretrained(attn_implementation=...)`` know.
-
-    A model that is set to the name outside of `flexprefill` runs with what `configure` wrote into its config, else with the
-    defaults.
-
-    Raises
-    ------
-    ImportError
-        With a transformers older than 4.54 or newer than 5.23.
-
-    Examples
-    --------
-    >>> register()
-    """
-    check_release()
-    AttentionInterface.register(NAME, attention_call)
-    AttentionMaskInterface.register(NAME, prefill_mask)
 
 
 def configure(model: Any, **options: Any) -> PrefillSettings:

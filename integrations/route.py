@@ -62,6 +62,8 @@ class PrefillCall(NamedTuple):
 
 def route(call: PrefillCall) -> Tensor:
     """Attention of one prefill call, (batch, num_heads, q_len, v_head_dim)."""
+    if call.run is not None and call.run.probe is not None:
+        return call.run.probe(call)
     reason = reason_no_mask(call)
     if reason is not None:
         return by_sdpa(call, reason)

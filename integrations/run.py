@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.integrations.prefill_calls import PrefillCalls
@@ -45,6 +45,8 @@ class FlexPrefillRun:
         The layers' numbers, and the prefill that each entry of `stats` belongs to.
     collect_stats, collect_masks
         Whether these are kept.
+    probe
+        A function that serves every prefill call instead of `route`, or None: `tune` measures by it.
     """
 
     settings: PrefillSettings = field(default_factory=PrefillSettings)
@@ -54,6 +56,7 @@ class FlexPrefillRun:
     masks: dict[int, list[BlockMask | None]] = field(default_factory=dict)
     reasons: dict[int, list[str | None]] = field(default_factory=dict)
     calls: PrefillCalls = field(default_factory=PrefillCalls, repr=False)
+    probe: Callable[[Any], Tensor] | None = field(default=None, repr=False)
     # for the log line, whatever is collected: layers that were called, and those that ran dense by the reason
     _called: set[int] = field(default_factory=set, repr=False)
     _sparse: set[int] = field(default_factory=set, repr=False)

@@ -147,8 +147,12 @@ class PrefillSettings:
         return cls.from_options(**options)
 
     @classmethod
-    def from_options(cls, config: FlexPrefillConfig | None = None, **options: Any) -> PrefillSettings:
-        """Settings from the fields of this class and of FlexPrefillConfig, side by side."""
+    def from_options(cls, config: FlexPrefillConfig | PrefillSettings | None = None, **options: Any) -> PrefillSettings:
+        """Settings from the fields of this class and of FlexPrefillConfig, side by side; or whole ones, as `tune` gives them."""
+        if isinstance(config, PrefillSettings):
+            if options:
+                raise ValueError(f"config must come without options of its own; got {sorted(options)} too")
+            return config
         own = tuple(item.name for item in fields(cls) if item.name != "config")
         _check_options(options, (*OPTIONS, *own), "the options")
         chosen = {name: value for name, value in options.items() if name in OPTIONS}

@@ -12,9 +12,10 @@ pytest.importorskip("tqdm")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.demo import Measured, draw_two_heads, main, parse, table, verdict
+from bench.demo import Measured, Way, draw_two_heads, main, parse, table, verdict
 from bench.retriever.vocabulary import TOKENS
 from flexmask import flexprefill_mask
+from flexmask.integrations.huggingface import configure
 
 DENSE = Measured(torch.tensor([1.0, -4.0]), right=8, asked=8, first=3.0, second=2.0)
 SPARSE = Measured(torch.tensor([1.25, -4.0]), right=7, asked=8, first=9.0, second=1.0)
@@ -30,7 +31,7 @@ def chosen(tau):
 
 def test_table_holds_what_was_measured():
     stats = chosen(0.1)[1]
-    lines = table(DENSE, SPARSE, [stats, replace(stats, dense=True)]).splitlines()
+    lines = table(DENSE, {"FlexPrefill": Way(SPARSE, [stats, replace(stats, dense=True)])}).splitlines()
     assert "8 of 8" in lines[1]
     assert "7 of 8" in lines[1]
     assert "0.25" in lines[2]
@@ -42,14 +43,30 @@ def test_table_holds_what_was_measured():
     is_dense = torch.zeros_like(stats.is_dense)
     is_dense[:, 2:] = True
     assert "run dense" not in lines[5]
-    assert "; 2 run dense, which is faster" in table(DENSE, SPARSE, [replace(stats, is_dense=is_dense)]).splitlines()[5]
+    with_dense = replace(stats, is_dense=is_dense)
+    assert ", 2 heads run dense, which is faster" in table(DENSE, {"FlexPrefill": Way(SPARSE, [with_dense])}).splitlines()[5]
+    # hybrid selection has no kinds of head
+    tuned = Way(replace(SPARSE, right=5), [replace(with_dense, row_coverage=torch.ones(1, 4), density=torch.full((1, 4), 0.123))])
+    lines = table(DENSE, {"FlexPrefill": Way(SPARSE, [stats]), "tuned": tuned}).splitlines()
+    assert lines[0].split()[-2:] == ["FlexPrefill", "tuned"]
+    assert "5 of 8" in lines[1]
+    assert "12.3%" in lines[5]
+    assert lines[5].endswith("; tuned: 2 heads run dense, which is faster")
+    assert "FlexPrefill: " in lines[5]
 
 
 @pytest.mark.parametrize(
     ("seconds", "sentence"), [(1.0, "FlexPrefill was 2.00 times"), (5.0, "dense attention was 2.50 times"), (2.01, "same time")]
 )
 def test_verdict_names_the_faster_one(seconds, sentence):
-    assert sentence in verdict(DENSE, replace(SPARSE, second=seconds))
+    assert sentence in verdict(DENSE, {"FlexPrefill": Way(replace(SPARSE, second=seconds), [])})
+
+
+def test_verdict_speaks_of_each_sparse_prefill():
+    ways = {"FlexPrefill": Way(replace(SPARSE, second=4.0), []), "tuned": Way(SPARSE, [])}
+    first, second = verdict(DENSE, ways).split(". ")
+    assert "dense attention was 2.00 times faster than that with FlexPrefill" in first
+    assert "tuned was 2.00 times faster" in second
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.1, 1.0])
@@ -93,4 +110,22 @@ def test_short_prompt_says_that_it_ran_dense(tmp_path, capsys):
     assert "A prompt of 100 tokens with 3 needles" in printed
     assert printed.count("ran dense: a short prompt") == 2
     assert "of 3" in printed
+    assert "tuned" not in printed
     assert not picture.exists()
+
+
+def test_settings_in_the_config_are_a_column(tmp_path, capsys):
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    configure(model, gamma=[0.5, 1.0], selection="hybrid")
+    model.save_pretrained(tmp_path)
+    main(["--model", str(tmp_path), "--device", "cpu", "--prompt-tokens", "100", "--needles", "3"])
+    printed = capsys.readouterr().out
+    assert printed.count("FlexPrefill: ran dense: a short prompt; tuned gammas: ran dense: a short prompt") == 2

@@ -1,0 +1,94 @@
+"""A gamma for every head: from each head's density and error by gamma to the gammas that a target density or error affords."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_ROUNDING = 1e-9  # of sums of shares
+
+
+class Choice(NamedTuple):
+    """One gamma of one head."""
+
+    gamma: float
+    blocks: float  # kept blocks of the head, as a share of all blocks of all heads
+    error: float
+
+
+class Step(NamedTuple):
+    """One head lowered to a gamma."""
+
+    price: float  # error per block saved
+    head: int
+    choice: Choice
+
+
+class Allocation(NamedTuple):
+    """The whole way down, from the highest gammas to the lowest."""
+
+    highest: tuple[Choice, ...]  # by head
+    steps: tuple[Step, ...]  # cheapest first
+    curve: tuple[tuple[float, float], ...]  # density and mean error, before the first step and after each
+
+    def steps_to_density(self, density: float) -> int | None:
+        """The fewest steps after which at most `density` is kept, None where all of them keep more."""
+        return next((number for number, (kept, _) in enumerate(self.curve) if kept <= density + _ROUNDING), None)
+
+    def steps_to_error(self, error: float) -> int | None:
+        """The most steps whose mean error stays at most `error`, None where the highest gammas exceed it."""
+        within = [number for number, (_, mean) in enumerate(self.curve) if mean <= error]
+        return within[-1] if within else None
+
+    def after(self, steps: int) -> list[Choice]:
+        """Each head's gamma after a number of steps."""
+        chosen = list(self.highest)
+        for step in self.steps[:steps]:
+            chosen[step.head] = step.choice
+        return chosen
+
+
+def allocate(heads: Sequence[Sequence[Choice]]) -> Allocation:
+    """Lower the heads' gammas greedily, each time where a block saved costs least error.
+
+    A step may pass over gammas that cost more than those below them, so that a head's prices never fall and the cheapest step of
+    all heads is next by its price alone.
+
+    Parameters
+    ----------
+    heads
+        Of every head, its choices in any order.
+    """
+    highest = tuple(_densest(choices) for choices in heads)
+    steps = [step for head, choices in enumerate(heads) for step in _way_down(head, choices)]
+    steps.sort(key=lambda step: step.price)  # stable: equal prices keep the order of heads, and within a head its own
+    density, error = sum(choice.blocks for choice in highest), sum(choice.error for choice in highest)
+    curve, now = [(density, error / len(highest))], list(highest)
+    for step in steps:
+        density += step.choice.blocks - now[step.head].blocks
+        error += step.choice.error - now[step.head].error
+        now[step.head] = step.choice
+        curve.append((density, error / len(highest)))
+    return Allocation(highest, tuple(steps), tuple(curve))
+
+
+def _densest(choices: Sequence[Choice]) -> Choice:
+    # of gammas with as many blocks, the most exact
+    return max(choices, key=lambda choice: (choice.blocks, -choice.error, choice.gamma))
+
+
+def _way_down(head: int, choices: Sequence[Choice]) -> list[Step]:
+    """The steps of one head: its lower convex hull of error over blocks."""
+    here = _densest(choices)
+    steps: list[Step] = []
+    while True:
+        below = [
+            Step((choice.error - here.error) / (here.blocks - choice.blocks), head, choice)
+            for choice in choices
+            if choice.blocks < here.blocks
+        ]
+        if not below:
+            return steps
+        # of equal prices the shortest step, so that a target is met more closely
+        steps.append(min(below, key=lambda step: (step.price, -step.choice.blocks)))
+        here = steps[-1].choice

@@ -1,0 +1,243 @@
+"""A gamma for every head, from the user's own text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from flexmask.base.checks import check_real, check_word
+from flexmask.config import OPTIONS
+from flexmask.flex.dense import dense_attention
+from flexmask.integrations.blocks import OpenBlock, checked
+from flexmask.integrations.head_errors import head_errors
+from flexmask.integrations.measured_errors import MeasuredErrors, digest
+from flexmask.integrations.models import check_servable, text_config, unwrapped
+from flexmask.integrations.registration import register
+from flexmask.integrations.route import HEAD_DIMS, PrefillCall, reason_dense_layer
+from flexmask.integrations.run import FlexPrefillRun
+from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.tune_result import TuneResult, check_target, result_of
+
+# the range in which each rule trades blocks for error; at 1 nothing is computed
+GAMMAS = {
+    "hybrid": (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0),
+    "coverage": (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0),
+}
+_FOUND = ("gamma", "selection")
+_TAKEN = (*(name for name in OPTIONS if name not in _FOUND), "dense_layers", "dense_below", "backend", "max_mask_bytes")
+
+
+def tune(
+    model: Any,
+    input_ids: Tensor | Sequence[Tensor],
+    *,
+    density: float | None = None,
+    error: float | None = None,
+    gammas: Sequence[float] | None = None,
+    selection: str = "hybrid",
+    attention_mask: Tensor | None = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> TuneResult:
+    """Find a gamma for every head of a model, on prompts of the kind that it will read.
+
+    One dense prefill a prompt. In each layer every head's output is computed at every gamma and compared with the dense one:
+    relative squared error, ``||o_gamma - o||^2 / ||o||^2``. Then the heads' gammas are lowered greedily, each time where a block
+    saved costs least error, until the target. Errors are those under dense inputs, as if no other layer were sparse.
+
+    Parameters
+    ----------
+    model
+        As in `flexprefill`, on one process.
+    input_ids
+        (length,) or (batch, length) integer, or a sequence of such tensors. Every row is a prompt of its own, longer than a
+        block; densities and errors are means over prompts of equal weight. Use prompts as long as those to come: density falls
+        with the length.
+    density
+        Target in (0, 1]: kept blocks / visible blocks of all measured heads is at most this, by at most one step of one head.
+    error
+        Target >= 0 instead of `density`: the relative squared error, mean over heads, is at most this.
+    gammas
+        In (0, 1], those to choose from. Default: 0.6 to 1 for hybrid selection, 0.3 to 1 for coverage. A head at 1 keeps all
+        blocks and costs nothing to measure.
+    selection
+        ``"hybrid"`` (default) or ``"coverage"``.
+    attention_mask
+        (batch, length), nonzero = token, for an `input_ids` that is one tensor: what is not a token is cut out.
+    resume
+        File to write after each layer, and to go on from if it is there; a finished one saves the measurement. JSON.
+        Default: none.
+    progress
+        Show transformers' progress bar, on a terminal. Default True.
+    options
+        The other fields of FlexPrefillConfig; and `dense_layers`, `dense_below`, `backend` and `max_mask_bytes` of
+        PrefillSettings. `dense_below` decides about windows; prompts shorter than it are measured as well.
+
+    Returns
+    -------
+    TuneResult
+        Its `settings` are what `configure` and `flexprefill` take as `config`. Layers that stay dense (in `dense_layers`, with a
+        window shorter than `dense_below`, with heads of a size without a mask) are left out.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments of a wrong type or out of range, a `density` below that of the lowest gammas, an `error` below that of the
+        highest, a `resume` of other prompts or another model, a model with no layer to measure or with attention that is not
+        finite.
+    ImportError, NotImplementedError
+        As `flexprefill`; also for a model that is spread over processes, or that calls attention twice in a layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> text = torch.randint(64, (1, 600), generator=torch.Generator().manual_seed(0))
+    >>> result = tune(model, text, density=0.8, block_size=32, min_budget=64)
+    >>> result.density <= 0.8
+    True
+    >>> len(result.rows())  # two layers of two heads
+    4
+    """
+    inner = unwrapped(model)
+    check_target(density, error)
+    check_word("selection", selection, tuple(GAMMAS))
+    unknown = [name for name in options if name not in _TAKEN]
+    if unknown:
+        raise TypeError(f"options must be of {', '.join(_TAKEN)}; got {unknown[0]!r}")
+    base = checked(inner, PrefillSettings.from_options(selection=selection, **options))
+    chosen = _checked_gammas(GAMMAS[selection] if gammas is None else gammas)
+    prompts = _prompts(input_ids, attention_mask, base.config.block_size)
+    check_servable(inner)
+    if any(hasattr(parameter, "device_mesh") for parameter in inner.parameters()):
+        raise NotImplementedError("tune does not serve a model spread over processes; load it on one, or with device_map")
+    made_of = {
+        "model": f"{type(inner).__name__}, weights {_mark(inner)}",
+        "prompts": digest(prompts),
+        "gammas": str(chosen),
+        "options": str(sorted(base.to_dict().items())),
+    }
+    measured = MeasuredErrors.begin(chosen, len(prompts), None if resume is None else Path(resume), made_of)
+    dense = _measure(inner, prompts, base, measured, progress)
+    return result_of(base, measured, dense, density, error)
+
+
+def _measure(
+    model: PreTrainedModel, prompts: list[Tensor], settings: PrefillSettings, measured: MeasuredErrors, progress: bool
+) -> dict[int, str]:
+    """Fill `measured`; return why layers stay dense."""
+    register()
+    layers = getattr(text_config(model), "num_hidden_layers", 0)
+    done = sum(len(each) for each in measured.by_prompt)
+    with logging.tqdm(
+        total=len(prompts) * layers, initial=done, desc="tune: layers", leave=False, disable=None if progress else True
+    ) as bar:
+        probe = _Probe(measured, bar)
+        run = FlexPrefillRun(settings, collect_stats=False, probe=probe)
+        for number, prompt in enumerate(prompts):
+            if measured.complete[number]:
+                continue
+            probe.begin(number)
+            block = OpenBlock.enter(model, run)
+            try:
+                with torch.no_grad():
+                    model.base_model(input_ids=prompt[None].to(model.device), use_cache=False)
+            finally:
+                block.leave()
+            if not measured.by_prompt[number]:
+                why = "; ".join(sorted(set(measured.dense.values()))) or "no layer calls FlexPrefill's attention"
+                raise ValueError(f"model must have a layer to tune; got {type(model).__name__}: {why}")
+            measured.complete[number] = True
+            measured.save()
+    return dict(sorted(measured.dense.items()))
+
+
+class _Probe:
+    """Serves each call of a dense prefill, and notes what its heads would lose."""
+
+    def __init__(self, measured: MeasuredErrors, bar: Any) -> None:
+        self.measured, self.bar, self.prompt = measured, bar, 0
+        self.called: set[int] = set()
+
+    def begin(self, prompt: int) -> None:
+        self.prompt = prompt
+        self.called.clear()
+
+    def __call__(self, call: PrefillCall) -> Tensor:
+        inputs, layer = call.inputs, call.layer
+        if layer in self.called:
+            raise NotImplementedError(f"tune does not serve a model that calls attention more than once in layer {layer}")
+        self.called.add(layer)
+        if inputs.query.shape[2] != inputs.key.shape[2] or inputs.attention_mask is not None or inputs.offset is not None:
+            raise NotImplementedError("tune does not serve a model that adds keys to those of its prompt, or hides some")
+        assert inputs.value is not None
+        sizes = {inputs.query.shape[3], inputs.value.shape[3]}
+        reason = reason_dense_layer(call) if sizes <= {*HEAD_DIMS} else "heads of a size that no mask is made for"
+        found = self.measured.by_prompt[self.prompt]
+        if reason is not None or layer in found:
+            if reason is not None:
+                self.measured.dense[layer] = reason
+                self.bar.update()
+            return dense_attention(inputs)[0]
+        out, errors = head_errors(inputs, call.config, self.measured.gammas, call.settings.max_mask_bytes)
+        if not all(math.isfinite(error) for head in errors.error for error in head):
+            raise ValueError(f"model must give finite attention; got NaN or infinity in layer {layer}")
+        found[layer] = errors
+        self.measured.save()
+        self.bar.update()
+        return out
+
+
+def _checked_gammas(gammas: Any) -> tuple[float, ...]:
+    if not isinstance(gammas, (list, tuple)) or not gammas:
+        raise TypeError(f"gammas must be a sequence of numbers, at least one; got {gammas!r}")
+    for number, gamma in enumerate(gammas):
+        check_real(f"gammas[{number}]", gamma)
+        if not 0 < gamma <= 1:
+            raise ValueError(f"gammas[{number}] must be in (0, 1]; got {gamma}")
+    return tuple(sorted({float(gamma) for gamma in gammas}))
+
+
+def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tensor]:
+    """Every row as a prompt of its own, its padding cut out."""
+    given = [input_ids] if isinstance(input_ids, Tensor) else list(input_ids) if isinstance(input_ids, (list, tuple)) else []
+    if not given or not all(isinstance(each, Tensor) for each in given):
+        raise TypeError(f"input_ids must be a tensor or a sequence of tensors; got {type(input_ids).__name__}")
+    rows: list[Tensor] = []
+    for ids in given:
+        if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(f"input_ids must be (length,) or (batch, length) integer; got {tuple(ids.shape)} {ids.dtype}")
+        rows += ids.reshape(-1, ids.shape[-1])
+    if attention_mask is not None:
+        if not isinstance(input_ids, Tensor) or not isinstance(attention_mask, Tensor):
+            raise TypeError("attention_mask must be a tensor, with an input_ids that is one tensor")
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}; got {tuple(attention_mask.shape)}"
+            )
+        masks = attention_mask.reshape(-1, attention_mask.shape[-1]).to(input_ids.device)
+        rows = [row[mask != 0] for row, mask in zip(rows, masks, strict=True)]
+    for row in rows:
+        if len(row) <= block_size:
+            raise ValueError(f"input_ids must hold more than block_size ({block_size}) tokens a prompt; got {len(row)}")
+    if not rows:
+        raise ValueError("input_ids must hold a prompt; got none")
+    return rows
+
+
+def _mark(model: PreTrainedModel) -> str:
+    """A hash of one number of each parameter, to tell models of one shape apart."""
+    numbers = {
+        name: float(x.detach().flatten()[0]) for name, x in model.named_parameters() if x.numel() and x.device.type != "meta"
+    }
+    return digest(numbers)

@@ -1,0 +1,141 @@
+"""What heads lose at each gamma, against attention in float64 under the masks; and the greedy choice of gammas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexmask import FlexPrefillConfig, flexprefill_mask
+from flexmask.base.inputs import attention_inputs
+from flexmask.integrations.gamma_allocation import Choice, allocate
+from flexmask.integrations.head_errors import errors_of_key_head, head_errors
+from tests.cases import structured_inputs
+
+GAMMAS = (0.2, 0.5, 0.8, 1.0)
+
+
+def expected_errors(query, key, value, gamma, selection, scores, sinks):
+    """Density and relative squared error by head, from the mask's own map of pairs and attention in float64."""
+    options = {"block_size": 16, "min_budget": 0, "selection": selection, "tau": 0.12}
+    num_heads, length = query.shape[1:3]
+    groups = num_heads // key.shape[1]
+    keys, values = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+
+    def attend(keep):
+        raw = query.double() @ keys.mT * (scores.get("scale") or query.shape[3] ** -0.5)
+        cap = scores.get("softcap")
+        raw = raw if cap is None else cap * torch.tanh(raw / cap)
+        raw = raw.masked_fill(~keep, -torch.inf)
+        if sinks is not None:
+            raw = torch.cat([raw, sinks.double().view(1, -1, 1, 1).expand(1, num_heads, length, 1)], -1)
+        return raw.softmax(-1)[..., :length] @ values
+
+    row, column = torch.arange(length)[:, None], torch.arange(length)
+    visible = (column <= row) & (column > row - scores.get("window", length))
+    mask, stats = flexprefill_mask(query, key, gamma, return_stats=True, **options, **scores)
+    b, h = torch.zeros((), dtype=torch.int64), torch.arange(num_heads)[:, None, None]
+    keep = mask.mask_mod(b, h, row, column)
+    dense = attend(visible)
+    wrong = (attend(keep & visible) - dense).square().sum((-2, -1)) / dense.square().sum((-2, -1))
+    return stats.density[0], wrong[0]
+
+
+@pytest.mark.parametrize("selection", ["hybrid", "coverage"])
+@pytest.mark.parametrize(
+    ("heads", "scores", "with_sinks", "max_mask_bytes"),
+    [
+        ((4, 2), {}, False, 2**30),
+        ((4, 2), {}, False, 1),  # head by head
+        ((4, 1), {"softcap": 3.0, "scale": 0.4}, False, 2**30),
+        ((4, 4), {"window": 150}, True, 2**30),
+    ],
+    ids=["gqa", "groups", "softcap", "window-sinks"],
+)
+def test_errors_are_those_of_attention_under_the_masks(selection, heads, scores, with_sinks, max_mask_bytes):
+    generator = torch.Generator().manual_seed(3)
+    query, key = structured_inputs(generator, 1, *heads, 250, 250, 16, sharpness=4.0)
+    value = torch.randn(1, heads[1], 250, 24, generator=generator)
+    sinks = torch.randn(4, generator=generator) if with_sinks else None
+    inputs = attention_inputs(query, key, value, sinks=sinks, **scores)
+    config = FlexPrefillConfig(block_size=16, min_budget=0, selection=selection, tau=0.12)
+    out, errors = head_errors(inputs, config, GAMMAS, max_mask_bytes)
+    assert out.shape == (1, 4, 250, 24)
+    lost = []
+    for at, gamma in enumerate(GAMMAS):
+        density, wrong = expected_errors(query, key, value, gamma, selection, scores, sinks)
+        assert torch.tensor([each[at] for each in errors.density]) == pytest.approx(density, abs=1e-6)
+        found = torch.tensor([each[at] for each in errors.error])
+        torch.testing.assert_close(found, wrong, atol=1e-6, rtol=1e-3, check_dtype=False)
+        lost.append(wrong)
+    assert max(lost[0]) > 0.01  # something is lost to compare
+    assert max(lost[-1]) == 0
+
+
+def test_scores_far_apart_do_not_underflow():
+    # a row whose kept blocks hold exp(-300) of its attention: the sparse output is still their softmax
+    query, key = torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16)
+    query[..., 0], key[:, :, :32, 0] = 400.0, 3.0
+    value = torch.cat([torch.ones(1, 1, 32, 16), torch.full((1, 1, 32, 16), 2.0)], 2)
+    inputs = attention_inputs(query, key, value)
+    keep = torch.tensor([[True, False], [False, True]]).view(1, 1, 2, 2)
+    out = torch.empty(1, 64, 16)
+    wrong = errors_of_key_head(inputs, keep, 32, out)
+    assert torch.equal(out, torch.ones(1, 64, 16))
+    assert float(wrong) == pytest.approx(0.5)  # half of the rows give 2 instead of 1
+
+
+def brute_force(heads, density):
+    """Lower one head at a time, by the cheapest of all lower gammas of all heads, until the density is reached."""
+    at = [max(choices, key=lambda choice: choice.gamma) for choices in heads]
+    while sum(choice.blocks for choice in at) > density:
+        best = None
+        for head, choices in enumerate(heads):
+            for choice in choices:
+                saved = at[head].blocks - choice.blocks
+                if saved > 0:
+                    price = (choice.error - at[head].error) / saved
+                    if best is None or price < best[0]:
+                        best = (price, head, choice)
+        if best is None:
+            return None
+        at[best[1]] = best[2]
+    return at
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_equals_brute_force(seed):
+    generator = torch.Generator().manual_seed(seed)
+    number = 6
+    heads = []
+    for _ in range(number):
+        kept = torch.rand(len(GAMMAS), generator=generator).sort().values.tolist()
+        lost = torch.rand(len(GAMMAS), generator=generator).sort(descending=True).values.tolist()
+        kept[-1], lost[-1] = 1.0, 0.0
+        heads.append([Choice(*each) for each in zip(GAMMAS, [x / number for x in kept], lost, strict=True)])
+    way = allocate(heads)
+    assert way.curve[0] == (pytest.approx(1.0), 0.0)
+    for density in (0.9, 0.7, 0.5, 0.3):
+        expected, steps = brute_force(heads, density), way.steps_to_density(density)
+        assert (expected is None) == (steps is None)
+        if steps is not None:
+            assert way.after(steps) == expected
+            assert way.curve[steps][0] == pytest.approx(sum(choice.blocks for choice in expected))
+            assert way.curve[steps][1] == pytest.approx(sum(choice.error for choice in expected) / number)
+    kept, lost = zip(*way.curve, strict=True)
+    assert list(kept) == sorted(kept, reverse=True)
+    assert list(lost) == sorted(lost)
+    middle = lost[len(lost) // 2]
+    assert way.curve[way.steps_to_error(middle)][1] == middle
+    assert way.steps_to_error(-1.0) is None
+
+
+def test_a_gamma_that_costs_more_than_a_lower_one_is_passed_over():
+    head = [Choice(0.5, 0.2, 0.10), Choice(0.8, 0.6, 0.09), Choice(1.0, 1.0, 0.0)]
+    assert [step.choice.gamma for step in allocate([head]).steps] == [0.5]
+
+
+def test_of_gammas_that_keep_the_same_the_most_exact_is_where_it_starts():
+    head = [Choice(0.5, 0.2, 0.3), Choice(0.9, 1.0, 0.1), Choice(0.95, 1.0, 0.0), Choice(1.0, 1.0, 0.0)]
+    way = allocate([head])
+    assert way.highest == (head[3],)
+    assert way.steps == ((pytest.approx(0.375), 0, head[0]),)

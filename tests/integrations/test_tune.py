@@ -1,0 +1,264 @@
+"""`tune`: its settings on the same prompt, targets, padding, saving, resuming, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaForCausalLM
+
+import flexmask.integrations.huggingface as flexmask_hf
+import flexmask.integrations.tune as tune_module
+from flexmask.integrations.head_errors import head_errors
+from flexmask.integrations.settings import PrefillSettings
+from tests.integrations.common import MARKS, make_model, padded
+
+pytestmark = MARKS
+
+GAMMAS = (0.2, 0.5, 0.8, 1.0)
+OPTIONS = {"gammas": GAMMAS, "block_size": 16, "min_budget": 0, "progress": False}
+
+
+@pytest.fixture
+def prompt(tokens):
+    return tokens[:1]
+
+
+def tuned(model, tokens, **options):
+    options = {**OPTIONS, **({} if "error" in options else {"density": 0.6}), **options}
+    return flexmask_hf.tune(model, tokens, **options)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("selection", ["hybrid", "coverage"])
+def test_the_settings_keep_what_was_predicted(model, prompt, selection):
+    whole = tuned(model, prompt, density=1.0, selection=selection, dense_below=0, gammas=(0.2, 0.5, 0.7, 0.9, 0.95, 1.0))
+    target = (whole.curve[0][0] + whole.curve[-1][0]) / 2
+    result = whole.at(density=target)
+    one_step = max(a[0] - b[0] for a, b in zip(result.curve, result.curve[1:], strict=False))
+    assert target - one_step <= result.density <= target < 0.8
+    gammas = {row["gamma"] for row in result.rows()}
+    assert len(gammas) > 1
+    with flexmask_hf.flexprefill(model, config=result.settings) as run:
+        model(prompt)
+    kept = torch.stack([run.stats[layer][0].density[0] for layer in (0, 1)])
+    predicted = torch.tensor([row["density"] for row in result.rows()]).view(2, 4)
+    assert torch.equal(kept[0], predicted[0])  # what comes before layer 0 is the same
+    assert kept[1] == pytest.approx(predicted[1], abs=0.1)
+    assert float(kept.mean()) == pytest.approx(result.density, abs=0.02)
+
+
+def test_errors_are_of_a_dense_prefill(model, prompt):
+    """Layer 1 is measured under the inputs that layer 0 gives it when dense."""
+    result = tuned(model, prompt)
+    with_dense = tuned(model, prompt, dense_layers=(0,), density=1.0)
+    assert with_dense.dense == {0: "in dense_layers"}
+    assert [row["layer"] for row in with_dense.rows()] == [1] * 4
+    former = [each.error for each in (result._measured.by_prompt[0][1], with_dense._measured.by_prompt[0][1])]
+    assert torch.tensor(former[0]) == pytest.approx(torch.tensor(former[1]), rel=1e-3, abs=1e-7)
+    assert 0 not in with_dense.settings.layers
+
+
+def test_the_result_adds_up(model, prompt):
+    result = tuned(model, prompt, density=0.7)
+    rows = result.rows()
+    assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(4)]
+    assert sum(row["density"] for row in rows) / 8 == pytest.approx(result.density)
+    assert sum(row["error"] for row in rows) / 8 == pytest.approx(result.error)
+    for layer in (0, 1):
+        assert result.settings.of_layer(layer).gamma == tuple(row["gamma"] for row in rows if row["layer"] == layer)
+    assert result.settings.config.selection == "hybrid"
+    assert result.curve[0] == (pytest.approx(1.0), 0.0)
+    assert (result.density, result.error) in result.curve
+    lost = [error for _, error in result.curve]
+    assert lost == sorted(lost)
+    # no gamma for all heads is below the curve
+    for _, density, error in result.uniform:
+        (right, high), (left, low) = next(
+            pair for pair in zip(result.curve, result.curve[1:], strict=False) if pair[1][0] <= density + 1e-9
+        )
+        assert high + (low - high) * (right - density) / (right - left) <= error + 1e-9
+    assert result.uniform[-1] == (1.0, pytest.approx(1.0), 0.0)
+    every = result.rows(every_gamma=True)
+    assert len(every) == len(rows) * len(GAMMAS)
+    assert all(row in every for row in rows)
+
+
+def test_a_target_error_is_met(model, prompt):
+    result = tuned(model, prompt, error=0.1)
+    assert 0 < result.error <= 0.1
+    following = result.curve[result.curve.index((result.density, result.error)) + 1]
+    assert following[1] > 0.1
+    assert result.at(density=result.density).settings == result.settings
+    assert result.at(error=0).error == 0
+
+
+def test_prompts_are_averaged_and_padding_is_cut_out(model, tokens):
+    first, second = (tuned(model, row) for row in tokens)
+    both = tuned(model, [tokens[0], tokens[1:]])
+    for one, other, mean in zip(first.uniform, second.uniform, both.uniform, strict=True):
+        assert mean == pytest.approx([(a + b) / 2 for a, b in zip(one, other, strict=True)])
+    assert tuned(model, tokens).uniform == both.uniform
+    mask = padded(tokens)
+    assert tuned(model, tokens, attention_mask=mask).uniform == tuned(model, [tokens[0], tokens[1][mask[1] != 0]]).uniform
+
+
+def test_a_window_below_the_break_even_stays_dense(prompt):
+    model = make_model("Gemma3")
+    result = tuned(model, prompt)
+    assert result.dense == {0: "sliding window 200 < dense_below 16384"}
+    assert set(result.settings.layers) == {1}
+    every = tuned(model, prompt, density=0.8, dense_below=0)
+    assert every.dense == {}
+    assert set(every.settings.layers) == {0, 1}
+    # its heads see fewer blocks, so they weigh less: kept blocks of all heads by visible blocks of all heads
+    layers = every._measured.by_prompt[0].values()
+    assert len({errors.visible for errors in layers}) == 2
+    for at, (_, density, _) in enumerate(every.uniform):
+        kept = sum(errors.visible * head[at] for errors in layers for head in errors.density)
+        assert density == pytest.approx(kept / sum(4 * errors.visible for errors in layers))
+    rows = {(row["layer"], row["head"], row["gamma"]): row["density"] for row in every.rows(every_gamma=True)}
+    for (layer, errors), head, (at, gamma) in itertools.product(
+        every._measured.by_prompt[0].items(), range(4), enumerate(GAMMAS)
+    ):
+        assert rows[layer, head, gamma] == pytest.approx(errors.density[head][at])
+
+
+def test_a_model_that_calls_attention_twice_in_a_layer_is_refused(model, prompt, monkeypatch):
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+
+    def twice(*args, **kwargs):
+        forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", twice)
+    with pytest.raises(NotImplementedError, match="calls attention more than once in layer 1"):
+        tuned(model, prompt)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_half_precision_and_open_blocks(model, prompt):
+    exact = tuned(model, prompt)
+    with flexmask_hf.flexprefill(model, gamma=0.5, dense_below=0) as run:  # another block's options have no part in it
+        assert tuned(model, prompt).curve == exact.curve
+        assert not run.stats
+    half = tuned(model.bfloat16(), prompt)
+    for (_, *one), (_, *other) in zip(half.uniform, exact.uniform, strict=True):
+        assert one == pytest.approx(other, abs=0.05)
+
+
+def test_settings_are_saved_with_the_model(model, prompt, tmp_path):
+    result = tuned(model, prompt)
+    assert flexmask_hf.configure(model, config=result.settings) == result.settings
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert PrefillSettings.from_dict(loaded.config.flexprefill_config) == result.settings
+    assert PrefillSettings.from_dict(json.loads(json.dumps(result.settings.to_dict()))) == result.settings
+    with pytest.raises(ValueError, match="config must come without options of its own"):
+        flexmask_hf.configure(model, config=result.settings, dense_below=0)
+
+
+def test_the_model_is_left_as_it_was(model, prompt):
+    expected = model(prompt).logits
+    before = dict(model.config.to_dict())
+    tuned(model, prompt)
+    assert model.config.to_dict() == before
+    assert model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="model must give finite attention; got NaN or infinity in layer 1"):
+        tuned(model, prompt)
+    assert model.config._attn_implementation == "sdpa"
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = 0
+    assert model(prompt).logits.shape == expected.shape
+
+
+def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatch):
+    expected = tuned(model, tokens)
+    path, measured = tmp_path / "tune.json", []
+
+    def counted(*arguments):
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(arguments)
+        return head_errors(*arguments)
+
+    monkeypatch.setattr(tune_module, "head_errors", counted)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(model, tokens, resume=path)
+    assert json.loads(path.read_text())["complete"] == [True, False]
+    monkeypatch.setattr(tune_module, "head_errors", lambda *arguments: measured.append(arguments) or head_errors(*arguments))
+    result = tuned(model, tokens, resume=str(path))
+    assert len(measured) == 4
+    # layer 1 of the second prompt follows a layer 0 by another kernel
+    assert torch.tensor(result.curve) == pytest.approx(torch.tensor(expected.curve), abs=1e-5)
+    again = tuned(model, tokens, resume=path, density=0.7)
+    assert len(measured) == 4
+    assert again.curve == result.curve
+    assert not (tmp_path / "tune.json.part").exists()
+
+    for other, options in [
+        ("prompts", {"input_ids": tokens.flip(1)}),
+        ("gammas", {"gammas": (0.5, 1.0)}),
+        ("options", {"selection": "coverage"}),
+        ("options", {"min_budget": 64}),
+        ("model", {"model": make_model(seed=1)}),
+    ]:
+        with pytest.raises(ValueError, match=f"resume must be a file of the same .* is of another {other}"):
+            flexmask_hf.tune(**{"model": model, "input_ids": tokens, "density": 0.6, "resume": path, **OPTIONS, **options})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "flexmask tune 1"}', "no JSON"])
+def test_another_file_is_not_overwritten(model, prompt, tmp_path, text):
+    path = tmp_path / "notes.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="resume must be a file that tune wrote, or none yet"):
+        tuned(model, prompt, resume=path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"density": None}, ValueError, "density or error must be given, and not both"),
+        ({"error": 0.1, "density": 0.5}, ValueError, "density or error must be given, and not both"),
+        ({"density": 0.0}, ValueError, r"density must be in \(0, 1\]; got 0.0"),
+        ({"density": 1.5}, ValueError, r"density must be in \(0, 1\]; got 1.5"),
+        ({"density": "half"}, TypeError, "density must be a number"),
+        ({"density": None, "error": -1}, ValueError, "error must be >= 0; got -1"),
+        ({"density": None, "error": float("nan")}, ValueError, "error must be finite"),
+        ({"density": 0.01}, ValueError, "density must be at least 0.*, that of the lowest gammas in every head; got 0.01"),
+        ({"density": None, "error": 1e-9, "gammas": (0.3, 0.5)}, ValueError, "error must be at least .*; got 1e-09"),
+        ({"gammas": ()}, TypeError, "gammas must be a sequence of numbers, at least one"),
+        ({"gammas": 0.5}, TypeError, "gammas must be a sequence"),
+        ({"gammas": (0.5, 1.5)}, ValueError, r"gammas\[1\] must be in \(0, 1\]; got 1.5"),
+        ({"gammas": (0.5, "a")}, TypeError, r"gammas\[1\] must be a number"),
+        ({"selection": "reference"}, ValueError, "selection"),
+        ({"gamma": 0.9}, TypeError, "options must be of .*; got 'gamma'"),
+        ({"layers": {0: {"gamma": 0.9}}}, TypeError, "options must be of .*; got 'layers'"),
+        ({"method": "causal"}, TypeError, "options must be of .*; got 'method'"),
+        ({"block_size": 7}, ValueError, "block_size"),
+        ({"dense_layers": (2,)}, ValueError, "dense_layers"),
+        ({"dense_layers": (0, 1)}, ValueError, "model must have a layer to tune; got LlamaForCausalLM: in dense_layers"),
+        ({"model": torch.nn.Linear(2, 2)}, TypeError, "model must be a transformers PreTrainedModel"),
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be a tensor"),
+        ({"input_ids": "text"}, TypeError, "input_ids must be a tensor.* got str"),
+        ({"input_ids": torch.zeros(1, 40)}, ValueError, "input_ids must be .* integer"),
+        ({"input_ids": torch.ones(1, 16, dtype=torch.int64)}, ValueError, r"more than block_size \(16\) tokens a prompt; got 16"),
+        ({"input_ids": torch.ones(0, 64, dtype=torch.int64)}, ValueError, "input_ids must hold a prompt"),
+        ({"attention_mask": torch.ones(1, 5)}, ValueError, "attention_mask must have input_ids' shape"),
+        ({"attention_mask": [1] * 530}, TypeError, "attention_mask must be a tensor"),
+        ({"attention_mask": torch.zeros(1, 530)}, ValueError, r"more than block_size \(16\) tokens a prompt; got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(model, prompt, options, error, message):
+    arguments = {"model": model, "input_ids": prompt, "density": 0.5, **OPTIONS, **options}
+    with pytest.raises(error, match=message):
+        flexmask_hf.tune(**arguments)
+    assert model.config._attn_implementation == "sdpa"
