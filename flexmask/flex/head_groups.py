@@ -20,10 +20,9 @@ def head_bytes(inputs: AttentionInputs, config: FlexPrefillConfig) -> int:
 def plain_mask_bytes(inputs: AttentionInputs, config: FlexPrefillConfig) -> int:
     """Bytes that the mask of one head takes while the plain steps make it, uncompiled; the most that was measured, rounded up.
 
-    Each pair of blocks takes up to 72 bytes (indices of sorts are int64; hybrid selection sums a few maps), 56 where no head may be
-    query-aware. The attention of
-    the representative rows is written out: float32, and again to part it into blocks, with its map of visible keys. Block means
-    copy queries and keys where they are of half precision, padded or no whole blocks.
+    Each pair of blocks takes up to 72 bytes (indices of sorts are int64; hybrid selection sums a few maps), 56 where no head may
+    be query-aware. The attention of the representative rows is written out: float32, and again to part it into blocks, with its
+    map of visible keys. Block means copy queries and keys where they are of half precision, padded or no whole blocks.
     """
     (groups, q_len, head_dim), kv_len = _shape(inputs), inputs.key.shape[2]
     pairs = num_blocks(q_len, config.block_size) * num_blocks(kv_len, config.block_size)
@@ -50,8 +49,8 @@ def mask_bytes(q_len: int, kv_len: int, config: FlexPrefillConfig) -> int:
     """Bytes that the mask of one head of one batch row takes while it is made, by the kernels that run on CUDA.
 
     Each pair of blocks takes two int32 list entries and a byte of the map of kept blocks; where heads may be query-aware, a
-    float32 of the pooled map and another byte, which hybrid selection needs too. Each representative row takes four float32 by key block. Not counted: the lists by
-    key block that gradients need.
+    float32 of the pooled map and another byte, which hybrid selection needs too. Each representative row takes four float32 by
+    key block. Not counted: the lists by key block that gradients need.
     """
     num_q_blocks, num_kv_blocks = num_blocks(q_len, config.block_size), num_blocks(kv_len, config.block_size)
     rows = config.block_size * (1 if config.pattern_queries == config.index_queries else 2)

@@ -143,6 +143,12 @@ def test_a_model_that_calls_attention_twice_in_a_layer_is_refused(model, prompt,
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_model_spread_over_processes_is_refused(model, prompt):
+    model.model.layers[0].mlp.up_proj.weight.device_mesh = "of a DTensor"
+    with pytest.raises(NotImplementedError, match="tune does not serve a model spread over processes"):
+        tuned(model, prompt)
+
+
 def test_half_precision_and_open_blocks(model, prompt):
     exact = tuned(model, prompt)
     with flexmask_hf.flexprefill(model, gamma=0.5, dense_below=0) as run:  # another block's options have no part in it
