@@ -99,9 +99,9 @@ class flexprefill(ContextDecorator):
         pictures and tests, not for speed. Default False.
     options
         The other fields of FlexPrefillConfig, or one as `config`, and those of PrefillSettings: `dense_below`, `dense_layers`,
-        `layers`, `backend`, `max_mask_bytes`, `method`, `method_options`; or a PrefillSettings as `config`. With no option at all,
-        gamma and tau included: what `configure` wrote into the model's config by the time that the block is entered, else the
-        defaults.
+        `layers`, `backend`, `max_mask_bytes`, `method`, `method_options`; or a PrefillSettings as `config`. With no option at
+        all, gamma and tau included: what `configure` wrote into the model's config by the time that the block is entered, else
+        the defaults.
 
     Returns
     -------
