@@ -142,6 +142,9 @@ COMPILE_TIME = ("tau", *_FIXED)
 class _Unset:
     """Type of `UNSET`: by its type, since torch 2.8 cannot trace whether a symbolic number is that object."""
 
+    def __repr__(self) -> str:
+        return "UNSET"
+
 
 # stands in for a keyword that was not given
 UNSET: Any = _Unset()
