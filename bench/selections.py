@@ -1,0 +1,81 @@
+"""Masks and calls of both selections next to dense attention, on one prompt a length: ``python -m bench.selections --out FILE``.
+
+A prompt's density depends on gamma and on the selection, so each length has a row of densities first; then times of dense cuDNN
+attention, of the masks and of whole calls, eager and as CUDA graphs, and each mask's GPU time by kernel. Which densities lose
+equally much is the business of `bench.fidelity`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from bench import ON_GPU
+from bench.measure.clock import eager_and_graph_times
+from bench.measure.methods import dense_sdpa
+from bench.measure.stages import kernels_of
+from bench.prompts.prompt import SHAPE, named_density
+from bench.prompts.structured import structured_prompt
+from flexmask import flexprefill_attention, flexprefill_mask
+
+GAMMAS = {"coverage": (0.7, 0.8, 0.9, 0.95), "hybrid": (0.7, 0.8, 0.9, 0.95, 0.97)}
+CALLS = (("coverage", 0.7), ("coverage", 0.9), ("hybrid", 0.7), ("hybrid", 0.9), ("hybrid", 0.95))
+
+
+def rows(tokens: int) -> list[dict[str, Any]]:
+    """Densities, times and kernels on one prompt."""
+    tensors = structured_prompt(tokens, named_density(tokens), **SHAPE)
+    query, key, value = tensors
+    dense = dense_sdpa(tensors, SDPBackend.CUDNN_ATTENTION if ON_GPU else None)
+
+    densities = {}
+    for selection, gammas in GAMMAS.items():
+        for gamma in gammas:
+            found = flexprefill_mask(query, key, gamma, selection=selection, return_stats=True)
+            assert isinstance(found, tuple)
+            densities[f"{selection} {gamma}"] = round(float(found[1].density.mean()), 4)
+    masks: dict[str, Callable[[], Any]] = {
+        f"mask {selection} 0.9": functools.partial(flexprefill_mask, query, key, 0.9, selection=selection) for selection in GAMMAS
+    }
+    calls: dict[str, Callable[[], Any]] = {
+        f"call {selection} {gamma}": functools.partial(
+            flexprefill_attention, query, key, value, gamma, selection=selection, dense_below=0
+        )
+        for selection, gamma in CALLS
+    }
+    made: list[dict[str, Any]] = [{"tokens": tokens, "densities": densities}]
+    with torch.no_grad():
+        for methods in (masks, calls):
+            made.append({"tokens": tokens, "times": eager_and_graph_times({"dense": dense, **methods})})
+    for name, mask in masks.items() if ON_GPU else ():
+        kernels_of(mask)  # the first profile includes setting up the profiler
+        by_kernel: dict[str, float] = {}
+        for kernel, microseconds in kernels_of(mask):
+            by_kernel[kernel[:48]] = round(by_kernel.get(kernel[:48], 0.0) + microseconds, 1)
+        made.append({"tokens": tokens, "kernels_us": by_kernel, "method": name})
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure every length, a JSON line a row, as they come."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=lambda text: [int(x) for x in text.split(",")], default=[8192, 32768, 131072])
+    parser.add_argument("--out", type=Path, default=None, help="a file for the rows, besides the output")
+    given = parser.parse_args(arguments)
+    for tokens in given.lengths:
+        for row in rows(tokens):
+            print(json.dumps(row), flush=True)
+            if given.out is not None:
+                with given.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
