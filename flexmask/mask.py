@@ -84,7 +84,7 @@ def flexprefill_mask(
         so that ``to_dense()``, ``sparsity()`` and flex_attention without compilation agree with the compiled kernel. It has no
         lists by key block, which only the backward pass needs: use `flexprefill_attention` for gradients. Memory: two int32 lists
         and a bool map of batch * num_heads * num_q_blocks * num_kv_blocks entries, 9 bytes an entry (0.3 GB for 32 heads at 128k
-        tokens in blocks of 128). While it is made, up to 14 bytes an entry by the kernels on CUDA; elsewhere up to 72, and 12
+        tokens in blocks of 128). While it is made, up to 14 bytes an entry by the kernels on CUDA; elsewhere up to 80, and 12
         for each representative row and key (18 with a soft cap), since their attention is written out. torch 2.5's BlockMask
         knows whole blocks only: its shape and sparsity round the lengths up to them. ``torch.save``, pickle and ``copy.deepcopy``
         take the mask with its mask_mod (``torch.load`` needs ``weights_only=False``); one made inside ``torch.compile``, and what

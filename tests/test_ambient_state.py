@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask import flexprefill_attention, flexprefill_mask, search
+from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask, search
 from flexmask._torch import without_tf32
+from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks import causal_mask
 from tests.attention_calls import SINKS, call, padding
 from tests.cases import structured_inputs
@@ -128,14 +129,16 @@ def test_numbers_kept_for_the_gpu_are_never_fake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
     kept = []
-    monkeypatch.setattr(search, "_kept_scalars", lambda values, *rest: kept.append(values) or [torch.tensor(x) for x in values])
-    device = torch.device("cuda")
+    shares = torch.full((4,), 0.5), torch.tensor(0.1)
+    monkeypatch.setattr(search, "_kept_shares", lambda *values: kept.append(values[:3]) or shares)
+    query = type("OnCuda", (), {"device": torch.device("cuda"), "shape": (1, 4, 50, 16)})()
+    inputs, config = AttentionInputs(query, query, None, 1.0), FlexPrefillConfig(0.5, 0.1)
     with FakeTensorMode():
-        made = search._scalars((0.5, 0.1), device)
+        made = search._shares(inputs, config)
     assert [x.device.type for x in made] == ["cuda", "cuda"]
     assert not kept
-    search._scalars((0.5, 0.1), device)
-    assert kept == [(0.5, 0.1)]
+    assert search._shares(inputs, config) == shares
+    assert kept == [(0.5, 4, 0.1)]
 
 
 @pytest.fixture

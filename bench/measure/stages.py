@@ -13,7 +13,7 @@ from bench.measure.clock import eager_and_graph_times, synchronize
 STAGES: dict[str, tuple[str, ...]] = {
     "representative scores": ("_block_sums_kernel", "_row_norms_kernel", "_lines_kernel"),
     "pattern": ("_estimate_kernel", "_pattern_kernel"),
-    "index": ("_pooled_map", "_small_map", "_digit_pass", "_ties_kernel", "_chosen_kernel", "_rows_kernel"),
+    "index": ("_pooled_map", "_small_map", "_digit_pass", "_ties_kernel", "_chosen_kernel", "_rows_kernel", "_evidence_kernel"),
     "emission": ("_lists_kernel",),
     "attention": ("flex_attention", "triton_tem_", "flash", "cutlass"),
 }

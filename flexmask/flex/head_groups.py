@@ -20,9 +20,10 @@ def head_bytes(inputs: AttentionInputs, config: FlexPrefillConfig) -> int:
 def plain_mask_bytes(inputs: AttentionInputs, config: FlexPrefillConfig) -> int:
     """Bytes that the mask of one head takes while the plain steps make it, uncompiled; the most that was measured, rounded up.
 
-    Each pair of blocks takes up to 72 bytes (indices of sorts are int64; hybrid selection sums a few maps), 56 where no head may
-    be query-aware. The attention of the representative rows is written out: float32, and again to part it into blocks, with its
-    map of visible keys. Block means copy queries and keys where they are of half precision, padded or no whole blocks.
+    Each pair of blocks takes up to 72 bytes (indices of sorts are int64), 56 where no head may be query-aware, 80 in hybrid
+    selection, which sums a few maps. The attention of the representative rows is written out: float32, and again to part it into
+    blocks, with its map of visible keys. Block means copy queries and keys where they are of half precision, padded or no whole
+    blocks.
     """
     (groups, q_len, head_dim), kv_len = _shape(inputs), inputs.key.shape[2]
     pairs = num_blocks(q_len, config.block_size) * num_blocks(kv_len, config.block_size)
@@ -35,7 +36,7 @@ def plain_mask_bytes(inputs: AttentionInputs, config: FlexPrefillConfig) -> int:
     ragged = q_len % config.block_size != 0 or kv_len % config.block_size != 0
     copies = (inputs.query.dtype != torch.float32) + absent + ragged
     means = copies * 4 * head_dim * max(q_len, -(-kv_len // groups))
-    per_pair = 72 if config.tau > 0 or config.selection == "hybrid" else 56
+    per_pair = 80 if config.selection == "hybrid" else 72 if config.tau > 0 else 56
     return pairs * per_pair + config.block_size * kv_len * by_score + means
 
 

@@ -94,7 +94,9 @@ def test_dense_below_in_chunks_over_a_static_cache(device, tokens, with_mask):
         )
 
     expected = prefill(static_cache(model, 700))
-    with flexmask_hf.flexprefill(model, **options_on(device, {**KEEP_ALL, "dense_below": 300})) as run:
+    # everything is kept by the floor: at gamma 1 all heads would run dense
+    keep_all = {**KEEP_ALL, "gamma": 0.9, "min_budget": 10**6, "dense_below": 300}
+    with flexmask_hf.flexprefill(model, **options_on(device, keep_all)) as run:
         found = prefill(static_cache(model, 700))
     known = with_mask or device.type == "cpu"
     assert [stats.dense for stats in run.stats[0]] == ([True, False, False] if known else [True] * 3)
