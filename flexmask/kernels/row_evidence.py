@@ -25,6 +25,8 @@ _QUERY_BYTES = 32 * 1024
 # query blocks, and key blocks at a time
 _Q_BLOCKS = 4
 _COLUMNS = 32
+# bits of a float32 that the dtype holds as well
+_FIRST_DIGITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 
 
 @triton.jit
@@ -184,11 +186,14 @@ def _evidence_kernel(
 
 
 def split_means(means: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Key means as the kernel multiplies them: in float16 and bfloat16 a mean and the rest of it, which hold twice the digits."""
+    """Key means as the kernel multiplies them: in float16 and bfloat16 a mean and the rest of it, which hold twice the digits.
+
+    The first digits are cut off bit by bit: Inductor leaves out a rounding to half precision whose result goes on in float32.
+    """
     if dtype == torch.float32:
         return means, means
-    high = means.to(dtype)
-    return computed_once(high), computed_once((means - high.float()).to(dtype))
+    high = (means.view(torch.int32) & _FIRST_DIGITS[dtype]).view(torch.float32)
+    return computed_once(high.to(dtype)), computed_once((means - high).to(dtype))
 
 
 def row_blocks(
