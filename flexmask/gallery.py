@@ -88,9 +88,9 @@ def sparse_attention(
     run = {"backend": backend, "dense_below": dense_below, "return_lse": return_lse, "max_mask_bytes": max_mask_bytes}
     if method == "flexprefill":
         own = options if "config" in options else {"block_size": block_size, **options}
-        return flexprefill_attention(query, key, value, sinks=sinks, **shared, **run, **own)  # type: ignore[arg-type]
+        return flexprefill_attention(query, key, value, sinks=sinks, **shared, **run, **own)  # type: ignore[arg-type]  # keywords of several types
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
-    inputs = attention_inputs(query, key, value, sinks=sinks, **shared)  # type: ignore[arg-type]
+    inputs = attention_inputs(query, key, value, sinks=sinks, **shared)  # type: ignore[arg-type]  # keywords of several types
     generate = MASKS[method] if isinstance(method, str) else method
     FlexPrefillConfig(block_size=block_size)  # for its range
     check_options(generate, block_size, options, query.shape[1])

@@ -46,6 +46,9 @@ def flexprefill_mask(
     Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 3, algorithms "Sparse Attention", "Sparse Pattern Search",
     "Vertical Slash Index Search" and "Query Aware Index Search".
 
+    That is ``selection="coverage"``. ``"hybrid"``, which is not in the paper, also asks rows of every query block, and keeps by
+    thresholds (`FlexPrefillConfig`, docs/algorithm.md).
+
     Differs from the paper: selection is by block (a slash counts for the two block diagonals it crosses), short and padded
     blocks weigh by the number of their keys, prompts may be padded, chunked, windowed or soft-capped.
 
@@ -146,7 +149,8 @@ def flexprefill_mask(
     # inside a surrounding compilation gamma may be symbolic, which no string can be made of
     traced = torch.compiler.is_compiling()
     shown = config.gamma if inputs.gamma is None else "by head"
-    name = "flexprefill" if traced else f"flexprefill(gamma={shown}, tau={config.tau}, block_size={config.block_size})"
+    rule = f"tau={config.tau}" if config.selection == "coverage" else f"selection={config.selection}"
+    name = "flexprefill" if traced else f"flexprefill(gamma={shown}, {rule}, block_size={config.block_size})"
     mask = block_mask(inputs, result.lists, result.keep, config.block_size, name)
     if not return_stats:
         return mask

@@ -177,7 +177,7 @@ def mask_method(
     shown = [p for p in inspect.signature(generate).parameters.values() if p.kind is not p.VAR_KEYWORD]
     signature = inspect.Signature([*shown, *parameters.values()], return_annotation="BlockMask")
     generate.__signature__ = signature  # type: ignore[attr-defined]  # which inspect and help() read
-    generate.method = method  # type: ignore[attr-defined]
+    generate.method = method  # type: ignore[attr-defined]  # a mark on a function
     return generate
 
 

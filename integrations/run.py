@@ -125,7 +125,7 @@ class FlexPrefillRun:
                 "call": call,
                 "batch": batch,
                 "head": head,
-                "pattern": "dense" if stats.dense else "query-aware" if stats.is_query_aware[batch, head] else "vertical-slash",
+                "pattern": _pattern(stats, batch, head),
                 "distance": float(stats.js_distance[batch, head]),
                 "density": float(stats.density[batch, head]),
                 "coverage": float(stats.coverage[batch, head]),
@@ -194,3 +194,12 @@ HOOKS: WeakKeyDictionary[nn.Module, FlexPrefillRun] = WeakKeyDictionary()
 def own_runs() -> tuple[FlexPrefillRun, ...]:
     """The runs that the calling thread or task opened and did not close."""
     return _OWN.get()
+
+
+def _pattern(stats: FlexPrefillStats, batch: int, head: int) -> str:
+    """A head's pattern in words; hybrid selection, which alone knows the coverage of rows, has none."""
+    if stats.dense:
+        return "dense"
+    if not stats.row_coverage[batch, head].isnan():
+        return "hybrid"
+    return "query-aware" if stats.is_query_aware[batch, head] else "vertical-slash"

@@ -44,7 +44,7 @@ def block_mask(
         # pickle and deepcopy ask the object first; its mask_mod is a closure, which does not pickle. By a weak reference: a cycle
         # would keep the memory of dropped masks until Python looks for cycles
         parts = (lists, keep, block_size, name, lengths, inputs.window, inputs.attention_mask, inputs.offset)
-        mask.__reduce_ex__ = functools.partial(_pickled, weakref.ref(mask), mask_mod, parts)  # type: ignore[method-assign]
+        mask.__reduce_ex__ = functools.partial(_pickled, weakref.ref(mask), mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
     return mask
 
 
@@ -56,7 +56,7 @@ def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...
         return _unpickled, parts
     # changed since: as any BlockMask, which deepcopy takes and pickle does not
     state = {name: value for name, value in vars(mask).items() if name != "__reduce_ex__"}
-    return copyreg.__newobj__, (BlockMask,), state  # type: ignore[attr-defined]
+    return copyreg.__newobj__, (BlockMask,), state  # type: ignore[attr-defined]  # typeshed lacks it
 
 
 def _unpickled(

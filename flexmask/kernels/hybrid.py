@@ -12,9 +12,9 @@ from flexmask.base.visibility import block_visibility, token_validity
 from flexmask.config import FlexPrefillConfig
 from flexmask.kernels.block_lists import block_lists
 from flexmask.kernels.last_rows import last_rows_lines
-from flexmask.kernels.pooling import block_means
+from flexmask.kernels.pooling import block_means, split_means
 from flexmask.kernels.representative import block_sums, packed_rows
-from flexmask.kernels.row_evidence import row_blocks, row_coverage, split_means
+from flexmask.kernels.row_evidence import row_blocks, row_coverage
 from flexmask.kernels.vertical_slash import kept_mass, line_mass, row_norms
 from flexmask.kernels.visibility import packed_edges
 

@@ -7,7 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask._torch import computed_once
 from flexmask.base.visibility import num_blocks
+
+# bits of a float32 that the dtype holds as well
+_FIRST_DIGITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 
 
 @triton.jit
@@ -99,3 +103,14 @@ def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_si
         num_warps=1,
     )
     return means
+
+
+def split_means(means: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Key means as the kernel multiplies them: in float16 and bfloat16 a mean and the rest of it, which hold twice the digits.
+
+    The first digits are cut off bit by bit: Inductor leaves out a rounding to half precision whose result goes on in float32.
+    """
+    if dtype == torch.float32:
+        return means, means
+    high = (means.view(torch.int32) & _FIRST_DIGITS[dtype]).view(torch.float32)
+    return computed_once(high.to(dtype)), computed_once((means - high).to(dtype))

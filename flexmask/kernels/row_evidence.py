@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask._torch import computed_once
 from flexmask.base import hybrid_rule
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import Tokens
@@ -25,8 +24,6 @@ _QUERY_BYTES = 32 * 1024
 # query blocks, and key blocks at a time
 _Q_BLOCKS = 4
 _COLUMNS = 32
-# bits of a float32 that the dtype holds as well
-_FIRST_DIGITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 
 
 @triton.jit
@@ -185,17 +182,6 @@ def _evidence_kernel(
         tl.store(held + at, mean, mask=here)
 
 
-def split_means(means: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Key means as the kernel multiplies them: in float16 and bfloat16 a mean and the rest of it, which hold twice the digits.
-
-    The first digits are cut off bit by bit: Inductor leaves out a rounding to half precision whose result goes on in float32.
-    """
-    if dtype == torch.float32:
-        return means, means
-    high = (means.view(torch.int32) & _FIRST_DIGITS[dtype]).view(torch.float32)
-    return computed_once(high.to(dtype)), computed_once((means - high).to(dtype))
-
-
 def row_blocks(
     inputs: AttentionInputs,
     means: tuple[Tensor, Tensor],
@@ -211,7 +197,7 @@ def row_blocks(
     inputs
         The problem.
     means
-        Key means, from `split_means`.
+        Key means, from `flexmask.kernels.pooling.split_means`.
     tokens, edges
         Which rows are tokens, and which blocks see which.
     gamma

@@ -4,6 +4,8 @@ Nothing here is shared with the methods. Each function takes a `Call` and the me
 (batch, num_heads, num_q_blocks, num_kv_blocks) bool, before the blocks of the rows' own positions are added and those that nobody
 sees are dropped; and the margin of each row of blocks, (batch, num_heads, num_q_blocks): how far its closest decision is from the
 other side, relative to what it compares. Only rows with a margin can be expected to agree with float32.
+
+Over 300 lines: a definition a method, on the same few helpers, to be read one at a time.
 """
 
 from __future__ import annotations

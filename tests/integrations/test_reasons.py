@@ -127,3 +127,11 @@ def test_a_caches_size_is_not_the_length_of_its_prompt(model, tokens):
         assert run.reasons == {layer: ["100 tokens < dense_below 150"] for layer in (0, 1)}
         model(tokens[:, :200], past_key_values=static_cache(model, 400))
     assert [stats.dense for stats in run.stats[0]] == [True, False]
+
+
+def test_rows_name_hybrid_selection():
+    model = make_model()
+    tokens = torch.randint(1, VOCABULARY, (1, 160))
+    with torch.no_grad(), flexmask_hf.flexprefill(model, selection="hybrid", gamma=0.5, block_size=32, dense_below=0) as run:
+        model(tokens)
+    assert {row["pattern"] for row in run.rows()} == {"hybrid"}

@@ -16,7 +16,8 @@ from tests.kernels.support import HALF, LAYOUTS, by_head, in_layout, normal, tok
 pytest.importorskip("triton")
 
 from flexmask.base.hybrid_rule import ROWS
-from flexmask.kernels.row_evidence import row_blocks, row_coverage, split_means
+from flexmask.kernels.pooling import split_means
+from flexmask.kernels.row_evidence import row_blocks, row_coverage
 from flexmask.kernels.visibility import packed_edges
 
 
