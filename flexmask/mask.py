@@ -147,12 +147,15 @@ def flexprefill_mask(
     inputs = inputs.placed()
     result = search(inputs, config, return_stats, with_keep=True)
     # inside a surrounding compilation gamma may be symbolic, which no string can be made of
-    traced = torch.compiler.is_compiling()
-    shown = config.gamma if inputs.gamma is None else "by head"
-    rule = f"tau={config.tau}" if config.selection == "coverage" else f"selection={config.selection}"
-    name = "flexprefill" if traced else f"flexprefill(gamma={shown}, {rule}, block_size={config.block_size})"
+    name = "flexprefill" if torch.compiler.is_compiling() else _name(inputs, config)
     mask = block_mask(inputs, result.lists, result.keep, config.block_size, name)
     if not return_stats:
         return mask
     assert result.stats is not None
     return mask, stats_of(result.stats)
+
+
+def _name(inputs: AttentionInputs, config: FlexPrefillConfig) -> str:
+    gamma = config.gamma if inputs.gamma is None else "by head"
+    rule = f"tau={config.tau}" if config.selection == "coverage" else f"selection={config.selection}"
+    return f"flexprefill(gamma={gamma}, {rule}, block_size={config.block_size})"
