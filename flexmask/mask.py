@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.inputs import attention_inputs
+from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.config import UNSET, FlexPrefillConfig, config_from, takes_options
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.head_groups import head_bytes

@@ -30,11 +30,15 @@ class HeadErrors(NamedTuple):
 
     visible: int  # blocks that each head sees
     density: list[list[float]]  # kept blocks / visible blocks
-    error: list[list[float]]  # ||sparse - dense||^2 / ||dense||^2 of the head's output
+    error: list[list[float]]  # ||sparse - dense||^2 / ||dense||^2 of the head's output; by the loss where a gradient is given
 
 
 def head_errors(
-    inputs: AttentionInputs, config: FlexPrefillConfig, gammas: Sequence[float], max_mask_bytes: int
+    inputs: AttentionInputs,
+    config: FlexPrefillConfig,
+    gammas: Sequence[float],
+    max_mask_bytes: int,
+    gradient: Tensor | None = None,
 ) -> tuple[Tensor, HeadErrors]:
     """Dense attention of a whole prompt, and each head's density and error at each gamma.
 
@@ -48,6 +52,9 @@ def head_errors(
         At 1 every block is kept.
     max_mask_bytes
         As in `flexprefill_attention`.
+    gradient
+        (1, num_heads, q_len, v_head_dim), that of a loss with respect to the output. Then an error is the sum over tokens of
+        ``(gradient . (sparse - dense))^2``, a token's change of the loss to first order. Default None: by the output alone.
 
     Returns
     -------
@@ -74,7 +81,8 @@ def head_errors(
                 own = slice(key_head * groups, (key_head + 1) * groups)
                 whole = slice(group.query.start + own.start, group.query.start + own.stop)
                 one = part.of_heads(HeadGroup(slice(0, 1), own, slice(key_head, key_head + 1)))
-                error[whole] = errors_of_key_head(one, keep[own], config.block_size, out[0, whole])
+                weight = None if gradient is None else gradient[0, whole]
+                error[whole] = errors_of_key_head(one, keep[own], config.block_size, out[0, whole], weight)
     return out, HeadErrors(int(visible.sum()), density.tolist(), error.tolist())
 
 
@@ -89,10 +97,12 @@ def _kept(inputs: AttentionInputs, config: FlexPrefillConfig, gamma: float, visi
     return keep
 
 
-def errors_of_key_head(inputs: AttentionInputs, keep: Tensor, block_size: int, out: Tensor) -> Tensor:
-    """Relative squared error of the query heads of one key head, (num_heads, gammas); their dense output goes to `out`.
+def errors_of_key_head(
+    inputs: AttentionInputs, keep: Tensor, block_size: int, out: Tensor, gradient: Tensor | None = None
+) -> Tensor:
+    """Errors of the query heads of one key head, (num_heads, gammas); their dense output goes to `out`.
 
-    `keep` is (num_heads, gammas, num_q_blocks, num_kv_blocks) bool.
+    `keep` is (num_heads, gammas, num_q_blocks, num_kv_blocks) bool, `gradient` (num_heads, q_len, v_head_dim).
     """
     assert inputs.value is not None
     query = inputs.query[0].float()
@@ -109,8 +119,15 @@ def errors_of_key_head(inputs: AttentionInputs, keep: Tensor, block_size: int, o
         outs = _outputs(inputs, rows, key[seen], value[seen], hidden, chosen)
         dense = outs[:, -1:]
         out[:, start : start + block_size] = dense[:, 0].to(out.dtype)
-        wrong += (outs[:, :-1] - dense).square().sum((-2, -1))
+        change = outs[:, :-1] - dense
+        if gradient is None:
+            wrong += change.square().sum((-2, -1))
+        else:
+            change.mul_(gradient[:, None, start : start + block_size].float())
+            wrong += change.sum(-1).square().sum(-1)
         whole += dense.square().sum((-2, -1))
+    if gradient is not None:
+        return wrong
     # a head whose values are all zero loses nothing
     return wrong / whole.clamp(min=torch.finfo(whole.dtype).tiny)
 

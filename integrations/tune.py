@@ -17,6 +17,7 @@ from flexmask.config import OPTIONS
 from flexmask.flex.dense import dense_attention
 from flexmask.integrations.blocks import OpenBlock, checked
 from flexmask.integrations.head_errors import head_errors
+from flexmask.integrations.loss_gradient import backward_through_loss
 from flexmask.integrations.measured_errors import MeasuredErrors, digest
 from flexmask.integrations.models import check_servable, text_config, unwrapped
 from flexmask.integrations.registration import register
@@ -42,6 +43,7 @@ def tune(
     error: float | None = None,
     gammas: Sequence[float] | None = None,
     selection: str = "hybrid",
+    gradient: bool = False,
     attention_mask: Tensor | None = None,
     resume: str | Path | None = None,
     progress: bool = True,
@@ -50,8 +52,9 @@ def tune(
     """Find a gamma for every head of a model, on prompts of the kind that it will read.
 
     One dense prefill a prompt. In each layer every head's output is computed at every gamma and compared with the dense one:
-    relative squared error, ``||o_gamma - o||^2 / ||o||^2``. Then the heads' gammas are lowered greedily, each time where a block
-    saved costs least error, until the target. Errors are those under dense inputs, as if no other layer were sparse.
+    relative squared error, ``||o_gamma - o||^2 / ||o||^2``, or by what it does to the loss (`gradient`). Then the heads' gammas
+    are lowered greedily, each time where a block saved costs least error, until the target. Errors are those under dense inputs,
+    as if no other layer were sparse.
 
     Parameters
     ----------
@@ -64,12 +67,17 @@ def tune(
     density
         Target in (0, 1]: kept blocks / visible blocks of all measured heads is at most this, by at most one step of one head.
     error
-        Target >= 0 instead of `density`: the relative squared error, mean over heads, is at most this.
+        Target >= 0 instead of `density`: the error, mean over heads, is at most this.
     gammas
         In (0, 1], those to choose from. Default: 0.6 to 1 for hybrid selection, 0.3 to 1 for coverage. A head at 1 keeps all
         blocks and costs nothing to measure.
     selection
         ``"hybrid"`` (default) or ``"coverage"``.
+    gradient
+        Weigh errors by the prompt's next-token loss L: ``sum over tokens t of (dL/do_t . (o_gamma,t - o_t))^2`` / scored tokens,
+        in squared nats, from one backward pass. At most 4,096 evenly spaced tokens are scored. Takes the memory of training
+        without gradients of weights (less where the model's activations are checkpointed), and q, k, v of all layers at
+        once. Default False.
     attention_mask
         (batch, length), nonzero = token, for an `input_ids` that is one tensor: what is not a token is cut out.
     resume
@@ -112,6 +120,8 @@ def tune(
     inner = unwrapped(model)
     check_target(density, error)
     check_word("selection", selection, tuple(GAMMAS))
+    if not isinstance(gradient, bool):
+        raise TypeError(f"gradient must be True or False; got {gradient!r}")
     unknown = [name for name in options if name not in _TAKEN]
     if unknown:
         raise TypeError(f"options must be of {', '.join(_TAKEN)}; got {unknown[0]!r}")
@@ -126,14 +136,20 @@ def tune(
         "prompts": digest(prompts),
         "gammas": str(chosen),
         "options": str(sorted(base.to_dict().items())),
+        "errors": "of the loss" if gradient else "of the output",
     }
     measured = MeasuredErrors.begin(chosen, len(prompts), None if resume is None else Path(resume), made_of)
-    dense = _measure(inner, prompts, base, measured, progress)
+    dense = _measure(inner, prompts, base, measured, gradient, progress)
     return result_of(base, measured, dense, density, error)
 
 
 def _measure(
-    model: PreTrainedModel, prompts: list[Tensor], settings: PrefillSettings, measured: MeasuredErrors, progress: bool
+    model: PreTrainedModel,
+    prompts: list[Tensor],
+    settings: PrefillSettings,
+    measured: MeasuredErrors,
+    gradient: bool,
+    progress: bool,
 ) -> dict[int, str]:
     """Fill `measured`; return why layers stay dense."""
     register()
@@ -142,7 +158,7 @@ def _measure(
     with logging.tqdm(
         total=len(prompts) * layers, initial=done, desc="tune: layers", leave=False, disable=None if progress else True
     ) as bar:
-        probe = _Probe(measured, bar)
+        probe = _Probe(measured, bar, gradient)
         run = FlexPrefillRun(settings, collect_stats=False, probe=probe)
         for number, prompt in enumerate(prompts):
             if measured.complete[number]:
@@ -150,10 +166,14 @@ def _measure(
             probe.begin(number)
             block = OpenBlock.enter(model, run)
             try:
-                with torch.no_grad():
-                    model.base_model(input_ids=prompt[None].to(model.device), use_cache=False)
+                if gradient:
+                    backward_through_loss(model, prompt, probe.begin_backward)
+                else:
+                    with torch.no_grad():
+                        model.base_model(input_ids=prompt[None].to(model.device), use_cache=False)
             finally:
                 block.leave()
+            probe.weigh()
             if not measured.by_prompt[number]:
                 why = "; ".join(sorted(set(measured.dense.values()))) or "no layer calls FlexPrefill's attention"
                 raise ValueError(f"model must have a layer to tune; got {type(model).__name__}: {why}")
@@ -165,34 +185,59 @@ def _measure(
 class _Probe:
     """Serves each call of a dense prefill, and notes what its heads would lose."""
 
-    def __init__(self, measured: MeasuredErrors, bar: Any) -> None:
-        self.measured, self.bar, self.prompt = measured, bar, 0
-        self.called: set[int] = set()
+    def __init__(self, measured: MeasuredErrors, bar: Any, gradient: bool) -> None:
+        self.measured, self.bar, self.gradient, self.prompt = measured, bar, gradient, 0
+        self.called: dict[int, PrefillCall] = {}
+        # with `gradient`: the outputs that wait for theirs, by layer
+        self.outputs: dict[int, Tensor] = {}
 
     def begin(self, prompt: int) -> None:
         self.prompt = prompt
         self.called.clear()
+        self.outputs.clear()
+        self.in_backward = False
+
+    def begin_backward(self) -> None:
+        self.in_backward = True
 
     def __call__(self, call: PrefillCall) -> Tensor:
         inputs, layer = call.inputs, call.layer
         if layer in self.called:
+            if self.in_backward:  # a checkpoint computes the layer again
+                return dense_attention(inputs)[0]
             raise NotImplementedError(f"tune does not serve a model that calls attention more than once in layer {layer}")
-        self.called.add(layer)
+        self.called[layer] = call
         if inputs.query.shape[2] != inputs.key.shape[2] or inputs.attention_mask is not None or inputs.offset is not None:
             raise NotImplementedError("tune does not serve a model that adds keys to those of its prompt, or hides some")
         assert inputs.value is not None
         sizes = {inputs.query.shape[3], inputs.value.shape[3]}
         reason = reason_dense_layer(call) if sizes <= {*HEAD_DIMS} else "heads of a size that no mask is made for"
-        found = self.measured.by_prompt[self.prompt]
-        if reason is not None or layer in found:
-            if reason is not None:
-                self.measured.dense[layer] = reason
-                self.bar.update()
+        if reason is not None:
+            self.measured.dense[layer] = reason
+            self.bar.update()
+        if reason is not None or layer in self.measured.by_prompt[self.prompt]:
             return dense_attention(inputs)[0]
-        out, errors = head_errors(inputs, call.config, self.measured.gammas, call.settings.max_mask_bytes)
+        if not self.gradient:
+            return self.note(call)
+        out = dense_attention(inputs)[0]
+        out.retain_grad()
+        self.outputs[layer] = out
+        return out
+
+    def weigh(self) -> None:
+        """Note what the heads of the layers lose whose outputs have a gradient by now."""
+        for layer in sorted(self.outputs):
+            gradient = self.outputs.pop(layer).grad
+            if gradient is None:
+                raise NotImplementedError(f"tune needs a loss that depends on attention; layer {layer} has no gradient")
+            self.note(self.called[layer], gradient)
+
+    def note(self, call: PrefillCall, gradient: Tensor | None = None) -> Tensor:
+        """Write one layer's errors down; returns its dense attention."""
+        out, errors = head_errors(call.inputs, call.config, self.measured.gammas, call.settings.max_mask_bytes, gradient)
         if not all(math.isfinite(error) for head in errors.error for error in head):
-            raise ValueError(f"model must give finite attention; got NaN or infinity in layer {layer}")
-        found[layer] = errors
+            raise ValueError(f"model must give finite attention; got NaN or infinity in layer {call.layer}")
+        self.measured.by_prompt[self.prompt][call.layer] = errors
         self.measured.save()
         self.bar.update()
         return out

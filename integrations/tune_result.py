@@ -23,7 +23,8 @@ class TuneResult:
     density
         Predicted share of the visible blocks that those layers keep.
     error
-        Predicted relative squared error of a head's output, mean over heads.
+        Predicted error of a head, mean over heads: relative squared error of its output, or with `gradient` the squared change of
+        the loss over scored tokens, in squared nats.
     curve
         (density, error) before the first head is lowered and after each step.
     uniform

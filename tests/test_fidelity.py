@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.fidelity import methods, results, smollm, statistics, table, texts
+from bench.fidelity import methods, results, smollm, statistics, table, texts, tuned
 from bench.fidelity.rules import B, row_evidence
 from bench.fidelity.run import Log, log_probs, read_methods
 from bench.fidelity.run import main as run
@@ -108,6 +108,26 @@ def test_texts_bed_measures_against_dense_and_goes_on_where_it_stopped(tmp_path,
     before = len((tmp_path / "out.jsonl").read_text().splitlines())
     run(command)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == before + 1  # the second run's machine
+
+
+@pytest.mark.attention
+def test_tuned_settings_are_measured_at_equal_density(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(smollm, "load", lambda path, yarn, dtype: tiny_model())
+    generator = np.random.default_rng(0)
+    named = {
+        use: {f"{use}/{kind}/a-0": generator.integers(0, 64, 512) for kind in ("prose", "python")} for use in ("tune", "test")
+    }
+    monkeypatch.setattr(texts, "load", lambda use: named[use])
+    out = tmp_path / "out.jsonl"
+    arguments = ["--out", str(out), "--tokens", "384", "--block-size", "32", "--gammas", "0.7", "--gguf", "none"]
+    tuned.main(arguments)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    ways = ["gamma 0.7", "tuned to gamma 0.7", "tuned by loss to gamma 0.7"]
+    assert [(row["text"], row["method"]) for row in rows] == [(text, way) for text in named["test"] for way in ways]
+    assert all(0 < row["density"] <= 1 and row["absd"] > 0 for row in rows)
+    assert "2 texts" in capsys.readouterr().out
+    tuned.main(arguments)
+    assert len(out.read_text().splitlines()) == len(rows)
 
 
 def test_needles_bed_scores_the_answers(tmp_path, monkeypatch):

@@ -37,10 +37,13 @@ class Log:
     """JSON lines, written at once; `has` tells what an earlier run wrote."""
 
     def __init__(self, path: Path) -> None:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        rows = [row for row in map(json.loads, lines) if "method" in row and "error" not in row]
-        self._known = {(row["method"], row.get("text", row.get("task"))) for row in rows}
         self._path = path
+        self._known = {(row["method"], row.get("text", row.get("task"))) for row in self.rows()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The measurements that the file holds."""
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        return [row for row in map(json.loads, lines) if "method" in row and "error" not in row]
 
     def has(self, method: str, item: str) -> bool:
         """True if there is a line for this text or task."""

@@ -14,8 +14,8 @@ from tests.cases import structured_inputs
 GAMMAS = (0.2, 0.5, 0.8, 1.0)
 
 
-def expected_errors(query, key, value, gamma, selection, scores, sinks):
-    """Density and relative squared error by head, from the mask's own map of pairs and attention in float64."""
+def expected_errors(query, key, value, gamma, selection, scores, sinks, gradient=None):
+    """Density and error by head, from the mask's own map of pairs and attention in float64."""
     options = {"block_size": 16, "min_budget": 0, "selection": selection, "tau": 0.12}
     num_heads, length = query.shape[1:3]
     groups = num_heads // key.shape[1]
@@ -36,8 +36,10 @@ def expected_errors(query, key, value, gamma, selection, scores, sinks):
     b, h = torch.zeros((), dtype=torch.int64), torch.arange(num_heads)[:, None, None]
     keep = mask.mask_mod(b, h, row, column)
     dense = attend(visible)
-    wrong = (attend(keep & visible) - dense).square().sum((-2, -1)) / dense.square().sum((-2, -1))
-    return stats.density[0], wrong[0]
+    change = attend(keep & visible) - dense
+    if gradient is not None:
+        return stats.density[0], (gradient.double() * change).sum(-1).square().sum(-1)[0]
+    return stats.density[0], (change.square().sum((-2, -1)) / dense.square().sum((-2, -1)))[0]
 
 
 @pytest.mark.parametrize("selection", ["hybrid", "coverage"])
@@ -51,18 +53,22 @@ def expected_errors(query, key, value, gamma, selection, scores, sinks):
     ],
     ids=["gqa", "groups", "softcap", "window-sinks"],
 )
-def test_errors_are_those_of_attention_under_the_masks(selection, heads, scores, with_sinks, max_mask_bytes):
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_errors_are_those_of_attention_under_the_masks(selection, heads, scores, with_sinks, max_mask_bytes, with_gradient):
     generator = torch.Generator().manual_seed(3)
     query, key = structured_inputs(generator, 1, *heads, 250, 250, 16, sharpness=4.0)
     value = torch.randn(1, heads[1], 250, 24, generator=generator)
     sinks = torch.randn(4, generator=generator) if with_sinks else None
     inputs = attention_inputs(query, key, value, sinks=sinks, **scores)
     config = FlexPrefillConfig(block_size=16, min_budget=0, selection=selection, tau=0.12)
-    out, errors = head_errors(inputs, config, GAMMAS, max_mask_bytes)
+    # of sizes far apart from head to head, as they are
+    gradient = torch.randn(1, 4, 250, 24, generator=generator) * torch.tensor([1.0, 10.0, 0.1, 3.0])[:, None, None]
+    gradient = gradient if with_gradient else None
+    out, errors = head_errors(inputs, config, GAMMAS, max_mask_bytes, gradient)
     assert out.shape == (1, 4, 250, 24)
     lost = []
     for at, gamma in enumerate(GAMMAS):
-        density, wrong = expected_errors(query, key, value, gamma, selection, scores, sinks)
+        density, wrong = expected_errors(query, key, value, gamma, selection, scores, sinks, gradient)
         assert torch.tensor([each[at] for each in errors.density]) == pytest.approx(density, abs=1e-6)
         found = torch.tensor([each[at] for each in errors.error])
         torch.testing.assert_close(found, wrong, atol=1e-6, rtol=1e-3, check_dtype=False)

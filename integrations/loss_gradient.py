@@ -1,0 +1,59 @@
+"""The gradient of a prompt's loss, taken through activations alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+# tokens that are scored, evenly spaced: their logits are the largest tensor of a long prompt
+MOST_SCORED = 4096
+
+
+def backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Callable[[], None]) -> None:
+    """Run the model and backpropagate its next-token loss, so that tensors which asked by `retain_grad` have gradients.
+
+    The loss is summed over `MOST_SCORED` tokens or all there are, evenly spaced to the last one, and divided by the root of
+    their number T: for a change of activations by d, ``(gradient . d)^2`` is the squared change of the summed loss, over T.
+    Weights get no gradient. Memory is that of training without them, less where the model's activations are checkpointed.
+
+    Parameters
+    ----------
+    model
+        A causal language model.
+    prompt
+        (length,) integer, at least two tokens.
+    between
+        Called after the forward pass and before the backward pass, in which checkpoints run parts of the model again.
+    """
+    prompt = prompt.to(model.device)
+    scored = torch.linspace(0, len(prompt) - 2, min(len(prompt) - 1, MOST_SCORED), device=prompt.device).round().long()
+    # models whose forward has no such argument give the logits of all tokens
+    chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
+    with torch.enable_grad(), _through_activations(model):
+        kept = {"logits_to_keep": scored} if chooses else {}
+        logits = model(input_ids=prompt[None], use_cache=False, **kept).logits[0]
+        logits = logits if chooses else logits[scored]
+        loss = F.cross_entropy(logits.float(), prompt[scored + 1].to(logits.device), reduction="sum")
+        between()
+        (loss / len(scored) ** 0.5).backward()
+
+
+@contextmanager
+def _through_activations(model: PreTrainedModel) -> Iterator[None]:
+    """Gradients from the embeddings on, none for weights."""
+    with_gradient = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in with_gradient:
+        parameter.requires_grad_(False)
+    hook = model.get_input_embeddings().register_forward_hook(lambda module, given, out: out.requires_grad_())
+    try:
+        yield
+    finally:
+        hook.remove()
+        for parameter in with_gradient:
+            parameter.requires_grad_()
