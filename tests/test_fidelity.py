@@ -45,7 +45,20 @@ def test_prototype_keeps_what_the_core_keeps(kind, gamma):
     assert not torch.equal(methods.parse(name)(query, key, 0.125), kept)
 
 
-@pytest.mark.parametrize("name", ["hybrid:gamma=0.9", "coverage:gamma=0.8", "published", "xattention", "flash_prefill"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hybrid:gamma=0.9",
+        "coverage:gamma=0.8",
+        "published",
+        "xattention",
+        "flash_prefill",
+        "hip:topk_blocks=4",
+        "streaming_llm:sink_blocks=1,window_blocks=8",
+        "minference:plan=100/400",
+        "normalised_flash_prefill",
+    ],
+)
 def test_method_keeps_causal_blocks_and_the_diagonal(name):
     query, key = inputs("random")
     keep = methods.parse(name)(query, key, 0.125)
@@ -54,6 +67,33 @@ def test_method_keeps_causal_blocks_and_the_diagonal(name):
     assert not keep.triu(1).any()
     assert keep.diagonal(dim1=-2, dim2=-1).all()
     assert keep[:, :, :28].sum() < 0.9 * keep.shape[1] * sum(range(29))
+
+
+def test_flash_prefill_with_rows_normalised_is_another_rule():
+    for kind, least, most in (("random", 0.02, 0.04), ("captured", 0.005, 0.02)):
+        query, key = inputs(kind)
+        for alpha in (0.05, 0.1):
+            one, other = (
+                methods.parse(f"{name}:alpha={alpha}")(query, key, 0.125)
+                for name in ("flash_prefill", "normalised_flash_prefill")
+            )
+            assert least < (one != other).float().mean() < most
+
+
+def test_blocks_of_another_size():
+    model = prepare(tiny_model())
+    ids = torch.randint(97, (512,), generator=torch.Generator().manual_seed(1))
+    with attending(None):
+        dense = log_probs(model, ids)
+    with attending(methods.parse("streaming_llm:sink_blocks=1,window_blocks=8,block_size=64")) as layers:
+        assert torch.allclose(log_probs(model, ids), dense, atol=1e-4)
+        assert all((each == 1).all() for each in layers)
+    with attending(methods.parse("streaming_llm:sink_blocks=1,window_blocks=2,block_size=64")) as layers:
+        near = log_probs(model, ids)
+        assert all(torch.allclose(each, torch.tensor(21 / 36)) for each in layers)
+    # the first 192 tokens see everything
+    assert torch.allclose(near[:191], dense[:191], atol=1e-4)
+    assert (near[192:] - dense[192:]).abs().max() > 1e-3
 
 
 def test_rows_by_top_p_hold_their_share():
@@ -65,7 +105,7 @@ def test_rows_by_top_p_hold_their_share():
 
 
 def test_unknown_method_is_refused():
-    with pytest.raises(ValueError, match="a method must be one of hybrid"):
+    with pytest.raises(ValueError, match=r"a method must be one of causal, .*hybrid"):
         methods.parse("hybird:gamma=0.9")
 
 

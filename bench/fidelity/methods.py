@@ -1,20 +1,23 @@
 """Methods under test: ``name:option=value,...`` as a function from query and key to the kept blocks.
 
-`hybrid`, `coverage` and `published` are the project's own masks; XAttention and FlashPrefill are their published rules at this
-block size; `rule` is the workshop in which hybrid selection was found (see ``rules.py``). A method takes ``(query, key, scale)``:
-query (batch, num_heads, tokens, head_dim) and key (batch, num_kv_heads, tokens, head_dim), whole prompts of a multiple of 128
-tokens. It returns (batch, num_heads, num_blocks, num_blocks) bool, causal, with every diagonal block.
+The masks of the gallery go by their names there; `hybrid`, `coverage` and `published` are selections of `flexprefill`, and `rule`
+is the workshop in which hybrid selection was found (see ``rules.py``). A method takes ``(query, key, scale)``: query (batch,
+num_heads, tokens, head_dim) and key (batch, num_kv_heads, tokens, head_dim), whole prompts of a multiple of 128 tokens. It returns
+(batch, num_heads, num_blocks, num_blocks) bool, causal, with every diagonal block.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from bench.fidelity.rules import causal_blocks, finish, row_evidence, rule, top_p, window_and_sink
+from bench.fidelity.rules import finish, row_evidence, rule, window_and_sink
 from flexmask import flexprefill_mask
+from flexmask.block_masks import MASKS
 
 Method = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -41,16 +44,10 @@ def published(query: Tensor, key: Tensor, scale: float, **options: Any) -> Tenso
     return own_mask(query, key, scale, "reference", **options)
 
 
-def xattention(query: Tensor, key: Tensor, scale: float, threshold: float = 0.9, stride: int = 8) -> Tensor:
-    """XAttention (arXiv 2503.16428): antidiagonal scores by stride, top-p of each row of blocks after the first and own block."""
-    mass = row_evidence(query, key, scale, source=f"x{stride}")["mean"]
-    forced = window_and_sink(query.shape[2], query.device, 1)
-    return finish(top_p(mass, threshold, forced) | forced)
+def normalised_flash_prefill(query: Tensor, key: Tensor, scale: float, alpha: float = 0.1) -> Tensor:
+    """FlashPrefill with every row weighed alike: a threshold on the rows' mean attention to key means, relative to the largest.
 
-
-def flash_prefill(query: Tensor, key: Tensor, scale: float, alpha: float = 0.1) -> Tensor:
-    """FlashPrefill V1: a threshold on the rows' mean attention to key means, relative to the row's largest.
-
+    The published rule (``flash_prefill``) sums exponentials of scores, in which rows with large scores count for more.
     Always kept: the first two key blocks, the nearest four block diagonals, and everything in the last two query blocks.
     """
     mass = row_evidence(query, key, scale)["mean"]
@@ -60,13 +57,15 @@ def flash_prefill(query: Tensor, key: Tensor, scale: float, alpha: float = 0.1) 
     return finish(keep)
 
 
-def causal(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Every block, by the sparse kernel: the noise of the measure."""
-    return finish(causal_blocks(query.shape[2], query.device).expand(*query.shape[:2], -1, -1))
+def of_gallery(generator: Callable[..., BlockMask], query: Tensor, key: Tensor, scale: float, **options: Any) -> Tensor:
+    """The blocks of a mask of the gallery."""
+    kept = generator(query, key, scale=scale, **options).to_dense().bool()
+    return kept.expand(*query.shape[:2], -1, -1)
 
 
 METHODS: dict[str, Callable[..., Tensor]] = {
-    function.__name__: function for function in (hybrid, coverage, published, xattention, flash_prefill, causal, rule)
+    **{name: functools.partial(of_gallery, generator) for name, generator in MASKS.items()},
+    **{function.__name__: function for function in (hybrid, coverage, published, normalised_flash_prefill, rule)},
 }
 
 
@@ -79,8 +78,10 @@ def parse(text: str) -> Method:
     return lambda query, key, scale: METHODS[name](query, key, scale, **options)
 
 
-def number(text: str) -> int | float | str:
-    """`text` as the first of these that it spells."""
+def number(text: str) -> int | float | str | tuple[Any, ...]:
+    """`text` as the first of these that it spells; a tuple is written ``1000/6096``."""
+    if "/" in text:
+        return tuple(number(part) for part in text.split("/"))
     for kind in (int, float):
         try:
             return kind(text)

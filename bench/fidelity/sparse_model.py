@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from bench.fidelity.rules import B
 from flexmask._torch import block_mask_from_lists
 
 _method: Callable[[Tensor, Tensor, float], Tensor] | None = None
@@ -24,23 +23,24 @@ def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return k <= q
 
 
-def block_mask(keep: Tensor) -> BlockMask:
+def block_mask(keep: Tensor, tokens: int) -> BlockMask:
     """The BlockMask of a causal map of whole blocks: its diagonal is partial, the rest full."""
-    blocks = keep.shape[-1]
+    blocks, size = keep.shape[-1], tokens // keep.shape[-1]
     diagonal = torch.eye(blocks, dtype=torch.bool, device=keep.device)
     lists = []
     for part in (keep & diagonal, keep & ~diagonal):
         index = part.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
         lists.append((part.sum(-1, dtype=torch.int32), index.contiguous()))
     of_partial, of_full = lists
-    return block_mask_from_lists((*of_partial, *of_full), _causal, B, (blocks * B, blocks * B))
+    return block_mask_from_lists((*of_partial, *of_full), _causal, size, (tokens, tokens))
 
 
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, scale: float) -> Tensor:
     """Attention to the kept blocks; key and value have as many heads as query."""
     if query.is_cuda:
-        return _compiled(query, key, value, block_mask=block_mask(keep), scale=scale)
-    seen = keep.repeat_interleave(B, -2).repeat_interleave(B, -1).tril()
+        return _compiled(query, key, value, block_mask=block_mask(keep, query.shape[2]), scale=scale)
+    size = query.shape[2] // keep.shape[-1]
+    seen = keep.repeat_interleave(size, -2).repeat_interleave(size, -1).tril()
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
 
 

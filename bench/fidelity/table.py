@@ -26,14 +26,49 @@ CURVES = {
     "published": [f"published:gamma={gamma}" for gamma in (0.9, 0.95)],
     "xattention": [f"xattention:threshold={share}" for share in (0.8, 0.9, 0.95)],
     "flash_prefill": [f"flash_prefill:alpha={alpha}" for alpha in (0.1, 0.05, 0.02)],
+    "normalised_flash_prefill": [f"normalised_flash_prefill:alpha={alpha}" for alpha in (0.1, 0.05, 0.02)],
+    "sparge": [f"sparge:cdf_threshold={share}" for share in (0.8, 0.9, 0.95)],
+    "hip": [f"hip:topk_blocks={count}" for count in (4, 8, 16)],
+    "minference": [f"minference:plan={plan}" for plan in ("100/800", "500/3000", "1000/6096")],
+    "vertical_slash": [f"vertical_slash:vertical_size={size},slash_size={size}" for size in (1024, 2048)],
+    "infllm": [f"infllm:topk_blocks={blocks},local_tokens={256 * blocks}" for blocks in (4, 8, 16)],
+    "streaming_llm": [
+        f"streaming_llm:sink_blocks={sinks},window_blocks={window}" for sinks, window in ((1, 8), (1, 16), (8, 32))
+    ],
+    "lm_infinite": [f"lm_infinite:local_tokens={tokens}" for tokens in (2048, 4096)],
+    "tri_shape": [f"tri_shape:window_blocks={blocks}" for blocks in (8, 16)],
+    "oracle": [f"oracle:gamma={gamma}" for gamma in (0.8, 0.9, 0.95)],
 }
-OTHERS = ("causal", "rule:vert=0", "coverage:gamma=0.9,min_budget=256")
+OTHERS = (
+    "causal",
+    "rule:vert=0",
+    "moa",
+    "coverage:gamma=0.9,min_budget=256",
+    "coverage:gamma=0.9,tau=0",
+    "coverage:gamma=0.9,query_aware=per_query",
+    "coverage:gamma=0.9,pattern_queries=middle,index_queries=middle",
+    "coverage:gamma=0.9,min_budget=0",
+    "coverage:gamma=0.9,max_budget=4096",
+    "coverage:gamma=0.9,block_size=64",
+    "hybrid:gamma=0.9,block_size=64",
+)
 NAMES = {
     "hybrid": "hybrid",
     "coverage": "coverage",
     "published": "published",
     "xattention": "XAttention",
     "flash_prefill": "FlashPrefill",
+    "normalised_flash_prefill": "FlashPrefill, rows normalised",
+    "sparge": "SpargeAttn's first stage",
+    "hip": "HiP-block",
+    "minference": "MInference",
+    "vertical_slash": "vertical-slash, fixed",
+    "infllm": "InfLLM's lookup",
+    "streaming_llm": "StreamingLLM",
+    "lm_infinite": "LM-Infinite",
+    "tri_shape": "tri-shape",
+    "moa": "MoA's stand-in plan",
+    "oracle": "oracle",
     "causal": "every block (bf16 noise)",
     "rule:vert=0": "window of 8 blocks and first block",
 }
@@ -65,7 +100,7 @@ def shown_name(method: str) -> str:
     name, _, options = method.partition(":")
     if method in NAMES:
         return NAMES[method]
-    return f"{NAMES[name]}, {options.replace('=', ' ').replace(',', ', ').replace('min_budget', 'floor')}"
+    return f"{NAMES[name]}, {options.replace('=', ' ').replace(',', ', ').replace('min_budget', 'floor').replace('_', ' ')}"
 
 
 def short(value: float) -> str:
@@ -140,6 +175,8 @@ def equal_error_table(results: Results, texts: Sequence[str], draws: int, figure
     lines = [f"| method | {' | '.join(shown(target) for target in targets)} |", "|---|" + "---|" * len(targets)]
     found = {}
     for name, settings in curves_of(results, texts).items():
+        if not settings:
+            continue
         measurements = [results.on(setting, texts) for setting in settings]
         drawn = np.stack([weights @ each for each in measurements if each is not None])  # (settings, draws, figures)
         found[name] = [statistics.density_at(target, drawn[..., 0], drawn[..., figure]) for target in targets]
