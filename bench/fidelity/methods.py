@@ -2,8 +2,8 @@
 
 The masks of the gallery go by their names there; `hybrid`, `coverage` and `published` are selections of `flexprefill`, and `rule`
 is the workshop in which hybrid selection was found (see ``rules.py``). A method takes ``(query, key, scale)``: query (batch,
-num_heads, tokens, head_dim) and key (batch, num_kv_heads, tokens, head_dim), whole prompts of a multiple of 128 tokens. It returns
-(batch, num_heads, num_blocks, num_blocks) bool, causal, with every diagonal block.
+num_heads, tokens, head_dim) and key (batch, num_kv_heads, tokens, head_dim), whole prompts of a multiple of 128 tokens. What
+it returns is (batch, num_heads, num_blocks, num_blocks) bool, causal, with every diagonal block.
 """
 
 from __future__ import annotations

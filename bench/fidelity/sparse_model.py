@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from flexmask._torch import block_mask_from_lists
 
 _method: Callable[[Tensor, Tensor, float], Tensor] | None = None
+_look: Callable[[Tensor, Tensor, Tensor, float], None] | None = None
 _densities: list[Tensor] = []
 _compiled = torch.compile(flex_attention, dynamic=False)
 
@@ -48,6 +49,8 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if _look is not None:
+        _look(query, key, value, scale)
     group = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     if query.shape[2] == 1 or _method is None:
@@ -68,12 +71,18 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def attending(method: Callable[[Tensor, Tensor, float], Tensor] | None) -> Iterator[list[Tensor]]:
-    """Prefill with `method` (None: dense) inside; yields the densities of every layer call, (num_heads,) each."""
-    global _method
-    _method = method
+def attending(
+    method: Callable[[Tensor, Tensor, float], Tensor] | None,
+    look: Callable[[Tensor, Tensor, Tensor, float], None] | None = None,
+) -> Iterator[list[Tensor]]:
+    """Prefill with `method` (None: dense) inside; yields the densities of every layer call, (num_heads,) each.
+
+    `look` is shown query, key, value and scale of every layer call.
+    """
+    global _method, _look
+    _method, _look = method, look
     _densities.clear()
     try:
         yield _densities
     finally:
-        _method = None
+        _method = _look = None
