@@ -1,8 +1,8 @@
 """Masks and calls of both selections next to dense attention, on one prompt a length: ``python -m bench.selections --out FILE``.
 
 A prompt's density depends on gamma and on the selection, so each length has a row of densities first; then times of dense cuDNN
-attention, of the masks and of whole calls, eager and as CUDA graphs, and each mask's GPU time by kernel. Which densities lose
-equally much is the business of `bench.fidelity`.
+attention, of the masks and of whole calls, eager and as CUDA graphs, and each mask's GPU time by kernel. ``--gallery`` measures the
+other masks of the gallery instead, with their defaults. Which densities lose equally much is the business of `bench.fidelity`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from bench.measure.methods import dense_sdpa
 from bench.measure.stages import kernels_of
 from bench.prompts.prompt import SHAPE, named_density
 from bench.prompts.structured import structured_prompt
-from flexmask import flexprefill_attention, flexprefill_mask
+from flexmask import flexprefill_attention, flexprefill_mask, sparse_attention
+from flexmask.block_masks import MASKS
 
 GAMMAS = {"coverage": (0.7, 0.8, 0.9, 0.95), "hybrid": (0.7, 0.8, 0.9, 0.95, 0.97)}
 CALLS = (("coverage", 0.7), ("coverage", 0.9), ("hybrid", 0.7), ("hybrid", 0.9), ("hybrid", 0.95))
+# quadratic, for measuring only
+NOT_TIMED = ("flexprefill", "oracle")
 
 
 def rows(tokens: int) -> list[dict[str, Any]]:
@@ -63,14 +66,41 @@ def rows(tokens: int) -> list[dict[str, Any]]:
     return made
 
 
+def gallery_rows(tokens: int) -> list[dict[str, Any]]:
+    """Densities and times of the gallery's masks on one prompt; a mask that fails leaves its error."""
+    tensors = structured_prompt(tokens, named_density(tokens), **SHAPE)
+    query, key, value = tensors
+    dense = dense_sdpa(tensors, SDPBackend.CUDNN_ATTENTION if ON_GPU else None)
+    made: list[dict[str, Any]] = []
+    for name, mask in MASKS.items():
+        if name in NOT_TIMED:
+            continue
+        methods: dict[str, Callable[[], Any]] = {
+            f"mask {name}": functools.partial(mask, query, key),
+            f"call {name}": functools.partial(sparse_attention, query, key, value, method=name, dense_below=0),
+        }
+        try:
+            with torch.no_grad():
+                density = 1 - float(mask(query, key).sparsity()) / 100
+                # of the visible half of all blocks
+                blocks = -(-tokens // 128)
+                density *= 2 * blocks / (blocks + 1)
+                times = eager_and_graph_times({"dense": dense, **methods})
+            made.append({"tokens": tokens, "method": name, "density": round(density, 4), "times": times})
+        except Exception as error:  # one mask that fails must not end the run
+            made.append({"tokens": tokens, "method": name, "error": repr(error)[:500]})
+    return made
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure every length, a JSON line a row, as they come."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=lambda text: [int(x) for x in text.split(",")], default=[8192, 32768, 131072])
     parser.add_argument("--out", type=Path, default=None, help="a file for the rows, besides the output")
+    parser.add_argument("--gallery", action="store_true", help="the gallery's other masks")
     given = parser.parse_args(arguments)
     for tokens in given.lengths:
-        for row in rows(tokens):
+        for row in (gallery_rows if given.gallery else rows)(tokens):
             print(json.dumps(row), flush=True)
             if given.out is not None:
                 with given.out.open("a", encoding="utf-8") as file:
