@@ -1,8 +1,8 @@
 """Masks and calls of both selections next to dense attention, on one prompt a length: ``python -m bench.selections --out FILE``.
 
 A prompt's density depends on gamma and on the selection, so each length has a row of densities first; then times of dense cuDNN
-attention, of the masks and of whole calls, eager and as CUDA graphs, and each mask's GPU time by kernel. ``--gallery`` measures
-the other masks of the gallery instead, with their defaults. Which densities lose equally much is the business of `bench.fidelity`.
+attention, of the masks and of whole calls, eager and as CUDA graphs, and each mask's GPU time by kernel. With ``--gallery``, the
+gallery's other masks instead, with their defaults. Which densities lose equally much is the business of `bench.fidelity`.
 """
 
 from __future__ import annotations
