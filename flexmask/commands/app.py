@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from flexmask.commands.doctor import doctor
 from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
 
 app = typer.Typer(
@@ -39,3 +40,6 @@ def program(
 ) -> None:
     """FlexPrefill's sparse prefill attention: check a machine and a model, look, tune, compare."""
     # `Group` reads --traceback
+
+
+app.command()(doctor)

@@ -28,22 +28,18 @@ def load_config(model: str) -> Any:
 
 
 def load_model(model: str, output: Output, device: str | None = None, dtype: str | None = None) -> tuple[PreTrainedModel, Any]:
-    """A decoder and its tokenizer, from a folder (without network) or by name; dense attention is SDPA.
+    """A decoder and its tokenizer, from a folder (without network) or by name; with the attention that it has by default.
 
     `device` and `dtype` are those of the options `Device` and `DType`.
     """
     auto, local = _transformers(), _local(model)
     chosen = chosen_device(device)
-    if dtype is not None and dtype not in DTYPES:
-        usage_error(f"must be one of {', '.join(DTYPES)}; got {dtype!r}", "--dtype")
-    kind = getattr(torch, dtype) if dtype is not None else torch.float32 if chosen == "cpu" else torch.bfloat16
+    kind = chosen_dtype(dtype, chosen)
     placed = {"device_map": "auto"} if chosen == "auto" else {}
     with output.progress(f"loading {model}"):
         try:
             tokenizer = auto.AutoTokenizer.from_pretrained(model, local_files_only=local)
-            loaded = auto.AutoModelForCausalLM.from_pretrained(
-                model, dtype=kind, attn_implementation="sdpa", local_files_only=local, **placed
-            )
+            loaded = auto.AutoModelForCausalLM.from_pretrained(model, torch_dtype=kind, local_files_only=local, **placed)
         except (OSError, ValueError, KeyError) as error:
             raise _not_a_model(model, error) from error
         ready = (loaded if placed else loaded.to(chosen)).eval()
@@ -61,6 +57,16 @@ def chosen_device(device: str | None) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         usage_error(f"no such device: {str(error).splitlines()[0]}", "--device")
     return device
+
+
+def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
+    """The dtype of an option, checked: float32 on a CPU, where it is faster, else bfloat16, unless it is named."""
+    if dtype is None:
+        return torch.float32 if device.startswith("cpu") else torch.bfloat16
+    if dtype not in DTYPES:
+        usage_error(f"must be one of {', '.join(DTYPES)}; got {dtype!r}", "--dtype")
+    found: torch.dtype = getattr(torch, dtype)
+    return found
 
 
 def read_text(path: str, option: str = "--prompt") -> str:
