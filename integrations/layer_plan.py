@@ -28,7 +28,8 @@ from flexmask.plain.published import check_published
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
 _NAME = "flexprefill_layer_plan"
-_READ = 64  # tokens
+# tokens; enough for models that add a key for every so many of them
+_READ = 256
 
 
 class PlannedLayer(NamedTuple):
@@ -88,7 +89,9 @@ def layer_plan(
     Raises
     ------
     NotImplementedError
-        For a model that is refused as a whole, as by `flexprefill`, or whose forward needs numbers rather than shapes.
+        For a model that is refused as a whole, as by `flexprefill`, or does not go through transformers' attention interface.
+    RuntimeError
+        For a model whose forward needs numbers, not only shapes: then nothing is known.
     ValueError
         For a config that no causal model is made of, and `settings` for layers that the model does not have.
 
@@ -112,15 +115,20 @@ def layer_plan(
     found: dict[int, PlannedLayer] = {}
     run = FlexPrefillRun(settings, collect_stats=False, probe=lambda call: _note(found, call))
     stand_in = torch.zeros((), device=device, dtype=dtype)
-    error = _follow(model, run, _planned_call(found, run, stand_in, tokens))
-    number = getattr(text_config(model), "num_hidden_layers", len(found))
+    number = getattr(text_config(model), "num_hidden_layers", 0)
+    error: Exception | None = None
+    # with a mask most models look at shapes alone, without one some others
+    for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
+        found.clear()
+        error = _follow(model, run, _planned_call(found, run, stand_in, tokens), arguments)
+        if error is None or len(found) == number or _is_refusal(error):
+            break
     if error is not None and len(found) < number:
-        # a model's own code refused our mask, or needs numbers: before its first layer or between two
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if not isinstance(error, NotImplementedError) or "flexprefill" not in line:
-            raise NotImplementedError(f"cannot follow {type(model).__name__} without weights: {line}") from error
-        refused = {layer: PlannedLayer(layer, REFUSED, line) for layer in range(number) if layer not in found}
-        found |= refused
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        if not _is_refusal(error):
+            raise RuntimeError(f"cannot follow {type(model).__name__} without weights: {line}") from error
+        # the model's own code asked too much of our mask
+        found |= {layer: PlannedLayer(layer, REFUSED, line) for layer in range(number) if layer not in found}
     kinds = getattr(text_config(model), "layer_types", None) or ()
     for layer in range(number):
         what = f"a layer of {kinds[layer]}" if layer < len(kinds) else "no call of transformers' attention interface"
@@ -155,15 +163,16 @@ def _planned_call(
     """The adapter's attention call on stand-ins; what it refuses is noted, and the model goes on to its next layer."""
 
     def longer(shape: torch.Size) -> tuple[int, ...]:
-        return tuple(tokens if dim == 2 and size == _READ else size for dim, size in enumerate(shape))
+        return (*shape[:2], tokens, *shape[3:])
 
     def call(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
     ) -> tuple[Tensor, None]:
-        given = [stand_in.expand(longer(x.shape)) for x in (query, key, value)]
-        mask = attention_mask
-        if isinstance(mask, PrefillMask) and tuple(mask.shape[2:]) == (_READ, _READ):
+        mask, shapes = attention_mask, [x.shape for x in (query, key, value)]
+        if isinstance(mask, PrefillMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
+            shapes = [longer(shape) for shape in shapes]
             mask = PrefillMask((*mask.shape[:2], tokens, tokens), 0, window=mask.window, refusal=mask.refusal)
+        given = [stand_in.expand(shape) for shape in shapes]
         if isinstance(arguments.get("s_aux"), Tensor):
             arguments["s_aux"] = stand_in.expand(arguments["s_aux"].shape)
         try:
@@ -179,23 +188,33 @@ def _planned_call(
     return call
 
 
-def _follow(model: PreTrainedModel, run: FlexPrefillRun, call: Callable[..., Any]) -> Exception | None:
+def _follow(model: PreTrainedModel, run: FlexPrefillRun, call: Callable[..., Any], arguments: dict[str, Any]) -> Exception | None:
     """Run the model's forward on the meta device with `call` as its attention; return what it raised."""
     AttentionInterface.register(_NAME, call)
-    AttentionMaskInterface.register(_NAME, prefill_mask)
+    AttentionMaskInterface.register(_NAME, _mask_without_padding)
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
-    block = OpenBlock.enter(model, run)
+    try:
+        block = OpenBlock.enter(model, run)
+    except ValueError as error:
+        raise NotImplementedError(str(error)) from error
     try:
         for config in block.configs:
             config._attn_implementation_internal = _NAME
-        # with a cache: without one transformers reads the positions, to tell packed prompts
         with torch.no_grad(), _passing_over(model):
-            model(input_ids=ids, use_cache=True)
+            model(input_ids=ids, **arguments)
     except Exception as error:
         return error
     finally:
         block.leave()
     return None
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, NotImplementedError) and "flexprefill" in str(error)
+
+
+def _mask_without_padding(**arguments: Any) -> Any:
+    return prefill_mask(**arguments | {"attention_mask": None})
 
 
 @contextmanager

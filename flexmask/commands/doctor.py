@@ -62,11 +62,11 @@ def doctor(
         document["self_test"] = [each._asdict() | {"passed": each.passed} for each in tests]
         bad = bad or not all(each.passed for each in tests)
     if config is not None:
-        refused, plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind})
-        document["model"] = {"path": model, "type": type(config).__name__, "refused": refused, "tokens": tokens}
-        document["layers"] = [each._asdict() for each in plan]
-        _show_layers(output, document["model"], plan)
-        bad = bad or refused is not None or any(each.plan == "refused" for each in plan)
+        about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
+        plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
+        document["model"], document["layers"] = about, [each._asdict() for each in plan]
+        _show_layers(output, about, plan)
+        bad = bad or about["refused"] is not None or any(each.plan == "refused" for each in plan)
     document["ok"] = not bad
     output.line()
     output.line("A problem was found." if bad else "All is well.")
@@ -104,16 +104,20 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
 
 
 def _planned(
-    config: Any, settings: PrefillSettings | None, arguments: dict[str, Any]
-) -> tuple[str | None, Sequence[PlannedLayer]]:
-    """The plan of each layer, or why the whole model is refused."""
+    config: Any, settings: PrefillSettings | None, arguments: dict[str, Any], about: dict[str, Any]
+) -> Sequence[PlannedLayer]:
+    """The plan of each layer; `about` gets why the model is refused as a whole, and why nothing is known of it."""
     from flexmask.integrations.layer_plan import layer_plan
 
+    about["refused"] = about["unknown"] = None
     try:
         with option_errors():
-            return None, layer_plan(config, settings, **arguments)
+            return layer_plan(config, settings, **arguments)
     except NotImplementedError as error:
-        return str(error), []
+        about["refused"] = str(error)
+    except RuntimeError as error:
+        about["unknown"] = str(error)
+    return []
 
 
 def _show_machine(output: Output, document: dict[str, Any]) -> None:
@@ -136,6 +140,9 @@ def _show_layers(output: Output, model: dict[str, Any], plan: Sequence[PlannedLa
     output.line()
     if model["refused"] is not None:
         output.line(f"{model['path']} ({model['type']}) is refused: {model['refused']}")
+    if model["unknown"] is not None:
+        output.line(f"{model['unknown']}; a short prompt inside of flexprefill(model, dense_below=0) shows what is served")
+    if not plan:
         return
     rows = []
     # layers in a row that differ in nothing but their number
