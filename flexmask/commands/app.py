@@ -8,6 +8,8 @@ import typer
 
 from flexmask.commands.doctor import doctor
 from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
+from flexmask.commands.generate import generate
+from flexmask.commands.tune import tune
 
 app = typer.Typer(
     name="flexmask",
@@ -42,4 +44,5 @@ def program(
     # `Group` reads --traceback
 
 
-app.command()(doctor)
+for _command in (doctor, generate, tune):
+    app.command()(_command)
