@@ -18,7 +18,7 @@ from flexmask.mask import flexprefill_mask
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 4, 2, 64
 # neither a multiple of a block
-_TOKENS = 1500
+_TOKENS = 700
 _BLOCK_SIZE = 128
 _SELECTIONS = ("coverage", "hybrid")
 
@@ -123,6 +123,6 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     query = torch.randn(1, _NUM_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
     key = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
     value = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
-    # runs of 150 tokens share a topic: a token attends to those of its own
+    # runs of a twelfth of the tokens share a topic: a token attends to those of its own
     topics = 2 * torch.randn(3, _HEAD_DIM, generator=generator).repeat(4, 1).repeat_interleave(-(-_TOKENS // 12), 0)[:_TOKENS]
     return query + topics, key + topics, value
