@@ -1,7 +1,8 @@
 """Registers "flexprefill" with transformers in a Python that starts with this folder on PYTHONPATH, and in its children.
 
 ``flexmask run`` puts it there. Python imports `sitecustomize` when it starts; nothing else happens until the program imports
-transformers. Then the name is registered, and FLEXMASK_SETTINGS, a JSON object or a file of one, gives every model its settings.
+transformers. Then the name is registered; FLEXMASK_SETTINGS, a JSON object or a file of one, gives every model its settings, and
+FLEXMASK_NAME another name to stand behind.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
-_VARIABLE = "FLEXMASK_SETTINGS"
+_SETTINGS, _NAME = "FLEXMASK_SETTINGS", "FLEXMASK_NAME"
 # once it is imported the name can be registered
 _AWAITED = "transformers.modeling_utils"
 
@@ -62,8 +63,8 @@ def _register() -> None:
         from flexmask.integrations.huggingface import register
         from flexmask.integrations.settings import PrefillSettings
 
-        given = os.environ.get(_VARIABLE, "")
-        register(PrefillSettings.parse(given) if given.lstrip().startswith("{") else given or None)
+        given, name = os.environ.get(_SETTINGS, ""), os.environ.get(_NAME) or "flexprefill"
+        register(PrefillSettings.parse(given) if given.lstrip().startswith("{") else given or None, name=name)
     except Exception as error:
         print(f'flexmask: "flexprefill" is not registered: {type(error).__name__}: {error}', file=sys.stderr)
 
