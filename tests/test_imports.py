@@ -59,20 +59,38 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.tune",),
     ("integrations.*",),
     ("integrations",),
+    ("commands.exit_codes",),
+    ("commands.errors", "commands.output"),
+    ("commands.options", "commands.loading"),
+    ("commands.*",),
+    ("commands.app",),
+    ("commands.main",),
+    ("__main__",),
 )
 
 # Outside the layers: what each of these may import of flexmask. Only the index imports them.
 APART: dict[str, tuple[str, ...]] = {"plot": ("_torch",), "reference.*": ("reference.*",)}
 
-SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference")
+SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference", "commands")
 
-# flexmask/__init__.py gathers the core and these; nothing imports it in turn.
+# The program stands on top: it alone may import the index, which does not import it.
+PROGRAM = ("commands.", "__main__")
+
+# flexmask/__init__.py gathers the core and these; nothing but the program imports it in turn.
 INDEX = "flexmask"
 INDEX_ALSO_IMPORTS = ("plot",)
 
 # Besides the standard library and torch. The first when the module is imported, the second only inside its functions.
-AT_IMPORT: dict[str, tuple[str, ...]] = {"kernels.*": ("triton",), "integrations.*": ("transformers",)}
-INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {"plot": ("matplotlib", "numpy"), "integrations.*": ("transformers", "accelerate")}
+AT_IMPORT: dict[str, tuple[str, ...]] = {
+    "kernels.*": ("triton",),
+    "integrations.*": ("transformers",),
+    "commands.*": ("typer", "rich"),
+}
+INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "plot": ("matplotlib", "numpy"),
+    "integrations.*": ("transformers", "accelerate"),
+    "commands.*": ("transformers",),
+}
 
 
 class Import(NamedTuple):
@@ -132,9 +150,11 @@ def granted(module: str, table: dict[str, tuple[str, ...]]) -> set[str]:
 def may_import(module: str, target: str) -> bool:
     """True if `module` may import `target`, both modules of flexmask."""
     if target == INDEX:
-        return False
+        return module.startswith(PROGRAM)
     if module == INDEX:
-        return target in INDEX_ALSO_IMPORTS or (matching(target, APART) is None and not target.startswith(SIDE_FOLDERS))
+        return target in INDEX_ALSO_IMPORTS or (
+            matching(target, APART) is None and not target.startswith((*SIDE_FOLDERS, *PROGRAM))
+        )
     apart = matching(module, APART)
     if apart is not None:
         return any(fnmatch.fnmatch(target, pattern) for pattern in APART[apart])
