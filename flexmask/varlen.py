@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from flexmask.attention import MAX_MASK_BYTES, AttentionLimits, attend, check_dense_below, check_max_mask_bytes
 from flexmask.base.checks import check_int, check_word
-from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.base.inputs import attention_inputs
 from flexmask.config import UNSET, FlexPrefillConfig, config_from, takes_options
 from flexmask.flex.backend import BACKENDS, chosen_backend
 from flexmask.flex.dense import runs_dense
-from flexmask.flex.packed import Result, Segment, dense_attention_packed
+from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.plain.published import check_published
 from flexmask.stats import FlexPrefillStats, empty_stats
 
@@ -142,50 +142,23 @@ def flexprefill_attention_varlen(
     if backend != "auto":
         chosen_backend(backend, inputs, config.block_size, return_lse)
     stats = [empty_stats(inputs.query, dense=True)] * len(segments) if return_stats else []
-
-    def attend_sparsely(number: int, part: AttentionInputs) -> Result:
-        out, lse, found = attend(part, config, limits, return_lse, return_stats)
-        if found is not None:
-            stats[filled[number]] = found
-        return out, lse
-
-    wanted = [segments[number] for number in filled]
-    dense = [runs_dense(segment.q_len, segment.kv_len, limits.dense_below) for segment in wanted]
-    outs, lses = zip(*attend_to_segments(inputs, wanted, dense, attend_sparsely, (return_lse, backend)), strict=True)
+    is_dense = [runs_dense(segment.q_len, segment.kv_len, limits.dense_below) for segment in segments]
+    together = [segments[number] for number in filled if is_dense[number]]
+    dense = iter(dense_attention_packed(inputs, together, return_lse, backend))
+    outs, lses = [], []
+    for number in filled:
+        if is_dense[number]:
+            out, lse = next(dense)
+        else:
+            out, lse, found = attend(segments[number].of(inputs), config, limits, return_lse, return_stats)
+            if found is not None:
+                stats[number] = found
+        outs.append(out)
+        lses.append(lse)
     out = torch.cat(outs, 2)[0].transpose(0, 1).contiguous()
-    extras: list[Any] = [torch.cat(lses, 2)[0]] if return_lse else []
+    extras: list[Any] = [torch.cat([lse for lse in lses if lse is not None], 2)[0]] if return_lse else []
     extras += [tuple(stats)] if return_stats else []
     return (out, *extras) if extras else out
-
-
-def attend_to_segments(
-    inputs: AttentionInputs,
-    segments: list[Segment],
-    dense: list[bool],
-    attend_sparsely: Callable[[int, AttentionInputs], Result],
-    dense_options: tuple[bool, str] = (False, "auto"),
-) -> list[Result]:
-    """Output and log-sum-exp of each segment, in order.
-
-    Parameters
-    ----------
-    inputs
-        The pack, (1, num_heads, total tokens, head_dim), without padding and offset.
-    segments
-        Sequences of at least one row.
-    dense
-        Whether dense attention serves each; those go together.
-    attend_sparsely
-        Serves the others, from a segment's number and its problem.
-    dense_options
-        `return_lse` and `backend` of `dense_attention_packed`.
-    """
-    together = [segment for segment, is_dense in zip(segments, dense, strict=True) if is_dense]
-    ready = iter(dense_attention_packed(inputs, together, *dense_options))
-    return [
-        next(ready) if is_dense else attend_sparsely(number, segment.of(inputs))
-        for number, (segment, is_dense) in enumerate(zip(segments, dense, strict=True))
-    ]
 
 
 def segments_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> list[Segment]:

@@ -16,6 +16,7 @@ from flexmask.config import FlexPrefillConfig
 from flexmask.flex.dense import dense_attention, runs_dense
 from flexmask.flex.dense_heads import at_gamma_one
 from flexmask.flex.joined import joined_mask
+from flexmask.flex.packed import dense_attention_packed
 from flexmask.flex.sparse import HeadPlan, sparse_attention
 from flexmask.gallery import heads_at_once, mask_of
 from flexmask.integrations.packed import Segments
@@ -26,7 +27,6 @@ from flexmask.integrations.settings import PrefillSettings, saved_settings
 from flexmask.integrations.tensor_parallel import of_own_heads
 from flexmask.plain.published import check_published
 from flexmask.stats import FlexPrefillStats, empty_stats
-from flexmask.varlen import attend_to_segments
 
 HEAD_DIMS = range(16, 257)  # of the search and of FlexAttention's kernels
 
@@ -85,18 +85,22 @@ def route_packed(call: PrefillCall, segments: Segments) -> Tensor:
 
     `call` is that of the whole pack, its rows one after the other.
     """
-    filled = [(number, segment) for number, segment in enumerate(segments) if segment.q_len > 0]
-    calls = [call._replace(inputs=segment.of(call.inputs), tokens=segment.kv_len, sequence=number) for number, segment in filled]
+    calls = [
+        call._replace(inputs=segment.of(call.inputs), tokens=segment.kv_len, sequence=number)
+        for number, segment in enumerate(segments)
+        if segment.q_len > 0
+    ]
     probed = call.run is not None and call.run.probe is not None
-    reasons = [None if probed else reason_no_mask(each) for each in calls]
-    for each, reason in zip(calls, reasons, strict=True):
+    reasons = {each.sequence: None if probed else reason_no_mask(each) for each in calls}
+    together = [segments[number] for number, reason in reasons.items() if reason is not None]
+    dense = iter(dense_attention_packed(call.inputs, together))
+    parts = []
+    for each in calls:
+        reason = reasons[each.sequence]
         if reason is not None:
             each.record(empty_stats(each.inputs.query, dense=True), None, reason)
-    dense = [reason is not None for reason in reasons]
-    parts = attend_to_segments(
-        call.inputs, [segment for _, segment in filled], dense, lambda number, _: (route(calls[number]), None)
-    )
-    return torch.cat([out for out, _ in parts], 2)
+        parts.append(route(each) if reason is None else next(dense)[0])
+    return torch.cat(parts, 2)
 
 
 def reason_no_mask(call: PrefillCall) -> str | None:
