@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,16 +133,33 @@ def flexprefill_attention(
     dense_below = check_dense_below(dense_below)
     check_max_mask_bytes(max_mask_bytes)
 
+    limits = AttentionLimits(backend, dense_below, max_mask_bytes)
+    out, lse, stats = attend(inputs, config, limits, return_lse, return_stats)
+    extras = tuple(x for x in (lse, stats) if x is not None)
+    return (out, *extras) if extras else out
+
+
+class AttentionLimits(NamedTuple):
+    """The options of `flexprefill_attention` that say how a call runs, checked."""
+
+    backend: str
+    dense_below: int
+    max_mask_bytes: int
+
+
+def attend(
+    inputs: AttentionInputs, config: FlexPrefillConfig, limits: AttentionLimits, return_lse: bool, return_stats: bool
+) -> tuple[Tensor, Tensor | None, FlexPrefillStats | None]:
+    """`flexprefill_attention` of checked inputs: output, log-sum-exp and statistics, None where not asked for."""
+    backend, dense_below, max_mask_bytes = limits
+    query = inputs.query
     gains = dense_below > 0 and not return_lse and has_causal_kernel(inputs)
-    if runs_dense(query.shape[2], key.shape[2], dense_below) or (gains and all(at_gamma_one(inputs, config))):
+    if runs_dense(query.shape[2], inputs.key.shape[2], dense_below) or (gains and all(at_gamma_one(inputs, config))):
         if backend != "auto":  # one that cannot run is refused at every length
             chosen_backend(backend, inputs, config.block_size, return_lse)
         out, lse = dense_attention(inputs, return_lse)
-        stats = empty_stats(query, dense=True) if return_stats else None
-    else:
-        out, lse, stats = attention_to_kept(inputs, config, backend, max_mask_bytes, dense_below > 0, return_lse, return_stats)
-    extras = tuple(x for x in (lse, stats) if x is not None)
-    return (out, *extras) if extras else out
+        return out, lse, empty_stats(query, dense=True) if return_stats else None
+    return attention_to_kept(inputs, config, backend, max_mask_bytes, dense_below > 0, return_lse, return_stats)
 
 
 def attention_to_kept(

@@ -10,12 +10,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.flex.dense import attention_to_visible, dense_attention
+from flexmask.integrations.packed import Segments, in_one_row, in_rows
 from flexmask.integrations.prefill_mask import PrefillMask
-from flexmask.integrations.route import HEAD_DIMS, PrefillCall, route
+from flexmask.integrations.route import HEAD_DIMS, PrefillCall, route, route_packed
 from flexmask.integrations.versions import MODELS_MAKE_4D_MASKS
 
 _SDPA, _EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
-_UNPACK = 'one prompt a batch row, or attn_implementation="flash_attention_2"'
+_UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt a batch row"
 # Arguments that change attention, and what to use instead. The rest of what a model's forward is called with comes along too
 # (labels, lengths, flags, a tokenizer), and passes.
 _REFUSED = {
@@ -27,9 +28,10 @@ _REFUSED = {
     "block_indices": _SDPA,
     "indices": _SDPA,
     "sinks": _EAGER,
-    "cu_seq_lens_q": _UNPACK,
-    "cu_seq_lens_k": _UNPACK,
     "block_table": _SDPA,
+    # of continuous batching, whose keys lie in a paged cache
+    "read_index": _SDPA,
+    "write_index": _SDPA,
     "prefill_chunk_size": "model.generate, which cuts the prompt",
 }
 
@@ -52,8 +54,7 @@ def attention_call(
         raise refusal(f"dropout {dropout}", "model.eval()")
     for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            packed = "packed sequences: " if instead is _UNPACK else ""
-            raise refusal(f"{packed}the argument {name}", instead)
+            raise refusal(f"the argument {name}", instead)
     if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
         raise refusal("a config with output_attentions", _EAGER)
     scores: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
@@ -63,7 +64,11 @@ def attention_call(
     else:
         _check_causal(module, is_causal, attention_mask)
         mask = _visibility(attention_mask, query, key)
-        _check_unpacked(kwargs.get("position_ids"), mask)
+        segments = _segments(mask, query, kwargs)
+        if segments is not None:
+            inputs = in_one_row(_inputs(query, key, value, **scores, window=mask.window))
+            out = in_rows(route_packed(PrefillCall.of(module, inputs, mask), segments), query.shape[0])
+            return out.transpose(1, 2).contiguous(), None
         at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
         where = {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
         out = route(PrefillCall.of(module, _inputs(query, key, value, **scores, **where), mask))
@@ -125,12 +130,33 @@ def _visibility(mask: Tensor | BlockMask | None, query: Tensor, key: Tensor) -> 
     return mask
 
 
-def _check_unpacked(position_ids: Any, mask: PrefillMask) -> None:
-    """Refuse positions that start again; some models have three of each token, others hand over none."""
-    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != mask.shape[2]:
-        return
-    if mask.packed.is_packed(position_ids, mask.attention_mask, mask.offset):
-        raise refusal("packed sequences (position_ids that start again)", _UNPACK)
+def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
+    """The packed sequences of a call, None for one of single prompts.
+
+    They come from the mask, which transformers makes of position_ids that start again where there is neither a cache nor an
+    attention_mask, or from the caller's bounds. Positions that start again elsewhere are refused, as far as they are handed over
+    at all: some models have three of each token.
+    """
+    batch, _, q_len, _ = query.shape
+    rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if rows is None and keys is None:
+        positions = kwargs.get("position_ids")
+        if mask.segments is not None or not isinstance(positions, Tensor):
+            return mask.segments
+        shown = positions.dim() == 2 and positions.shape[1] == q_len
+        if shown and mask.packed.is_packed(positions, mask.attention_mask, mask.offset):
+            raise refusal("packed sequences (position_ids that start again) over a cache or under an attention_mask", _UNPACK)
+        return None
+    if rows is None or keys is None:
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k must come together; got cu_seq_lens_{'k' if rows is None else 'q'} alone"
+        )
+    if mask.attention_mask is not None or mask.shape[3] != q_len:
+        raise refusal("packed sequences (cu_seq_lens_q) over a cache or under an attention_mask", _UNPACK)
+    segments = mask.bounds.segments(rows, keys, batch * q_len)
+    if mask.segments is not None and mask.segments != tuple(each for each in segments if each.q_len):
+        raise ValueError("cu_seq_lens_q must name the sequences that position_ids do, which start again elsewhere")
+    return segments
 
 
 def _decoded(inputs: AttentionInputs, mask: Tensor | None) -> Tensor:

@@ -1,9 +1,80 @@
-"""Packed prompts: several in one batch row, told apart by position_ids that start again."""
+"""Packed prompts: several in one batch row, told apart by position_ids that start again or by their bounds."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.flex.packed import Segment
+from flexmask.varlen import segments_of
+
+Segments = tuple[Segment, ...]
+
+
+def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
+    """The sequences of a batch whose rows lie one after the other, or None where each row is one sequence.
+
+    The host has to know them, since the shapes of their calls depend on them: one copy, which waits for the device. It comes once
+    a forward, where the masks are made; releases from 5 on wait there themselves to see whether a prompt is packed.
+
+    Parameters
+    ----------
+    ids
+        (batch or 1, q_len) integer: tokens next to each other belong to one sequence where theirs are equal.
+    batch
+        Batch rows.
+    """
+    length = ids.shape[1]
+    begins = (ids[:, 1:] != ids[:, :-1]).cpu()
+    if not begins.any():
+        return None
+    starts = [0, *(int(row) * length + int(token) + 1 for row, token in begins.expand(batch, -1).nonzero().tolist())]
+    bounds = sorted({*starts, *(row * length for row in range(batch + 1))})
+    slices = [slice(start, end) for start, end in itertools.pairwise(bounds)]
+    return tuple(Segment(each, each) for each in slices)
+
+
+def in_one_row(inputs: AttentionInputs) -> AttentionInputs:
+    """The problem of a packed batch with its rows one after the other, in which sequences are counted; a view for one row."""
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    return inputs.with_fields(**{name: _in_one_row(x) for name, x in tensors.items() if x is not None})
+
+
+def _in_one_row(x: Tensor) -> Tensor:
+    return x if x.shape[0] == 1 else x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def in_rows(out: Tensor, batch: int) -> Tensor:
+    """The output of a packed batch, (1, num_heads, tokens, v_head_dim), as that of its rows."""
+    return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+class GivenBounds:
+    """The sequences that a caller names by `cu_seq_lens_q` and `cu_seq_lens_k`: read once for all layers of a forward."""
+
+    def __init__(self) -> None:
+        self._of: tuple[object, object] | None = None
+        self._segments: Segments = ()
+
+    def segments(self, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, tokens: int) -> Segments:
+        """The sequences of a pack of so many tokens; bounds on a GPU are copied to the host by the layer that asks first.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For bounds that are none of these tokens.
+        """
+        if self._of is None or self._of[0] is not cu_seq_lens_q or self._of[1] is not cu_seq_lens_k:
+            try:
+                self._segments = tuple(segments_of(cu_seq_lens_q, cu_seq_lens_k, tokens, tokens))
+            except (TypeError, ValueError) as error:
+                # by the names that transformers gives them
+                raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_lens_")) from None
+            self._of = (cu_seq_lens_q, cu_seq_lens_k)
+        return self._segments
 
 
 class PackedCheck:

@@ -12,10 +12,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from flexmask.integrations.packed import PackedCheck
+from flexmask.integrations.packed import GivenBounds, PackedCheck, Segments, segments_of_ids
 from flexmask.integrations.versions import rows_of_queries, window_of
 
-_REFUSAL = "a mask beyond causality, padding and a sliding window (packed sequences, chunked attention, a bidirectional part)"
+_REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
+_COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
 _numbers = itertools.count()
 
 
@@ -43,8 +44,11 @@ class PrefillMask(BlockMask):
         Why attention cannot serve it, or None.
     prefill
         A number that the masks of one call of the mask function share, copies and slices included.
-    packed
-        Whether the prompt is packed, as attention finds out.
+    segments
+        The packed sequences, counted in tokens of all batch rows one after the other, or None where rows are single prompts.
+    packed, bounds
+        Whether a prompt whose sequences the mask function could not know is packed after all, as attention finds out; the
+        sequences that a caller names. One for all layers.
     tokens
         Tokens so far, this call's included: what `dense_below` is compared with, as far as the host knows it. A StaticCache keeps
         its length on its device; then it is the length of the caller's padding mask, without one that of this call alone.
@@ -58,12 +62,14 @@ class PrefillMask(BlockMask):
         window: int | None = None,
         refusal: str | None = None,
         tokens: int | None = None,
+        segments: Segments | None = None,
     ) -> None:
         # not BlockMask's own: it has no lists
         self._shape = shape
         self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
-        self.prefill, self.packed = next(_numbers), PackedCheck()
+        self.segments = segments
+        self.prefill, self.packed, self.bounds = next(_numbers), PackedCheck(), GivenBounds()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -107,6 +113,8 @@ class PrefillMask(BlockMask):
         if not isinstance(rows, slice) or rows.indices(q_len)[2] != 1:
             _not_served(f"[{index}] of rows that do not follow one another")
         first, end, _ = rows.indices(q_len)
+        if self.segments is not None and (first, end) != (0, q_len):
+            _not_served(f"[{index}] of packed sequences")
         return self._with((batch, 1, max(end - first, 0), kv_len), self.offset + first, self.attention_mask)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -123,8 +131,8 @@ class PrefillMask(BlockMask):
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _computed_with
 
     def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> PrefillMask:
-        mask = PrefillMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens)
-        mask.prefill, mask.packed = self.prefill, self.packed
+        mask = PrefillMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens, self.segments)
+        mask.prefill, mask.packed, mask.bounds = self.prefill, self.packed, self.bounds
         return mask
 
 
@@ -144,8 +152,8 @@ class HookedMask(PrefillMask):
 
     def __init__(self, own: PrefillMask, stock: BlockMask) -> None:
         self.__dict__.update(vars(stock))
-        super().__init__(own.shape, own.offset, own.attention_mask, own.window, own.refusal, own.tokens)
-        self.prefill, self.packed = own.prefill, own.packed
+        super().__init__(own.shape, own.offset, own.attention_mask, own.window, own.refusal, own.tokens, own.segments)
+        self.prefill, self.packed, self.bounds = own.prefill, own.packed, own.bounds
 
     __repr__ = BlockMask.__repr__
     __str__ = BlockMask.__str__
@@ -187,9 +195,12 @@ def prefill_mask(
     shape = (batch_size, 1, q_len, kv_length)
     # as many rows as keys: the first row stands at the first key, whatever else is said
     offset = 0 if q_len == kv_length else on_host(first - kv_offset)
-    known, window = window_of(mask_function, local_size)
-    if not known:
-        return PrefillMask(shape, offset, refusal=_REFUSAL)
+    known, window, ids = window_of(mask_function, local_size)
+    if not known or (ids is not None and torch.compiler.is_compiling()):
+        return PrefillMask(shape, offset, refusal=_COMPILED if known else _REFUSAL)
+    if ids is not None:
+        # without a cache and without padding
+        return PrefillMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size))
     tokens = None
     if not isinstance(offset, int) and attention_mask is not None and isinstance(kv_offset, int):
         tokens = min(kv_length, attention_mask.shape[1] - kv_offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -15,8 +16,10 @@ from flexmask.config import FlexPrefillConfig
 from flexmask.flex.dense import dense_attention, runs_dense
 from flexmask.flex.dense_heads import at_gamma_one
 from flexmask.flex.joined import joined_mask
+from flexmask.flex.packed import dense_attention_packed
 from flexmask.flex.sparse import HeadPlan, sparse_attention
 from flexmask.gallery import heads_at_once, mask_of
+from flexmask.integrations.packed import Segments
 from flexmask.integrations.prefill_mask import PrefillMask
 from flexmask.integrations.right_padding import with_deciding_rows
 from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
@@ -38,6 +41,7 @@ class PrefillCall(NamedTuple):
     settings: PrefillSettings
     config: FlexPrefillConfig  # of this layer, its gammas those of the heads that are here
     run: FlexPrefillRun | None  # where it is recorded
+    sequence: int = 0  # of a pack
 
     @classmethod
     def of(cls, module: nn.Module, inputs: AttentionInputs, mask: PrefillMask) -> PrefillCall:
@@ -52,7 +56,7 @@ class PrefillCall(NamedTuple):
     def record(self, stats: FlexPrefillStats | None, mask: BlockMask | None, reason: str | None = None) -> None:
         """Write the call into the run, if there is one."""
         if self.run is not None:
-            self.run.record(self.layer, stats, mask, reason, self.prefill)
+            self.run.record(self.layer, stats, mask, reason, self.prefill, self.sequence)
 
     @property
     def keeps_masks(self) -> bool:
@@ -74,6 +78,29 @@ def route(call: PrefillCall) -> Tensor:
     if method != "flexprefill":
         return by_method(call, method if callable(method) else MASKS[method])
     return by_flexprefill(call)
+
+
+def route_packed(call: PrefillCall, segments: Segments) -> Tensor:
+    """Attention of packed sequences to themselves, each by a route of its own; those too short for a mask go together.
+
+    `call` is that of the whole pack, its rows one after the other.
+    """
+    calls = [
+        call._replace(inputs=segment.of(call.inputs), tokens=segment.kv_len, sequence=number)
+        for number, segment in enumerate(segments)
+        if segment.q_len > 0
+    ]
+    probed = call.run is not None and call.run.probe is not None
+    reasons = {each.sequence: None if probed else reason_no_mask(each) for each in calls}
+    together = [segments[number] for number, reason in reasons.items() if reason is not None]
+    dense = iter(dense_attention_packed(call.inputs, together))
+    parts = []
+    for each in calls:
+        reason = reasons[each.sequence]
+        if reason is not None:
+            each.record(empty_stats(each.inputs.query, dense=True), None, reason)
+        parts.append(route(each) if reason is None else next(dense)[0])
+    return torch.cat(parts, 2)
 
 
 def reason_no_mask(call: PrefillCall) -> str | None:

@@ -71,10 +71,11 @@ class FlexPrefillRun:
         mask: BlockMask | None,
         reason: str | None = None,
         prefill: int | None = None,
+        sequence: int = 0,
     ) -> None:
         """Note one prefill call of one layer: its statistics and its mask, if kept, and why it ran dense, if it did.
 
-        `prefill` is the number of its `PrefillMask`.
+        `prefill` is the number of its `PrefillMask`, `sequence` that of the sequence in a pack.
         """
         # in a compiled forward a lock would break the graph
         with nullcontext() if torch.compiler.is_compiling() else LOCK:
@@ -82,7 +83,7 @@ class FlexPrefillRun:
             if self.collect_stats and stats is not None:
                 self.stats.setdefault(layer, []).append(stats)
                 self.reasons.setdefault(layer, []).append(reason)
-                self.calls.begin(layer, prefill)
+                self.calls.begin(layer, prefill, sequence)
             if self.collect_masks:
                 self.masks.setdefault(layer, []).append(mask)
 
@@ -115,7 +116,7 @@ class FlexPrefillRun:
         return not self._sparse, f"{number} ran dense{at_times}: {'; '.join(reasons[:3])}{more}"
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a layer, prefill call, batch row and head: its pattern, distance, density and coverage; `reason` if dense.
+        """One row a layer, prefill call, packed sequence, batch row and head: what it chose, and the `reason` if it ran dense.
 
         A head that dense attention served because that is faster keeps the pattern and the density of its mask.
         """
@@ -123,6 +124,7 @@ class FlexPrefillRun:
             {
                 "layer": layer,
                 "call": call,
+                "sequence": sequence,
                 "batch": batch,
                 "head": head,
                 "pattern": _pattern(stats, batch, head),
@@ -132,7 +134,9 @@ class FlexPrefillRun:
                 "reason": DENSE_HEAD if reason is None and stats.is_dense[batch, head] else reason,
             }
             for layer, calls in sorted(self.stats.items())
-            for call, stats, reason in zip(self.calls.numbers[layer], calls, self.reasons[layer], strict=True)
+            for call, sequence, stats, reason in zip(
+                self.calls.numbers[layer], self.calls.sequences[layer], calls, self.reasons[layer], strict=True
+            )
             for batch in range(stats.density.shape[0])
             for head in range(stats.density.shape[1])
         ]

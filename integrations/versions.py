@@ -8,10 +8,13 @@ from typing import Any
 
 import transformers
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
 OLDEST, NEWEST = (4, 54), (5, 23)
+# newer releases wrap the mask of packed sequences in it
+remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 # whether some models build their own 4-D masks, whatever the mask interface says
 MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
 
@@ -43,19 +46,32 @@ def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
     return length, offset.clone() if isinstance(offset, Tensor) else offset
 
 
-def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None]:
-    """Recognise plain causality, with a sliding window or without: whether `mask_function` is that, and its window.
+def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None, Tensor | None]:
+    """Recognise plain causality, with a sliding window or without, of a prompt or of packed ones.
 
-    It is compared by its code with what transformers makes for these cases. Before release 5 a prompt that is not packed is
-    said to be packed into one sequence, where there is neither a cache nor an attention_mask.
+    `mask_function` is compared by its code with what transformers makes for these cases. Newer releases count the positions of
+    packed sequences from each one's start; since they only see their own sequence, whose positions are consecutive, that changes
+    nothing.
+
+    Returns
+    -------
+    tuple
+        Whether it is that; its window; (batch or 1, q_len) integer ids that tell packed sequences apart. The ids are given for
+        prompts without a cache and an attention_mask, before release 5 also for those that are not packed: then all are equal.
     """
     expected = causal_mask_function if local_size is None else window_function(local_size)
     if _same(mask_function, expected):
-        return True, local_size
-    for packed in _tensors(mask_function):
-        if _same(mask_function, and_masks(expected, packed_sequence_mask_function(packed))) and not packed.any():
-            return True, local_size
-    return False, None
+        return True, local_size, None
+    tensors = _tensors(mask_function)
+    for ids in tensors:
+        own = packed_sequence_mask_function(ids)
+        if _same(mask_function, and_masks(expected, own)):
+            return True, local_size, ids
+        if remap_positions is not None:
+            forms = (and_masks(own, remap_positions(expected, positions)) for positions in tensors)
+            if any(_same(mask_function, form) for form in forms):
+                return True, local_size, ids
+    return False, None, None
 
 
 def _same(left: Any, right: Any) -> bool:

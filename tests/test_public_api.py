@@ -12,10 +12,25 @@ import pytest
 import torch
 
 import flexmask
-from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_attention, flexprefill_mask, sparse_attention
+from flexmask import (
+    FlexPrefillConfig,
+    FlexPrefillStats,
+    flexprefill_attention,
+    flexprefill_attention_varlen,
+    flexprefill_mask,
+    sparse_attention,
+)
 from flexmask.block_masks import MASKS
 
-PUBLIC = ["FlexPrefillConfig", "FlexPrefillStats", "flexprefill_attention", "flexprefill_mask", "sparse_attention", "warmup"]
+PUBLIC = [
+    "FlexPrefillConfig",
+    "FlexPrefillStats",
+    "flexprefill_attention",
+    "flexprefill_attention_varlen",
+    "flexprefill_mask",
+    "sparse_attention",
+    "warmup",
+]
 
 SELECTION = (
     "gamma: float | Sequence[float] | Tensor = 0.95, tau: float = 0.1, *, block_size: int = 128, min_budget: int = 1024, "
@@ -33,6 +48,12 @@ SIGNATURES = {
     "sinks: Tensor | None = None, backend: str = 'auto', "
     "dense_below: int | None = None, return_lse: bool = False, max_mask_bytes: int = 1073741824) "
     "-> Tensor | tuple[Tensor | FlexPrefillStats, ...]",
+    "flexprefill_attention_varlen": "(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds, "
+    f"max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, {SELECTION}, "
+    "scale: float | None = None, softcap: float | None = None, window: int | None = None, "
+    "config: FlexPrefillConfig | None = None, return_stats: bool = False, sinks: Tensor | None = None, backend: str = 'auto', "
+    "dense_below: int | None = None, return_lse: bool = False, max_mask_bytes: int = 1073741824) "
+    "-> Tensor | tuple[Tensor | tuple[FlexPrefillStats, ...], ...]",
     "sparse_attention": "(query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., BlockMask] = flexprefill, *, "
     "block_size: int = 128, scale: float | None = None, softcap: float | None = None, window: int | None = None, "
     "attention_mask: Tensor | None = None, q_offset: int | Tensor | None = None, sinks: Tensor | None = None, "
@@ -78,7 +99,7 @@ def test_dataclasses_are_frozen(kind):
 
 def test_config_and_functions_have_the_same_defaults():
     for field in dataclasses.fields(FlexPrefillConfig):
-        for function in (flexprefill_mask, flexprefill_attention):
+        for function in (flexprefill_mask, flexprefill_attention, flexprefill_attention_varlen):
             assert inspect.signature(function).parameters[field.name].default == field.default
 
 
@@ -142,6 +163,7 @@ def described(section: str) -> set[str]:
 DOCUMENTED: list[Callable[..., Any]] = [
     flexprefill_mask,
     flexprefill_attention,
+    flexprefill_attention_varlen,
     sparse_attention,
     FlexPrefillConfig,
     *MASKS.values(),
@@ -165,7 +187,7 @@ def test_statistics_describe_every_attribute_and_no_other():
     assert described(sections(FlexPrefillStats)["Attributes"]) == fields
 
 
-@pytest.mark.parametrize("documented", [flexprefill_mask, flexprefill_attention, FlexPrefillConfig])
+@pytest.mark.parametrize("documented", [flexprefill_mask, flexprefill_attention, flexprefill_attention_varlen, FlexPrefillConfig])
 def test_docstring_names_the_paper(documented):
     assert "https://arxiv.org/abs/2502.20766" in sections(documented)[""]
 

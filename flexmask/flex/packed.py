@@ -1,0 +1,172 @@
+"""Dense attention of packed sequences: in one FlexAttention call on GPUs, one SDPA call a sequence on CPUs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask._torch import block_mask_from_lists, captured, named
+from flexmask.base.inputs import AttentionInputs
+from flexmask.flex.block_mask import with_gradients
+from flexmask.flex.dense import dense_attention
+from flexmask.flex.mask_mods import MaskMod
+from flexmask.flex.run import run_flex_attention
+from flexmask.plain.block_lists import block_lists
+
+_BLOCK = 128  # FlexAttention's default, which its tiles divide
+_MOST_PAIRS = 2**24  # of blocks in one call: 256 MiB of lists, half a million tokens
+_HEAD_DIMS = range(16, 257)  # of FlexAttention's kernels
+
+Result = tuple[Tensor, Tensor | None]
+
+
+class Segment(NamedTuple):
+    """One sequence of a pack: its query rows, which are its last ones, and its keys."""
+
+    query: slice
+    key: slice
+
+    @property
+    def q_len(self) -> int:
+        """Query rows."""
+        return int(self.query.stop - self.query.start)
+
+    @property
+    def kv_len(self) -> int:
+        """Keys."""
+        return int(self.key.stop - self.key.start)
+
+    def of(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The sequence as a problem of its own, as views of the pack's."""
+        value = None if inputs.value is None else inputs.value[:, :, self.key]
+        return inputs.with_fields(query=inputs.query[:, :, self.query], key=inputs.key[:, :, self.key], value=value)
+
+
+def dense_attention_packed(
+    inputs: AttentionInputs, segments: list[Segment], return_lse: bool = False, backend: str = "auto"
+) -> list[Result]:
+    """Dense attention of each segment to itself, (1, num_heads, q_len, v_head_dim), with its log-sum-exp if wanted.
+
+    On CPUs SDPA serves them one by one, which no single call beat there (docs/packed.md). On GPUs a call a sequence is
+    launch-bound where sequences are short: those with more than a row share one FlexAttention call.
+
+    Parameters
+    ----------
+    inputs
+        The pack, (1, num_heads, total tokens, head_dim), without padding and offset.
+    segments
+        Sequences of at least one row.
+    backend
+        As in `flexprefill_attention`; "auto" is Triton's kernel here.
+    """
+    query, value = inputs.query, inputs.value
+    assert value is not None
+    served = query.shape[3] in _HEAD_DIMS and value.shape[3] in _HEAD_DIMS
+    together = query.is_cuda and served and not torch.compiler.is_compiling()
+    shared = [number for number, segment in enumerate(segments) if together and segment.q_len > 1]
+    if len(shared) < 2:
+        shared = []
+    done: dict[int, Result] = {}
+    for part in _calls([segments[number] for number in shared]):
+        kernel = "flash" if backend == "flash" else "triton"
+        numbers = shared[len(done) : len(done) + len(part)]
+        done.update(zip(numbers, attention_in_one_call(inputs, part, kernel, return_lse), strict=True))
+    return [
+        done[number] if number in done else dense_attention(segment.of(inputs), return_lse)
+        for number, segment in enumerate(segments)
+    ]
+
+
+def attention_in_one_call(
+    inputs: AttentionInputs, segments: list[Segment], kernel: str, return_lse: bool = False
+) -> list[Result]:
+    """Dense attention of all segments by one FlexAttention call under a block-diagonal mask.
+
+    Every sequence is copied to begin at a block of its own, so that no block holds keys of two: a weight of 0 would not hide
+    NaN in another sequence's values. The host knows all sizes; one small table of them goes to the device without a wait.
+    """
+    value = inputs.value
+    assert value is not None
+    blocks = _table(segments, inputs.query.device)
+    within = torch.arange(_BLOCK, device=inputs.query.device)
+    rows, keys = ((table[:, :1] + within).clamp(max=table[:, 1:2] - 1).flatten() for table in (blocks.rows, blocks.keys))
+    aligned = inputs.with_fields(
+        query=inputs.query.index_select(2, rows), key=inputs.key.index_select(2, keys), value=value.index_select(2, keys)
+    )
+    mask = _mask(blocks, inputs.window)
+    if inputs.wants_gradients():
+        mask = with_gradients(mask)
+    out, lse = run_flex_attention(aligned.with_fields(window=None), mask, kernel, return_lse)
+    results: list[Result] = []
+    first = 0
+    for segment in segments:
+        own = slice(first, first + segment.q_len)
+        results.append((out[:, :, own], None if lse is None else lse[:, :, own]))
+        first += -(-segment.q_len // _BLOCK) * _BLOCK
+    return results
+
+
+class _Blocks(NamedTuple):
+    """What the blocks of aligned sequences hold, int32 on the device."""
+
+    rows: Tensor  # (num_q_blocks, 4): first row in the pack, end of its sequence there; position of that row, end of its keys
+    keys: Tensor  # (num_kv_blocks, 2): first key in the pack, end of its sequence there
+    first_key: Tensor  # (num_q_blocks,): first key of the block's sequence; keys and positions count in the aligned copy
+
+
+def _table(segments: list[Segment], device: torch.device) -> _Blocks:
+    rows: list[tuple[int, ...]] = []
+    keys: list[tuple[int, ...]] = []
+    for segment in segments:
+        first = len(keys) * _BLOCK
+        position = first + segment.kv_len - segment.q_len
+        for start in range(0, segment.q_len, _BLOCK):
+            rows.append((segment.query.start + start, segment.query.stop, position + start, first + segment.kv_len, first))
+        for start in range(0, segment.kv_len, _BLOCK):
+            keys.append((segment.key.start + start, segment.key.stop, 0, 0, 0))
+    table = torch.tensor([*rows, *keys], dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return _Blocks(table[: len(rows), :4], table[len(rows) :, :2], table[: len(rows), 4])
+
+
+def _mask(blocks: _Blocks, window: int | None) -> BlockMask:
+    """The mask of aligned sequences. Rows behind a sequence's last see what that one sees; nobody reads them."""
+    within = torch.arange(_BLOCK, device=blocks.rows.device, dtype=torch.int32)
+    position = blocks.rows[:, 2:3] + within
+    last = torch.minimum(position, blocks.rows[:, 3:] - 1)
+    first = blocks.first_key[:, None].expand_as(last)
+    if window is not None:
+        first = torch.maximum(first, last - (min(window, 2**31 - 1) - 1))
+    start = torch.arange(len(blocks.keys), device=last.device, dtype=torch.int32) * _BLOCK
+    end = start + _BLOCK - 1
+    # both edges only move on from row to row
+    keep = (end >= first[:, :1]) & (start <= last[:, -1:])
+    full = (start >= first[:, -1:]) & (end <= last[:, :1])
+    lists = block_lists(keep[None, None], full[None])
+    lengths = (len(blocks.rows) * _BLOCK, len(blocks.keys) * _BLOCK)
+    return block_mask_from_lists(lists, _mask_mod(first.flatten(), last.flatten()), _BLOCK, lengths)
+
+
+def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
+    first, last = captured(first), captured(last)
+
+    def own_sequence(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx >= first[q_idx]) & (kv_idx <= last[q_idx])
+
+    return named(own_sequence, "own_sequence")
+
+
+def _calls(segments: list[Segment]) -> list[list[Segment]]:
+    """Segments by call, so that the lists of each stay within `_MOST_PAIRS`, unless one segment alone exceeds it."""
+    calls: list[list[Segment]] = []
+    q_blocks = kv_blocks = 0
+    for segment in segments:
+        more = (-(-segment.q_len // _BLOCK), -(-segment.kv_len // _BLOCK))
+        if not calls or (q_blocks + more[0]) * (kv_blocks + more[1]) > _MOST_PAIRS:
+            calls.append([])
+            q_blocks = kv_blocks = 0
+        calls[-1].append(segment)
+        q_blocks, kv_blocks = q_blocks + more[0], kv_blocks + more[1]
+    return calls

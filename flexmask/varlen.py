@@ -1,0 +1,250 @@
+"""flexprefill_attention_varlen: packed sequences, each of which selects for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask.attention import MAX_MASK_BYTES, AttentionLimits, attend, check_dense_below, check_max_mask_bytes
+from flexmask.base.checks import check_int, check_word
+from flexmask.base.inputs import attention_inputs
+from flexmask.config import UNSET, FlexPrefillConfig, config_from, takes_options
+from flexmask.flex.backend import BACKENDS, chosen_backend
+from flexmask.flex.dense import runs_dense
+from flexmask.flex.packed import Segment, dense_attention_packed
+from flexmask.plain.published import check_published
+from flexmask.stats import FlexPrefillStats, empty_stats
+
+# what flash-attn calls cu_seqlens: the token at which each sequence begins, and the end of the last
+Bounds = Tensor | Sequence[int]
+
+
+@takes_options
+def flexprefill_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    gamma: float | Sequence[float] | Tensor = UNSET,
+    tau: float = UNSET,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    config: FlexPrefillConfig | None = None,
+    return_stats: bool = False,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+    dense_below: int | None = None,
+    return_lse: bool = False,
+    max_mask_bytes: int = MAX_MASK_BYTES,
+    **options: Any,
+) -> Tensor | tuple[Tensor | tuple[FlexPrefillStats, ...], ...]:
+    """Causal attention of packed sequences to themselves, over the blocks that FlexPrefill keeps in each.
+
+    The layout and the names are those of flash-attn's ``flash_attn_varlen_func`` with ``causal=True``. Each sequence gets what
+    `flexprefill_attention` gives it alone: long ones their own masks, one after the other; those that run dense go together, on
+    GPUs in one FlexAttention call.
+
+    Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 3, sequence by sequence.
+
+    Parameters
+    ----------
+    query
+        (total_q, num_heads, head_dim), float32, float16 or bfloat16: the sequences' rows, one sequence after the other.
+    key
+        (total_k, num_kv_heads, head_dim), query's dtype and device; num_kv_heads divides num_heads.
+    value
+        (total_k, num_kv_heads, v_head_dim), key's dtype and device.
+    cu_seqlens_q, cu_seqlens_k
+        (num_sequences + 1,) integers: sequence i has the rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and the keys
+        ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``. They begin at 0 and end at total_q and total_k. Its rows are the last ones of
+        its keys, so that a chunk over a cache has fewer rows than keys; a sequence may have no rows. The host needs them, since
+        the shapes of a call depend on them: give a list or a tensor on the CPU. Tensors on a GPU are copied to the host in one
+        go, for which the host waits until the GPU has done all work before it. Inside ``torch.compile`` only sequences of ints
+        are taken, in a graph captured for CUDA no tensor on a GPU.
+    max_seqlen_q, max_seqlen_k
+        Tokens: checked against the longest sequence, and not needed. Default None.
+    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, row_stride, config
+        As in `flexprefill_attention`, the same for all sequences.
+    scale, softcap, window, sinks, backend, max_mask_bytes
+        As in `flexprefill_attention`. Dense sequences that share a call do so in Triton's kernel unless `backend` is
+        ``"flash"``.
+    dense_below
+        As in `flexprefill_attention`, compared with the keys of each sequence.
+    return_lse
+        Also return the log-sum-exp of every row.
+    return_stats
+        Also return statistics.
+
+    Returns
+    -------
+    Tensor
+        (total_q, num_heads, v_head_dim) in query's dtype.
+    Tensor
+        (num_heads, total_q) float32, only with `return_lse`.
+    tuple of FlexPrefillStats
+        One a sequence, tensors of (1, num_heads), only with `return_stats`. A sequence without rows counts as dense.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `flexprefill_attention`, and for bounds that do not begin at 0, decrease, do not end at the number of tokens, or give
+        a sequence more rows than keys.
+    NotImplementedError, RuntimeError
+        As `flexprefill_attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key, value = torch.randn(700, 4, 32), torch.randn(700, 2, 32), torch.randn(700, 2, 32)
+    >>> bounds = [0, 600, 650, 700]
+    >>> out, stats = flexprefill_attention_varlen(
+    ...     query, key, value, bounds, bounds, gamma=0.9, block_size=64, min_budget=128, dense_below=512, return_stats=True
+    ... )
+    >>> out.shape
+    torch.Size([700, 4, 32])
+    >>> [each.dense for each in stats]
+    [False, True, True]
+    """
+    config = config_from(config, gamma, tau, options)
+    for name, tensor, layout in (
+        ("query", query, "(total_q, num_heads, head_dim)"),
+        ("key", key, "(total_k, num_kv_heads, head_dim)"),
+        ("value", value, "(total_k, num_kv_heads, v_head_dim)"),
+    ):
+        _check_packed(name, tensor, layout)
+    if value.shape[:2] != key.shape[:2]:
+        raise ValueError(f"value must have key's total_k and num_kv_heads {tuple(key.shape[:2])}; got {tuple(value.shape[:2])}")
+    check_word("backend", backend, BACKENDS)
+    limits = AttentionLimits(backend, check_dense_below(dense_below), max_mask_bytes)
+    check_max_mask_bytes(max_mask_bytes)
+    segments = segments_of(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0])
+    _check_longest("max_seqlen_q", max_seqlen_q, [segment.q_len for segment in segments])
+    _check_longest("max_seqlen_k", max_seqlen_k, [segment.kv_len for segment in segments])
+    inputs = attention_inputs(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        sinks=sinks,
+        gamma=gamma if isinstance(gamma, Tensor) else config.gamma,
+    )
+    filled = [number for number, segment in enumerate(segments) if segment.q_len > 0]
+    for number in filled:
+        check_published(config, segments[number].of(inputs))
+    if backend != "auto":
+        chosen_backend(backend, inputs, config.block_size, return_lse)
+    stats = [empty_stats(inputs.query, dense=True)] * len(segments) if return_stats else []
+    is_dense = [runs_dense(segment.q_len, segment.kv_len, limits.dense_below) for segment in segments]
+    together = [segments[number] for number in filled if is_dense[number]]
+    dense = iter(dense_attention_packed(inputs, together, return_lse, backend))
+    outs, lses = [], []
+    for number in filled:
+        if is_dense[number]:
+            out, lse = next(dense)
+        else:
+            out, lse, found = attend(segments[number].of(inputs), config, limits, return_lse, return_stats)
+            if found is not None:
+                stats[number] = found
+        outs.append(out)
+        lses.append(lse)
+    out = torch.cat(outs, 2)[0].transpose(0, 1).contiguous()
+    extras: list[Any] = [torch.cat([lse for lse in lses if lse is not None], 2)[0]] if return_lse else []
+    extras += [tuple(stats)] if return_stats else []
+    return (out, *extras) if extras else out
+
+
+def segments_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> list[Segment]:
+    """The sequences between bounds, which are copied to the host if they are on a GPU, both at once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For bounds that are none of these tokens.
+    """
+    rows, keys = _on_host(cu_seqlens_q, cu_seqlens_k)
+    _check_bounds("cu_seqlens_q", rows, "total_q", total_q)
+    _check_bounds("cu_seqlens_k", keys, "total_k", total_k)
+    if len(rows) != len(keys):
+        raise ValueError(f"cu_seqlens_k must have as many entries as cu_seqlens_q, {len(rows)}; got {len(keys)}")
+    segments = [Segment(slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1])) for i in range(len(rows) - 1)]
+    for number, segment in enumerate(segments):
+        if segment.q_len > segment.kv_len:
+            raise ValueError(
+                f"cu_seqlens_q must give a sequence no more rows than cu_seqlens_k gives it keys; sequence {number} has "
+                f"{segment.q_len} rows and {segment.kv_len} keys"
+            )
+    return segments
+
+
+def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]]:
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, bounds in given.items():
+        if isinstance(bounds, Tensor):
+            _check_bounds_tensor(name, bounds)
+        elif not isinstance(bounds, (list, tuple)):
+            raise TypeError(f"{name} must be a tensor or a sequence of ints; got {type(bounds).__name__}")
+        else:
+            for number, bound in enumerate(bounds):
+                check_int(f"{name}[{number}]", bound)
+    if cu_seqlens_q is cu_seqlens_k:
+        both = _as_ints(cu_seqlens_q)
+        return both, both
+    tensors = [x for x in given.values() if isinstance(x, Tensor) and x.device.type != "cpu"]
+    if len(tensors) == 2 and tensors[0].device == tensors[1].device:
+        both = torch.cat([x.long() for x in tensors]).tolist()
+        return both[: len(tensors[0])], both[len(tensors[0]) :]
+    return _as_ints(cu_seqlens_q), _as_ints(cu_seqlens_k)
+
+
+def _as_ints(bounds: Any) -> list[int]:
+    return bounds.tolist() if isinstance(bounds, Tensor) else list(bounds)
+
+
+def _check_bounds_tensor(name: str, bounds: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            f"{name} must be a list or tuple of ints inside torch.compile, where no value of a tensor can be read; got a tensor"
+        )
+    if bounds.dim() != 1:
+        raise ValueError(f"{name} must be (num_sequences + 1,); got shape {tuple(bounds.shape)}")
+    if bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool:
+        raise TypeError(f"{name} must be integer; got {bounds.dtype}")
+    if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(f"{name} must be on the host while a CUDA graph is captured; got a tensor on {bounds.device}")
+
+
+def _check_bounds(name: str, bounds: list[int], total_name: str, total: int) -> None:
+    if len(bounds) < 2:
+        raise ValueError(f"{name} must hold at least two bounds, those of one sequence; got {len(bounds)}")
+    if bounds[0] != 0:
+        raise ValueError(f"{name} must begin at 0; got {bounds[0]}")
+    for number in range(len(bounds) - 1):
+        if bounds[number + 1] < bounds[number]:
+            raise ValueError(f"{name} must not decrease; got {bounds[number]}, then {bounds[number + 1]} for sequence {number}")
+    if bounds[-1] != total:
+        raise ValueError(f"{name} must end at {total_name} = {total}; got {bounds[-1]}")
+
+
+def _check_longest(name: str, most: int | None, lengths: list[int]) -> None:
+    if most is None:
+        return
+    check_int(name, most)
+    if most < max(lengths):
+        raise ValueError(f"{name} must be at least the longest sequence, {max(lengths)} tokens; got {most}")
+
+
+def _check_packed(name: str, tensor: Tensor, layout: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor {layout}; got {type(tensor).__name__}")
+    if tensor.dim() != 3:
+        raise ValueError(f"{name} must be {layout}; got shape {tuple(tensor.shape)}")
+    if 0 in tensor.shape:
+        raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")

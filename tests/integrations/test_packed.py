@@ -1,0 +1,198 @@
+"""Packed prompts in the adapter: each sequence runs as it does alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.base.inputs import attention_inputs
+from flexmask.flex.packed import Segment
+from flexmask.integrations.packed import GivenBounds, in_one_row, in_rows, segments_of_ids
+from flexmask.integrations.prefill_mask import HookedMask, MaskNotServed, PrefillMask
+from tests.attention_calls import call
+from tests.integrations.common import KEEP_ALL, LENGTH, MARKS, SPARSE, make_model
+
+pytestmark = [*MARKS, pytest.mark.attention]
+
+BOUNDS = [0, 200, 201, 240, LENGTH]  # two that get a mask, a single token and a short one
+# those with fewer tokens run dense
+OPTIONS: dict[str, dict[str, Any]] = {
+    "everything kept": {**KEEP_ALL, "dense_below": 100, "gamma": 0.9, "min_budget": 10**6},
+    "gamma 1": {**KEEP_ALL, "dense_below": 100},
+    "sparse": {**SPARSE, "dense_below": 100},
+    "another method": {"method": "streaming_llm", "block_size": 32, "dense_below": 100, "method_options": {"sink_blocks": 1, "window_blocks": 2}},
+    "a dense layer": {**SPARSE, "dense_below": 100, "dense_layers": (0,)},
+}
+
+
+def positions_of(bounds):
+    return torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(bounds)])[None]
+
+
+def arguments(form, bounds=BOUNDS):
+    """What a collator hands over: positions that start again, bounds by flash-attn's names, or both."""
+    bounds = torch.tensor(bounds, dtype=torch.int32)
+    longest = int(bounds.diff().max())
+    flash = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    positions = {"position_ids": positions_of(bounds.tolist())}
+    return {"use_cache": False, **{"positions": positions, "bounds": flash, "both": {**positions, **flash}}[form]}
+
+
+def one_by_one(model, tokens, bounds=BOUNDS):
+    return torch.cat([model(tokens[:, start:end], use_cache=False).logits for start, end in itertools.pairwise(bounds)], 1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_packed_sequences_run_as_alone(model, tokens, name):
+    tokens, dense = tokens[:1], one_by_one(model, tokens[:1])
+    with flexmask_hf.flexprefill(model, **OPTIONS[name]) as run:
+        expected = one_by_one(model, tokens)
+        alone, run.stats = run.stats, {}
+        logits = model(tokens, **arguments("positions")).logits
+    assert (logits - expected).abs().max() < 1e-4
+    if name in ("everything kept", "gamma 1"):
+        assert (logits - dense).abs().max() < 1e-4
+    else:
+        assert (logits - dense).abs().max() > 1e-2
+    # one sequence for all would be another attention
+    assert (logits - model(tokens, use_cache=False).logits).abs().max() > 1e-2
+    if name != "another method":
+        # a single token alone is a decoding step, which leaves no statistics
+        kinds = {layer: [stats.dense for stats in calls] for layer, calls in run.stats.items()}
+        assert {layer: each[:1] + each[2:] for layer, each in kinds.items()} == {
+            layer: [stats.dense for stats in calls] for layer, calls in alone.items()
+        }
+    if name == "sparse":
+        for layer, calls in run.stats.items():
+            for found, twin in zip(calls[:1] + calls[2:], alone[layer], strict=True):
+                assert torch.equal(found.density, twin.density)
+
+
+def test_statistics_name_the_sequence_of_a_pack(model, tokens):
+    with flexmask_hf.flexprefill(model, **OPTIONS["sparse"], collect_masks=True) as run:
+        model(tokens[:1, :300])
+        model(tokens[:1], **arguments("positions"))
+    rows = [row for row in run.rows() if row["layer"] == 1 and row["head"] == 0]
+    assert [(row["call"], row["sequence"]) for row in rows] == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert [row["reason"] for row in rows] == [None, None, "1 tokens < dense_below 100", "39 tokens < dense_below 100", None]
+    assert [None if mask is None else mask.shape[2] for mask in run.masks[1]] == [300, 200, None, None, 290]
+
+
+@pytest.mark.parametrize("form", ["bounds", "both"])
+def test_bounds_by_flash_attns_names_are_served(model, tokens, form):
+    with flexmask_hf.flexprefill(model, **OPTIONS["gamma 1"]):
+        expected = model(tokens[:1], **arguments("positions")).logits
+        assert (model(tokens[:1], **arguments(form)).logits - expected).abs().max() < 1e-4
+
+
+def test_rows_of_a_batch_are_packed_each(model, tokens):
+    """Rows without a restart count as one sequence."""
+    positions = torch.cat([positions_of(BOUNDS), torch.arange(LENGTH)[None]])
+    with flexmask_hf.flexprefill(model, **OPTIONS["sparse"]) as run:
+        logits = model(tokens, position_ids=positions, use_cache=False).logits
+        assert (logits[:1] - one_by_one(model, tokens[:1])).abs().max() < 1e-4
+        assert (logits[1:] - model(tokens[1:], use_cache=False).logits).abs().max() < 1e-4
+    assert [row["sequence"] for row in run.rows() if row["layer"] == row["head"] == 0 and row["call"] == 0] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2"])
+def test_windows_and_soft_caps_count_within_a_sequence(family, tokens):
+    model = make_model(family)
+    dense = one_by_one(model, tokens[:1])
+    with flexmask_hf.flexprefill(model, **OPTIONS["everything kept"]):
+        assert (model(tokens[:1], **arguments("positions")).logits - dense).abs().max() < 1e-4
+
+
+def test_mask_of_a_hooked_model_keeps_the_segments():
+    from torch.nn.attention.flex_attention import BlockMask
+
+    stock = BlockMask.from_kv_blocks(torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+    own = PrefillMask((1, 1, 40, 40), 0, segments=(Segment(slice(0, 40), slice(0, 40)),))
+    assert HookedMask(own, stock).segments is own.segments
+    assert HookedMask(own, stock).bounds is own.bounds
+
+
+@pytest.mark.slow
+def test_hooked_model_serves_them(tokens):
+    model = make_model(attn_implementation="flex_attention")
+    run = flexmask_hf.hook_flex_attention(model, **OPTIONS["sparse"])
+    expected = one_by_one(model, tokens[:1])
+    assert (model(tokens[:1], **arguments("positions")).logits - expected).abs().max() < 1e-4
+    assert {row["sequence"] for row in run.rows()} == {0, 1, 2, 3}
+
+
+def test_collator_of_transformers_makes_what_is_served(model, tokens):
+    from transformers import DataCollatorWithFlattening
+
+    try:
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    except TypeError:
+        pytest.skip("this release's collator gives positions alone")
+    prompts = [{"input_ids": tokens[0, start:end].tolist()} for start, end in itertools.pairwise(BOUNDS)]
+    batch = {name: value for name, value in collator(prompts).items() if name != "labels"}
+    with flexmask_hf.flexprefill(model, **OPTIONS["gamma 1"]):
+        logits = model(**batch, use_cache=False).logits
+    assert (logits - one_by_one(model, tokens[:1])).abs().max() < 1e-4
+
+
+def test_ids_become_segments_of_all_rows():
+    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
+    assert segments_of_ids(ids, 2) == tuple(Segment(slice(a, b), slice(a, b)) for a, b in ((0, 2), (2, 5), (5, 10)))
+    assert segments_of_ids(ids[:1], 2) == tuple(Segment(slice(a, b), slice(a, b)) for a, b in ((0, 2), (2, 5), (5, 7), (7, 10)))
+    assert segments_of_ids(ids[1:], 2) is None
+
+
+def test_rows_of_a_batch_come_back_to_their_places():
+    case = call(batch=3, q_len=20)
+    inputs = attention_inputs(case.case.query, case.case.key, case.value)
+    joined = in_one_row(inputs)
+    assert joined.query.shape == (1, 4, 60, 32)
+    assert torch.equal(joined.key[0, :, 20:40], inputs.key[1])
+    assert torch.equal(in_rows(joined.query, 3), inputs.query)
+
+
+def test_bounds_are_read_once_for_all_layers(monkeypatch):
+    reads = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x) or tolist(x))
+    bounds, given = GivenBounds(), torch.tensor([0, 3, 5])
+    first = bounds.segments(given, given, 5)
+    assert bounds.segments(given, given, 5) is first
+    assert len(reads) == 1
+    bounds.segments(given.clone(), given, 5)
+    assert len(reads) > 1
+
+
+def test_rows_of_a_packed_mask_cannot_be_cut():
+    whole = slice(0, 20)
+    mask = PrefillMask((1, 1, 40, 40), 0, segments=(Segment(whole, whole), Segment(slice(20, 40), slice(20, 40))))
+    assert mask[:, 0].segments is mask.segments
+    with pytest.raises(MaskNotServed, match="packed sequences"):
+        mask[:, :, -5:, :]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cu_seq_lens_k": None}, ValueError, r"cu_seq_lens_q and cu_seq_lens_k must come together; got cu_seq_lens_q alone"),
+        ({"cu_seq_lens_q": torch.tensor([0, LENGTH + 1])}, ValueError, r"cu_seq_lens_q must end at total_q = 530; got 531"),
+        ({"cu_seq_lens_k": torch.tensor([0.0])}, TypeError, r"cu_seq_lens_k must be integer"),
+        ({"position_ids": positions_of([0, 100, LENGTH])}, ValueError, r"must name the sequences that position_ids do"),
+        (
+            {"attention_mask": torch.arange(LENGTH)[None] > 5},
+            NotImplementedError,
+            r"packed sequences \(cu_seq_lens_q\) over a cache or under an attention_mask; use use_cache=False",
+        ),
+        ({"read_index": [torch.arange(LENGTH)]}, NotImplementedError, r"does not serve the argument read_index"),
+    ],
+)
+def test_what_does_not_fit_a_pack_is_refused(model, tokens, changes, error, message):
+    with flexmask_hf.flexprefill(model), pytest.raises(error, match=message):
+        model(tokens[:1], **{**arguments("bounds"), **changes})
