@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,14 +14,12 @@ from transformers.utils import logging
 
 from flexmask.base.checks import check_real, check_word
 from flexmask.config import OPTIONS
-from flexmask.flex.dense import dense_attention
 from flexmask.integrations.blocks import OpenBlock, checked
-from flexmask.integrations.head_errors import head_errors
+from flexmask.integrations.head_probe import HeadProbe
 from flexmask.integrations.loss_gradient import backward_through_loss
 from flexmask.integrations.measured_errors import MeasuredErrors, digest
 from flexmask.integrations.models import check_servable, text_config, unwrapped
 from flexmask.integrations.registration import register
-from flexmask.integrations.route import HEAD_DIMS, PrefillCall, reason_dense_layer
 from flexmask.integrations.run import FlexPrefillRun
 from flexmask.integrations.settings import PrefillSettings
 from flexmask.integrations.tune_result import TuneResult, check_target, result_of
@@ -163,7 +160,7 @@ def _measure(
     else:
         made = logging.tqdm(**shown, desc="tune: layers", leave=False, disable=None if progress else True)
     with made as bar:
-        probe = _Probe(measured, bar, gradient)
+        probe = HeadProbe(measured, bar, gradient)
         run = FlexPrefillRun(settings, collect_stats=False, probe=probe)
         for number, prompt in enumerate(prompts):
             if measured.complete[number]:
@@ -197,67 +194,6 @@ class _Count:
     def update(self) -> None:
         self.done += 1
         self.told(self.done, self.total)
-
-
-class _Probe:
-    """Serves each call of a dense prefill, and notes what its heads would lose."""
-
-    def __init__(self, measured: MeasuredErrors, bar: Any, gradient: bool) -> None:
-        self.measured, self.bar, self.gradient, self.prompt = measured, bar, gradient, 0
-        self.called: dict[int, PrefillCall] = {}
-        # with `gradient`: the outputs that wait for theirs, by layer
-        self.outputs: dict[int, Tensor] = {}
-
-    def begin(self, prompt: int) -> None:
-        self.prompt = prompt
-        self.called.clear()
-        self.outputs.clear()
-        self.in_backward = False
-
-    def begin_backward(self) -> None:
-        self.in_backward = True
-
-    def __call__(self, call: PrefillCall) -> Tensor:
-        inputs, layer = call.inputs, call.layer
-        if layer in self.called:
-            if self.in_backward:  # a checkpoint computes the layer again
-                return dense_attention(inputs)[0]
-            raise NotImplementedError(f"tune does not serve a model that calls attention more than once in layer {layer}")
-        self.called[layer] = call
-        if inputs.query.shape[2] != inputs.key.shape[2] or inputs.attention_mask is not None or inputs.offset is not None:
-            raise NotImplementedError("tune does not serve a model that adds keys to those of its prompt, or hides some")
-        assert inputs.value is not None
-        sizes = {inputs.query.shape[3], inputs.value.shape[3]}
-        reason = reason_dense_layer(call) if sizes <= {*HEAD_DIMS} else "heads of a size that no mask is made for"
-        if reason is not None:
-            self.measured.dense[layer] = reason
-            self.bar.update()
-        if reason is not None or layer in self.measured.by_prompt[self.prompt]:
-            return dense_attention(inputs)[0]
-        if not self.gradient:
-            return self.note(call)
-        out = dense_attention(inputs)[0]
-        out.retain_grad()
-        self.outputs[layer] = out
-        return out
-
-    def weigh(self) -> None:
-        """Note what the heads of the layers lose whose outputs have a gradient by now."""
-        for layer in sorted(self.outputs):
-            gradient = self.outputs.pop(layer).grad
-            if gradient is None:
-                raise NotImplementedError(f"tune needs a loss that depends on attention; layer {layer} has no gradient")
-            self.note(self.called[layer], gradient)
-
-    def note(self, call: PrefillCall, gradient: Tensor | None = None) -> Tensor:
-        """Write one layer's errors down; returns its dense attention."""
-        out, errors = head_errors(call.inputs, call.config, self.measured.gammas, call.settings.max_mask_bytes, gradient)
-        if not all(math.isfinite(error) for head in errors.error for error in head):
-            raise ValueError(f"model must give finite attention; got NaN or infinity in layer {call.layer}")
-        self.measured.by_prompt[self.prompt][call.layer] = errors
-        self.measured.save()
-        self.bar.update()
-        return out
 
 
 def _checked_gammas(gammas: Any) -> tuple[float, ...]:

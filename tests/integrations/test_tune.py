@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaForCausalLM
 
+import flexmask.integrations.head_probe as head_probe
 import flexmask.integrations.huggingface as flexmask_hf
-import flexmask.integrations.tune as tune_module
 from flexmask.integrations.head_errors import head_errors
 from flexmask.integrations.settings import PrefillSettings
 from tests.integrations.common import MARKS, make_model, padded
@@ -195,11 +195,11 @@ def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatc
         measured.append(arguments)
         return head_errors(*arguments)
 
-    monkeypatch.setattr(tune_module, "head_errors", counted)
+    monkeypatch.setattr(head_probe, "head_errors", counted)
     with pytest.raises(KeyboardInterrupt):
         tuned(model, tokens, resume=path)
     assert json.loads(path.read_text())["complete"] == [True, False]
-    monkeypatch.setattr(tune_module, "head_errors", lambda *arguments: measured.append(arguments) or head_errors(*arguments))
+    monkeypatch.setattr(head_probe, "head_errors", lambda *arguments: measured.append(arguments) or head_errors(*arguments))
     result = tuned(model, tokens, resume=str(path))
     assert len(measured) == 4
     # layer 1 of the second prompt follows a layer 0 by another kernel

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
+import flexmask.integrations.head_probe as head_probe
 import flexmask.integrations.huggingface as flexmask_hf
 import flexmask.integrations.loss_gradient as loss_gradient
-import flexmask.integrations.tune as tune_module
 from flexmask.integrations.head_errors import head_errors
 from tests.integrations.common import MARKS, make_model
 
@@ -33,7 +33,7 @@ def gradients(monkeypatch):
         seen.append(gradient)
         return head_errors(inputs, config, gammas, max_mask_bytes, gradient)
 
-    monkeypatch.setattr(tune_module, "head_errors", recorded)
+    monkeypatch.setattr(head_probe, "head_errors", recorded)
     return seen
 
 
