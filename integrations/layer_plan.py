@@ -7,6 +7,7 @@ with tensors that are one number expanded to their shape.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -140,7 +141,7 @@ def _without_weights(config: Any) -> PreTrainedModel:
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"config must be one that AutoModelForCausalLM makes a model of; got {type(config).__name__}")
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     # the kernels that multiply the matrices of experts take no other dtype
     return model.eval().to(torch.bfloat16)
 
