@@ -50,7 +50,7 @@ class _Watch:
             finally:
                 self.imports.open -= 1
             if self.imports.open == 0 and _AWAITED in sys.modules and self in sys.meta_path:
-                sys.meta_path.remove(self)  # type: ignore[arg-type]  # a finder by what it has
+                sys.meta_path.remove(self)
                 _register()
 
         loader.exec_module = exec_module
@@ -89,5 +89,5 @@ def _run_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _Watch())  # type: ignore[arg-type]  # a finder by what it has
+sys.meta_path.insert(0, _Watch())
 _run_next()
