@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.attention import flexprefill_attention
 from flexmask.config import FlexPrefillConfig
@@ -82,7 +83,7 @@ def self_test(device: torch.device | str) -> Iterator[SelfTest]:
     for backend, dtype in cases:
         for selection in _SELECTIONS:
             start = time.perf_counter()
-            numbers: tuple[float | None, ...] = (None, None, None)
+            numbers: tuple[float | None, float | None, float | None] = (None, None, None)
             error = ""
             try:
                 numbers = _differences(device, backend, dtype, selection)
@@ -100,6 +101,7 @@ def _differences(device: torch.device, backend: str, dtype: torch.dtype, selecti
     mask = flexprefill_mask(query, key, config=config)
     out = flexprefill_attention(query, key, value, config=config, backend=backend, dense_below=0)
     assert isinstance(out, Tensor)
+    assert isinstance(mask, BlockMask)
     blocks = mask.to_dense().bool().cpu()
     causal = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
     pairs = blocks.repeat_interleave(_BLOCK_SIZE, 2).repeat_interleave(_BLOCK_SIZE, 3)[..., :_TOKENS, :_TOKENS] & causal

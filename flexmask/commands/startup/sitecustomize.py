@@ -22,9 +22,9 @@ _AWAITED = "transformers.modeling_utils"
 
 
 class _Watch:
-    """A finder that lets others find transformers, and registers the name when its outermost import has ended.
+    """A finder that lets others find transformers and flexmask, and registers the name when their outermost import has ended.
 
-    Not sooner: flexmask imports parts of transformers itself, which must not be half imported then.
+    Not sooner: flexmask imports parts of transformers, and neither must be half imported then.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class _Watch:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The spec that the other finders have, its loader watched."""
-        if name.partition(".")[0] != "transformers":
+        if name.partition(".")[0] not in ("transformers", "flexmask"):
             return None
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in specs if spec is not None), None)
@@ -50,7 +50,7 @@ class _Watch:
             finally:
                 self.imports.open -= 1
             if self.imports.open == 0 and _AWAITED in sys.modules and self in sys.meta_path:
-                sys.meta_path.remove(self)  # type: ignore[arg-type]  # a finder by what it has
+                sys.meta_path.remove(self)
                 _register()
 
         loader.exec_module = exec_module
@@ -89,5 +89,5 @@ def _run_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _Watch())  # type: ignore[arg-type]  # a finder by what it has
+sys.meta_path.insert(0, _Watch())
 _run_next()
