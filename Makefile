@@ -20,7 +20,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +68,13 @@ bench-report: $(READY) ## bench/REPORT.md from what make bench PART=... has meas
 
 test-versions: $(READY) ## on older releases of torch and of transformers, and the newest (gigabytes)
 	$(RUN) -m nox $(ARGS)
+
+wheel: $(READY) ## wheel and sdist in dist/
+	rm -rf build dist
+	$(RUN) -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+
+test-wheel: $(READY) ## wheel and sdist built, and installed into a clean environment outside of the checkout (downloads torch)
+	FLEXMASK_TEST_WHEEL=1 $(RUN) -m pytest tests/test_wheel.py $(ARGS)
 
 clean: ## remove what tools and builds leave behind; environments stay
 	rm -rf build dist out *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

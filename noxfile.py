@@ -43,7 +43,9 @@ NOT_ABOUT_TORCH = (
     "tests/test_imports.py",
     "tests/test_plot.py",
     "tests/test_readme.py",
+    "tests/test_release.py",
     "tests/test_side_folders.py",
+    "tests/test_wheel.py",
 )
 
 

@@ -65,7 +65,7 @@ def dense_attention_packed(
     query, value = inputs.query, inputs.value
     assert value is not None
     served = query.shape[3] in _HEAD_DIMS and value.shape[3] in _HEAD_DIMS
-    together = query.is_cuda and served and not torch.compiler.is_compiling()
+    together = query.is_cuda and served and not _is_recorded()
     shared = [number for number, segment in enumerate(segments) if together and segment.q_len > 1]
     if len(shared) < 2:
         shared = []
@@ -107,6 +107,11 @@ def attention_in_one_call(
         results.append((out[:, :, own], None if lse is None else lse[:, :, own]))
         first += -(-segment.q_len // _BLOCK) * _BLOCK
     return results
+
+
+def _is_recorded() -> bool:
+    """True while calls are compiled or captured: a graph would replay the copy of the table after its memory is gone."""
+    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
 
 
 class _Blocks(NamedTuple):

@@ -1,0 +1,168 @@
+"""The wheel and the sdist: what they hold, and that the package works from the wheel alone, outside of the checkout.
+
+Built by the setuptools of the environment, which torch requires, so that nothing is downloaded. `make test-wheel` also installs
+the sdist into a clean environment, with everything that pip then fetches.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.repository import ROOT, SIDE_FOLDERS
+
+pytest.importorskip("setuptools", minversion="77", reason="builds with the environment's setuptools")
+
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+# a mask, and every public name; then the modules whose packages are there
+USE = """
+import importlib, pkgutil
+import torch
+import flexmask, flexmask.block_masks
+
+for name in flexmask.__all__:
+    assert getattr(flexmask, name) is not None
+assert set(flexmask.block_masks.MASKS) >= {"flexprefill", "streaming_llm"}
+query, key = torch.randn(1, 4, 300, 32), torch.randn(1, 2, 300, 32)
+mask = flexmask.flexprefill_mask(query, key, gamma=0.5, block_size=32, min_budget=0)
+assert mask.shape == (1, 4, 300, 300) and 0 < mask.to_dense().float().mean() < 0.6
+assert flexmask.flexprefill_attention_varlen(*[torch.randn(50, 2, 16)] * 3, [0, 20, 50], [0, 20, 50]).shape == (50, 2, 16)
+missing = {"transformers", "matplotlib", "triton", "typer", "rich", "vllm", "lm_eval"}
+for module in pkgutil.walk_packages(flexmask.__path__, "flexmask."):
+    if module.name.endswith("__main__"):
+        continue  # importing it runs the program
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        assert error.name.partition(".")[0] in missing, error
+print(flexmask.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The files that a build reads, away from what earlier builds left in the checkout."""
+    folder = tmp_path_factory.mktemp("source")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("flexmask", *SIDE_FOLDERS):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """One call of the build backend, as pip makes it."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BUILD, kind, str(out)], cwd=source, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return out / run.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    return build("build_wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(source, tmp_path_factory):
+    return build("build_sdist", source, tmp_path_factory.mktemp("sdist"))
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Files of a wheel, without the list of their hashes."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+
+
+def test_wheel_holds_the_package_and_nothing_else(source, wheel):
+    expected = {"flexmask/py.typed"}
+    for folder in ("flexmask", *SIDE_FOLDERS):
+        for path in (source / folder).rglob("*.py"):
+            relative = path.relative_to(source)
+            if relative.parts[:2] in {("flexmask", side) for side in SIDE_FOLDERS}:
+                continue  # the symlinks
+            expected.add(relative.as_posix() if folder == "flexmask" else f"flexmask/{relative.as_posix()}")
+    names = contents(wheel).keys()
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    described = {name.partition(".dist-info/")[2] for name in names if ".dist-info/" in name}
+    assert {"METADATA", "licenses/LICENSE"} <= described
+
+
+def test_wheel_is_pure_and_names_its_requirements(wheel):
+    assert wheel.name == f"flexmask-{version()}-py3-none-any.whl"
+    metadata = next(text.decode() for name, text in contents(wheel).items() if name.endswith("METADATA"))
+    needed = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
+    assert [each for each in needed if "extra ==" not in each] == ["numpy", "torch>=2.5"]
+
+
+def version() -> str:
+    import flexmask
+
+    return flexmask.__version__
+
+
+def test_sdist_builds_the_same_wheel(wheel, sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    again = build("build_wheel", tmp_path / sdist.name.removesuffix(".tar.gz"), tmp_path)
+    assert contents(again) == contents(wheel)
+
+
+def python(*arguments: str, path: Path, executable: str = sys.executable) -> str:
+    """Run Python outside of the checkout, with `path` before all that is installed; returns what it prints."""
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    surroundings["PYTHONPATH"] = str(path)
+    run = subprocess.run([executable, *arguments], cwd=path, env=surroundings, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_package_works_from_the_wheel_alone(unpacked):
+    found = python("-W", "ignore", "-c", USE, path=unpacked).splitlines()[-1]
+    assert Path(found).resolve().is_relative_to(unpacked.resolve())
+
+
+def test_program_starts_from_the_wheel(unpacked):
+    if not (unpacked / "flexmask" / "__main__.py").is_file():
+        pytest.skip("this version has no program")
+    if importlib.util.find_spec("typer") is None:
+        pytest.skip("needs typer")
+    assert "Usage" in python("-m", "flexmask", "--help", path=unpacked)
+
+
+@pytest.mark.skipif("FLEXMASK_TEST_WHEEL" not in os.environ, reason="downloads; `make test-wheel` runs it")
+def test_sdist_installs_into_a_clean_environment(sdist, tmp_path):
+    """As a user does it: build isolation, and the requirements from the package index."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    executable = str(tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python")
+    with tarfile.open(sdist) as archive:
+        text = next(archive.extractfile(each).read().decode() for each in archive if each.name.endswith("/pyproject.toml"))
+    extra = "[cli]" if "\ncli = " in text else ""
+    install = ["-m", "pip", "install", "--disable-pip-version-check", "-q", "-c", str(ROOT / "constraints.txt")]
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    python(*install, f"flexmask{extra} @ {sdist.as_uri()}", path=outside, executable=executable)
+    found = python("-W", "ignore", "-c", USE, path=outside, executable=executable).splitlines()[-1]
+    assert Path(found).resolve().is_relative_to((tmp_path / "venv").resolve())
+    if extra:
+        program = Path(executable).with_name("flexmask")
+        run = subprocess.run([str(program), "--help"], cwd=outside, capture_output=True, text=True)
+        assert run.returncode == 0 and "Usage" in run.stdout, run.stderr
