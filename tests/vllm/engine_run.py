@@ -1,0 +1,224 @@
+"""One engine in a process of its own, and everything that is asked of it: ``python -m tests.vllm.engine_run ENGINE OUT``.
+
+vLLM reads its environment when it is imported, and an engine does not go away as long as its process lives. So a test starts
+this program for each engine that it needs and compares what they write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+MODEL = "bench/retriever/model"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # else a core is set aside
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+MOST_TOKENS, PAGE = 8192, 32
+# tokens of all requests at a time: two of those that `preempted` asks for do not fit to their end
+PAGES = 264
+KEEP_ALL = {"gamma": 1.0, "block_size": 64, "dense_below": 0}
+SPARSE = {"gamma": 0.9, "block_size": 64, "min_budget": 128, "dense_below": 0}
+BY_HEAD = {**SPARSE, "gamma": [0.6 + 0.025 * head for head in range(16)]}
+ENGINES = {"stock": None, "keep_all": KEEP_ALL, "sparse": SPARSE, "by_head": BY_HEAD, "two_ranks": BY_HEAD}
+
+
+def main(name: str, out: str) -> None:
+    options = ENGINES[name]
+    os.environ.update(ENVIRONMENT)
+    if options is not None:
+        os.environ["FLEXMASK_VLLM_CPU"] = "1"
+    if name != "two_ranks":
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    llm = LLM(
+        MODEL,
+        dtype="float32",
+        enforce_eager=True,
+        seed=0,
+        max_model_len=MOST_TOKENS,
+        max_num_batched_tokens=MOST_TOKENS,
+        max_num_seqs=8,
+        block_size=PAGE,
+        num_gpu_blocks_override=PAGES,
+        additional_config={} if options is None else {"flexmask": options},
+        **({"tensor_parallel_size": 2} if name == "two_ranks" else {"distributed_executor_backend": "uni"}),
+    )
+    asked = Asked(llm)
+    results = asked.by_head() if name in ("by_head", "two_ranks") else asked.all(faults=name == "keep_all")
+    Path(out).write_text(json.dumps(results), encoding="utf-8")
+
+
+class Asked:
+    """The questions, each with its answers in types that JSON has."""
+
+    def __init__(self, llm):
+        self.llm = llm
+
+    def all(self, faults):
+        compiled = compilations()
+        results = {
+            name: getattr(self, name)()
+            for name in ("whole", "chunks", "odd_chunks", "mixed", "short", "prefix_hits", "preempted", "aborted")
+        }
+        results["compiled_by_requests"] = compilations() - compiled
+        results["counters"] = counted()
+        if faults:
+            results["faults"] = {"another_page": self.with_another_page(), "offset_off_by_one": self.with_offset_off_by_one()}
+        return results
+
+    def by_head(self):
+        return {"whole": self.whole()}
+
+    def budget(self, tokens):
+        """Rows of a step at most, which vLLM reads anew in every step."""
+        self.scheduler.max_num_scheduled_tokens = tokens
+
+    @property
+    def scheduler(self):
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def generate(self, prompts, tokens=4, **options):
+        from vllm import SamplingParams
+
+        given = SamplingParams(temperature=0, max_tokens=tokens, logprobs=8, ignore_eos=True, **options)
+        return [answer(each) for each in self.llm.generate([{"prompt_token_ids": p} for p in prompts], given, use_tqdm=False)]
+
+    def whole(self):
+        """Two whole prompts in one step."""
+        return self.generate([prompt(3001), prompt(1700, seed=1)], prompt_logprobs=0)
+
+    def chunks(self):
+        self.budget(2048)
+        return self.generate([prompt(5000, seed=2)], prompt_logprobs=0)
+
+    def odd_chunks(self):
+        self.budget(777)
+        return self.generate([prompt(3000, seed=3)], prompt_logprobs=0)
+
+    def mixed(self):
+        """Short prompts are decoded while long ones are still prefilled, and several of these share a step."""
+        self.budget(1000)
+        return self.generate([prompt(length, seed=length) for length in (40, 90, 2500, 1300, 200)], tokens=12, prompt_logprobs=0)
+
+    def short(self):
+        """Chunks that do not fill a block."""
+        self.budget(50)
+        return self.generate([prompt(230, seed=4)], prompt_logprobs=0)
+
+    def prefix_hits(self):
+        """The same prompt again, and one with the same beginning; before that the cache is emptied."""
+        self.budget(MOST_TOKENS)
+        self.llm.reset_prefix_cache()
+        long, other = prompt(3000, seed=5), prompt(3300, seed=6)
+        return [*self.generate([long]), *self.generate([long]), *self.generate([long[:2000] + other[2000:]])]
+
+    def preempted(self):
+        """Two requests that do not fit together to their end: one is thrown out, and prefilled again with what it generated."""
+        self.budget(MOST_TOKENS)
+        self.llm.reset_prefix_cache()
+        scheduler, preempt, thrown_out = self.scheduler, self.scheduler._preempt_request, []
+
+        def counting(request, *arguments, **options):
+            thrown_out.append(request.request_id)
+            return preempt(request, *arguments, **options)
+
+        scheduler._preempt_request = counting
+        try:
+            answers = self.generate([prompt(4150, seed=7), prompt(4150, seed=8)], tokens=90)
+        finally:
+            scheduler._preempt_request = preempt
+        return [*answers, {"preemptions": len(thrown_out)}]
+
+    def aborted(self):
+        """A request is dropped between its chunks; its neighbour goes on in pages that it leaves."""
+        from vllm import SamplingParams
+
+        self.budget(700)
+        engine = self.llm.llm_engine
+        given = SamplingParams(temperature=0, max_tokens=4, logprobs=8, ignore_eos=True)
+        for name, length in (("dropped", 4000), ("kept", 2900)):
+            engine.add_request(name, {"prompt_token_ids": prompt(length, seed=length)}, given)
+        for _ in range(3):
+            engine.step()
+        engine.abort_request(["dropped"])
+        finished = []
+        while engine.has_unfinished_requests():
+            finished += [each for each in engine.step() if each.finished]
+        return [answer(each) for each in finished if each.request_id.startswith("kept")]
+
+    def with_another_page(self):
+        """A fault: a later chunk reads one page that another request wrote."""
+        from flexmask.integrations.vllm import pages
+
+        right = pages.Places.__init__
+
+        def wrong(places, table, tokens):
+            table = table.clone()
+            table[3] = table[20] if tokens > 700 else table[3]
+            right(places, table, tokens)
+
+        pages.Places.__init__ = wrong
+        try:
+            return self.odd_chunks()
+        finally:
+            pages.Places.__init__ = right
+
+    def with_offset_off_by_one(self):
+        """A fault: a later chunk is believed to stand one token earlier than it does."""
+        from flexmask.integrations.vllm import builder
+
+        right = builder.plan_step
+
+        def wrong(starts, lengths, *rest):
+            shifted = [tokens - 1 if tokens > stop - start else tokens for start, stop, tokens in zip(starts, starts[1:], lengths)]
+            return right(starts, shifted, *rest)
+
+        builder.plan_step = wrong
+        try:
+            return self.odd_chunks()
+        finally:
+            builder.plan_step = right
+
+
+def prompt(length, seed=0):
+    from bench.retriever.task import make_prompt
+
+    return make_prompt(length, num_needles=max(1, min(8, length // 40)), seed=seed).token_ids.tolist()
+
+
+def answer(output):
+    made = output.outputs[0]
+    likely = [{str(token): each.logprob for token, each in step.items()} for step in made.logprobs]
+    given = output.prompt_logprobs or [None]
+    return {
+        "tokens": list(made.token_ids),
+        "logprobs": likely,
+        "prompt_logprobs": [each[token].logprob for token, each in zip(output.prompt_token_ids[1:], given[1:], strict=False)],
+        "cached": output.num_cached_tokens,
+    }
+
+
+def compilations():
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def counted():
+    from flexmask.integrations.vllm.counters import COUNTERS
+
+    density = COUNTERS.density
+    return {"sparse": COUNTERS.sparse_tokens, "dense": COUNTERS.dense_tokens, "steps": COUNTERS.steps, "density": density}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
