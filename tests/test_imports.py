@@ -57,7 +57,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.attention_call",),
     ("integrations.hooks", "integrations.registration", "integrations.tune_result"),
     ("integrations.tune",),
+    ("integrations.vllm.versions", "integrations.vllm.options", "integrations.vllm.plan", "integrations.vllm.pages"),
+    ("integrations.vllm.layers", "integrations.vllm.step", "integrations.vllm.counters", "integrations.vllm.cpu_pages"),
+    ("integrations.vllm.attend", "integrations.vllm.cpu_impl"),
+    ("integrations.vllm.startup",),
+    ("integrations.vllm.engine",),
+    ("integrations.vllm.impl", "integrations.vllm.builder"),
+    ("integrations.vllm.backends",),
     ("integrations.*",),
+    ("integrations.vllm",),
     ("integrations",),
 )
 
@@ -71,8 +79,18 @@ INDEX = "flexmask"
 INDEX_ALSO_IMPORTS = ("plot",)
 
 # Besides the standard library and torch. The first when the module is imported, the second only inside its functions.
-AT_IMPORT: dict[str, tuple[str, ...]] = {"kernels.*": ("triton",), "integrations.*": ("transformers",)}
-INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {"plot": ("matplotlib", "numpy"), "integrations.*": ("transformers", "accelerate")}
+AT_IMPORT: dict[str, tuple[str, ...]] = {
+    "kernels.*": ("triton",),
+    "integrations.*": ("transformers",),
+    # the rest of the plug-in is tested without vLLM
+    "integrations.vllm.impl": ("vllm",),
+    "integrations.vllm.builder": ("vllm",),
+}
+INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "plot": ("matplotlib", "numpy"),
+    "integrations.*": ("transformers", "accelerate"),
+    "integrations.vllm.*": ("vllm", "prometheus_client"),
+}
 
 
 class Import(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flexmask.attention import attention_to_kept
@@ -38,14 +40,14 @@ def attend(
     settings = layer.settings
     # contiguous, as the warm-up has them: the memory layout is a part of what is compiled
     tensors = (query.transpose(0, 1).contiguous()[None], key[None], value[None])
-    scores = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window, "sinks": sinks}
+    scores: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window, "sinks": sinks}
     if settings.method != "flexprefill":
         run = {"backend": settings.backend, "dense_below": 0, "max_mask_bytes": settings.max_mask_bytes}
         options = {"block_size": layer.config.block_size, **settings.method_options}
-        out = sparse_attention(*tensors, settings.method, **scores, **run, **options)  # type: ignore[arg-type]  # keywords of several types
+        out = sparse_attention(*tensors, settings.method, **{**scores, **run, **options})
         assert isinstance(out, Tensor)
         return out[0].transpose(0, 1), None
-    inputs = attention_inputs(*tensors, gamma=layer.config.gamma, **scores)  # type: ignore[arg-type]  # keywords of several types
+    inputs = attention_inputs(*tensors, gamma=layer.config.gamma, **scores)
     limits = (settings.max_mask_bytes, settings.break_even > 0)
     out, _, stats = attention_to_kept(inputs, layer.config, settings.backend, *limits, return_stats=count_density)
     return out[0].transpose(0, 1), None if stats is None else stats.density.mean()

@@ -47,7 +47,7 @@ class Counters:
     def report(self) -> str:
         """One line for the log."""
         density = self.density
-        told = "not counted" if density is None else f"{density:.3f}"
+        told = "none" if density is None else f"{density:.3f}"
         tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.steps} steps, {self.dense_tokens} dense"
         return f"flexmask served {tokens}; mean density {told}"
 

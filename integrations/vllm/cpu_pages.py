@@ -16,7 +16,7 @@ Write = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """The key half and the value half of each page and head, (pages, num_kv_heads, page_size * head_dim), as the backend has it."""
+    """The key half and the value half of each page and head, (pages, num_kv_heads, page_size * head_dim) each."""
     pages, heads, page_size, both = cache.shape
     keys, values = cache.view(pages, heads, page_size * both).chunk(2, -1)
     return keys, values
@@ -25,8 +25,8 @@ def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
 def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Write) -> tuple[Tensor, Tensor]:
     """Where each element of a page's keys, and of its values, stands: (page_size * head_dim,) int64 each.
 
-    Element ``token * head_dim + dimension`` stands at that place. It is found by writing numbered elements, a digit at a time, and
-    looking for them.
+    Element ``token * head_dim + dimension`` stands at that place. It is found by writing numbered elements, a digit at a time,
+    and looking for them.
 
     Raises
     ------

@@ -34,8 +34,9 @@ class Engine:
         model = vllm_config.model_config
         parallel = vllm_config.parallel_config
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if getattr(parallel, name, 1) > 1:
-                raise ValueError(f"{name} must be 1 with flexmask, whose masks need all of a prompt; got {getattr(parallel, name)}")
+            size = getattr(parallel, name, 1)
+            if size > 1:
+                raise ValueError(f"{name} must be 1 with flexmask, whose masks need all of a prompt; got {size}")
         self.options: ServingOptions = serving_options(vllm_config.additional_config, model.hf_config)
         self.options.settings.check_layers(model.get_total_num_hidden_layers())
         self.dtype: torch.dtype = model.dtype

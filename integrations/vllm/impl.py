@@ -67,13 +67,16 @@ class SparsePrefillImpl:
             rows = slice(run.start, run.stop)
             stock.forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         counts = self._engine.options.count_density
+        sinks = getattr(self, "sinks", None)
+        # a parameter is no tensor of inference mode, and what is compiled for one kind is not for the other
+        sinks = None if sinks is None else sinks.clone()
         for each, places in zip(step.plan.sparse, step.places, strict=True):
             rows = slice(each.start, each.stop)
             if each.tokens == each.stop - each.start:  # the first chunk: the step's own rows are all there is
                 keys, values = (x[rows].transpose(0, 1).contiguous() for x in (key, value))
             else:
                 keys, values = self.flexmask_gather(layer, kv_cache, places)
-            out, density = attend(role, query[rows], keys, values, getattr(self, "sinks", None), counts)
+            out, density = attend(role, query[rows], keys, values, sinks, counts)
             output[rows] = out
             if density is not None:
                 COUNTERS.add_density(density, each.stop - each.start)

@@ -14,10 +14,8 @@ from flexmask.integrations.settings import PrefillSettings
 
 HEAD_DIMS = range(16, 257)  # of the search and of FlexAttention's kernels
 # arguments of an attention implementation that are served, or looked at by name
-_KNOWN = frozenset(
-    ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap")
-    + ("attn_type", "kv_sharing_target_layer_name", "sinks")
-)
+_KNOWN = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
+_KNOWN |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name", "sinks"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,8 @@ class ServingOptions:
     settings
         Of the model's prefill, as the adapter for transformers takes them.
     kernel
-        vLLM's backend that serves everything that is not sparse: ``"FLASH_ATTN"`` (default) or ``"TRITON_ATTN"``. CPUs have one of
-        their own, whatever this says.
+        vLLM's backend that serves everything that is not sparse: ``"FLASH_ATTN"`` (default) or ``"TRITON_ATTN"``. CPUs have
+        one of their own, whatever this says.
     count_density
         True (default) to sum up the density of sparse calls on the device, for the log line at shutdown.
     source

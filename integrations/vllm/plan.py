@@ -57,11 +57,13 @@ def plan_step(
     dense_below
         Tokens: a shorter request runs dense.
     prefilling
-        False for requests whose prompts are done: rows of theirs are decoded, or verify guessed tokens. Default None: more than one
-        row means a prefill.
+        False for requests whose prompts are done: rows of theirs are decoded, or verify guessed tokens. Default None: more than
+        one row means a prefill.
     """
-    sparse, stock, sparse_tokens, dense_tokens = [], [], 0, 0
+    sparse: list[SparseRequest] = []
+    stock: list[StockRun] = []
     run: StockRun | None = None
+    sparse_tokens = dense_tokens = 0
     for request, (start, stop, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
         rows = stop - start
         if rows <= 0:
@@ -73,10 +75,9 @@ def plan_step(
             run = None
             continue
         dense_tokens += rows if prefills else 0
-        if run is None or stock[-1] != run or run.stop != start:
+        if run is None:
             run = StockRun(request, request + 1, start, stop)
             stock.append(run)
         else:
-            run = StockRun(run.first, request + 1, run.start, stop)
-            stock[-1] = run
+            run = stock[-1] = StockRun(run.first, request + 1, run.start, stop)
     return StepPlan(tuple(sparse), tuple(stock), sparse_tokens, dense_tokens)

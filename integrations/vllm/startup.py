@@ -43,13 +43,10 @@ def roles_line(roles: Mapping[str, SparseLayer | str], options: ServingOptions, 
 
 
 def _gammas(layers: Iterable[SparseLayer]) -> str:
-    values = [value for each in layers for value in _as_tuple(each.config.gamma)]
+    gammas = [each.config.gamma for each in layers]
+    values = [float(value) for gamma in gammas for value in (gamma if isinstance(gamma, tuple) else (gamma,))]
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g} by layer or head"
-
-
-def _as_tuple(gamma: object) -> tuple[float, ...]:
-    return gamma if isinstance(gamma, tuple) else (gamma,)  # type: ignore[return-value]  # a number else, as its config checked
 
 
 def log_roles(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str) -> None:
@@ -92,7 +89,7 @@ def warm_up(layers: Iterable[SparseLayer], device: torch.device, dtype: torch.dt
 def reserve(
     layers: Iterable[SparseLayer], size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> None:
-    """Make the largest call while vLLM measures its peak memory, so that the cache leaves room for it. Not run so far: CUDA only."""
+    """Make the largest call while vLLM measures its peak memory, so that the cache leaves room. CUDA only, not run so far."""
     for layer in _variants(layers):
         call_of_size(layer, size, device, dtype, count_density)
     torch.cuda.synchronize(device)

@@ -26,7 +26,7 @@ MOST_TOKENS, PAGE = 8192, 32
 PAGES = 264
 KEEP_ALL = {"gamma": 1.0, "block_size": 64, "dense_below": 0}
 SPARSE = {"gamma": 0.9, "block_size": 64, "min_budget": 128, "dense_below": 0}
-BY_HEAD = {**SPARSE, "gamma": [0.6 + 0.025 * head for head in range(16)]}
+BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 ENGINES = {"stock": None, "keep_all": KEEP_ALL, "sparse": SPARSE, "by_head": BY_HEAD, "two_ranks": BY_HEAD}
 
 
@@ -179,8 +179,8 @@ class Asked:
         right = builder.plan_step
 
         def wrong(starts, lengths, *rest):
-            shifted = [tokens - 1 if tokens > stop - start else tokens for start, stop, tokens in zip(starts, starts[1:], lengths)]
-            return right(starts, shifted, *rest)
+            chunks = zip(starts, starts[1:], lengths, strict=False)
+            return right(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
 
         builder.plan_step = wrong
         try:
