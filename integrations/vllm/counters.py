@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,7 @@ class Counters:
         self._density: Tensor | None = None
         self._density_rows = 0
         self._metric: Any = None
+        self._logged = time.monotonic()
 
     def add_step(self, plan: StepPlan) -> None:
         """Count the prefill tokens of one step; to be called once a step, whatever the number of layers."""
@@ -38,6 +40,15 @@ class Counters:
             weighted = density.detach().double() * rows if density.device.type != "mps" else density.detach() * rows
             self._density = weighted if self._density is None else self._density + weighted
             self._density_rows += rows
+
+    def due(self, seconds: float) -> bool:
+        """True once so many seconds have passed since it was True last."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._logged < seconds:
+                return False
+            self._logged = now
+            return True
 
     @property
     def density(self) -> float | None:

@@ -11,6 +11,7 @@ from flexmask.integrations.vllm import startup
 from flexmask.integrations.vllm.counters import COUNTERS
 from flexmask.integrations.vllm.layers import SparseLayer, layer_number, reason_for_stock, sparse_layer
 from flexmask.integrations.vllm.options import ServingOptions, serving_options
+from flexmask.integrations.vllm.plan import StepPlan
 
 _LOCK = threading.RLock()
 
@@ -43,7 +44,7 @@ class Engine:
         self.roles: dict[str, SparseLayer | str] = {}
         # the layer whose calls count the tokens of a step, once for all layers
         self.counting: str | None = None
-        self._prepared = False
+        self._prepared = self._first = False
 
     def role_of(self, name: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
         """The role of the layer called `name`, whose implementation got these arguments: its options, or a reason for stock."""
@@ -75,8 +76,8 @@ class Engine:
             kernel = self._settle_all()
             sparse = [role for role in self.roles.values() if isinstance(role, SparseLayer)]
             self.counting = next((name for name, role in self.roles.items() if isinstance(role, SparseLayer)), None)
-            first = is_first_rank()
-            if first:
+            self._first = is_first_rank()
+            if self._first:
                 startup.log_roles(self.roles, self.options, kernel)
             if not sparse:
                 return
@@ -84,10 +85,16 @@ class Engine:
                 seconds = startup.warm_up(sparse, device, self.dtype, self.options.count_density)
                 if in_profile and device.type != "cpu":
                     startup.reserve(sparse, self._largest_call(), device, self.dtype, self.options.count_density)
-            if first:
+            if self._first:
                 startup.log_warm_up(seconds)
                 COUNTERS.export()
                 startup.log_at_exit()
+
+    def count(self, plan: StepPlan) -> None:
+        """Count the prefill tokens of one step, and log the counters now and then."""
+        COUNTERS.add_step(plan)
+        if self._first and plan.sparse_tokens + plan.dense_tokens > 0 and COUNTERS.due(self.options.log_every):
+            startup.log_counters()
 
     def _largest_call(self) -> tuple[int, int]:
         """Rows and tokens of the largest call: the last chunk of the longest prompt."""

@@ -60,7 +60,7 @@ class SparsePrefillImpl:
         step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
         role = self.flexmask_role(layer.layer_name)
         if step is not None and self._engine.counting == layer.layer_name:
-            COUNTERS.add_step(step.plan)
+            self._engine.count(step.plan)
         if step is None or not step.plan.sparse or isinstance(role, str):
             return stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         for run, metadata in zip(step.plan.stock, step.stock, strict=True):

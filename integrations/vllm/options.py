@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexmask.base.checks import check_word
+from flexmask.base.checks import check_real, check_word
 from flexmask.integrations.settings import PrefillSettings, saved_settings
 
 KEY = "flexmask"
 KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
-_OWN = ("kernel", "file", "count_density")
+_OWN = ("kernel", "file", "count_density", "log_every")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,10 @@ class ServingOptions:
         vLLM's backend that serves everything that is not sparse: ``"FLASH_ATTN"`` (default) or ``"TRITON_ATTN"``. CPUs have
         one of their own, whatever this says.
     count_density
-        True (default) to sum up the density of sparse calls on the device, for the log line at shutdown.
+        True (default) to sum up the density of sparse calls on the device, for the log.
+    log_every
+        Seconds, > 0, default 60: the counters are logged at most this often, in a step that prefills, which then waits for the
+        device. And at shutdown, if vLLM gives its processes the time (its ``--shutdown-timeout``).
     source
         Origin of the settings, for the log.
     """
@@ -36,6 +39,7 @@ class ServingOptions:
     settings: PrefillSettings
     kernel: str = "FLASH_ATTN"
     count_density: bool = True
+    log_every: float = 60.0
     source: str = "defaults"
 
     @property
@@ -76,6 +80,10 @@ def serving_options(additional_config: Any, model_config: Any = None) -> Serving
         check_word("kernel", own["kernel"], KERNELS)
     if not isinstance(own.get("count_density", True), bool):
         raise TypeError(f"count_density must be true or false; got {own['count_density']!r}")
+    if "log_every" in own:
+        check_real("log_every", own["log_every"])
+        if own["log_every"] <= 0:
+            raise ValueError(f"log_every must be > 0 seconds; got {own['log_every']}")
     settings, source = _settings(chosen, path, model_config)
     for config in (settings.config, *(settings.of_layer(layer) for layer in settings.layers)):
         if config.selection == "reference" and settings.method == "flexprefill":

@@ -64,10 +64,11 @@ def log_at_exit() -> None:
 
     By multiprocessing's finalizers: vLLM's engines and workers are processes of its own, which run no atexit.
     """
-    multiprocessing.util.Finalize(None, _report, exitpriority=100)
+    multiprocessing.util.Finalize(None, log_counters, exitpriority=100)
 
 
-def _report() -> None:
+def log_counters() -> None:
+    """Log the counters; waits for the device."""
     _log.info("%s", COUNTERS.report())
 
 

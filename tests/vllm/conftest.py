@@ -21,8 +21,9 @@ def written(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("engines"), {}
 
     def run(program, *arguments):
-        if (program, *arguments) not in made:
-            out = folder / f"{'-'.join((program, *arguments))}.json"
+        named = (program, *arguments)
+        if named not in made:
+            out = folder / f"{'-'.join(named)}.json"
             log = out.with_suffix(".log")
             with log.open("wb") as stream:
                 done = subprocess.run(
@@ -35,7 +36,7 @@ def written(tmp_path_factory):
                 )
             text = log.read_text(encoding="utf-8", errors="replace")
             assert done.returncode == 0, text[-4000:]
-            made[program, *arguments] = {**json.loads(out.read_text(encoding="utf-8")), "log": text}
-        return made[program, *arguments]
+            made[named] = {**json.loads(out.read_text(encoding="utf-8")), "log": text}
+        return made[named]
 
     return run

@@ -54,6 +54,8 @@ def test_a_method_of_the_gallery_serves_too():
 def test_counters_weigh_densities_by_rows():
     counters = Counters()
     assert counters.density is None
+    assert not counters.due(60)
+    assert counters.due(0)
     assert "mean density none" in counters.report()
     counters.add_step(plan_step([0, 100, 140, 141], [100, 40, 90], least_rows=64, dense_below=0))
     counters.add_density(torch.tensor(0.5), 100)

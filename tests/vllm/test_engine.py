@@ -58,7 +58,7 @@ def test_gamma_one_gives_the_stock_backend_s_answers(asked, stock, keep_all):
 def test_what_was_asked_did_happen(stock, keep_all):
     """Prefixes were found in the cache, a request was preempted, and long chunks were sparse, with everything else dense."""
     for run in (stock, keep_all):
-        assert [each["cached"] for each in run["prefix_hits"]][0] == 0
+        assert run["prefix_hits"][0]["cached"] == 0
         assert all(each["cached"] > 1900 for each in run["prefix_hits"][1:])
         assert run["preempted"][-1]["preemptions"] > 0
         assert len(answers(run["aborted"])) == 1

@@ -56,10 +56,11 @@ def test_a_file_holds_what_tune_saves(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"gama": 0.9}, TypeError, "got 'gama'; or of kernel, file, count_density"),
+        ({"gama": 0.9}, TypeError, "got 'gama'; or of kernel, file, count_density, log_every"),
         ({"gamma": 2}, ValueError, "gamma must be in"),
         ({"kernel": "FLASHINFER"}, ValueError, "kernel must be"),
         ({"count_density": 1}, TypeError, "count_density must be true or false; got 1"),
+        ({"log_every": 0}, ValueError, "log_every must be > 0 seconds; got 0"),
         ({"file": 3}, TypeError, "file must be a path; got int"),
         ({"selection": "reference"}, ValueError, 'selection must be "coverage" or "hybrid" to be served'),
         ({"layers": {"1": {"selection": "reference"}}}, ValueError, "selection must be"),

@@ -16,18 +16,22 @@ from tests.vllm.engine_run import KEEP_ALL, prompt
 from tests.vllm.server import Server
 
 NEAR = 1e-3
+# as good as every step
+OPTIONS = {**KEEP_ALL, "log_every": 1e-9}
 
 
 def served(text):
     """The counters in a server's log: prefill tokens sparse and dense."""
-    found = re.search(r"flexmask served (\d+) prefill tokens sparse in \d+ steps, (\d+) dense", text)
+    found = re.findall(r"flexmask served (\d+) prefill tokens sparse in \d+ steps, (\d+) dense", text)
     assert found, text[-2000:]
-    return int(found[1]), int(found[2])
+    return int(found[-1][0]), int(found[-1][1])
 
 
-def test_answers_over_http_are_the_stock_backend_s(tmp_path, written):
+def test_answers_over_http_are_the_stock_backend_s(tmp_path, written, monkeypatch):
+    # metrics of all processes together
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     expected = written("engine_run", "stock")
-    with Server(tmp_path / "log", KEEP_ALL) as server:
+    with Server(tmp_path / "log", OPTIONS) as server:
         for asked, length, seed in (("whole", 3001, 0), ("chunks", 5000, 2), ("odd_chunks", 3000, 3)):
             tokens, logprobs = server.complete(prompt(length, seed))
             right = expected[asked][0]
@@ -36,6 +40,7 @@ def test_answers_over_http_are_the_stock_backend_s(tmp_path, written):
                 assert abs(logprob - likely[str(token)]) < NEAR
         with pytest.raises(HTTPError):
             server.complete([0] * 9000)
+        assert 'flexmask:prefill_tokens_total{attention="sparse"} 11001.0' in server.get("/metrics")
     text = server.written()
     # every row of three prompts, whose last chunks are longer than a block
     assert served(text) == (11001, 0)
@@ -64,7 +69,7 @@ def test_soak_of_requests_of_any_length_with_hang_ups(tmp_path):
     """200 requests, four at a time, a quarter of which hang up; the same prompts must get the same answers to the end."""
     drawn = random.Random(0)
     prompts = [prompt(length, seed=length) for length in (20, 70, 129, 500, 1000, 2047, 2049, 3100, 4500)]
-    with Server(tmp_path / "log", KEEP_ALL, "--no-enable-prefix-caching") as server:
+    with Server(tmp_path / "log", OPTIONS, "--no-enable-prefix-caching") as server:
         right = [server.complete(each) for each in prompts]
         before = memory(server)
 
