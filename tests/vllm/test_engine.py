@@ -55,6 +55,15 @@ def test_gamma_one_gives_the_stock_backend_s_answers(asked, stock, keep_all):
     assert distance(stock[asked], keep_all[asked]) < NEAR
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", SAME)
+def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written):
+    compiled = written("engine_run", "compiled")
+    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(compiled[asked])]
+    assert distance(stock[asked], compiled[asked]) < NEAR
+    assert compiled["compiled_by_requests"] == stock["compiled_by_requests"]
+
+
 def test_what_was_asked_did_happen(stock, keep_all):
     """Prefixes were found in the cache, a request was preempted, and long chunks were sparse, with everything else dense."""
     for run in (stock, keep_all):
