@@ -46,22 +46,14 @@ def test_answers_over_http_are_the_stock_backend_s(tmp_path, written, monkeypatc
     assert served(text) == (11001, 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "arguments", "message"),
-    [
-        ({"gama": 0.9}, [], "got 'gama'"),
-        ({"dense_layers": [7]}, [], "dense_layers must hold layer indices below 4"),
-        ({"gamma": [0.9, 0.9]}, [], "gamma must hold one number a head, 8 in layer 0; got 2"),
-    ],
-)
-def test_wrong_options_end_the_start_by_name(tmp_path, options, arguments, message):
-    server = Server(tmp_path / "log", options, *arguments)
+def test_wrong_options_end_the_start_by_name(tmp_path):
+    server = Server(tmp_path / "log", {"gama": 0.9})
     server.start()
     try:
         assert server.process.wait(300) != 0
     finally:
         server.__exit__()
-    assert message in server.written()
+    assert "got 'gama'" in server.written()
 
 
 @pytest.mark.slow
