@@ -30,6 +30,8 @@ BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 ENGINES = {"stock": None, "keep_all": KEEP_ALL, "sparse": SPARSE, "by_head": BY_HEAD, "two_ranks": BY_HEAD}
 # by Inductor, which makes the memory-measuring run come before the builder
 ENGINES["compiled"] = KEEP_ALL
+# Gemma 2 with random weights: every other layer has a sliding window, all have a soft cap
+ENGINES |= {"windows_stock": None, "windows": KEEP_ALL}
 
 
 def main(name: str, out: str) -> None:
@@ -41,8 +43,10 @@ def main(name: str, out: str) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
+    windows = name.startswith("windows")
     llm = LLM(
-        MODEL,
+        random_gemma(Path(out).with_suffix(".model")) if windows else MODEL,
+        skip_tokenizer_init=windows,
         dtype="float32",
         enforce_eager=name != "compiled",
         seed=0,
@@ -55,7 +59,12 @@ def main(name: str, out: str) -> None:
         **({"tensor_parallel_size": 2} if name == "two_ranks" else {"distributed_executor_backend": "uni"}),
     )
     asked = Asked(llm)
-    results = asked.by_head() if name in ("by_head", "two_ranks") else asked.all(faults=name == "keep_all")
+    if windows:
+        results = asked.with_windows()
+    elif name in ("by_head", "two_ranks"):
+        results = asked.by_head()
+    else:
+        results = asked.all(faults=name == "keep_all")
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
@@ -79,6 +88,15 @@ class Asked:
 
     def by_head(self):
         return {"whole": self.whole()}
+
+    def with_windows(self):
+        import random
+
+        drawn = random.Random(0)
+        tokens = [drawn.randrange(4, 500) for _ in range(1500)]
+        whole = self.generate([tokens, tokens[:700]], prompt_logprobs=0, detokenize=False)
+        self.budget(333)
+        return {"whole": whole, "odd_chunks": self.generate([tokens], prompt_logprobs=0, detokenize=False)}
 
     def budget(self, tokens):
         """Rows of a step at most, which vLLM reads anew in every step."""
@@ -189,6 +207,20 @@ class Asked:
             return self.odd_chunks()
         finally:
             builder.plan_step = right
+
+
+def random_gemma(folder):
+    """The folder of a small Gemma 2 whose weights are large enough for its soft cap to matter."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 2}
+    scores = {"sliding_window": 200, "attn_logit_softcapping": 5.0, "max_position_embeddings": MOST_TOKENS}
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**shape, **heads, **scores, initializer_range=0.2))
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 def prompt(length, seed=0):

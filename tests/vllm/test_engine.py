@@ -64,6 +64,15 @@ def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written
     assert compiled["compiled_by_requests"] == stock["compiled_by_requests"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
+def test_sliding_windows_and_soft_caps_are_the_stock_backend_s(asked, written):
+    stock, ours = (written("engine_run", name) for name in ("windows_stock", "windows"))
+    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(ours[asked])]
+    assert distance(stock[asked], ours[asked]) < NEAR
+    assert "4 of 4 attention layers prefill sparse" in ours["log"]
+
+
 def test_what_was_asked_did_happen(stock, keep_all):
     """Prefixes were found in the cache, a request was preempted, and long chunks were sparse, with everything else dense."""
     for run in (stock, keep_all):

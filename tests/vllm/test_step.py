@@ -62,7 +62,7 @@ class StockImpl:
             if stop == start:
                 continue
             keys, values = rows_of(kv_cache, attn_metadata.table[request], tokens)
-            output[start:stop] = written_out(query[start:stop], keys, values, self.scale)
+            output[start:stop] = written_out(query[start:stop], keys, values, self.scale, self.sinks)
         return output
 
 
@@ -72,12 +72,15 @@ def rows_of(cache, table, tokens):
     return rows[..., :DIM], rows[..., DIM:]
 
 
-def written_out(query, keys, values, scale):
+def written_out(query, keys, values, scale, sinks=None):
     rows, tokens = len(query), len(keys)
     keys, values = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
     hidden = torch.arange(tokens) > torch.arange(tokens - rows, tokens)[:, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:  # a key without a value
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, rows, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :tokens], values)
 
 
 @pytest.fixture
@@ -154,6 +157,23 @@ def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
     assert [plan.sparse_tokens for plan in engine.counted] == [sparse]
     # parts get no ahead-of-time schedule, whose buffer the metadata of all rows has
     assert all(each.is_fast for each in impl.calls[:-1] if sparse)
+
+
+@pytest.mark.attention
+def test_sinks_reach_both_kernels(parts):
+    builder, impl = parts
+    sinks = torch.nn.Parameter(torch.randn(HEADS) + 2, requires_grad=False)
+    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, sinks=sinks)
+    common, (query, key, value, cache) = step_of([(1, 40), (70, 33)])
+    with torch.inference_mode():
+        output, expected = torch.empty_like(query), torch.empty_like(query)
+        impl.forward(LAYER, query, key, value, cache, builder.build(0, common), output)
+        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
+        impl.sinks = None
+        without = torch.empty_like(query)
+        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), without)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    assert (without - expected).abs().amax((1, 2)).min() > 1e-2
 
 
 def test_drafts_graphs_wrappers_and_images_get_no_plan(parts):
