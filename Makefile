@@ -20,7 +20,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,15 @@ test-all: $(READY) ## all tests, and every transformers model by cache, padding,
 
 test-gpu: $(READY) ## the tests that need a GPU, ten at a time; VENV= PYTHON=python3 takes a torch that is there
 	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 --benchmark-disable tests $(ARGS)
+
+# not a part of `make test`: it starts ten engines and servers, one after another
+VLLM_VENV ?= .venv-vllm
+test-vllm: $(VLLM_VENV)/.installed ## the plug-in in vLLM's CPU build, in an environment of its own (VLLM_VENV, 3.4 GB)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default tests/vllm $(ARGS)
+
+$(VLLM_VENV)/.installed: tests/vllm/requirements.txt tests/vllm/environment.sh
+	tests/vllm/environment.sh $(VLLM_VENV) $(PYTHON)
+	@touch $@
 
 style: $(READY) ## ruff and mypy, changing nothing
 	$(RUN) -m ruff check .

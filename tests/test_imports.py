@@ -58,7 +58,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.attention_call", "integrations.head_probe"),
     ("integrations.hooks", "integrations.registration", "integrations.tune_result"),
     ("integrations.tune",),
+    ("integrations.vllm.versions", "integrations.vllm.options", "integrations.vllm.plan", "integrations.vllm.pages"),
+    ("integrations.vllm.layers", "integrations.vllm.step", "integrations.vllm.counters", "integrations.vllm.cpu_pages"),
+    ("integrations.vllm.attend", "integrations.vllm.cpu_impl"),
+    ("integrations.vllm.startup",),
+    ("integrations.vllm.engine",),
+    ("integrations.vllm.impl", "integrations.vllm.builder"),
+    ("integrations.vllm.backends",),
     ("integrations.*",),
+    ("integrations.vllm",),
     ("integrations",),
     ("commands.exit_codes",),
     ("commands.errors", "commands.output"),
@@ -86,11 +94,15 @@ AT_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels.*": ("triton",),
     "integrations.*": ("transformers",),
     "commands.*": ("typer", "rich"),
+    # the rest of the plug-in is tested without vLLM
+    "integrations.vllm.impl": ("vllm",),
+    "integrations.vllm.builder": ("vllm",),
 }
 INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {
     "plot": ("matplotlib", "numpy"),
     "integrations.*": ("transformers", "accelerate"),
     "commands.*": ("transformers",),
+    "integrations.vllm.*": ("vllm", "prometheus_client"),
 }
 
 

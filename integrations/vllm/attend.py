@@ -1,0 +1,53 @@
+"""Sparse attention of one request's chunk, in the engine's layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flexmask.attention import attention_to_kept
+from flexmask.base.inputs import attention_inputs
+from flexmask.gallery import sparse_attention
+from flexmask.integrations.vllm.layers import SparseLayer
+
+
+def attend(
+    layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, count_density: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention of a chunk whose last row stands at the last key; sparse at any length, which the plan of a step decides.
+
+    Parameters
+    ----------
+    layer
+        Its options.
+    query
+        (rows, num_heads, head_dim), a slice of the packed batch.
+    key, value
+        (num_kv_heads, tokens, head_dim), contiguous, tokens >= rows.
+    sinks
+        (num_heads,), as in `flexprefill_attention`.
+    count_density
+        Also return the mean density of the heads, a 0-d tensor; of FlexPrefill's masks only.
+
+    Returns
+    -------
+    Tensor
+        (rows, num_heads, head_dim).
+    Tensor
+        The density, or None.
+    """
+    settings = layer.settings
+    # contiguous, as the warm-up has them: the memory layout is a part of what is compiled
+    tensors = (query.transpose(0, 1).contiguous()[None], key[None], value[None])
+    scores: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window, "sinks": sinks}
+    if settings.method != "flexprefill":
+        run = {"backend": settings.backend, "dense_below": 0, "max_mask_bytes": settings.max_mask_bytes}
+        options = {"block_size": layer.config.block_size, **settings.method_options}
+        out = sparse_attention(*tensors, settings.method, **{**scores, **run, **options})
+        assert isinstance(out, Tensor)
+        return out[0].transpose(0, 1), None
+    inputs = attention_inputs(*tensors, gamma=layer.config.gamma, **scores)
+    limits = (settings.max_mask_bytes, settings.break_even > 0)
+    out, _, stats = attention_to_kept(inputs, layer.config, settings.backend, *limits, return_stats=count_density)
+    return out[0].transpose(0, 1), None if stats is None else stats.density.mean()

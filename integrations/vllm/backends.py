@@ -1,0 +1,78 @@
+"""vLLM's backends with sparse prefill: CUSTOM, which wraps FLASH_ATTN or TRITON_ATTN, and CPU_ATTN.
+
+vLLM asks this module for a class by name. Each is made when first asked for, so that nothing of vLLM is imported for a backend
+that is not used. The CUDA ones were written against the sources of vLLM 0.26, 0.32 and 0.33 and have not been run.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from flexmask.integrations.vllm.versions import check_release
+
+_log = logging.getLogger("vllm.flexmask")
+# by the name here: the stock backend's module and class, and vLLM's name for ours
+_STOCK = {
+    "SparseFlashAttention": ("flash_attn", "FlashAttentionBackend", "FLASH_ATTN", "CUSTOM"),
+    "SparseTritonAttention": ("triton_attn", "TritonAttentionBackend", "TRITON_ATTN", "CUSTOM"),
+    "SparseCPUAttention": ("cpu_attn", "CPUAttentionBackend", "CPU_ATTN", "CPU_ATTN"),
+}
+_BY_KERNEL = {"FLASH_ATTN": "SparseFlashAttention", "TRITON_ATTN": "SparseTritonAttention"}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Custom":
+        return _backend(_BY_KERNEL[_chosen_kernel()])
+    if name in _STOCK:
+        return _backend(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _chosen_kernel() -> str:
+    from vllm.config import get_current_vllm_config_or_none
+
+    from flexmask.integrations.vllm.engine import engine_of
+
+    config = get_current_vllm_config_or_none()
+    return "FLASH_ATTN" if config is None else engine_of(config).options.kernel
+
+
+@functools.cache
+def _backend(name: str) -> type:
+    import vllm
+
+    try:
+        check_release(vllm.__version__)
+    except ImportError as error:
+        # vLLM reports an ImportError of a backend without its words
+        _log.error("%s", error)
+        raise
+    import importlib
+
+    from flexmask.integrations.vllm.builder import SparsePrefillBuilder
+    from flexmask.integrations.vllm.impl import SparsePrefillImpl
+
+    module, stock_name, kernel, vllm_name = _STOCK[name]
+    stock: Any = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), stock_name)
+    bases: tuple[type, ...] = (SparsePrefillImpl, stock.get_impl_cls())
+    if kernel == "CPU_ATTN":
+        from flexmask.integrations.vllm.cpu_impl import ReadsCPUCache
+
+        bases = (ReadsCPUCache, *bases)
+    where = {"__module__": __name__}
+    impl = type(f"{name}Impl", bases, {**where, "flexmask_kernel": kernel})
+    builder: Any = type(f"{name}Builder", (SparsePrefillBuilder, stock.get_builder_cls()), where)
+    builder.flexmask_own = builder
+
+    def supports_batch_invariance(cls: type) -> bool:
+        return False  # a row's blocks depend on the chunk that it comes in
+
+    own = {
+        "get_name": staticmethod(lambda: vllm_name),
+        "get_impl_cls": staticmethod(lambda: impl),
+        "get_builder_cls": staticmethod(lambda: builder),
+        "supports_batch_invariance": classmethod(supports_batch_invariance),
+    }
+    return type(name, (stock,), {**where, "__qualname__": name, **own})

@@ -1,0 +1,88 @@
+"""The metadata builder: the stock one, which also plans each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
+
+from flexmask.integrations.vllm.engine import engine_of
+from flexmask.integrations.vllm.pages import Places
+from flexmask.integrations.vllm.plan import StepPlan, plan_step
+from flexmask.integrations.vllm.step import SparseStep
+
+
+class SparsePrefillBuilder:
+    """Mixin before a stock builder. Its metadata is the stock one, with the planned step as its attribute ``flexmask_step``.
+
+    Metadata without that attribute runs stock: what CUDA graphs are captured with, what a draft model gets, and what wrappers of
+    this builder make, which show attention other requests than the batch has (chunked local attention, fast prefill).
+    """
+
+    # metadata with another block table would keep the old one in its parts
+    supports_update_block_table = False
+    # the class itself, not one that vLLM derives from it
+    flexmask_own: type | None = None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **options: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)  # type: ignore[call-arg]  # of the stock builder
+        self._engine = engine_of(vllm_config)
+        self._engine.prepare(device, in_profile=False)
+        self._plans = type(self) is self.flexmask_own
+        self._settings = self._engine.options.settings
+        self._least_rows = self._engine.options.least_rows
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Graphs of uniform decoding batches at most: attention of mixed batches then runs between graphs, planned."""
+        stock: Any = super()
+        supported = stock.get_cudagraph_support(vllm_config, kv_cache_spec)
+        most = AttentionCGSupport.UNIFORM_BATCH
+        return supported if supported.value < most.value else most
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Metadata without a plan."""
+        stock: Any = super()
+        return self._unplanned(stock.build_for_cudagraph_capture, common_attn_metadata)
+
+    def build_for_drafting(self, *arguments: Any, **options: Any) -> Any:
+        """Metadata without a plan: a draft model guesses tokens that the model then verifies."""
+        stock: Any = super()
+        return self._unplanned(stock.build_for_drafting, *arguments, **options)
+
+    def _unplanned(self, build: Any, *arguments: Any, **options: Any) -> Any:
+        # the stock functions call build
+        plans, self._plans = self._plans, False
+        try:
+            return build(*arguments, **options)
+        finally:
+            self._plans = plans
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """Stock metadata of all rows, and the planned step with it."""
+        stock: Any = super()
+        metadata = stock.build(common_prefix_len, common_attn_metadata, fast_build)
+        plan = self._plan(common_attn_metadata) if self._plans else None
+        if plan is None:
+            return metadata
+        parts = []
+        if plan.sparse and plan.stock:
+            slices = [UBatchSlice(slice(run.first, run.last), slice(run.start, run.stop)) for run in plan.stock]
+            for part in split_attn_metadata(slices, common_attn_metadata):
+                # fast: an ahead-of-time schedule (FA3) lies in one buffer a builder, and the metadata of all rows has it
+                parts.append(stock.build(0, part, True))
+        table = common_attn_metadata.block_table_tensor
+        places = tuple(Places(table[each.request], each.tokens) for each in plan.sparse)
+        metadata.flexmask_step = SparseStep(plan, tuple(parts), places)
+        return metadata
+
+    def _plan(self, common: Any) -> StepPlan | None:
+        """The plan of a step, None where all of it has to run stock: attention to later tokens, of images too."""
+        lengths = common.seq_lens_cpu_upper_bound
+        if lengths is None or common.causal is not True or common.mm_req_doc_ranges is not None:
+            return None
+        number = common.num_reqs
+        prefilling = None if common.is_prefilling is None else common.is_prefilling[:number].tolist()
+        starts = common.query_start_loc_cpu[: number + 1].tolist()
+        return plan_step(starts, lengths[:number].tolist(), self._least_rows, self._settings.break_even, prefilling)

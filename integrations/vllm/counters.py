@@ -1,0 +1,79 @@
+"""What one engine process served: prefill tokens sparse and dense, and the mean density of the sparse ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from torch import Tensor
+
+from flexmask.integrations.vllm.plan import StepPlan
+
+
+class Counters:
+    """Counts of one process. Densities are summed up on the device and read only for the report."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.steps = 0
+        self.sparse_tokens = 0
+        self.dense_tokens = 0
+        self._density: Tensor | None = None
+        self._density_rows = 0
+        self._metric: Any = None
+        self._logged = time.monotonic()
+
+    def add_step(self, plan: StepPlan) -> None:
+        """Count the prefill tokens of one step; to be called once a step, whatever the number of layers."""
+        with self._lock:
+            self.steps += bool(plan.sparse)
+            self.sparse_tokens += plan.sparse_tokens
+            self.dense_tokens += plan.dense_tokens
+            if self._metric is not None:
+                self._metric.labels("sparse").inc(plan.sparse_tokens)
+                self._metric.labels("dense").inc(plan.dense_tokens)
+
+    def add_density(self, density: Tensor, rows: int) -> None:
+        """Add the mean density of one call, weighted by its rows, without waiting for the device."""
+        with self._lock:
+            weighted = density.detach().double() * rows if density.device.type != "mps" else density.detach() * rows
+            self._density = weighted if self._density is None else self._density + weighted
+            self._density_rows += rows
+
+    def due(self, seconds: float) -> bool:
+        """True once so many seconds have passed since it was True last."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._logged < seconds:
+                return False
+            self._logged = now
+            return True
+
+    @property
+    def density(self) -> float | None:
+        """Mean density of the sparse calls of all layers, weighted by rows; None if none was counted. Waits for the device."""
+        return None if self._density is None else self._density.item() / self._density_rows
+
+    def report(self) -> str:
+        """One line for the log."""
+        density = self.density
+        told = "none" if density is None else f"{density:.3f}"
+        tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.steps} steps, {self.dense_tokens} dense"
+        return f"flexmask served {tokens}; mean density {told}"
+
+    def export(self) -> None:
+        """Also count into prometheus_client's registry, as ``flexmask:prefill_tokens_total``.
+
+        vLLM's ``/metrics`` shows it where the engine runs in the server's process, or PROMETHEUS_MULTIPROC_DIR is set.
+        """
+        if self._metric is not None:
+            return
+        from prometheus_client import Counter
+
+        self._metric = Counter("flexmask:prefill_tokens", "Prefill tokens, by how attention ran", ["attention"])
+        for attention in ("sparse", "dense"):
+            self._metric.labels(attention)
+
+
+COUNTERS = Counters()

@@ -1,0 +1,138 @@
+"""One engine process: the options, the role of every attention layer, and what happens once before the first request."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from flexmask.integrations.vllm import startup
+from flexmask.integrations.vllm.counters import COUNTERS
+from flexmask.integrations.vllm.layers import SparseLayer, layer_number, reason_for_stock, sparse_layer
+from flexmask.integrations.vllm.options import ServingOptions, serving_options
+from flexmask.integrations.vllm.plan import StepPlan
+
+_LOCK = threading.RLock()
+
+
+class Engine:
+    """What the layers of one engine share in this process.
+
+    Parameters
+    ----------
+    vllm_config
+        vLLM's own.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong options, and for what cannot be served at all, by name.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._vllm_config = vllm_config
+        model = vllm_config.model_config
+        parallel = vllm_config.parallel_config
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            size = getattr(parallel, name, 1)
+            if size > 1:
+                raise ValueError(f"{name} must be 1 with flexmask, whose masks need all of a prompt; got {size}")
+        self.options: ServingOptions = serving_options(vllm_config.additional_config, model.hf_config)
+        self.options.settings.check_layers(model.get_total_num_hidden_layers())
+        self.dtype: torch.dtype = model.dtype
+        self.roles: dict[str, SparseLayer | str] = {}
+        # the layer whose calls count the tokens of a step, once for all layers
+        self.counting: str | None = None
+        self._prepared = self._first = False
+
+    def role_of(self, name: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
+        """The role of the layer called `name`, whose implementation got these arguments: its options, or a reason for stock."""
+        with _LOCK:
+            role = self.roles.get(name)
+            if role is None:
+                role = self._role(name, given, defaults)
+                self.roles[name] = role
+        return role
+
+    def _role(self, name: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
+        number = layer_number(name)
+        # a draft model that guesses tokens numbers its layers on
+        if number is not None and number >= self._vllm_config.model_config.get_total_num_hidden_layers():
+            return "not a layer of the model"
+        if getattr(self._vllm_config.model_config, "rswa_window", None) is not None:
+            return "a window that leaves the prompt visible"
+        reason = reason_for_stock(number, given, defaults, self.options.settings, self.dtype)
+        if reason is not None or number is None:
+            return reason or ""
+        return sparse_layer(number, given, self.options.settings, *_tensor_parallel_rank())
+
+    def prepare(self, device: torch.device, in_profile: bool) -> None:
+        """Once: settle all layers, log the roles, compile, and make the largest call if memory is being measured."""
+        with _LOCK:
+            if self._prepared:
+                return
+            self._prepared = True
+            kernel = self._settle_all()
+            sparse = [role for role in self.roles.values() if isinstance(role, SparseLayer)]
+            self.counting = next((name for name, role in self.roles.items() if isinstance(role, SparseLayer)), None)
+            self._first = is_first_rank()
+            if self._first:
+                startup.log_roles(self.roles, self.options, kernel)
+            if not sparse:
+                return
+            with torch.inference_mode():
+                seconds = startup.warm_up(sparse, device, self.dtype, self.options.count_density)
+                if in_profile and device.type != "cpu":
+                    startup.reserve(sparse, self._largest_call(), device, self.dtype, self.options.count_density)
+            if self._first:
+                startup.log_warm_up(seconds)
+                COUNTERS.export()
+                startup.log_at_exit()
+
+    def count(self, plan: StepPlan) -> None:
+        """Count the prefill tokens of one step, and log the counters now and then."""
+        COUNTERS.add_step(plan)
+        if self._first and plan.sparse_tokens + plan.dense_tokens > 0 and COUNTERS.due(self.options.log_every):
+            startup.log_counters()
+
+    def _largest_call(self) -> tuple[int, int]:
+        """Rows and tokens of the largest call: the last chunk of the longest prompt."""
+        most = self._vllm_config.model_config.max_model_len
+        return min(self._vllm_config.scheduler_config.max_num_batched_tokens, most), most
+
+    def _settle_all(self) -> str:
+        """Settle the role of every layer of this process; gives the name of the stock kernel."""
+        kernel = ""
+        for name, layer in self._vllm_config.compilation_config.static_forward_context.items():
+            settle = getattr(getattr(layer, "impl", None), "flexmask_role", None)
+            if settle is not None:
+                settle(name)
+                kernel = layer.impl.flexmask_kernel
+        return kernel
+
+
+def _tensor_parallel_rank() -> tuple[int, int]:
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def is_first_rank() -> bool:
+    """True in the one process of a tensor-parallel group that logs and counts."""
+    return _tensor_parallel_rank()[0] == 0
+
+
+_ENGINES: dict[int, Engine] = {}
+
+
+def engine_of(vllm_config: Any) -> Engine:
+    """The engine of a configuration, made at the first call; its layers and builders get the same one."""
+    with _LOCK:
+        found = _ENGINES.get(id(vllm_config))
+        # an id may be used again once the configuration is gone
+        if found is None or found._vllm_config is not vllm_config:
+            found = Engine(vllm_config)
+            _ENGINES.clear()
+            _ENGINES[id(vllm_config)] = found
+        return found

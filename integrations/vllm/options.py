@@ -1,0 +1,122 @@
+"""The options of the plug-in: what a user writes under "flexmask" in vLLM's additional_config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexmask.base.checks import check_real, check_word
+from flexmask.integrations.settings import PrefillSettings, saved_settings
+
+KEY = "flexmask"
+KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
+_OWN = ("kernel", "file", "count_density", "log_every")
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """Options of one engine.
+
+    Attributes
+    ----------
+    settings
+        Of the model's prefill, as the adapter for transformers takes them.
+    kernel
+        vLLM's backend that serves everything that is not sparse: ``"FLASH_ATTN"`` (default) or ``"TRITON_ATTN"``. CPUs have
+        one of their own, whatever this says.
+    count_density
+        True (default) to sum up the density of sparse calls on the device, for the log.
+    log_every
+        Seconds, > 0, default 60: the counters are logged at most this often, in a step that prefills, which then waits for the
+        device. And at shutdown, if vLLM gives its processes the time (its ``--shutdown-timeout``).
+    source
+        Origin of the settings, for the log.
+    """
+
+    settings: PrefillSettings
+    kernel: str = "FLASH_ATTN"
+    count_density: bool = True
+    log_every: float = 60.0
+    source: str = "defaults"
+
+    @property
+    def least_rows(self) -> int:
+        """Rows that a chunk needs to run sparse: a block of the layer with the largest blocks."""
+        sizes = [self.settings.of_layer(layer).block_size for layer in self.settings.layers]
+        return max(self.settings.config.block_size, *sizes) if sizes else self.settings.config.block_size
+
+
+def serving_options(additional_config: Any, model_config: Any = None) -> ServingOptions:
+    """Read and check the options, before the first request.
+
+    Parameters
+    ----------
+    additional_config
+        vLLM's, a dict or another object without options of ours. Under ``"flexmask"``: fields of `PrefillSettings` and of
+        FlexPrefillConfig by name, or ``"file"``, the path of a JSON file with such a dict (`PrefillSettings.to_dict`, as `tune`
+        gives it); and fields of `ServingOptions`.
+    model_config
+        The model's own, of transformers: its ``flexprefill_config`` counts where neither settings nor a file are given.
+
+    Raises
+    ------
+    TypeError
+        For an unknown option, by name, or a value of the wrong type.
+    ValueError
+        For a value out of its range, for a file together with settings, and for ``selection="reference"``, which takes neither
+        chunks nor prompts that are no multiple of a block.
+    """
+    given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"additional_config[{KEY!r}] must be a dict of options; got {type(given).__name__}")
+    own = {name: given[name] for name in _OWN if name in given}
+    chosen = {name: value for name, value in given.items() if name not in _OWN}
+    path = own.pop("file", None)
+    if "kernel" in own:
+        check_word("kernel", own["kernel"], KERNELS)
+    if not isinstance(own.get("count_density", True), bool):
+        raise TypeError(f"count_density must be true or false; got {own['count_density']!r}")
+    if "log_every" in own:
+        check_real("log_every", own["log_every"])
+        if own["log_every"] <= 0:
+            raise ValueError(f"log_every must be > 0 seconds; got {own['log_every']}")
+    settings, source = _settings(chosen, path, model_config)
+    for config in (settings.config, *(settings.of_layer(layer) for layer in settings.layers)):
+        if config.selection == "reference" and settings.method == "flexprefill":
+            raise ValueError('selection must be "coverage" or "hybrid" to be served: chunks have any length; got "reference"')
+    return ServingOptions(settings=settings, source=source, **own)
+
+
+def _settings(chosen: dict[str, Any], path: Any, model_config: Any) -> tuple[PrefillSettings, str]:
+    if path is not None:
+        if not isinstance(path, str):
+            raise TypeError(f"file must be a path; got {type(path).__name__}")
+        if chosen:
+            raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"file must hold a dict of settings; {path} holds a {type(saved).__name__}")
+        return PrefillSettings.from_dict(saved), path
+    if chosen:
+        return _from_options(chosen), "additional_config"
+    # a model of several parts keeps its language model's config inside
+    text = getattr(model_config, "get_text_config", lambda: model_config)()
+    for config in (model_config, text):
+        saved_here = saved_settings(config)
+        if saved_here is not None:
+            return saved_here, "the model's config.json"
+    return PrefillSettings(), "defaults"
+
+
+def _from_options(chosen: dict[str, Any]) -> PrefillSettings:
+    try:
+        return PrefillSettings.from_dict(chosen)
+    except TypeError as error:
+        # it names the options of settings; ours stand beside them
+        if str(error).startswith("the options must be of"):
+            raise TypeError(f"{error}; or of {', '.join(_OWN)}") from None
+        raise

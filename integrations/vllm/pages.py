@@ -1,0 +1,51 @@
+"""Keys and values of one request, gathered from the pages of the engine's cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Places:
+    """Page and place in the page of each token of one request; made once a step, for all layers.
+
+    Parameters
+    ----------
+    pages
+        The request's row of the block table, integer, at least as many as its tokens fill.
+    tokens
+        How many tokens it has, known to the host.
+    """
+
+    def __init__(self, pages: Tensor, tokens: int) -> None:
+        self._pages = pages
+        self._tokens = tokens
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, page_size: int) -> tuple[Tensor, Tensor]:
+        """Page and place of every token, (tokens,) int64 each."""
+        made = self._made.get(page_size)
+        if made is None:
+            token = torch.arange(self._tokens, device=self._pages.device)
+            made = self._pages[token // page_size].long(), token % page_size
+            self._made[page_size] = made
+        return made
+
+    def numbers(self, page_size: int) -> Tensor:
+        """The pages that the request's tokens fill, (pages,) int64."""
+        return self._pages[: -(-self._tokens // page_size)].long()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the request has."""
+        return self._tokens
+
+
+def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values, (num_kv_heads, tokens, head_dim) each and contiguous, from the cache of FLASH_ATTN or TRITON_ATTN.
+
+    Its logical shape is (pages, num_kv_heads, tokens in a page, 2 * head_dim), keys before values, in any memory order.
+    """
+    page, place = places.of(cache.shape[2])
+    by_head = cache.transpose(0, 1)
+    return by_head[:, page, place, :head_dim], by_head[:, page, place, head_dim:]

@@ -1,0 +1,83 @@
+"""The plan of one step: which rows of the packed batch run sparse, and which stay with the engine's own kernel.
+
+A step packs the rows of its requests one after another. Rows and lengths come from tensors that vLLM keeps on the host, so that
+planning waits for no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class SparseRequest(NamedTuple):
+    """A request whose chunk runs sparse."""
+
+    request: int  # its place in the batch, and in the block table
+    start: int  # its rows of the packed batch
+    stop: int
+    tokens: int  # of its prompt so far, this chunk's included
+
+
+class StockRun(NamedTuple):
+    """Neighbouring requests that the engine's own kernel serves in one call."""
+
+    first: int  # request
+    last: int  # the one after the last
+    start: int  # rows
+    stop: int
+
+
+class StepPlan(NamedTuple):
+    """One step, all rows in one of the two lists; requests without rows, which pad a batch, are in neither."""
+
+    sparse: tuple[SparseRequest, ...]
+    stock: tuple[StockRun, ...]
+    sparse_tokens: int
+    dense_tokens: int  # of prefills; decoding rows count as neither
+
+
+def plan_step(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    least_rows: int,
+    dense_below: int,
+    prefilling: Sequence[bool] | None = None,
+) -> StepPlan:
+    """Plan one step.
+
+    Parameters
+    ----------
+    starts
+        First rows of the requests, and the end of the last: one number more than requests.
+    lengths
+        Tokens of each request so far, those of this step included; exact for every request that prefills.
+    least_rows
+        Rows that a chunk needs to run sparse, at least 2.
+    dense_below
+        Tokens: a shorter request runs dense.
+    prefilling
+        False for requests whose prompts are done: rows of theirs are decoded, or verify guessed tokens. Default None: more than
+        one row means a prefill.
+    """
+    sparse: list[SparseRequest] = []
+    stock: list[StockRun] = []
+    run: StockRun | None = None
+    sparse_tokens = dense_tokens = 0
+    for request, (start, stop, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+        rows = stop - start
+        if rows <= 0:
+            continue
+        prefills = rows > 1 if prefilling is None else prefilling[request]
+        if prefills and rows >= max(least_rows, 2) and tokens >= max(dense_below, rows):
+            sparse.append(SparseRequest(request, start, stop, tokens))
+            sparse_tokens += rows
+            run = None
+            continue
+        dense_tokens += rows if prefills else 0
+        if run is None:
+            run = StockRun(request, request + 1, start, stop)
+            stock.append(run)
+        else:
+            run = stock[-1] = StockRun(run.first, request + 1, run.start, stop)
+    return StepPlan(tuple(sparse), tuple(stock), sparse_tokens, dense_tokens)

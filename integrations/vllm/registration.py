@@ -1,0 +1,28 @@
+"""The entry point ``vllm.general_plugins: flexmask``: it registers names and changes nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
+_BACKENDS = "flexmask.integrations.vllm.backends"
+_log = logging.getLogger("vllm.flexmask")
+
+
+def register() -> None:
+    """Make ``--attention-backend CUSTOM`` choose sparse prefill; vLLM calls this in each of its processes.
+
+    On CPUs vLLM ignores the choice of a backend: with FLEXMASK_VLLM_CPU=1 in the environment its one backend there is overridden.
+    Releases are checked when the backend is first used, so that another vLLM starts as ever without it.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    path = f"{_BACKENDS}.Custom"
+    if custom.is_overridden() and custom.get_path() != path:
+        _log.warning("flexmask: attention backend CUSTOM is taken by %s and stays so", custom.get_path())
+    else:
+        register_backend(custom, path)
+    if os.environ.get(CPU_VARIABLE) == "1":
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.SparseCPUAttention")

@@ -1,0 +1,113 @@
+"""Before the first request: roles are logged, kernels compiled, and the largest call made while vLLM measures memory."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.util
+import time
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from flexmask.integrations.vllm.attend import attend
+from flexmask.integrations.vllm.counters import COUNTERS
+from flexmask.integrations.vllm.layers import SparseLayer
+from flexmask.integrations.vllm.options import ServingOptions
+from flexmask.warmup import MANY_BLOCKS
+
+# vLLM's logging shows what is below its own name
+_log = logging.getLogger("vllm.flexmask")
+# tokens, as in flexmask.warmup: two lengths, so that what is static in a first call is not in the next
+_LENGTHS = (1100, 2300)
+
+
+def roles_line(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str) -> str:
+    """The line at start-up: sparse layers and from how many tokens on, the others with reasons, the kernels, and the settings."""
+    sparse = [role for role in roles.values() if isinstance(role, SparseLayer)]
+    settings = options.settings
+    line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
+    if sparse:
+        own = f"FlexPrefill, gamma {_gammas(sparse)}, selection {sparse[0].config.selection}"
+        line += f" ({own if settings.method == 'flexprefill' else settings.method})"
+        line += f" from {settings.break_even} tokens on, in chunks of at least {options.least_rows} rows"
+        line += f", on FlexAttention's backend {settings.backend!r}"
+    line += f"; {kernel} serves all else. Settings: {options.source}."
+    reasons: dict[str, int] = {}
+    for role in roles.values():
+        if isinstance(role, str):
+            reasons[role] = reasons.get(role, 0) + 1
+    if reasons:
+        line += f" Dense at any length: {'; '.join(f'{number} layers ({reason})' for reason, number in reasons.items())}."
+    return line
+
+
+def _gammas(layers: Iterable[SparseLayer]) -> str:
+    gammas = [each.config.gamma for each in layers]
+    values = [float(value) for gamma in gammas for value in (gamma if isinstance(gamma, tuple) else (gamma,))]
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g} by layer or head"
+
+
+def log_roles(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str) -> None:
+    """Log `roles_line`."""
+    _log.info("%s", roles_line(roles, options, kernel))
+
+
+def log_warm_up(seconds: float) -> None:
+    """Log how long compilation took."""
+    _log.info("flexmask: kernels compiled in %.1f s", seconds)
+
+
+def log_at_exit() -> None:
+    """Log the counters when the process ends.
+
+    By multiprocessing's finalizers: vLLM's engines and workers are processes of its own, which run no atexit.
+    """
+    multiprocessing.util.Finalize(None, log_counters, exitpriority=100)
+
+
+def log_counters() -> None:
+    """Log the counters; waits for the device."""
+    _log.info("%s", COUNTERS.report())
+
+
+def warm_up(layers: Iterable[SparseLayer], device: torch.device, dtype: torch.dtype, count_density: bool) -> float:
+    """Compile what the layers' calls need, once for each variant, by calls like those of requests; gives the seconds it took."""
+    start = time.perf_counter()
+    for layer in _variants(layers):
+        lengths = list(_LENGTHS)
+        if device.type == "cuda":
+            lengths += [blocks * layer.config.block_size for blocks in MANY_BLOCKS]
+        for length in lengths:
+            for rows in (length, length // 2):  # a whole prompt, a chunk
+                call_of_size(layer, (rows, length), device, dtype, count_density)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def reserve(
+    layers: Iterable[SparseLayer], size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
+) -> None:
+    """Make the largest call while vLLM measures its peak memory, so that the cache leaves room. CUDA only, not run so far."""
+    for layer in _variants(layers):
+        call_of_size(layer, size, device, dtype, count_density)
+    torch.cuda.synchronize(device)
+
+
+def call_of_size(
+    layer: SparseLayer, size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
+) -> Tensor:
+    """Make one call with random numbers, a chunk of so many rows at the end of so many tokens; gives its output."""
+    rows, tokens = size
+    random = torch.Generator(device).manual_seed(0)
+    query = torch.randn(rows, layer.num_heads, layer.head_dim, dtype=dtype, device=device, generator=random)
+    shape = (layer.num_kv_heads, tokens, layer.head_dim)
+    key, value = (torch.randn(shape, dtype=dtype, device=device, generator=random) for _ in range(2))
+    sinks = torch.zeros(layer.num_heads, dtype=dtype, device=device) if layer.has_sinks else None
+    return attend(layer, query, key, value, sinks, count_density)[0]
+
+
+def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:
+    return list({each.variant: each for each in layers}.values())

@@ -1,0 +1,44 @@
+"""The adapter for transformers with the chunks of `engine_run`: ``python -m tests.vllm.adapter_run OUT``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from flexmask.integrations.huggingface import flexprefill
+from tests.vllm.engine_run import BY_HEAD, MODEL, SPARSE, prompt
+
+
+@torch.no_grad()
+def log_probabilities(model, tokens, chunk):
+    """Of every token but the first, given those before it; and the most likely next one."""
+    cache, logits = DynamicCache(config=model.config), []
+    tokens = torch.tensor([tokens])
+    for part in tokens.split(chunk, 1):
+        logits.append(model(input_ids=part, past_key_values=cache).logits[0])
+    every = torch.cat(logits).log_softmax(-1)
+    return every[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist(), int(every[-1].argmax())
+
+
+def main(out):
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    results = {}
+    for name, options, length, seed, chunk in (
+        ("whole", SPARSE, 3001, 0, 3001),
+        ("chunks", SPARSE, 5000, 2, 2048),
+        ("odd_chunks", SPARSE, 3000, 3, 777),
+        ("by_head", BY_HEAD, 3001, 0, 3001),
+    ):
+        with flexprefill(model, **options) as run:
+            prompt_logprobs, token = log_probabilities(model, prompt(length, seed), chunk)
+        densities = [float(each.density.mean()) for calls in run.stats.values() for each in calls]
+        results[name] = {"prompt_logprobs": prompt_logprobs, "token": token, "densities": densities}
+    Path(out).write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,42 @@
+"""Engines that several tests compare, each run once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.repository import ROOT
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """Run a program of this folder with its arguments, once a session, and give what it wrote."""
+    pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+    from tests.vllm.engine_run import ENVIRONMENT
+
+    folder, made = tmp_path_factory.mktemp("engines"), {}
+
+    def run(program, *arguments):
+        named = (program, *arguments)
+        if named not in made:
+            out = folder / f"{'-'.join(named)}.json"
+            log = out.with_suffix(".log")
+            with log.open("wb") as stream:
+                done = subprocess.run(
+                    [sys.executable, "-m", f"tests.vllm.{program}", *arguments, str(out)],
+                    cwd=ROOT,
+                    env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    check=False,
+                )
+            text = log.read_text(encoding="utf-8", errors="replace")
+            assert done.returncode == 0, text[-4000:]
+            made[named] = {**json.loads(out.read_text(encoding="utf-8")), "log": text}
+        return made[named]
+
+    return run

@@ -1,0 +1,95 @@
+"""The classes that vLLM asks for: names, what they promise, and the gate of releases. No engine, and no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+
+import vllm
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from flexmask.integrations.vllm import backends
+from flexmask.integrations.vllm.registration import register
+
+NAMES = ["SparseFlashAttention", "SparseTritonAttention", "SparseCPUAttention"]
+
+
+@pytest.fixture
+def overrides():
+    yield
+    for name in ("CUSTOM", "CPU_ATTN"):
+        AttentionBackendEnum[name].clear_override()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vllm_finds_each_class_by_the_path_it_tells(name):
+    backend = getattr(backends, name)
+    module, qualname = backend.full_cls_name()
+    assert getattr(importlib.import_module(module), qualname) is backend
+    assert backend.get_name() in AttentionBackendEnum.__members__
+    impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
+    stock = backend.__mro__[1]
+    assert issubclass(impl, stock.get_impl_cls())
+    assert issubclass(builder, stock.get_builder_cls())
+    assert not getattr(impl, "__abstractmethods__", None)
+    assert impl.forward is not stock.get_impl_cls().forward
+    assert builder.build is not stock.get_builder_cls().build
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_promises_that_sparse_prefill_cannot_keep_are_taken_back(name):
+    backend = getattr(backends, name)
+    builder, stock = backend.get_builder_cls(), backend.__mro__[1].get_builder_cls()
+    supported = builder.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
+    most = stock.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
+    assert supported.value == min(most.value, AttentionCGSupport.UNIFORM_BATCH.value)
+    assert not builder.supports_update_block_table
+    assert not backend.supports_batch_invariance()
+    assert not backend.is_mla()
+    assert not backend.get_impl_cls().fused_output_quant_supported(None, None)
+    # a wrapper that vLLM derives from the builder shows it other requests than the batch has
+    assert builder.flexmask_own is builder
+    assert type("Derived", (builder,), {}).flexmask_own is builder
+
+
+def test_registration_names_custom_and_nothing_else(overrides, monkeypatch):
+    monkeypatch.delenv("FLEXMASK_VLLM_CPU", raising=False)
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    register()
+    register()
+    assert [each.name for each in AttentionBackendEnum if each.is_overridden()] == ["CUSTOM"]
+    assert AttentionBackendEnum.CUSTOM.get_class() is backends.SparseFlashAttention
+    monkeypatch.setenv("FLEXMASK_VLLM_CPU", "1")
+    register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is backends.SparseCPUAttention
+
+
+def test_custom_of_another_plug_in_stays(overrides, caplog):
+    register_backend(AttentionBackendEnum.CUSTOM, "another.Backend")
+    register()
+    assert AttentionBackendEnum.CUSTOM.get_path() == "another.Backend"
+
+
+def test_custom_wraps_the_kernel_of_the_options(monkeypatch):
+    monkeypatch.setattr(backends, "_chosen_kernel", lambda: "TRITON_ATTN")
+    assert backends.Custom is backends.SparseTritonAttention
+
+
+def test_another_release_is_refused_with_words_in_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setattr(backends, "_backend", backends._backend.__wrapped__)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with pytest.raises(ImportError, match=r"flexmask serves vLLM 0\.26 to 0\.33; got 0\.34\.0"):
+        _ = backends.Custom
+    assert "flexmask serves vLLM 0.26 to 0.33; got 0.34.0" in caplog.text
+
+
+def test_names_that_are_not_there_raise_as_ever():
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = backends.no_such

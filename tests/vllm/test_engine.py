@@ -1,0 +1,129 @@
+"""The plug-in in vLLM itself, on a CPU and in float32, against the stock backend and the adapter for transformers.
+
+A trained model, the retriever, and log-probabilities of every row of its prompts. `make test-vllm` runs this.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+
+SAME = ("whole", "chunks", "odd_chunks", "mixed", "short", "prefix_hits", "preempted", "aborted")
+NEAR = 1e-3
+
+
+def answers(results):
+    return [each for each in results if "tokens" in each]
+
+
+def distance(left, right):
+    """Largest difference of log-probabilities: of all prompt tokens, and of the likely ones after them."""
+    worst = 0.0
+    for one, other in zip(answers(left), answers(right), strict=True):
+        pairs = list(zip(one["prompt_logprobs"], other["prompt_logprobs"], strict=True))
+        for step, same in zip(one["logprobs"], other["logprobs"], strict=True):
+            pairs += [(step[token], same[token]) for token in step.keys() & same.keys()]
+        worst = max([worst, *(abs(a - b) for a, b in pairs)])
+    return worst
+
+
+@pytest.fixture
+def stock(written):
+    return written("engine_run", "stock")
+
+
+@pytest.fixture
+def keep_all(written):
+    return written("engine_run", "keep_all")
+
+
+@pytest.fixture
+def sparse(written):
+    return written("engine_run", "sparse")
+
+
+@pytest.fixture
+def adapter(written):
+    return written("adapter_run")
+
+
+@pytest.mark.parametrize("asked", SAME)
+def test_gamma_one_gives_the_stock_backend_s_answers(asked, stock, keep_all):
+    tokens = [[each["tokens"] for each in answers(run[asked])] for run in (stock, keep_all)]
+    assert tokens[0] == tokens[1]
+    assert distance(stock[asked], keep_all[asked]) < NEAR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", SAME)
+def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written):
+    compiled = written("engine_run", "compiled")
+    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(compiled[asked])]
+    assert distance(stock[asked], compiled[asked]) < NEAR
+    assert compiled["compiled_by_requests"] == stock["compiled_by_requests"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
+def test_sliding_windows_and_soft_caps_are_the_stock_backend_s(asked, written):
+    stock, ours = (written("engine_run", name) for name in ("windows_stock", "windows"))
+    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(ours[asked])]
+    assert distance(stock[asked], ours[asked]) < NEAR
+    assert "4 of 4 attention layers prefill sparse" in ours["log"]
+
+
+def test_what_was_asked_did_happen(stock, keep_all):
+    """Prefixes were found in the cache, a request was preempted, and long chunks were sparse, with everything else dense."""
+    for run in (stock, keep_all):
+        assert run["prefix_hits"][0]["cached"] == 0
+        assert all(each["cached"] > 1900 for each in run["prefix_hits"][1:])
+        assert run["preempted"][-1]["preemptions"] > 0
+        assert len(answers(run["aborted"])) == 1
+    assert (stock["counters"]["sparse"], stock["counters"]["density"]) == (0, None)
+    # all of whole, chunks and odd_chunks; short is dense throughout
+    assert keep_all["counters"]["sparse"] > 3001 + 1700 + 5000 + 3000
+    assert keep_all["counters"]["dense"] >= 230
+    assert keep_all["counters"]["density"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("fault", ["another_page", "offset_off_by_one"])
+def test_a_planted_fault_is_caught(fault, stock, keep_all):
+    assert distance(stock["odd_chunks"], keep_all["faults"][fault]) > 100 * NEAR
+
+
+@pytest.mark.parametrize("asked", ["whole", "chunks", "odd_chunks"])
+def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(asked, adapter, sparse, stock):
+    ours, theirs = (run["prompt_logprobs"] for run in (sparse[asked][0], adapter[asked]))
+    differences = sorted(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    # both run other matmuls around attention; log-probabilities go down to -25
+    assert sum(differences) / len(differences) < 1e-4
+    assert differences[-1] < 5e-3
+    assert sparse[asked][0]["tokens"][0] == adapter[asked]["token"]
+    assert distance(stock[asked], sparse[asked]) > 1
+
+
+def test_gammas_by_head_are_those_of_the_adapter(adapter, written):
+    one = written("engine_run", "by_head")["whole"]
+    differences = [abs(a - b) for a, b in zip(one[0]["prompt_logprobs"], adapter["by_head"]["prompt_logprobs"], strict=True)]
+    assert max(differences) < 5e-3
+
+
+def test_two_ranks_share_heads_and_gammas(written):
+    one, two = (written("engine_run", name)["whole"] for name in ("by_head", "two_ranks"))
+    assert [each["tokens"] for each in one] == [each["tokens"] for each in two]
+    assert distance(one, two) < 5 * NEAR
+
+
+def test_requests_compile_no_more_than_the_stock_backend_s(stock, keep_all, sparse):
+    assert keep_all["compiled_by_requests"] == sparse["compiled_by_requests"] == stock["compiled_by_requests"]
+
+
+def test_log_says_what_runs_and_what_ran(sparse):
+    lines = [line for line in sparse["log"].splitlines() if "flexmask" in line]
+    assert any("4 of 4 attention layers prefill sparse (FlexPrefill, gamma 0.9, selection coverage)" in line for line in lines)
+    assert any("CPU_ATTN serves all else. Settings: additional_config." in line for line in lines)
+    served = [line for line in lines if "flexmask served" in line]
+    assert len(served) == 1
+    told = sparse["counters"]
+    assert f"{told['sparse']} prefill tokens sparse in {told['steps']} steps, {told['dense']} dense" in served[0]

@@ -1,0 +1,82 @@
+"""Keys and values gathered from pages, whatever the cache's order in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexmask.integrations.vllm.cpu_pages import gathered_on_cpu, order_of_cache
+from flexmask.integrations.vllm.pages import Places, gathered
+
+PAGES, HEADS, PAGE, DIM = 9, 3, 16, 32
+TABLE = torch.tensor([7, 2, 5, 0, 0], dtype=torch.int32)
+# on the last page two tokens, on a full page, fewer than a page
+LENGTHS = (34, 48, 5)
+
+
+@pytest.fixture
+def rows():
+    return tuple(torch.randn(HEADS, 48, DIM) for _ in range(2))
+
+
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_pages_of_a_gpu_cache(order, tokens, rows):
+    shape = (PAGES, HEADS, PAGE, 2 * DIM)
+    cache = torch.full(shape, float("nan"))
+    if order == "tokens first":
+        cache = torch.full((PAGES, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
+    for token in range(tokens):
+        cache[TABLE[token // PAGE], :, token % PAGE] = torch.cat([each[:, token] for each in rows], -1)
+    places = Places(TABLE, tokens)
+    for made, expected in zip(gathered(cache, places, DIM), rows, strict=True):
+        assert made.is_contiguous()
+        torch.testing.assert_close(made, expected[:, :tokens], rtol=0, atol=0)
+
+
+def transposed(keys, values, cache):
+    """Keys by dimension, values by token: vLLM's order for AVX."""
+    page_size, heads, head_dim = keys.shape
+    halves = cache.view(1, heads, 2, page_size * head_dim)
+    halves[0, :, 0] = keys.permute(1, 2, 0).flatten(1)
+    halves[0, :, 1] = values.transpose(0, 1).flatten(1)
+
+
+def paired(keys, values, cache):
+    """Two neighbours side by side in both, as tiles of AMX want them."""
+    page_size, heads, head_dim = keys.shape
+    halves = cache.view(1, heads, 2, page_size * head_dim)
+    halves[0, :, 0] = keys.permute(1, 2, 0).reshape(heads, head_dim // 2, 2, page_size).transpose(-1, -2).flatten(1)
+    halves[0, :, 1] = values.permute(1, 0, 2).reshape(heads, page_size // 2, 2, head_dim).transpose(-1, -2).flatten(1)
+
+
+@pytest.mark.parametrize("write", [transposed, paired])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pages_of_a_cpu_cache_in_an_order_found_by_writing(write, dtype, rows):
+    orders = order_of_cache(PAGE, DIM, dtype, write)
+    keys, values = (each.to(dtype) for each in rows)
+    cache = torch.full((PAGES, HEADS, PAGE, 2 * DIM), float("nan"), dtype=dtype)
+    for number, page in enumerate(TABLE[:3]):
+        part = slice(number * PAGE, (number + 1) * PAGE)
+        write(keys[:, part].transpose(0, 1), values[:, part].transpose(0, 1), cache[page : page + 1])
+    for tokens in LENGTHS:
+        made = gathered_on_cpu(cache, Places(TABLE, tokens), DIM, orders)
+        assert torch.equal(made[0], keys[:, :tokens])
+        assert torch.equal(made[1], values[:, :tokens])
+
+
+def test_a_cache_that_loses_elements_is_refused():
+    def forgetful(keys, values, cache):
+        transposed(keys, values, cache)
+        cache[0, 0, 0, 3] = 0
+
+    with pytest.raises(RuntimeError, match="in an order that flexmask cannot read"):
+        order_of_cache(PAGE, DIM, torch.float32, forgetful)
+
+
+def test_a_page_of_another_request_is_seen():
+    """The comparison above is not blind: one wrong page shows."""
+    cache = torch.randn(PAGES, HEADS, PAGE, 2 * DIM)
+    wrong = TABLE.clone()
+    wrong[1] = 3
+    assert not torch.equal(gathered(cache, Places(TABLE, 34), DIM)[0], gathered(cache, Places(wrong, 34), DIM)[0])

@@ -1,0 +1,133 @@
+"""What the layers of one engine process share: options and refusals, roles, and what happens once before the first request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexmask.integrations.vllm import engine as module
+from flexmask.integrations.vllm import startup
+from flexmask.integrations.vllm.engine import Engine, engine_of
+from flexmask.integrations.vllm.layers import SparseLayer
+from flexmask.integrations.vllm.plan import plan_step
+
+GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "kv_cache_dtype": "auto"}
+
+
+def config_of(options=None, layers=3, **parallel):
+    model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=4096, rswa_window=None)
+    model.get_total_num_hidden_layers = lambda: layers
+    return SimpleNamespace(
+        additional_config={"flexmask": options or {}},
+        model_config=model,
+        parallel_config=SimpleNamespace(**parallel),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=1024),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch):
+    found = [0, 1]
+    monkeypatch.setattr(module, "_tensor_parallel_rank", lambda: tuple(found))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "parallel", "error", "message"),
+    [
+        ({"gama": 0.9}, {}, TypeError, "got 'gama'"),
+        ({"dense_layers": [7]}, {}, ValueError, "dense_layers must hold layer indices below 3"),
+        ({}, {"decode_context_parallel_size": 2}, ValueError, "decode_context_parallel_size must be 1 with flexmask"),
+        ({}, {"prefill_context_parallel_size": 4}, ValueError, "prefill_context_parallel_size must be 1 .* got 4"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(options, parallel, error, message):
+    with pytest.raises(error, match=message):
+        Engine(config_of(options, **parallel))
+
+
+def test_gammas_by_head_are_of_all_ranks_heads(ranks):
+    ranks[:] = [1, 2]
+    engine = Engine(config_of({"gamma": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}))
+    role = engine.role_of("model.layers.0.attn", GIVEN, {})
+    assert isinstance(role, SparseLayer)
+    assert role.config.gamma == (0.5, 0.6, 0.7, 0.8)
+    ranks[:] = [0, 1]
+    with pytest.raises(ValueError, match="4 in layer 1; got 8"):
+        engine.role_of("model.layers.1.attn", GIVEN, {})
+
+
+def test_roles_of_other_layers_are_reasons():
+    engine = Engine(config_of({"dense_layers": [1]}))
+    assert engine.role_of("model.layers.1.attn", GIVEN, {}) == "in dense_layers"
+    assert engine.role_of("draft.layers.3.attn", GIVEN, {}) == "not a layer of the model"
+    windowed = config_of()
+    windowed.model_config.rswa_window = 128
+    assert engine_of(windowed).role_of("model.layers.0.attn", GIVEN, {}) == "a window that leaves the prompt visible"
+
+
+def test_one_engine_for_a_configuration():
+    config, other = config_of(), config_of()
+    first = engine_of(config)
+    assert engine_of(config) is first
+    assert engine_of(other) is not first
+
+
+def engine_with_layers(monkeypatch, options):
+    """An engine of three layers, the first of them dense; and what it does before the first request."""
+    config, done = config_of({"dense_layers": [0], **options}), []
+    engine = Engine(config)
+    monkeypatch.setattr(startup, "warm_up", lambda layers, *rest: done.append(("warm up", len(layers), *rest)) or 0.0)
+    monkeypatch.setattr(startup, "reserve", lambda layers, size, *rest: done.append(("reserve", len(layers), size)))
+    monkeypatch.setattr(startup, "log_roles", lambda roles, options, kernel: done.append(("roles", len(roles), kernel)))
+    monkeypatch.setattr(startup, "log_at_exit", lambda: done.append(("at exit",)))
+    monkeypatch.setattr(startup, "log_counters", lambda: done.append(("counters",)))
+    monkeypatch.setattr(module, "COUNTERS", type(module.COUNTERS)())
+    monkeypatch.setattr(module.COUNTERS, "export", lambda: None)
+    for number in range(3):
+        name = f"model.layers.{number}.attn"
+        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, GIVEN, {}))
+        config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl)
+    config.compilation_config.static_forward_context["another"] = SimpleNamespace()
+    return engine, done
+
+
+def test_everything_before_the_first_request_happens_once(monkeypatch):
+    engine, done = engine_with_layers(monkeypatch, {})
+    for in_profile in (True, False, True):
+        engine.prepare(torch.device("cpu"), in_profile)
+    assert [each[0] for each in done] == ["roles", "warm up", "at exit"]
+    assert done[0] == ("roles", 3, "STOCK")
+    assert done[1][1] == 2
+    assert engine.counting == "model.layers.1.attn"
+
+
+@pytest.mark.parametrize("in_profile", [True, False])
+def test_the_largest_call_is_made_while_memory_is_measured(monkeypatch, in_profile):
+    engine, done = engine_with_layers(monkeypatch, {})
+    engine.prepare(torch.device("cuda"), in_profile)
+    # the last 1,024 rows of 4,096 tokens
+    assert [each[2] for each in done if each[0] == "reserve"] == ([(1024, 4096)] if in_profile else [])
+
+
+def test_one_rank_logs(monkeypatch, ranks):
+    ranks[:] = [1, 2]
+    engine, done = engine_with_layers(monkeypatch, {})
+    engine.prepare(torch.device("cpu"), True)
+    engine.count(plan_step([0, 70], [70], 64, 0))
+    assert [each[0] for each in done] == ["warm up"]
+
+
+def test_counters_are_logged_now_and_then_in_steps_that_prefill(monkeypatch):
+    engine, done = engine_with_layers(monkeypatch, {"log_every": 1e-9})
+    engine.prepare(torch.device("cpu"), True)
+    del done[:]
+    engine.count(plan_step([0, 1], [70], 64, 0))
+    assert done == []
+    engine.count(plan_step([0, 70], [70], 64, 0))
+    engine.count(plan_step([0, 10], [10], 64, 0))
+    assert done == [("counters",)] * 2
+    assert (module.COUNTERS.sparse_tokens, module.COUNTERS.dense_tokens) == (70, 10)

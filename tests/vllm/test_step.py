@@ -1,0 +1,201 @@
+"""Builder and implementation around a stock backend written out here, with the cache of FLASH_ATTN and vLLM's own splitting.
+
+Its kernel has no CPU version: this shows that each row gets there or to flexmask, with its own keys, in every mix of requests.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.vllm import builder as builder_module
+from flexmask.integrations.vllm import impl as impl_module
+from flexmask.integrations.vllm.builder import SparsePrefillBuilder
+from flexmask.integrations.vllm.impl import SparsePrefillImpl
+from flexmask.integrations.vllm.layers import sparse_layer
+from flexmask.integrations.vllm.options import ServingOptions
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
+LAYER = SimpleNamespace(layer_name="model.layers.0.attn")
+KEEP_ALL = PrefillSettings.from_options(gamma=1.0, block_size=32, dense_below=0)
+
+
+class StockBuilder:
+    supports_update_block_table = True
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        pass
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+        return AttentionCGSupport.ALWAYS
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        common = common_attn_metadata
+        starts, lengths = common.query_start_loc.tolist(), common.seq_lens.tolist()
+        return SimpleNamespace(starts=starts, lengths=lengths, table=common.block_table_tensor, is_fast=fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        return self.build(0, common_attn_metadata)
+
+    def build_for_drafting(self, common_attn_metadata, draft_index):
+        return self.build(0, common_attn_metadata, True)
+
+
+class StockImpl:
+    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, sinks=None):
+        self.scale, self.sinks, self.calls = scale, sinks, []
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
+        self.calls.append(attn_metadata)
+        starts = attn_metadata.starts
+        for request, (start, stop) in enumerate(pairwise(starts)):
+            tokens = attn_metadata.lengths[request]
+            if stop == start:
+                continue
+            keys, values = rows_of(kv_cache, attn_metadata.table[request], tokens)
+            output[start:stop] = written_out(query[start:stop], keys, values, self.scale, self.sinks)
+        return output
+
+
+def rows_of(cache, table, tokens):
+    """Keys and values of one request token by token, (tokens, KV_HEADS, DIM) each."""
+    rows = torch.stack([cache[table[token // PAGE], :, token % PAGE] for token in range(tokens)])
+    return rows[..., :DIM], rows[..., DIM:]
+
+
+def written_out(query, keys, values, scale, sinks=None):
+    rows, tokens = len(query), len(keys)
+    keys, values = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+    hidden = torch.arange(tokens) > torch.arange(tokens - rows, tokens)[:, None]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:  # a key without a value
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, rows, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :tokens], values)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting=LAYER.layer_name, counted=[], prepare=lambda *a, **k: None)
+    made.count = made.counted.append
+    made.role_of = lambda name, given, defaults: sparse_layer(0, given, KEEP_ALL, 0, 1)
+    monkeypatch.setattr(builder_module, "engine_of", lambda config: made)
+    monkeypatch.setattr(impl_module, "engine_of", lambda config: made)
+    monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: None)
+    return made
+
+
+@pytest.fixture
+def parts(engine):
+    builder_class = type("Builder", (SparsePrefillBuilder, StockBuilder), {})
+    builder_class.flexmask_own = builder_class
+    impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS)
+    return builder_class(None, [], None, torch.device("cpu")), impl
+
+
+def step_of(requests, order="heads first"):
+    """A step: its metadata for builders, its rows, and the cache with pages in random order, this step's rows included."""
+    lengths = [context + rows for rows, context in requests]
+    starts = torch.tensor([0, *(rows for rows, _ in requests)]).cumsum(0).int()
+    most = max(-(-tokens // PAGE) for tokens in lengths)
+    pages = torch.randperm(most * len(requests))[: most * len(requests)].view(len(requests), most).int()
+    shape = (most * len(requests), KV_HEADS, PAGE, 2 * DIM)
+    cache = torch.randn(shape) if order == "heads first" else torch.randn(shape[0], PAGE, KV_HEADS, 2 * DIM).transpose(1, 2)
+    total = int(starts[-1])
+    query, key, value = torch.randn(total, HEADS, DIM), torch.empty(total, KV_HEADS, DIM), torch.empty(total, KV_HEADS, DIM)
+    for request, (rows, _) in enumerate(requests):
+        keys, values = rows_of(cache, pages[request], lengths[request]) if lengths[request] else (key[:0], value[:0])
+        part = slice(int(starts[request]), int(starts[request]) + rows)
+        key[part], value[part] = keys[len(keys) - rows :], values[len(values) - rows :]
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths).int(),
+        num_reqs=len(requests),
+        num_actual_tokens=total,
+        max_query_len=max(rows for rows, _ in requests),
+        max_seq_len=max(lengths),
+        block_table_tensor=pages,
+        slot_mapping=torch.arange(total),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths).int(),
+    )
+    return common, (query, key, value, cache)
+
+
+MIXES = {
+    "all decode": [(1, 30), (1, 7)],
+    "one whole prompt": [(100, 0)],
+    "decoding, late chunks and whole prompts": [(1, 40), (5, 60), (70, 33), (64, 0), (1, 9), (50, 100)],
+    "sparse ones between dense ones": [(40, 0), (3, 3), (90, 17), (20, 50)],
+    "requests without rows at the end": [(1, 20), (64, 16), (0, 0), (0, 0)],
+}
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
+    builder, impl = parts
+    common, (query, key, value, cache) = step_of(MIXES[mix], order)
+    with torch.inference_mode():
+        metadata = builder.build(0, common)
+        output = torch.full_like(query, float("nan"))
+        impl.forward(LAYER, query, key, value, cache, metadata, output)
+        expected = torch.empty_like(query)
+        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    sparse = sum(rows for rows, _ in MIXES[mix] if rows >= 32)
+    assert [plan.sparse_tokens for plan in engine.counted] == [sparse]
+    # parts get no ahead-of-time schedule, whose buffer the metadata of all rows has
+    assert all(each.is_fast for each in impl.calls[:-1] if sparse)
+
+
+@pytest.mark.attention
+def test_sinks_reach_both_kernels(parts):
+    builder, impl = parts
+    sinks = torch.nn.Parameter(torch.randn(HEADS) + 2, requires_grad=False)
+    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, sinks=sinks)
+    common, (query, key, value, cache) = step_of([(1, 40), (70, 33)])
+    with torch.inference_mode():
+        output, expected = torch.empty_like(query), torch.empty_like(query)
+        impl.forward(LAYER, query, key, value, cache, builder.build(0, common), output)
+        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
+        impl.sinks = None
+        without = torch.empty_like(query)
+        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), without)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    assert (without - expected).abs().amax((1, 2)).min() > 1e-2
+
+
+def test_drafts_graphs_wrappers_and_images_get_no_plan(parts):
+    builder, _ = parts
+    common, _ = step_of(MIXES["one whole prompt"])
+    assert hasattr(builder.build(0, common), "flexmask_step")
+    assert not hasattr(builder.build_for_cudagraph_capture(common), "flexmask_step")
+    assert not hasattr(builder.build_for_drafting(common, 0), "flexmask_step")
+    assert hasattr(builder.build(0, common), "flexmask_step")
+    for change in ({"causal": False}, {"mm_req_doc_ranges": {0: [(3, 9)]}}, {"seq_lens_cpu_upper_bound": None}):
+        assert not hasattr(builder.build(0, common.replace(**change)), "flexmask_step")
+    derived = type("Derived", (type(builder),), {})(None, [], None, torch.device("cpu"))
+    assert not hasattr(derived.build(0, common), "flexmask_step")
+    verifying = common.replace(is_prefilling=torch.tensor([False]))
+    assert builder.build(0, verifying).flexmask_step.plan.sparse == ()
+
+
+def test_memory_is_measured_before_the_first_step(parts, engine):
+    _, impl = parts
+    prepared = []
+    engine.prepare = lambda device, in_profile: prepared.append((device.type, in_profile))
+    output = torch.zeros(3, HEADS, DIM)
+    with pytest.raises(AttributeError):  # the stock backend here has no such run of its own
+        impl.forward(LAYER, output, output, output, torch.empty(0), None, output)
+    assert prepared == [("cpu", True)]
