@@ -14,13 +14,15 @@ ARGS ?=
 ifeq ($(strip $(VENV)),)
   RUN := $(PYTHON)
   READY :=
+  READY_DOCS :=
 else
   RUN := $(VENV)/bin/python
   READY := $(VENV)/.installed
+  READY_DOCS := $(VENV)/.installed-docs
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions docs docs-pictures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -69,13 +71,23 @@ bench-report: $(READY) ## bench/REPORT.md from what make bench PART=... has meas
 test-versions: $(READY) ## on older releases of torch and of transformers, and the newest (gigabytes)
 	$(RUN) -m nox $(ARGS)
 
+docs: $(READY_DOCS) ## the documents as a site in site/, to open from the disk; a warning fails
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build $(ARGS)
+
+docs-pictures: $(READY) ## docs/concepts/*.png, from the trained retriever
+	$(RUN) -m bench.concepts.draw $(ARGS)
+
 clean: ## remove what tools and builds leave behind; environments stay
-	rm -rf build dist out *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist out site *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find flexmask block_masks integrations tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(READY),)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(READY_DOCS): $(READY)
+	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 endif

@@ -1,7 +1,7 @@
 """Draw the pictures of docs/concepts.md: ``python -m bench.concepts.draw``.
 
-Every bar, line and block is a number of `bench.concepts.steps`. Kept is dark blue, left out light grey, so that the pictures read in
-grey as well.
+Every bar, line and block is a number of `bench.concepts.steps`. Kept is dark blue, left out light grey, so that the pictures
+read in grey as well.
 """
 
 from __future__ import annotations
