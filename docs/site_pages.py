@@ -41,7 +41,8 @@ EXPECTED = (
     "docs/versions.md",
 )
 _FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^()\s]+)\)")
+# code in a line comes first, so that what looks like a link in it is none
+_LINK = re.compile(r"(?P<code>`[^`\n]*`)|(?P<image>!?)\[(?P<text>(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^()\s]+)\)")
 _OUTSIDE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
@@ -67,6 +68,8 @@ def links(markdown: str) -> Iterator[Link]:
     """The links and pictures outside of code, pictures inside of links among them."""
     for start, text in _prose(markdown):
         for found in _LINK.finditer(text):
+            if found["code"]:
+                continue
             line = markdown.count("\n", 0, start + found.start()) + 1
             yield Link(found["text"], found["target"], line, bool(found["image"]))
             yield from (inner._replace(line=line) for inner in links(found["text"]) if not found["image"])
@@ -84,10 +87,12 @@ def relinked(markdown: str, page: str, repo_url: str | None) -> str:
     """The text of `page` with links as the site needs them."""
 
     def link(found: re.Match[str]) -> str:
+        if found["code"]:
+            return found[0]
         text = found["text"] if found["image"] else _LINK.sub(link, found["text"])
         goal = resolved(page, found["target"])
         if goal is None:
-            return found[0].replace(found["text"], text, 1) if found["text"] else found[0]
+            return f"{found['image']}[{text}]({found['target']})"
         path, anchor = goal
         place = site_path(path)
         if place is None:

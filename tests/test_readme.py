@@ -1,7 +1,7 @@
 """The code in the READMEs and in docs/ runs as it stands, block after block, as somebody who tries it out would run it.
 
-A block whose first line is ``# needs: a GPU`` (or a download, a server) is not run: it has to parse, and what it imports and passes
-by keyword has to exist. Pages that use a model find its folder in `path` and a text in `prompt`.
+A block whose first line is ``# needs: a GPU`` (or a download, a server) is not run: it has to parse, and what it imports and
+passes by keyword has to exist. Pages that use a model find its folder in `path` and a text in `prompt`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _prompt() -> str:
     from bench.retriever.task import make_prompt
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "bench/retriever/model")
-    return tokenizer.decode(make_prompt(2000, num_needles=4, seed=0).token_ids, skip_special_tokens=True)
+    return str(tokenizer.decode(make_prompt(2000, num_needles=4, seed=0).token_ids, skip_special_tokens=True))
 
 
 @pytest.fixture

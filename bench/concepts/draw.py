@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.concepts.steps import CONFIG, HYBRID, Head, density, facts, heads
+from bench.concepts.steps import CONFIG, GAMMA, Head, density, facts, heads
 
 FOLDER = Path("docs/concepts")
 _KEPT, _LEFT, _SECOND, _INK = "#1f5fa8", "#c9ccd3", "#f0a02f", "#444444"
@@ -86,7 +86,7 @@ def top_p(axes: Sequence[Any], slash: Head, aware: Head) -> None:
         _bars(axis, ordered / share, kept[order], label="kept")
         places = torch.arange(len(ordered))
         axis.plot(places.numpy(), (ordered.cumsum(0) / share).numpy(), color=_INK, marker=".", linewidth=1, label="running sum")
-        axis.axhline(CONFIG.gamma, color=_SECOND, linewidth=1.8, label=f"gamma = {CONFIG.gamma}")
+        axis.axhline(GAMMA, color=_SECOND, linewidth=1.8, label=f"gamma = {GAMMA}")
         axis.set_xticks(places[:12].tolist(), [str(int(block)) for block in order[:12]])
         axis.set(title=f"{int(kept.sum())} of {len(kept)} {family}", xlim=(-0.6, 11.6), xlabel=f"{family}, heaviest first")
         axis.legend(frameon=False, loc="center right")
@@ -121,7 +121,7 @@ def hybrid(axes: Sequence[Any], slash: Head, aware: Head) -> None:
     axes[0].set_title("R: own rows, key means\n")
     axes[0].figure.colorbar(image, ax=axes[0], shrink=0.6)
     _map(axes[1], slash.kept_rows)
-    axes[1].set_title(f"R >= {(1 - HYBRID.gamma) / 5:.2f}\ndensity {density(slash.kept_rows):.3f}")  # type: ignore[operator]  # one gamma
+    axes[1].set_title(f"R >= {(1 - GAMMA) / 5:.2f}\ndensity {density(slash.kept_rows):.3f}")
     _map(axes[2], slash.hybrid_keep, second=~slash.kept_rows)
     axes[2].set_title(f"with the last rows' lines\ndensity {density(slash.hybrid_keep):.3f}")
 

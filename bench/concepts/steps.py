@@ -5,7 +5,7 @@ The steps are those of `flexmask.plain`, in its order; what they keep is checked
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines, ke
 from flexmask.plot import block_kinds
 
 TOKENS = 1536
-CONFIG = FlexPrefillConfig(gamma=0.9, block_size=64, min_budget=128)
-HYBRID = FlexPrefillConfig(gamma=0.9, block_size=64, min_budget=128, selection="hybrid")
+GAMMA = 0.9
+CONFIG = FlexPrefillConfig(gamma=GAMMA, block_size=64, min_budget=128)
+HYBRID = FlexPrefillConfig(gamma=GAMMA, block_size=64, min_budget=128, selection="hybrid")
 LAYERS = (0, 1)
 HEADS_A_LAYER = 8
 SEED = 0
@@ -120,7 +121,8 @@ def facts() -> dict[str, str]:
 def _steps(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     """All heads at once, by the names of `Head`'s fields."""
     inputs, size = attention_inputs(query, key), CONFIG.block_size
-    gamma, tau = torch.full((query.shape[1],), CONFIG.gamma, dtype=torch.float64), torch.tensor(CONFIG.tau, dtype=torch.float64)
+    gamma = torch.full((query.shape[1],), GAMMA, dtype=torch.float64)
+    tau = torch.tensor(CONFIG.tau, dtype=torch.float64)
     tokens = token_validity(TOKENS, TOKENS, None, None, key)
     seen, candidates = block_visibility(tokens, size, None), candidate_lines(tokens, size, None)
     always, visible = blocks_kept_always(seen)[:, None], seen.visible[:, None]
@@ -144,7 +146,7 @@ def _steps(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     kept_rows = reaches(evidence, ROWS, gamma) & visible
     hybrid_keep = hybrid_lines | kept_rows | (always & visible)
     for name, ours, config in (("coverage", keep, CONFIG), ("hybrid", hybrid_keep, HYBRID)):
-        mask = flexprefill_mask(query, key, config=config)
+        mask: Any = flexprefill_mask(query, key, config=config)
         for head in range(query.shape[1]):
             if not torch.equal(ours[0, head], block_kinds(mask, head) >= 2):
                 raise RuntimeError(f"head {head}: the steps keep other blocks than flexprefill_mask with selection={name!r}")
