@@ -62,6 +62,13 @@ def test_links_lead_somewhere(page):
     assert broken(page) == []
 
 
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", navigation, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {SITE.site_path(page) for page in {*PAGES, *SITE.EXPECTED}}
+
+
 def test_broken_links_are_found(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/other.md").write_text("# One thing\n\n## `code` & more\n\n## One thing\n\n```\n# no heading\n```\n")

@@ -71,23 +71,23 @@ def _leave_no_trace(tmp_path, monkeypatch):
 
 
 @cache
-def _prompt() -> str:
-    """A text of some 2,000 tokens of the retriever's."""
+def _prompt(tokens: int) -> str:
+    """A text of so many tokens of the retriever's."""
     from transformers import AutoTokenizer
 
     from bench.retriever.task import make_prompt
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "bench/retriever/model")
-    return str(tokenizer.decode(make_prompt(2000, num_needles=4, seed=0).token_ids, skip_special_tokens=True))
+    return str(tokenizer.decode(make_prompt(tokens, num_needles=4, seed=0).token_ids, skip_special_tokens=True))
 
 
 @pytest.fixture
-def names(tmp_path):
+def names(tmp_path, page):
     """What the pages leave to the reader: a model and a text; and the checkout's bench/."""
     shutil.copytree(ROOT / "bench/retriever/model", tmp_path / "model")
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "out").mkdir()
-    return {"__name__": "__main__", "path": str(tmp_path / "model"), "prompt": _prompt()}
+    return {"__name__": "__main__", "path": str(tmp_path / "model"), "prompt": _prompt(8192 if page in SLOW else 2000)}
 
 
 @pytest.mark.parametrize(
