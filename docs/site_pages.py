@@ -31,7 +31,7 @@ PAGES = (
     "integrations/README.md",
     "integrations/SUPPORT.md",
 )
-# written elsewhere at the same time as this site; missing ones are left out of the navigation
+# written elsewhere at the same time as this site; missing ones are left out, and links to them are plain text
 EXPECTED = (
     "bench/RULER.md",
     "docs/command-line.md",
@@ -95,6 +95,8 @@ def relinked(markdown: str, page: str, repo_url: str | None) -> str:
             return f"{found['image']}[{text}]({found['target']})"
         path, anchor = goal
         place = site_path(path)
+        if path in EXPECTED and not (ROOT / path).exists():
+            return text
         if place is None:
             if repo_url is None:
                 return text

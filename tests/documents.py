@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ PAGES = (
 )
 _BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 _NEEDS = re.compile(r"# needs: (?P<what>\S.*)")
+UNKNOWN = "is no command that this check knows"
 SHELLS = ("sh", "bash", "shell", "console")
 
 
@@ -81,14 +83,30 @@ def unknown_names(code: str, names: dict[str, Any]) -> list[str]:
 
 def wrong_commands(code: str) -> Iterator[str]:
     """Commands of a shell block that do not exist: make targets, modules, extras of this package, `flexmask` and its options."""
-    for line in code.replace("\\\n", " ").splitlines():
-        line = line.removeprefix("$ ")
-        for command in re.split(r"&&|;|\|", line.partition(" #")[0]):
-            words = shlex.split(command, comments=True)
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables in front of a command
-                words = words[1:]
-            if words:
-                yield from _wrong_command(words)
+    for words in _commands(code):
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables in front of a command
+            words = words[1:]
+        if words:
+            yield from _wrong_command(words)
+
+
+def _commands(code: str) -> Iterator[list[str]]:
+    """The words of each command; a line whose quotes stay open goes on in the next."""
+    line = ""
+    for part in code.replace("\\\n", " ").splitlines():
+        line = f"{line}\n{part}" if line else part.removeprefix("$ ")
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";|&")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:  # no closing quotation
+            continue
+        line = ""
+        for is_operator, command in itertools.groupby(words, lambda word: set(word) <= set(";|&")):
+            if not is_operator:
+                yield list(command)
+    if line:
+        yield ["an open quotation"]
 
 
 def _wrong_command(words: list[str]) -> Iterator[str]:
@@ -108,8 +126,8 @@ def _wrong_command(words: list[str]) -> Iterator[str]:
                 yield from (f"there is no extra {extra}" for extra in found[1].split(",") if extra not in extras)
     elif program == "flexmask":
         yield from _wrong_flexmask(rest)
-    elif program not in ("cd", "git", "pip", "pre-commit", ".", "source", "torchrun", "curl", "lm_eval", "vllm"):
-        yield f"{program} is no command that this check knows"
+    elif program not in ("cd", "git", "pip", "pre-commit", ".", "source", "torchrun", "curl", "cat", "echo", "export", "lm_eval"):
+        yield f"{program} {UNKNOWN}"
 
 
 def _wrong_module(name: str, rest: list[str]) -> Iterator[str]:

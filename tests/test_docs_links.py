@@ -101,6 +101,11 @@ def test_links_of_the_site(page, text, expected):
     assert SITE.relinked(text, page, None) == expected
 
 
+def test_links_to_pages_that_are_expected_are_text(monkeypatch):
+    monkeypatch.setattr(SITE, "EXPECTED", ("docs/not_there.md", "docs/limits.md"))
+    assert SITE.relinked("[a](not_there.md#x) [b](limits.md)", "docs/page.md", None) == "a [b](limits.md)"
+
+
 def test_links_to_sources_lead_to_the_repository_if_there_is_one():
     assert (
         SITE.relinked("[f](causal.py)", "block_masks/README.md", "https://x.org/y/")

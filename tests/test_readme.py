@@ -13,12 +13,13 @@ import math
 import re
 import shutil
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch._dynamo
 
-from tests.documents import PAGES, SHELLS, Block, blocks, of_page, unknown_names, wrong_commands
+from tests.documents import PAGES, SHELLS, UNKNOWN, Block, blocks, of_page, unknown_names, wrong_commands
 from tests.repository import ROOT
 
 # pages that take minutes: compiled attention, tuning, prompts of 8k tokens
@@ -97,7 +98,8 @@ def names(tmp_path, page):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a short prompt runs dense, and the adapter says so
 def test_code_runs(page, names):
     for package in NEEDS.get(page, ()):
-        pytest.importorskip(package)
+        if find_spec(package) is None:  # not imported: one of them would load a runtime that is not there
+            pytest.skip(f"{package} is not installed")
     run(page, names)
 
 
@@ -113,7 +115,8 @@ def test_commands_exist(page):
     for block in of_page(page, *SHELLS, ""):
         if block.language == "" and not re.match(r"(make|python|pip|flexmask|torchrun) ", block.code):
             continue  # output, not commands
-        assert list(wrong_commands(block.code)) == [], f"{page}, line {block.line + 1}"
+        wrong = [problem for problem in wrong_commands(block.code) if not (block.needs and problem.endswith(UNKNOWN))]
+        assert wrong == [], f"{page}, line {block.line + 1}"
 
 
 def test_blocks_are_found_with_their_lines():
@@ -176,6 +179,8 @@ def test_unknown_names_are_found(code, expected):
         ("python -m bench.nothing", ["there is no module bench.nothing"]),
         ("pip install -c constraints.txt -e '.[hf]'", []),
         ("pip install '.[hugging]' && make demo", ["there is no extra hugging"]),
+        ("curl -d '{\n\"a\": 1; 2}' x && make demo; cat f | python -m bench.demo", []),
+        ("make demo \\\n  tests", ["make has no target tests"]),
         ("make demo  # a comment\nfrobnicate x", ["frobnicate is no command that this check knows"]),
     ],
 )
