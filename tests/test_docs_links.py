@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+import flexmask
 from tests.documents import blocks
 from tests.repository import ROOT
 
@@ -60,6 +62,18 @@ def broken(page: str, root: Path = ROOT) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     assert broken(page) == []
+
+
+def test_the_reference_has_every_public_name():
+    listed = set(
+        re.findall(r"^::: ([\w.]+)$", "".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md")), re.MULTILINE)
+    )
+    adapter = ast.parse((ROOT / "integrations/huggingface.py").read_text(encoding="utf-8"))
+    assigned = [node for node in adapter.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    names = {f"flexmask.{name}" for name in flexmask.__all__}
+    names |= {f"flexmask.integrations.huggingface.{name}" for name in ast.literal_eval(assigned[0].value)}
+    # a function of the same name as its module
+    assert {name for name in names if name not in listed and f"{name}.{name.rpartition('.')[2]}" not in listed} == set()
 
 
 def test_every_page_is_in_the_navigation():
