@@ -14,13 +14,15 @@ ARGS ?=
 ifeq ($(strip $(VENV)),)
   RUN := $(PYTHON)
   READY :=
+  READY_DOCS :=
 else
   RUN := $(VENV)/bin/python
   READY := $(VENV)/.installed
+  READY_DOCS := $(VENV)/.installed-docs
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm docs docs-browse docs-pictures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -85,13 +87,26 @@ wheel: $(READY) ## wheel and sdist in dist/
 test-wheel: $(READY) ## wheel and sdist built, and installed into a clean environment outside of the checkout (downloads torch)
 	FLEXMASK_TEST_WHEEL=1 $(RUN) -m pytest tests/test_wheel.py $(ARGS)
 
+docs: $(READY_DOCS) ## the documents as a site in site/, to open from the disk; a warning fails
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build $(ARGS)
+
+docs-browse: docs ## every page of the site in a headless Chromium; what a page writes to the console fails
+	$(RUN) docs/browse.py $(ARGS)
+
+docs-pictures: $(READY) ## docs/concepts/*.png, from the trained retriever
+	$(RUN) -m bench.concepts.draw $(ARGS)
+
 clean: ## remove what tools and builds leave behind; environments stay
-	rm -rf build dist out *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist out site *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find flexmask block_masks integrations tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(READY),)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(READY_DOCS): $(READY)
+	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 endif

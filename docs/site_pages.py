@@ -1,0 +1,171 @@
+"""Hook of MkDocs: brings the repository's other pages into the site, and turns links between files into links between pages.
+
+Every page is written to be read in the repository, where links name files. In the site docs/ is the root, and the READMEs, the
+reports and the changelog join it under their own paths. A link to a file that has no page, such as a source file, leads to the
+public repository if mkdocs.yml names one (`repo_url`), and otherwise becomes plain text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# pages outside of docs/, from the repository's root; README.md is the site's home
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "bench/FIDELITY.md",
+    "bench/NOTES.md",
+    "bench/README.md",
+    "bench/REPORT.md",
+    "bench/RULER.md",
+    "bench/retriever/README.md",
+    "block_masks/README.md",
+    "integrations/MODELS.md",
+    "integrations/README.md",
+    "integrations/SUPPORT.md",
+)
+# written elsewhere at the same time as this site; missing ones are left out, and links to them are plain text
+EXPECTED = (
+    "bench/RULER.md",
+    "docs/command-line.md",
+    "docs/evaluation.md",
+    "docs/packed.md",
+    "docs/serving.md",
+    "docs/versions.md",
+)
+_FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
+# code in a line comes first, so that what looks like a link in it is none
+_LINK = re.compile(r"(?P<code>`[^`\n]*`)|(?P<image>!?)\[(?P<text>(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^()\s]+)\)")
+_OUTSIDE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+
+
+class Link(NamedTuple):
+    """One link of a page: text, target as written, and the line it stands on."""
+
+    text: str
+    target: str
+    line: int
+    is_image: bool
+
+
+def site_path(path: str) -> str | None:
+    """The place in the site of a file of the repository, None if it has none."""
+    if path == "README.md":
+        return "index.md"
+    if path.startswith("docs/"):
+        return None if path.endswith(".py") else path.removeprefix("docs/")
+    return path if path in PAGES or path.endswith(".png") else None
+
+
+def links(markdown: str) -> Iterator[Link]:
+    """The links and pictures outside of code, pictures inside of links among them."""
+    for start, text in _prose(markdown):
+        for found in _LINK.finditer(text):
+            if found["code"]:
+                continue
+            line = markdown.count("\n", 0, start + found.start()) + 1
+            yield Link(found["text"], found["target"], line, bool(found["image"]))
+            yield from (inner._replace(line=line) for inner in links(found["text"]) if not found["image"])
+
+
+def resolved(page: str, target: str) -> tuple[str, str] | None:
+    """File of the repository and anchor that a link of `page` leads to; None for addresses on the network."""
+    if _OUTSIDE.match(target):
+        return None
+    path, _, anchor = target.partition("#")
+    return (posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page), anchor
+
+
+def relinked(markdown: str, page: str, repo_url: str | None) -> str:
+    """The text of `page` with links as the site needs them."""
+
+    def link(found: re.Match[str]) -> str:
+        if found["code"]:
+            return found[0]
+        text = found["text"] if found["image"] else _LINK.sub(link, found["text"])
+        goal = resolved(page, found["target"])
+        if goal is None:
+            return f"{found['image']}[{text}]({found['target']})"
+        path, anchor = goal
+        place = site_path(path)
+        if path in EXPECTED and not (ROOT / path).exists():
+            return text
+        if place is None:
+            if repo_url is None:
+                return text
+            return f"[{text}]({repo_url.rstrip('/')}/blob/main/{path})"
+        here = site_path(page)
+        assert here is not None
+        target = posixpath.relpath(place, posixpath.dirname(here) or ".") if path != page else ""
+        return f"{found['image']}[{text}]({target}{'#' + anchor if anchor else ''})"
+
+    return _over_prose(markdown, lambda text: _LINK.sub(link, text))
+
+
+def _prose(markdown: str) -> Iterator[tuple[int, str]]:
+    """The parts outside of fenced code, with their place."""
+    end = 0
+    for fence in _FENCE.finditer(markdown):
+        yield end, markdown[end : fence.start()]
+        end = fence.end()
+    yield end, markdown[end:]
+
+
+def _over_prose(markdown: str, change: Callable[[str], str]) -> str:
+    parts, end = [], 0
+    for start, text in _prose(markdown):
+        parts += [markdown[end:start], change(text)]
+        end = start + len(text)
+    return "".join(parts)
+
+
+def on_config(config: Any) -> Any:
+    """Leave out of the navigation what is expected and not there yet."""
+    config.nav = _present(config.nav)
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages and pictures outside of docs/."""
+    from mkdocs.structure.files import File
+
+    for page in PAGES:
+        if not (ROOT / page).exists():
+            continue
+        text = (ROOT / page).read_text(encoding="utf-8")
+        files.append(File.generated(config, site_path(page), content=relinked(text, page, config.repo_url)))
+        for link in links(text):
+            goal = resolved(page, link.target)
+            if (
+                goal
+                and goal[0].endswith(".png")
+                and not goal[0].startswith("docs/")
+                and files.get_file_from_path(goal[0]) is None
+            ):
+                files.append(File.generated(config, goal[0], abs_src_path=str(ROOT / goal[0])))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Turn the links of the pages in docs/."""
+    if page.file.generated_by:
+        return markdown
+    return relinked(markdown, f"docs/{page.file.src_uri}", config.repo_url)
+
+
+def _present(nav: Any) -> Any:
+    """The navigation without entries for missing pages of `EXPECTED`."""
+    if isinstance(nav, list):
+        return [kept for entry in nav if (kept := _present(entry)) is not None]
+    if isinstance(nav, dict):
+        found = {title: _present(entry) for title, entry in nav.items()}
+        return {title: entry for title, entry in found.items() if entry is not None} or None
+    missing = any(site_path(page) == nav and not (ROOT / page).exists() for page in EXPECTED)
+    return None if missing else nav

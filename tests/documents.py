@@ -1,0 +1,220 @@
+"""The Markdown pages of the repository: their code blocks, and checks of code that is not run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from flexmask import FlexPrefillConfig
+from tests.repository import ROOT
+
+# pages whose code is checked, from the root
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+    "block_masks/README.md",
+    "integrations/README.md",
+    "bench/README.md",
+    "bench/retriever/README.md",
+)
+_BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+_NEEDS = re.compile(r"# needs: (?P<what>\S.*)")
+UNKNOWN = "is no command that this check knows"
+SHELLS = ("sh", "bash", "shell", "console")
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its code, the lines before the code, and what it needs that is not here."""
+
+    language: str
+    code: str
+    line: int
+    needs: str | None
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page. A first line ``# needs: a GPU`` says that a block is not run here, and why."""
+    found = []
+    for match in _BLOCK.finditer(text):
+        indent, code = match["indent"], match["code"]
+        code = re.sub(f"^{indent}", "", code, flags=re.MULTILINE) if indent else code
+        needs = _NEEDS.match(code)
+        found.append(Block(match["language"], code, text.count("\n", 0, match.start("code")), needs["what"] if needs else None))
+    return found
+
+
+def of_page(page: str, *languages: str) -> list[Block]:
+    """The blocks of a page of the repository in some languages."""
+    return [block for block in blocks((ROOT / page).read_text(encoding="utf-8")) if block.language in languages]
+
+
+def unknown_names(code: str, names: dict[str, Any]) -> list[str]:
+    """What a block imports or passes by keyword that is not there, without running it; `names` grows by its imports.
+
+    Packages that are not installed are passed over, and so are calls of anything but imported functions and classes.
+    """
+    wrong = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            wrong += [problem for alias in node.names for problem in _import(alias.name, alias.asname, names)]
+        elif isinstance(node, ast.ImportFrom):
+            wrong += [problem for alias in node.names for problem in _import_from(node.module or "", alias, names)]
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and (called := _called(node.func, names)) is not None:
+            known = _keywords(called)
+            given = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
+            wrong += [
+                f"{ast.unparse(node.func)}() has no keyword {each}" for each in given if known is not None and each not in known
+            ]
+    return wrong
+
+
+def wrong_commands(code: str) -> Iterator[str]:
+    """Commands of a shell block that do not exist: make targets, modules, extras of this package, `flexmask` and its options."""
+    for words in _commands(code):
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables in front of a command
+            words = words[1:]
+        if words:
+            yield from _wrong_command(words)
+
+
+def _commands(code: str) -> Iterator[list[str]]:
+    """The words of each command; a line whose quotes stay open goes on in the next."""
+    line = ""
+    for part in code.replace("\\\n", " ").splitlines():
+        line = f"{line}\n{part}" if line else part.removeprefix("$ ")
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";|&")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:  # no closing quotation
+            continue
+        line = ""
+        for is_operator, command in itertools.groupby(words, lambda word: set(word) <= set(";|&")):
+            if not is_operator:
+                yield list(command)
+    if line:
+        yield ["an open quotation"]
+
+
+def _wrong_command(words: list[str]) -> Iterator[str]:
+    program, rest = words[0], words[1:]
+    if program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        yield from (f"make has no target {word}" for word in rest if "=" not in word and word not in targets)
+    elif program in ("python", "python3", "torchrun") and "-m" in rest:
+        at = rest.index("-m") + 1
+        yield from _wrong_module(rest[at], rest[at + 1 :])
+    elif program == "pip" and rest[:1] == ["install"]:
+        extras = re.findall(
+            r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")[2], re.MULTILINE
+        )
+        for word in rest:
+            if found := re.fullmatch(r"(?:\.|flexmask)\[([\w,]+)\]", word):
+                yield from (f"there is no extra {extra}" for extra in found[1].split(",") if extra not in extras)
+    elif program == "flexmask":
+        yield from _wrong_flexmask(rest)
+    elif program not in ("cd", "git", "pip", "pre-commit", ".", "source", "torchrun", "curl", "cat", "echo", "export", "lm_eval"):
+        yield f"{program} {UNKNOWN}"
+
+
+def _wrong_module(name: str, rest: list[str]) -> Iterator[str]:
+    """A module of this repository must be there, and name the options that it is given; others are somebody else's."""
+    if name == "flexmask":
+        yield from _wrong_flexmask(rest)
+        return
+    if name.partition(".")[0] not in ("bench", "flexmask", "tests"):
+        return
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        yield f"there is no module {name}"
+        return
+    source = Path(found.origin).read_text(encoding="utf-8")
+    yield from (
+        f"{name} has no option {word}" for word in rest if word.startswith("--") and f'"{word.partition("=")[0]}"' not in source
+    )
+
+
+def _wrong_flexmask(words: list[str]) -> Iterator[str]:
+    """A command of the program flexmask must be there, with the options that it is given."""
+    pytest.importorskip("typer")
+    if importlib.util.find_spec("flexmask.commands") is None:
+        pytest.skip("the program flexmask is not part of this checkout")
+    from typer.main import get_command
+
+    app = importlib.import_module("flexmask.commands.app")
+    command: Any = get_command(app.app)
+    while words and not words[0].startswith("-") and hasattr(command, "commands"):
+        if words[0] not in command.commands:
+            yield f"flexmask has no command {words[0]}"
+            return
+        command, words = command.commands[words[0]], words[1:]
+    if command.name == "run":  # what follows its module is the module's
+        words = words[: next((at for at, word in enumerate(words) if not word.startswith("-")), len(words))]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    for word in words:
+        if word.startswith("-") and word.partition("=")[0] not in known and word != "-":
+            yield f"flexmask {command.name} has no option {word}"
+
+
+def _import(module: str, alias: str | None, names: dict[str, Any]) -> Iterator[str]:
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        yield str(error)
+        return
+    top = module.partition(".")[0]
+    names[alias or top] = imported if alias else importlib.import_module(top)
+
+
+def _import_from(module: str, alias: ast.alias, names: dict[str, Any]) -> Iterator[str]:
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return
+    try:
+        source = importlib.import_module(module)
+        value = getattr(source, alias.name) if hasattr(source, alias.name) else importlib.import_module(f"{module}.{alias.name}")
+    except ModuleNotFoundError as error:
+        yield str(error)
+        return
+    names[alias.asname or alias.name] = value
+
+
+def _called(function: ast.expr, names: dict[str, Any]) -> Any:
+    """The object behind a dotted name that starts with an import, or None."""
+    if isinstance(function, ast.Name):
+        return names.get(function.id)
+    if isinstance(function, ast.Attribute) and (owner := _called(function.value, names)) is not None:
+        return getattr(owner, function.attr, None)
+    return None
+
+
+def _keywords(called: Any) -> set[str] | None:
+    """The keywords that a function takes, None where it takes any."""
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    known = {
+        parameter.name for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        if not str(getattr(called, "__module__", "")).startswith("flexmask.integrations"):
+            return None
+        from flexmask.integrations.settings import PrefillSettings
+
+        known |= {field.name for options in (FlexPrefillConfig, PrefillSettings) for field in fields(options)}
+    return known

@@ -1,0 +1,138 @@
+"""Links of the documents: every file, picture and anchor that a page leads to is there, in the repository and so in the site."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import flexmask
+from tests.documents import blocks
+from tests.repository import ROOT
+
+
+def _hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs/site_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SITE = _hook()
+PAGES = sorted(
+    {page for page in SITE.PAGES if (ROOT / page).exists()}
+    | {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them; the second of equal ones ends in 1."""
+    found: dict[str, int] = {}
+    code = {line for block in blocks(text) for line in range(block.line, block.line + block.code.count("\n") + 1)}
+    for number, line in enumerate(text.splitlines()):
+        if number not in code and (heading := re.match(r"#+ +(.*)", line)):
+            words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).strip().lower()
+            slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+            found[slug] = found.get(slug, -1) + 1
+            if found[slug]:
+                found[f"{slug}-{found[slug]}"] = 0
+    return set(found)
+
+
+def broken(page: str, root: Path = ROOT) -> list[str]:
+    """The links of a page that lead nowhere."""
+    text, wrong = (root / page).read_text(encoding="utf-8"), []
+    for link in SITE.links(text):
+        goal = SITE.resolved(page, link.target)
+        if goal is None or (goal[0] in SITE.EXPECTED and not (root / goal[0]).exists()):
+            continue
+        path, anchor = goal
+        if not (root / path).exists():
+            wrong.append(f"line {link.line}: no file {path}")
+        elif anchor and path.endswith(".md") and anchor not in anchors((root / path).read_text(encoding="utf-8")):
+            wrong.append(f"line {link.line}: no heading {anchor} in {path}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    assert broken(page) == []
+
+
+def test_the_reference_has_every_public_name():
+    listed = set(
+        re.findall(r"^::: ([\w.]+)$", "".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md")), re.MULTILINE)
+    )
+    adapter = ast.parse((ROOT / "integrations/huggingface.py").read_text(encoding="utf-8"))
+    assigned = [node for node in adapter.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    names = {f"flexmask.{name}" for name in flexmask.__all__}
+    names |= {f"flexmask.integrations.huggingface.{name}" for name in ast.literal_eval(assigned[0].value)}
+    # a function of the same name as its module
+    assert {name for name in names if name not in listed and f"{name}.{name.rpartition('.')[2]}" not in listed} == set()
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", navigation, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {SITE.site_path(page) for page in {*PAGES, *SITE.EXPECTED}}
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/other.md").write_text("# One thing\n\n## `code` & more\n\n## One thing\n\n```\n# no heading\n```\n")
+    (tmp_path / "docs/page.md").write_text(
+        "# Title\n\n[a](other.md#one-thing) [b](other.md#one-thing-1) [c](other.md#code--more) [d](#title) [e](https://example.org)\n"
+        "`[f](nowhere.md)` is code\n\n```\n[g](nowhere.md)\n```\n"
+        "[h](nowhere.md)\n[i](other.md#no-heading)\n[![j](nowhere.png)](other.md)\n"
+    )
+    assert broken("docs/page.md", tmp_path) == [
+        "line 9: no file docs/nowhere.md",
+        "line 10: no heading no-heading in docs/other.md",
+        "line 11: no file docs/nowhere.png",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "expected"),
+    [
+        ("docs/limits.md", "[a](../integrations/README.md#x)", "[a](integrations/README.md#x)"),
+        ("docs/reference/a.md", "[a](../options.md)", "[a](../options.md)"),
+        ("docs/reference/a.md", "[a](../../block_masks/README.md)", "[a](../block_masks/README.md)"),
+        ("integrations/README.md", "[a](../README.md#b) [c](SUPPORT.md)", "[a](../index.md#b) [c](SUPPORT.md)"),
+        ("README.md", "![p](docs/masks.png) [q](#use)", "![p](masks.png) [q](#use)"),
+        ("README.md", "[![b](docs/badges/l.svg)](LICENSE)", "![b](badges/l.svg)"),
+        ("block_masks/README.md", "[`f`](causal.py), [web](https://x.org)", "`f`, [web](https://x.org)"),
+        ("docs/a.md", "```\n[a](../README.md)\n```\n", "```\n[a](../README.md)\n```\n"),
+    ],
+)
+def test_links_of_the_site(page, text, expected):
+    assert SITE.relinked(text, page, None) == expected
+
+
+def test_links_to_pages_that_are_expected_are_text(monkeypatch):
+    monkeypatch.setattr(SITE, "EXPECTED", ("docs/not_there.md", "docs/limits.md"))
+    assert SITE.relinked("[a](not_there.md#x) [b](limits.md)", "docs/page.md", None) == "a [b](limits.md)"
+
+
+def test_links_to_sources_lead_to_the_repository_if_there_is_one():
+    assert (
+        SITE.relinked("[f](causal.py)", "block_masks/README.md", "https://x.org/y/")
+        == "[f](https://x.org/y/blob/main/block_masks/causal.py)"
+    )
+
+
+def test_badges_name_the_versions():
+    project = (ROOT / "pyproject.toml").read_text()
+    pins = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    least = {name: re.search(rf"{name}>=([\d.]+)", project) for name in ("torch", "transformers")}
+    for name, found in least.items():
+        assert found is not None
+        assert f"{name}: {found[1]} to {pins[name]}<" in (ROOT / f"docs/badges/{name}.svg").read_text()
+    python = re.search(r'requires-python = ">=([\d.]+)"', project)
+    assert python is not None and f"python: {python[1]}+<" in (ROOT / "docs/badges/python.svg").read_text()
