@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
 from importlib import metadata
 from typing import NamedTuple
 
@@ -42,9 +43,8 @@ def versions() -> dict[str, str | None]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    from flexmask import __version__  # a checkout need not be installed
-
-    return found | {"flexmask": __version__, "torch": torch.__version__}
+    # a checkout need not be installed
+    return found | {"flexmask": sys.modules["flexmask"].__version__, "torch": torch.__version__}
 
 
 def device_name(device: torch.device | str) -> str:

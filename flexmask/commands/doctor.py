@@ -44,7 +44,8 @@ def doctor(
     Exits with 1 where the self-test fails, a problem stops attention, or the model is refused.
     """
     output = Output(as_json)
-    where = chosen_device(device)
+    # spread over several devices: looked at on the first
+    where = chosen_device(None if device == "auto" else device)
     kind = chosen_dtype(dtype, where)
     chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
     config = None if model is None else load_config(model)

@@ -66,13 +66,15 @@ class Group(TyperGroup):
             print("flexmask: interrupted", file=sys.stderr)
             raise typer.Exit(exit_codes.INTERRUPTED) from None
         except CommandError as error:
+            shown: Exception = error
             message, code = str(error), error.code
         # what the library refuses or cannot do; anything else is a bug, and shows its traceback
         except (ImportError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, (typer.Exit, typer.Abort)):  # which are RuntimeErrors
                 raise
+            shown = error
             message, code = f"{type(error).__name__}: {error}", exit_codes.PROBLEM
         if ctx.params.get("traceback") or os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
-            traceback.print_exc()
+            traceback.print_exception(shown)
         print(f"flexmask: {message.strip()}", file=sys.stderr)
         raise typer.Exit(code)
