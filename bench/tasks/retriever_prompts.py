@@ -14,7 +14,7 @@ FIRST_SEED = 50_000
 
 
 def dataset(
-    max_seq_lengths: Sequence[int] = (4096,), num_needles: int = 16, num_samples: int = 100, **others: Any
+    max_seq_lengths: Sequence[int] = (4096,), num_needles: int = 64, num_samples: int = 100, **others: Any
 ) -> dict[str, datasets.Dataset]:
     """Prompts with their answers, `num_samples` of each length.
 

@@ -1,4 +1,4 @@
-"""The program ``lm_eval`` with the model "flexprefill" registered: ``python -m flexmask.integrations.lm_eval --model flexprefill``."""
+"""The harness's program with the model "flexprefill": ``python -m flexmask.integrations.lm_eval --model flexprefill``."""
 
 from __future__ import annotations
 

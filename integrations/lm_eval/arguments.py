@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from flexmask.config import OPTIONS
 from flexmask.flex.backend import BACKENDS
 from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings
 
 _OWN = (*OPTIONS, *(item.name for item in fields(PrefillSettings) if item.name not in ("config", "backend")))
-# What from_pretrained takes besides the fields of the model's config, over the releases of transformers that are supported
-_LOADING = frozenset(
-    """attn_implementation cache_dir config device_map device_mesh distributed_config experts_implementation force_download
-    ignore_mismatched_sizes kernel_config key_mapping load_in_4bit load_in_8bit local_files_only low_cpu_mem_usage max_memory
-    offload_buffers offload_folder offload_state_dict proxies quantization_config resume_download state_dict token tp_plan tp_size
-    use_auth_token use_kernels use_safetensors variant weights_only""".split()
-)
+# What from_pretrained takes besides the arguments that it spells out and the fields of the model's config
+_PLACING = ("device_map", "device_mesh", "distributed_config", "max_memory", "offload_buffers", "offload_folder", "tp_size")
+_RUNNING = ("allow_all_kernels", "attn_implementation", "experts_implementation", "kernel_config", "use_kernels")
+_READING = ("adapter_kwargs", "adapter_name", "code_revision", "generation_config", "key_mapping", "proxies", "state_dict")
+_FORMERLY = ("low_cpu_mem_usage", "offload_state_dict", "resume_download", "torch_dtype", "use_auth_token")
+_QUANTIZING = ("load_in_4bit", "load_in_8bit", "quantization_config", "variant")
+_LOADING = {*_PLACING, *_RUNNING, *_READING, *_QUANTIZING, *_FORMERLY}
 
 
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[PrefillSettings | None, dict[str, Any]]:
@@ -91,7 +94,7 @@ def check_known(names: Collection[str], known: Collection[str], config: Any) -> 
     TypeError
         With the names that come close.
     """
-    others = {*known, *_LOADING, "settings"}
+    others = {*known, *inspect.signature(PreTrainedModel.from_pretrained).parameters, *_LOADING, "settings"}
     for name in names:
         if name in others or name.startswith("bnb_4bit_") or hasattr(config, name):
             continue

@@ -25,12 +25,13 @@ def row_lengths(requests: Iterable[tuple[object, list[int], list[int]]], max_len
     return sorted((min(len(row), max_length) for row in (set(rows) if merges else rows)), reverse=True)
 
 
-def rows_alike(lengths: Sequence[int], settings: PrefillSettings, padded_left: bool) -> list[list[int]]:
+def rows_alike(lengths: Sequence[int], settings: PrefillSettings, padded_left: bool, on_cpu: bool = False) -> list[list[int]]:
     """Split the rows of a padded batch into parts that run together.
 
     `dense_below` looks at the length of the batch: a short prompt would run sparse next to a long one, so the two part. On the
     left, padding moves a prompt against the grid of blocks unless it is a multiple of the block, so sparse prompts part by their
-    length modulo the block. On the right it moves nothing.
+    length modulo the block. On the right it moves nothing. On CPUs, where dense attention may serve a head that keeps most of its
+    blocks, that is decided over the batch, and not under padding: there they run one by one, unless `dense_below` is 0.
 
     Parameters
     ----------
@@ -40,6 +41,8 @@ def rows_alike(lengths: Sequence[int], settings: PrefillSettings, padded_left: b
         The options.
     padded_left
         True if the padding comes first.
+    on_cpu
+        True if the model runs on a CPU.
 
     Returns
     -------
@@ -52,6 +55,7 @@ def rows_alike(lengths: Sequence[int], settings: PrefillSettings, padded_left: b
     parts: dict[tuple[object, ...], list[int]] = {}
     for row, length in enumerate(lengths):
         dense = tuple(runs_dense(length, length, settings.break_even, size) for size in sizes)
-        moves = padded_left and not all(dense)
-        parts.setdefault((dense, length % common if moves else None), []).append(row)
+        shift = length % common if padded_left and not all(dense) else None
+        single = row if on_cpu and settings.break_even > 0 and not all(dense) else None
+        parts.setdefault((dense, shift, single), []).append(row)
     return list(parts.values())

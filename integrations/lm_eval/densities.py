@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ class Densities:
 
     def __init__(self) -> None:
         self._prompts: Counter[int] = Counter()
-        self._density: Counter[int] = Counter()
+        self._density: defaultdict[int, float] = defaultdict(float)
         self._reasons: Counter[str] = Counter()
         self._measured = True
 
@@ -40,7 +40,7 @@ class Densities:
         for length, density in zip(lengths, means.tolist(), strict=True):
             bucket = 1 << max(length - 1, 0).bit_length()
             self._prompts[bucket] += 1
-            self._density[bucket] += density  # type: ignore[assignment]  # a sum of shares
+            self._density[bucket] += density
         reasons = [reason for layer in run.reasons.values() for reason in layer]
         if reasons and None not in reasons:
             self._reasons[reasons[0] or ""] += len(lengths)

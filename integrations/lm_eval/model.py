@@ -125,7 +125,7 @@ class FlexPrefillLM(HFLM):
                 return super()._model_call(inps, attn_mask, labels)
         lengths = [self._row_lengths.popleft() for _ in range(inps.shape[0])]
         _check_padding(inps, lengths)
-        parts = rows_alike(lengths, self.settings, padded_left=False)
+        parts = rows_alike(lengths, self.settings, padded_left=False, on_cpu=self.device.type == "cpu")
         if len(parts) == 1:
             return self._masked_logits(inps, lengths)
         whole: Tensor | None = None
@@ -152,7 +152,7 @@ class FlexPrefillLM(HFLM):
         mask = generation_kwargs.pop("attention_mask", torch.ones_like(context))
         lengths = mask.sum(1).tolist()
         found: list[Tensor] = [context] * len(lengths)
-        for rows in rows_alike(lengths, self.settings, padded_left=True):
+        for rows in rows_alike(lengths, self.settings, padded_left=True, on_cpu=self.device.type == "cpu"):
             own = [lengths[row] for row in rows]
             cut = context.shape[1] - max(own)
             options = {**generation_kwargs, "attention_mask": mask[rows, cut:]}
@@ -166,8 +166,8 @@ class FlexPrefillLM(HFLM):
         """What the harness writes into the results' ``config``."""
         densities = self.densities.summary()
         if densities["prompts"] and densities["dense_prompts"] == densities["prompts"]:
-            reason = next(iter(densities["dense_because"]))
-            _log.warning("flexprefill: all %d prompts ran dense, this is the dense model's table: %s", densities["prompts"], reason)
+            number, reason = densities["prompts"], next(iter(densities["dense_because"]))
+            _log.warning("flexprefill: all %d prompts ran dense, so these are the dense model's scores: %s", number, reason)
         method = self.settings.method
         options = {"method": getattr(method, "__name__", repr(method))} if callable(method) else self.settings.to_dict()
         version = importlib.import_module("flexmask").__version__
@@ -185,6 +185,6 @@ def _check_padding(inps: Tensor, lengths: Sequence[int]) -> None:
     after = torch.arange(inps.shape[1], device=inps.device) >= torch.tensor(lengths, device=inps.device)[:, None]
     if max(lengths) != inps.shape[1] or bool(inps[after].any()):
         raise RuntimeError(
-            f"this release of lm-evaluation-harness batches in another order than 0.4.13: rows of {lengths} tokens were expected, "
-            f"a batch of {tuple(inps.shape)} came"
+            "this release of lm-evaluation-harness batches in another order than 0.4.13: "
+            f"rows of {lengths} tokens were expected, a batch of {tuple(inps.shape)} came"
         )
