@@ -1,4 +1,4 @@
-"""bench/ruler and bench/tasks: SmolLM2's tokenizer, the six RULER tasks that need no download, the retriever's prompts, the table.
+"""bench/ruler and bench/tasks: SmolLM2's tokenizer, the six RULER tasks without download, the retriever's prompts, the table.
 
 `make test-eval` runs what needs lm-evaluation-harness or SmolLM2.
 """
@@ -16,7 +16,8 @@ pytest.importorskip("transformers")
 from bench.fidelity import smollm, texts
 from bench.retriever.vocabulary import make_tokenizer
 from bench.ruler import smollm_folder, table
-from tests.integrations.common import KEEP_ALL, MARKS
+from tests.integrations.common import KEEP_ALL
+from tests.repository import ROOT
 
 SPARSE = {"gamma": 0.7, "selection": "hybrid", "block_size": 32, "min_budget": 0, "dense_below": 0}
 
@@ -75,32 +76,26 @@ def test_retriever_prompts_come_in_several_lengths_and_hold_their_answers():
 @pytest.mark.parametrize(
     "task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe", "retriever_needles"]
 )
-class TestTasks:
-    pytestmark = MARKS
+def test_everything_kept_answers_as_the_harness_does(task, request, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM
 
-    @pytest.fixture
-    def model(self, task, request):
-        return "bench/retriever/model" if task.startswith("retriever") else str(request.getfixturevalue("folder"))
+    from bench.ruler.run import Prompts, judge
+    from flexmask.integrations.lm_eval import FlexPrefillLM
 
-    def test_everything_kept_answers_as_the_harness_does(self, task, model, monkeypatch):
-        pytest.importorskip("lm_eval")
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        from lm_eval.models.huggingface import HFLM
-        from transformers import AutoModelForCausalLM
-
-        from bench.ruler.run import Prompts, judge
-        from flexmask.integrations.lm_eval import FlexPrefillLM
-
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        shared = {"pretrained": loaded, "tokenizer": model, "device": "cpu"}
-        prompts = Prompts({"pretrained": model, "num_samples": 2}).load(task, 1024)
-        dense, kept, sparse = (
-            judge(kind(**shared, **options), prompts, task, 1024, 1)
-            for kind, options in ((HFLM, {}), (FlexPrefillLM, KEEP_ALL), (FlexPrefillLM, SPARSE))
-        )
-        assert (kept["answer"], kept["score"], kept["density"]) == (dense["answer"], dense["score"], 1)
-        assert 0.1 < sparse["density"] < 0.9
-        assert 0 <= sparse["score"] <= 1
+    path = str(ROOT / "bench" / "retriever" / "model" if task.startswith("retriever") else request.getfixturevalue("folder"))
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    shared = {"pretrained": loaded, "tokenizer": path, "device": "cpu"}
+    prompts = Prompts({"pretrained": path, "num_samples": 2}).load(task, 1024)
+    dense, kept, sparse = (
+        judge(kind(**shared, **options), prompts, task, 1024, 1)
+        for kind, options in ((HFLM, {}), (FlexPrefillLM, KEEP_ALL), (FlexPrefillLM, SPARSE))
+    )
+    assert (kept["answer"], kept["score"], kept["density"]) == (dense["answer"], dense["score"], 1)
+    assert 0.1 < sparse["density"] < 0.9
+    assert 0 <= sparse["score"] <= 1
 
 
 def rows(method, scores, density):
