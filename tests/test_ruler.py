@@ -110,6 +110,9 @@ def test_table_compares_methods_on_the_same_prompts(tmp_path, capsys):
     table.main([str(path)])
     printed = capsys.readouterr().out.splitlines()[2:]
     assert printed[0].startswith("| m | 4,096 | t | 3 | dense | 1.00 | 66.7 (21 to 94)")
+    path.write_text("\n".join(json.dumps(row) for row in rows("dense", {0: 1, 1: 0}, 1.0) + rows("sparse", {0: 1, 1: 0}, 0.5)))
+    table.main([str(path)])
+    assert capsys.readouterr().out.strip().endswith("| none in 2 |")
     assert printed[1].startswith("|  |  |  |  | sparse | 0.25 | 33.3 (6 to 79) | -33.3 (-100 to +0)")
 
 

@@ -1,7 +1,7 @@
 """The table of RULER.md from the lines that ``bench.ruler.run`` wrote: ``python -m bench.ruler.table FILE.jsonl ...``.
 
 Only prompts that every method has run count, so that methods are compared on the same ones. Scores are in percent with 95%
-intervals: Wilson's where each prompt is right or wrong, else from a bootstrap over prompts. The last column of a sparse method is
+intervals: Wilson's where each prompt is right or wrong, else from a bootstrap over prompts. The last column is
 the paired difference to dense attention with its bootstrap interval.
 """
 
@@ -41,7 +41,7 @@ def cells(rows: Iterable[dict[str, Any]]) -> dict[Group, dict[str, Cell]]:
     result = {}
     for group, methods in found.items():
         common = sorted(set.intersection(*(set(prompts) for prompts in methods.values())))
-        if common and DENSE in methods:
+        if common and DENSE in methods and len(methods) > 1:
             result[group] = {
                 method: Cell(
                     np.array([prompts[each]["score"] for each in common], dtype=float),
@@ -66,6 +66,14 @@ def score_interval(scores: np.ndarray) -> tuple[float, float]:
     return bootstrap(scores)
 
 
+def difference(changes: np.ndarray) -> str:
+    """Mean paired difference with its interval; of no difference at all, a bootstrap knows no interval."""
+    if not changes.any():
+        return f"none in {len(changes)}"
+    low, high = bootstrap(changes)
+    return f"{100 * changes.mean():+.1f} ({100 * low:+.0f} to {100 * high:+.0f})"
+
+
 def lines(found: dict[Group, dict[str, Cell]]) -> list[str]:
     """The table in Markdown."""
     table = ["| model | tokens | task | prompts | method | density | score | minus dense |", "|---|---|---|---|---|---|---|---|"]
@@ -74,10 +82,7 @@ def lines(found: dict[Group, dict[str, Cell]]) -> list[str]:
         for method, cell in methods.items():
             low, high = score_interval(cell.scores)
             score = f"{100 * cell.scores.mean():.1f} ({100 * low:.0f} to {100 * high:.0f})"
-            change = ""
-            if method != DENSE:
-                below, above = bootstrap(cell.scores - dense)
-                change = f"{100 * (cell.scores - dense).mean():+.1f} ({100 * below:+.0f} to {100 * above:+.0f})"
+            change = "" if method == DENSE else difference(cell.scores - dense)
             named = (model, f"{length:,}", task, str(len(dense))) if method == DENSE else ("", "", "", "")
             table.append("| " + " | ".join((*named, method, f"{cell.density:.2f}", score, change)) + " |")
     return table
