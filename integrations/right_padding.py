@@ -101,6 +101,8 @@ def with_deciding_rows(inputs: AttentionInputs, run: Any) -> AttentionInputs:
     query = inputs.query
     if query.shape[0] == 1 or inputs.attention_mask is not None or torch.compiler.is_compiling():
         return inputs
+    if run is not None and run.padding_is_masked:
+        return inputs
     last = _LAST.get()
     if run is None or last is None or last.owner() is not run or tuple(last.shape) != (query.shape[0], query.shape[2]):
         _warn()

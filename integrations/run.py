@@ -47,6 +47,8 @@ class FlexPrefillRun:
         Whether these are kept.
     probe
         A function that serves every prefill call instead of `route`, or None: `tune` measures by it.
+    padding_is_masked
+        True if the caller masks all padding, so that equal tokens at a prompt's end are the prompt's own.
     """
 
     settings: PrefillSettings = field(default_factory=PrefillSettings)
@@ -57,6 +59,7 @@ class FlexPrefillRun:
     reasons: dict[int, list[str | None]] = field(default_factory=dict)
     calls: PrefillCalls = field(default_factory=PrefillCalls, repr=False)
     probe: Callable[[Any], Tensor] | None = field(default=None, repr=False)
+    padding_is_masked: bool = False
     # for the log line, whatever is collected: layers that were called, and those that ran dense by the reason
     _called: set[int] = field(default_factory=set, repr=False)
     _sparse: set[int] = field(default_factory=set, repr=False)

@@ -66,6 +66,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.vllm.impl", "integrations.vllm.builder"),
     ("integrations.vllm.backends",),
     ("integrations.huggingface",),
+    ("integrations.lm_eval.arguments", "integrations.lm_eval.batches", "integrations.lm_eval.densities"),
+    ("integrations.lm_eval.model",),
+    ("integrations.lm_eval",),
     ("integrations.*",),
     ("integrations.vllm",),
     ("integrations",),
@@ -94,6 +97,7 @@ INDEX_ALSO_IMPORTS = ("plot",)
 AT_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels.*": ("triton",),
     "integrations.*": ("transformers",),
+    "integrations.lm_eval*": ("lm_eval",),
     "commands.*": ("typer", "rich"),
     # the rest of the plug-in is tested without vLLM
     "integrations.vllm.impl": ("vllm",),

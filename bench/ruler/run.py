@@ -1,0 +1,148 @@
+"""Run RULER tasks by lm-evaluation-harness, dense and sparse, and write a line of JSON for each prompt.
+
+``python -m bench.ruler.run --model FOLDER --out FILE.jsonl`` runs the six RULER tasks that need no download, ``--tasks
+retriever_needles`` the retriever's own. The same command goes on where an earlier one stopped. Prompts go in rounds over tasks
+and methods, so that a run cut short still compares all methods on the same prompts. ``python -m bench.ruler.table FILE`` makes
+the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flexmask.integrations.lm_eval import FlexPrefillLM
+from flexmask.integrations.lm_eval.densities import Densities
+
+# haystacks of repeated noise or made-up words; the others download essays, SQuAD or HotpotQA
+OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+TASKS = Path(__file__).parents[1] / "tasks"
+DENSE = "dense"
+METHODS: dict[str, dict[str, Any]] = {
+    "hybrid .95": {"selection": "hybrid", "gamma": 0.95},
+    "hybrid .9": {"selection": "hybrid", "gamma": 0.9},
+    "coverage .95": {"selection": "coverage", "gamma": 0.95},
+}
+
+
+class Log:
+    """JSON lines, written at once; `has` tells what an earlier run wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._known = {self._key(row) for row in map(json.loads, lines) if "task" in row}
+
+    @staticmethod
+    def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("model", "task", "length", "method", "prompt"))
+
+    def has(self, **row: Any) -> bool:
+        """True if there is a line for this prompt."""
+        return self._key(row) in self._known
+
+    def write(self, **row: Any) -> None:
+        """Add a line."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class Prompts:
+    """The harness's tasks with their data, by task and length; made once, as the harness's own command makes them."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self._metadata = metadata
+        self._loaded: dict[tuple[str, int], Any] = {}
+
+    def load(self, task: str, length: int) -> Any:
+        """What `evaluate` takes as its tasks."""
+        if (task, length) not in self._loaded:
+            # RULER draws its prompts from these, which the harness's command sets to 0 and 1234
+            random.seed(0)
+            np.random.seed(1234)
+            manager = TaskManager(include_path=str(TASKS), metadata={**self._metadata, "max_seq_lengths": [length]})
+            self._loaded[task, length] = manager.load([task])
+        return self._loaded[task, length]
+
+
+def judge(lm: Any, loaded: Any, task: str, length: int, prompt: int) -> dict[str, Any]:
+    """Score of one prompt, the model's answer, and the density of its prefill."""
+    if isinstance(lm, FlexPrefillLM):
+        lm.densities = Densities()
+    start = time.monotonic()
+    sample = evaluate(lm=lm, task_dict=loaded, samples={task: [prompt]}, log_samples=True, bootstrap_iters=0)["samples"][task][0]
+    seconds = time.monotonic() - start
+    assert sample["doc_id"] == prompt
+    score = sample[str(length)] if str(length) in sample else sample["exact_match"]
+    density = lm.densities.summary()["density"] if isinstance(lm, FlexPrefillLM) else 1.0
+    return {"score": score, "density": density, "answer": sample["filtered_resps"][0], "seconds": round(seconds, 2)}
+
+
+def cells(options: argparse.Namespace) -> Iterator[tuple[int, str, int, str]]:
+    """Length, task, prompt and method, in rounds of a few prompts."""
+    methods = [DENSE, *METHODS] if options.methods is None else options.methods.split(",")
+    for first in range(0, options.prompts, options.round):
+        for length in options.lengths:
+            for task in options.tasks:
+                for prompt in range(first, min(first + options.round, options.prompts)):
+                    yield from ((length, task, prompt, method) for method in methods)
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or name")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to it")
+    parser.add_argument("--name", help="the model's in the table; none: that of the folder")
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=OFFLINE, help="RULER's six without download")
+    parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[4096], help="4096")
+    parser.add_argument("--methods", help=f"some of {DENSE},{','.join(METHODS)}; all")
+    parser.add_argument("--prompts", type=int, default=500, help="of each task and length (500, as RULER has)")
+    parser.add_argument("--round", type=int, default=1, help="prompts of a task before the next task (1)")
+    parser.add_argument("--minutes", type=float, default=600.0, help="no new prompt after that (600)")
+    parser.add_argument("--dtype", default="auto", help="of the weights (auto)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing."""
+    options = options_of(arguments)
+    stop = time.monotonic() + 60 * options.minutes
+    log, name = Log(options.out), options.name or Path(options.model).name
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    model = loaded.to(device).eval()
+    shared = {"pretrained": model, "tokenizer": AutoTokenizer.from_pretrained(options.model), "batch_size": 1}
+    ways = {method: {**chosen, "dense_below": 0} for method, chosen in METHODS.items()}
+    lms = {DENSE: HFLM(**shared), **{method: FlexPrefillLM(**shared, **way) for method, way in ways.items()}}
+    prompts = Prompts({"pretrained": options.model, "num_samples": options.prompts})
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    log.write(device=where, torch=torch.__version__, transformers=transformers.__version__, dtype=str(model.dtype))
+    for length, task, prompt, method in cells(options):
+        key = {"model": name, "task": task, "length": length, "method": method, "prompt": prompt}
+        if log.has(**key):
+            continue
+        if time.monotonic() > stop:
+            print("out of time; the same command goes on", flush=True)
+            return
+        row = judge(lms[method], prompts.load(task, length), task, length, prompt)
+        log.write(**key, **row)
+        print(*key.values(), row["score"], row["density"], row["seconds"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

