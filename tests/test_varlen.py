@@ -10,10 +10,11 @@ import torch
 import torch._dynamo
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_mask
 
 from flexmask import compilation, flexprefill_attention, flexprefill_attention_varlen
 from flexmask.base.inputs import attention_inputs
-from flexmask.flex.packed import Segment, _calls, attention_in_one_call, dense_attention_packed
+from flexmask.flex.packed import Segment, _calls, _mask, _table, attention_in_one_call, dense_attention_packed
 from flexmask.stats import FlexPrefillStats
 from flexmask.varlen import segments_of
 from tests.cases import structured_inputs
@@ -21,8 +22,8 @@ from tests.comparisons import TOLERANCES
 
 SPARSE: dict[str, Any] = {"gamma": 0.6, "tau": 0.1, "block_size": 32, "min_budget": 0}
 # long ones and short ones in turn, a sequence without rows, one without anything, a single row, a chunk
-Q_LENS = (300, 40, 0, 421, 0, 1, 150, 90)
-K_LENS = (300, 40, 50, 421, 0, 77, 333, 97)
+Q_LENS = (300, 40, 0, 300, 0, 1, 150, 90)
+K_LENS = (300, 40, 50, 300, 0, 77, 333, 97)
 LONG = 256  # dense below this
 
 
@@ -69,12 +70,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a tensor of gammas": {"gamma": torch.tensor([0.3, 0.5, 0.7, 1.0])},
     "hybrid": {"selection": "hybrid", "gamma": 0.3},
 }
-# compile a kernel of their own, and "everything" has them too
-ALONE = {"window", "softcap and scale", "sinks", "gammas by head"}
+# those that compile nothing of their own
+CHEAP = {"plain", "hybrid"}
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in ALONE else name for name in VARIANTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name not in CHEAP else name for name in VARIANTS])
 def test_each_sequence_gets_what_it_gets_alone(name):
     inputs, q_bounds, k_bounds = pack()
     keywords = {**SPARSE, **VARIANTS[name], "dense_below": LONG, "return_stats": True}
@@ -94,6 +95,16 @@ def test_each_sequence_gets_what_it_gets_alone(name):
     assert sparse == 3
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_dense_sequences_get_what_they_get_alone(name):
+    inputs, q_bounds, k_bounds = pack()
+    keywords = {**SPARSE, **VARIANTS[name], "dense_below": 10**6, "return_stats": True}
+    out, stats = flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, **keywords)
+    expected = [x[0] for x in alone(inputs, q_bounds, k_bounds, **keywords) if x is not None]
+    assert_close(out, torch.cat(expected, 2)[0].transpose(0, 1))
+    assert all(each.dense for each in stats)
+
+
 def assert_same_stats(found: FlexPrefillStats, expected: FlexPrefillStats) -> None:
     """Equal to the bit: what the masks were made of."""
     for name, tensor in vars(expected).items():
@@ -103,14 +114,13 @@ def assert_same_stats(found: FlexPrefillStats, expected: FlexPrefillStats) -> No
             assert getattr(found, name) == tensor
 
 
-@pytest.mark.attention
 @pytest.mark.parametrize("wrong", ["all rows as one sequence", "bounds off by a block"])
 def test_comparison_notices_rows_of_another_sequence(wrong):
     inputs, q_bounds, _ = pack(Q_LENS[:2], Q_LENS[:2])
     bounds = [0, q_bounds[-1]] if wrong.startswith("all") else [0, q_bounds[1] - 32, q_bounds[-1]]
     with torch.no_grad():
-        first = alone(inputs, q_bounds, q_bounds, **SPARSE, dense_below=LONG)
-        out = flexprefill_attention_varlen(*inputs, bounds, bounds, **SPARSE, dense_below=LONG)
+        first = alone(inputs, q_bounds, q_bounds, **SPARSE, dense_below=10**6)
+        out = flexprefill_attention_varlen(*inputs, bounds, bounds, **SPARSE, dense_below=10**6)
     with pytest.raises(AssertionError, match="not close"):
         assert_close(out[slice(*q_bounds[1:])].transpose(0, 1)[None], first[1])
 
@@ -144,17 +154,47 @@ def one_call(inputs: list[Tensor], q_bounds: list[int], k_bounds: list[int], **s
     return torch.cat([out for out, _ in attention_in_one_call(given, segments, kernel)], 2)[0].transpose(0, 1)
 
 
+@pytest.mark.parametrize("window", [None, 70, 270])
+def test_mask_of_one_call_is_each_sequence_alone(window):
+    """Pairs of the mask_mod, kept blocks and full blocks, against a map of tokens."""
+    q_lens, k_lens = (300, 1, 150, 129), (300, 77, 333, 600)
+    segments = segments_of(bounds_of(q_lens), bounds_of(k_lens), sum(q_lens), sum(k_lens))
+    mask = _mask(_table(segments, torch.device("cpu")), window)
+    pairs = torch.zeros(mask.shape[-2:], dtype=torch.bool)
+    real = torch.zeros(len(pairs), dtype=torch.bool)
+    row = key = 0
+    for q_len, k_len in zip(q_lens, k_lens, strict=True):
+        back = torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)
+        pairs[row : row + q_len, key : key + k_len] = (back >= 0) & (back < (window or 10**6))
+        real[row : row + q_len] = True
+        row, key = row + -(-q_len // 128) * 128, key + -(-k_len // 128) * 128
+    assert pairs.shape == (row, key)
+    found = create_mask(mask.mask_mod, 1, 1, row, key, device="cpu")[0, 0]
+    assert torch.equal(found[real], pairs[real])
+    # rows behind the last one count for the lists, and see no key of another sequence
+    blocks = found.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(3).any(1))
+    full = torch.zeros_like(blocks.any(3).any(1))
+    for block in range(len(full)):
+        full[block, mask.full_kv_indices[0, 0, block, : mask.full_kv_num_blocks[0, 0, block]].long()] = True
+    assert torch.equal(full, blocks.all(3).all(1))
+    assert full.any() == (window != 70)
+
+
 @pytest.mark.attention
-@pytest.mark.parametrize("scores", [{}, {"window": 270, "softcap": 3.0, "sinks": SINKS}], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    "scores",
+    [{}, pytest.param({"window": 270, "softcap": 3.0, "sinks": SINKS}, marks=pytest.mark.slow)],
+    ids=["plain", "everything"],
+)
 def test_one_call_for_all_dense_sequences_is_dense_attention(device, scores):
     scores = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in scores.items()}
-    for seed in (0, 1):  # other lengths in the second round
-        inputs, q_bounds, k_bounds = pack(Q_LENS[seed:], K_LENS[seed:], seed=seed)
-        inputs = [x.to(device) for x in inputs]
-        with torch.no_grad():
-            expected = [x for x in alone(inputs, q_bounds, k_bounds, **scores, dense_below=10**6) if x is not None]
-            out = one_call(inputs, q_bounds, k_bounds, **scores)
-        assert_close(out, torch.cat(expected, 2)[0].transpose(0, 1))
+    inputs, q_bounds, k_bounds = pack()
+    inputs = [x.to(device) for x in inputs]
+    with torch.no_grad():
+        expected = [x for x in alone(inputs, q_bounds, k_bounds, **scores, dense_below=10**6) if x is not None]
+        out = one_call(inputs, q_bounds, k_bounds, **scores)
+    assert_close(out, torch.cat(expected, 2)[0].transpose(0, 1))
 
 
 def test_calls_are_cut_where_their_lists_would_grow(monkeypatch):

@@ -41,25 +41,29 @@ class Engine:
         self.options: ServingOptions = serving_options(vllm_config.additional_config, model.hf_config)
         self.options.settings.check_layers(model.get_total_num_hidden_layers())
         self.dtype: torch.dtype = model.dtype
+        self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self.roles: dict[str, SparseLayer | str] = {}
         # the layer whose calls count the tokens of a step, once for all layers
         self.counting: str | None = None
         self._prepared = self._first = False
 
-    def role_of(self, name: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
-        """The role of the layer called `name`, whose implementation got these arguments: its options, or a reason for stock."""
+    def role_of(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
+        """The role of the layer called `name`, whose implementation got these arguments: its options, or a reason for stock.
+
+        `model` is the path of the model that the layer was made for.
+        """
         with _LOCK:
             role = self.roles.get(name)
             if role is None:
-                role = self._role(name, given, defaults)
+                role = self._role(name, model, given, defaults)
                 self.roles[name] = role
         return role
 
-    def _role(self, name: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
-        number = layer_number(name)
-        # a draft model that guesses tokens numbers its layers on
-        if number is not None and number >= self._vllm_config.model_config.get_total_num_hidden_layers():
-            return "not a layer of the model"
+    def _role(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
+        number, own = layer_number(name), self._vllm_config.model_config
+        # draft layers that come with a model number on
+        if model != own.model or (number is not None and number >= own.get_total_num_hidden_layers()):
+            return "a draft model's"
         if getattr(self._vllm_config.model_config, "rswa_window", None) is not None:
             return "a window that leaves the prompt visible"
         reason = reason_for_stock(number, given, defaults, self.options.settings, self.dtype)
@@ -104,7 +108,7 @@ class Engine:
     def _settle_all(self) -> str:
         """Settle the role of every layer of this process; gives the name of the stock kernel."""
         kernel = ""
-        for name, layer in self._vllm_config.compilation_config.static_forward_context.items():
+        for name, layer in self.layers.items():
             settle = getattr(getattr(layer, "impl", None), "flexmask_role", None)
             if settle is not None:
                 settle(name)
@@ -123,16 +127,16 @@ def is_first_rank() -> bool:
     return _tensor_parallel_rank()[0] == 0
 
 
-_ENGINES: dict[int, Engine] = {}
+_LATEST: list[Engine] = []
 
 
 def engine_of(vllm_config: Any) -> Engine:
-    """The engine of a configuration, made at the first call; its layers and builders get the same one."""
+    """The engine that a configuration belongs to, made at the first call.
+
+    A draft model gets a copy of the configuration; what tells engines apart is the registry of layers, which copies share.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
     with _LOCK:
-        found = _ENGINES.get(id(vllm_config))
-        # an id may be used again once the configuration is gone
-        if found is None or found._vllm_config is not vllm_config:
-            found = Engine(vllm_config)
-            _ENGINES.clear()
-            _ENGINES[id(vllm_config)] = found
-        return found
+        if not _LATEST or _LATEST[0].layers is not layers:
+            _LATEST[:] = [Engine(vllm_config)]
+        return _LATEST[0]

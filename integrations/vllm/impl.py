@@ -23,7 +23,9 @@ class SparsePrefillImpl:
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._engine = engine_of(get_current_vllm_config())
+        config = get_current_vllm_config()
+        self._engine, self._model = engine_of(config), config.model_config.model
+        self._role: SparseLayer | str | None = None
         own: Any = super()
         signature = inspect.signature(own.__init__)
         bound = signature.bind(*arguments, **options).arguments
@@ -33,7 +35,9 @@ class SparsePrefillImpl:
 
     def flexmask_role(self, name: str) -> SparseLayer | str:
         """The role of the layer that this implementation serves, by the layer's name."""
-        return self._engine.role_of(name, self._given, self._defaults)
+        if self._role is None:
+            self._role = self._engine.role_of(name, self._model, self._given, self._defaults)
+        return self._role
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Report that output is not quantized here: sparse rows are written as they come."""

@@ -53,7 +53,9 @@ def one_by_one(model, tokens, bounds=BOUNDS):
     return torch.cat([model(tokens[:, start:end], use_cache=False).logits for start, end in itertools.pairwise(bounds)], 1)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "another method" else name for name in OPTIONS]
+)
 def test_packed_sequences_run_as_alone(model, tokens, name):
     tokens, dense = tokens[:1], one_by_one(model, tokens[:1])
     with flexmask_hf.flexprefill(model, **OPTIONS[name]) as run:
@@ -81,12 +83,18 @@ def test_packed_sequences_run_as_alone(model, tokens, name):
 
 def test_statistics_name_the_sequence_of_a_pack(model, tokens):
     with flexmask_hf.flexprefill(model, **OPTIONS["sparse"], collect_masks=True) as run:
-        model(tokens[:1, :300])
+        model(tokens[:1, :50])
         model(tokens[:1], **arguments("positions"))
     rows = [row for row in run.rows() if row["layer"] == 1 and row["head"] == 0]
     assert [(row["call"], row["sequence"]) for row in rows] == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)]
-    assert [row["reason"] for row in rows] == [None, None, "1 tokens < dense_below 100", "39 tokens < dense_below 100", None]
-    assert [None if mask is None else mask.shape[2] for mask in run.masks[1]] == [300, 200, None, None, 290]
+    assert [row["reason"] for row in rows] == [
+        "50 tokens < dense_below 100",
+        None,
+        "1 tokens < dense_below 100",
+        "39 tokens < dense_below 100",
+        None,
+    ]
+    assert [None if mask is None else mask.shape[2] for mask in run.masks[1]] == [None, 200, None, None, 290]
 
 
 @pytest.mark.parametrize("form", ["bounds", "both"])
@@ -99,7 +107,7 @@ def test_bounds_by_flash_attns_names_are_served(model, tokens, form):
 def test_rows_of_a_batch_are_packed_each(model, tokens):
     """Rows without a restart count as one sequence."""
     positions = torch.cat([positions_of(BOUNDS), torch.arange(LENGTH)[None]])
-    with flexmask_hf.flexprefill(model, **OPTIONS["sparse"]) as run:
+    with flexmask_hf.flexprefill(model, **OPTIONS["gamma 1"]) as run:
         logits = model(tokens, position_ids=positions, use_cache=False).logits
         assert (logits[:1] - one_by_one(model, tokens[:1])).abs().max() < 1e-4
         assert (logits[1:] - model(tokens[1:], use_cache=False).logits).abs().max() < 1e-4

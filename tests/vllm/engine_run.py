@@ -50,7 +50,7 @@ def main(name: str, out: str) -> None:
         dtype="float32",
         enforce_eager=name != "compiled",
         seed=0,
-        max_model_len=MOST_TOKENS,
+        max_model_len=2048 if windows else MOST_TOKENS,
         max_num_batched_tokens=MOST_TOKENS,
         max_num_seqs=8,
         block_size=PAGE,

@@ -17,7 +17,7 @@ GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "kv_c
 
 
 def config_of(options=None, layers=3, **parallel):
-    model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=4096, rswa_window=None)
+    model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=4096, rswa_window=None, model="a")
     model.get_total_num_hidden_layers = lambda: layers
     return SimpleNamespace(
         additional_config={"flexmask": options or {}},
@@ -52,27 +52,32 @@ def test_what_cannot_be_served_is_refused_by_name(options, parallel, error, mess
 def test_gammas_by_head_are_of_all_ranks_heads(ranks):
     ranks[:] = [1, 2]
     engine = Engine(config_of({"gamma": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}))
-    role = engine.role_of("model.layers.0.attn", GIVEN, {})
+    role = engine.role_of("model.layers.0.attn", "a", GIVEN, {})
     assert isinstance(role, SparseLayer)
     assert role.config.gamma == (0.5, 0.6, 0.7, 0.8)
     ranks[:] = [0, 1]
     with pytest.raises(ValueError, match="4 in layer 1; got 8"):
-        engine.role_of("model.layers.1.attn", GIVEN, {})
+        engine.role_of("model.layers.1.attn", "a", GIVEN, {})
 
 
 def test_roles_of_other_layers_are_reasons():
     engine = Engine(config_of({"dense_layers": [1]}))
-    assert engine.role_of("model.layers.1.attn", GIVEN, {}) == "in dense_layers"
-    assert engine.role_of("draft.layers.3.attn", GIVEN, {}) == "not a layer of the model"
+    assert engine.role_of("model.layers.1.attn", "a", GIVEN, {}) == "in dense_layers"
+    assert engine.role_of("draft.layers.3.attn", "a", GIVEN, {}) == "a draft model's"
+    assert engine.role_of("draft.layers.2.attn", "b", GIVEN, {}) == "a draft model's"
     windowed = config_of()
     windowed.model_config.rswa_window = 128
-    assert engine_of(windowed).role_of("model.layers.0.attn", GIVEN, {}) == "a window that leaves the prompt visible"
+    assert engine_of(windowed).role_of("model.layers.0.attn", "a", GIVEN, {}) == "a window that leaves the prompt visible"
 
 
 def test_one_engine_for_a_configuration():
     config, other = config_of(), config_of()
     first = engine_of(config)
     assert engine_of(config) is first
+    # as a draft model has it: another model, the same registry of layers
+    draft = config_of()
+    draft.compilation_config = config.compilation_config
+    assert engine_of(draft) is first
     assert engine_of(other) is not first
 
 
@@ -89,7 +94,7 @@ def engine_with_layers(monkeypatch, options):
     monkeypatch.setattr(module.COUNTERS, "export", lambda: None)
     for number in range(3):
         name = f"model.layers.{number}.attn"
-        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, GIVEN, {}))
+        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, "a", GIVEN, {}))
         config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl)
     config.compilation_config.static_forward_context["another"] = SimpleNamespace()
     return engine, done

@@ -87,10 +87,11 @@ def written_out(query, keys, values, scale, sinks=None):
 def engine(monkeypatch):
     made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting=LAYER.layer_name, counted=[], prepare=lambda *a, **k: None)
     made.count = made.counted.append
-    made.role_of = lambda name, given, defaults: sparse_layer(0, given, KEEP_ALL, 0, 1)
+    made.role_of = lambda name, model, given, defaults: sparse_layer(0, given, KEEP_ALL, 0, 1)
     monkeypatch.setattr(builder_module, "engine_of", lambda config: made)
     monkeypatch.setattr(impl_module, "engine_of", lambda config: made)
-    monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: None)
+    config = SimpleNamespace(model_config=SimpleNamespace(model="a"))
+    monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: config)
     return made
 
 
