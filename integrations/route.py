@@ -17,6 +17,7 @@ from flexmask.flex.dense_heads import at_gamma_one
 from flexmask.flex.joined import joined_mask
 from flexmask.flex.sparse import HeadPlan, sparse_attention
 from flexmask.gallery import heads_at_once, mask_of
+from flexmask.integrations.prefill_calls import CallSize
 from flexmask.integrations.prefill_mask import PrefillMask
 from flexmask.integrations.right_padding import with_deciding_rows
 from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
@@ -52,7 +53,8 @@ class PrefillCall(NamedTuple):
     def record(self, stats: FlexPrefillStats | None, mask: BlockMask | None, reason: str | None = None) -> None:
         """Write the call into the run, if there is one."""
         if self.run is not None:
-            self.run.record(self.layer, stats, mask, reason, self.prefill)
+            batch, _, q_len, _ = self.inputs.query.shape
+            self.run.record(self.layer, stats, mask, reason, self.prefill, CallSize(batch, q_len, self.tokens))
 
     @property
     def keeps_masks(self) -> bool:

@@ -42,6 +42,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("block_masks.*",),
     ("block_masks",),
     ("gallery",),
+    ("pictures.style",),
+    ("pictures.head_rows",),
+    ("pictures.*",),
+    ("plot",),
     (
         "integrations.versions",
         "integrations.settings",
@@ -52,6 +56,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "integrations.head_errors",
     ),
     ("integrations.packed", "integrations.right_padding", "integrations.measured_errors"),
+    ("integrations.run_calls", "integrations.run_pictures"),
+    ("integrations.run_totals",),
+    ("integrations.run_summary", "integrations.run_files"),
+    ("integrations.recorded_run",),
     ("integrations.prefill_mask", "integrations.run"),
     ("integrations.route", "integrations.blocks"),
     ("integrations.attention_call",),
@@ -61,10 +69,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
 )
 
-# Outside the layers: what each of these may import of flexmask. Only the index imports them.
-APART: dict[str, tuple[str, ...]] = {"plot": ("_torch",), "reference.*": ("reference.*",)}
+# What each of these may import of flexmask, whatever its place. The pictures know nothing of what they draw.
+APART: dict[str, tuple[str, ...]] = {
+    "plot": ("_torch", "pictures.*"),
+    "pictures.*": ("_torch", "pictures.style", "pictures.head_rows"),
+    "reference.*": ("reference.*",),
+}
 
-SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference")
+SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference", "pictures")
 
 # flexmask/__init__.py gathers the core and these; nothing imports it in turn.
 INDEX = "flexmask"
@@ -72,7 +84,12 @@ INDEX_ALSO_IMPORTS = ("plot",)
 
 # Besides the standard library and torch. The first when the module is imported, the second only inside its functions.
 AT_IMPORT: dict[str, tuple[str, ...]] = {"kernels.*": ("triton",), "integrations.*": ("transformers",)}
-INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {"plot": ("matplotlib", "numpy"), "integrations.*": ("transformers", "accelerate")}
+INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "plot": ("matplotlib", "numpy"),
+    "pictures.*": ("matplotlib", "numpy"),
+    "integrations.*": ("transformers", "accelerate", "matplotlib"),
+    "integrations.recorded_run": ("pandas",),
+}
 
 
 class Import(NamedTuple):
