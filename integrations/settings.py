@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
@@ -146,9 +147,36 @@ class PrefillSettings:
             options["layers"] = {int(index): each for index, each in options["layers"].items()}
         return cls.from_options(**options)
 
+    def save(self, path: str | Path) -> None:
+        """Write `to_dict` as JSON, for `load` and for ``config=`` of `flexprefill` and `configure`."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
     @classmethod
-    def from_options(cls, config: FlexPrefillConfig | PrefillSettings | None = None, **options: Any) -> PrefillSettings:
-        """Settings from the fields of this class and of FlexPrefillConfig, side by side; or whole ones, as `tune` gives them."""
+    def load(cls, path: str | Path) -> PrefillSettings:
+        """The settings that `save` wrote, or those in a model's ``config.json``.
+
+        Raises
+        ------
+        OSError
+            If there is no such file.
+        ValueError
+            If it holds something else.
+        """
+        try:
+            saved = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(saved, dict):
+                raise TypeError(f"got a {type(saved).__name__}")
+            return cls.from_dict(saved.get(CONFIG_KEY, saved))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"settings must be a JSON object of FlexPrefill's options; {path}: {error}") from error
+
+    @classmethod
+    def from_options(
+        cls, config: FlexPrefillConfig | PrefillSettings | str | Path | None = None, **options: Any
+    ) -> PrefillSettings:
+        """Settings from the fields of this class and of FlexPrefillConfig, side by side; or whole ones, or a file of them."""
+        if isinstance(config, (str, Path)):
+            config = cls.load(config)
         if isinstance(config, PrefillSettings):
             if options:
                 raise ValueError(f"config must come without options of its own; got {sorted(options)} too")

@@ -67,6 +67,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.tune",),
     ("integrations.*",),
     ("integrations",),
+    ("commands.exit_codes",),
+    ("commands.errors", "commands.output"),
+    ("commands.options", "commands.loading"),
+    ("commands.*",),
+    ("commands.app",),
+    ("commands.main",),
+    ("__main__",),
 )
 
 # What each of these may import of flexmask, whatever its place. The pictures know nothing of what they draw.
@@ -76,19 +83,27 @@ APART: dict[str, tuple[str, ...]] = {
     "reference.*": ("reference.*",),
 }
 
-SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference", "pictures")
+SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference", "commands", "pictures")
 
-# flexmask/__init__.py gathers the core and these; nothing imports it in turn.
+# The program stands on top: it alone may import the index, which does not import it.
+PROGRAM = ("commands.", "__main__")
+
+# flexmask/__init__.py gathers the core and these; nothing but the program imports it in turn.
 INDEX = "flexmask"
 INDEX_ALSO_IMPORTS = ("plot",)
 
 # Besides the standard library and torch. The first when the module is imported, the second only inside its functions.
-AT_IMPORT: dict[str, tuple[str, ...]] = {"kernels.*": ("triton",), "integrations.*": ("transformers",)}
+AT_IMPORT: dict[str, tuple[str, ...]] = {
+    "kernels.*": ("triton",),
+    "integrations.*": ("transformers",),
+    "commands.*": ("typer", "rich"),
+}
 INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {
     "plot": ("matplotlib", "numpy"),
     "pictures.*": ("matplotlib", "numpy"),
     "integrations.*": ("transformers", "accelerate", "matplotlib"),
     "integrations.recorded_run": ("pandas",),
+    "commands.*": ("transformers",),
 }
 
 
@@ -149,9 +164,11 @@ def granted(module: str, table: dict[str, tuple[str, ...]]) -> set[str]:
 def may_import(module: str, target: str) -> bool:
     """True if `module` may import `target`, both modules of flexmask."""
     if target == INDEX:
-        return False
+        return module.startswith(PROGRAM)
     if module == INDEX:
-        return target in INDEX_ALSO_IMPORTS or (matching(target, APART) is None and not target.startswith(SIDE_FOLDERS))
+        return target in INDEX_ALSO_IMPORTS or (
+            matching(target, APART) is None and not target.startswith((*SIDE_FOLDERS, *PROGRAM))
+        )
     apart = matching(module, APART)
     if apart is not None:
         return any(fnmatch.fnmatch(target, pattern) for pattern in APART[apart])

@@ -1,0 +1,45 @@
+"""The program's commands and the options before them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flexmask.commands.doctor import doctor
+from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
+
+app = typer.Typer(
+    name="flexmask",
+    cls=Group,
+    help="FlexPrefill's sparse prefill attention: check a machine and a model, look, tune, compare.",
+    no_args_is_help=True,
+    # errors are ours to print
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from flexmask import __version__
+
+        typer.echo(f"flexmask {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help=f"Show the traceback of an error; as does {TRACEBACK_VARIABLE}=1.")
+    ] = False,
+) -> None:
+    """FlexPrefill's sparse prefill attention: check a machine and a model, look, tune, compare."""
+    # `Group` reads --traceback
+
+
+app.command()(doctor)

@@ -1,0 +1,155 @@
+"""``flexmask doctor``: what this machine and a model have for FlexPrefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexmask.commands import exit_codes
+from flexmask.commands.errors import option_errors
+from flexmask.commands.loading import chosen_device, chosen_dtype, load_config
+from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Selection, Set, Settings, settings_from
+from flexmask.commands.output import Json, Output
+from flexmask.environment import Problem, backends, device_name, problems, versions
+from flexmask.self_test import SelfTest, self_test
+
+if TYPE_CHECKING:
+    from flexmask.integrations.layer_plan import PlannedLayer
+    from flexmask.integrations.settings import PrefillSettings
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="PATH", help="Also say what happens to each layer of this model.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt that the layers are asked about.")] = 32768,
+    skip_self_test: Annotated[bool, typer.Option("--skip-self-test", help="Do not compile and run attention.")] = False,
+    device: Device = None,
+    dtype: DType = None,
+    gamma: Gamma = None,
+    selection: Selection = None,
+    dense_below: DenseBelow = None,
+    settings: Settings = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Check this machine, and a model before any weights are loaded.
+
+    Device, versions, backends and which one is taken, known bad combinations, and a self-test: compiled sparse attention
+    against dense attention under its mask. With a model: each layer served, dense or refused, from its config alone.
+
+    Exits with 1 where the self-test fails, a problem stops attention, or the model is refused.
+    """
+    output = Output(as_json)
+    where = chosen_device(device)
+    kind = chosen_dtype(dtype, where)
+    chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
+    config = None if model is None else load_config(model)
+    found = [*problems(where), *_of_the_adapter(needed=model is not None)]
+    document: dict[str, Any] = {
+        "device": device_name(where),
+        "versions": versions(),
+        "backends": [each._asdict() for each in backends(where, kind)],
+        "problems": [each._asdict() for each in found],
+    }
+    _show_machine(output, document)
+    bad = any(each.severity == "error" for each in found)
+    if not skip_self_test:
+        tests = _tested(output, where)
+        document["self_test"] = [each._asdict() | {"passed": each.passed} for each in tests]
+        bad = bad or not all(each.passed for each in tests)
+    if config is not None:
+        about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
+        plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
+        document["model"], document["layers"] = about, [each._asdict() for each in plan]
+        _show_layers(output, about, plan)
+        bad = bad or about["refused"] is not None or any(each.plan == "refused" for each in plan)
+    document["ok"] = not bad
+    output.line()
+    output.line("A problem was found." if bad else "All is well.")
+    output.result(document)
+    if bad:
+        raise typer.Exit(exit_codes.PROBLEM)
+
+
+def _of_the_adapter(needed: bool) -> list[Problem]:
+    """Problems of the Hugging Face adapter: the installed transformers."""
+    severity = "error" if needed else "warning"
+    try:
+        from flexmask.integrations.versions import check_release
+
+        check_release()
+    except ModuleNotFoundError:
+        return [Problem(severity, "transformers is missing: no Hugging Face models", "pip install 'flexmask[hf]'")]
+    except ImportError as error:
+        return [Problem(severity, str(error), "pip install 'transformers>=4.54,<=5.23'")]
+    return []
+
+
+def _tested(output: Output, device: str) -> list[SelfTest]:
+    with output.progress("self-test: compiling attention"):
+        tests = list(self_test(device))
+    rows = []
+    for each in tests:
+        verdict = "passed" if each.passed else "FAILED"
+        found = "" if each.difference is None else f"{each.difference:.1e}"
+        rows.append([each.selection, each.backend, each.dtype, each.density, found, f"{each.tolerance:g}", verdict, each.error])
+    columns = ["selection", "backend", "dtype", "density", "largest difference", "allowed", "", ""]
+    output.line()
+    output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")
+    return tests
+
+
+def _planned(
+    config: Any, settings: PrefillSettings | None, arguments: dict[str, Any], about: dict[str, Any]
+) -> Sequence[PlannedLayer]:
+    """The plan of each layer; `about` gets why the model is refused as a whole, and why nothing is known of it."""
+    from flexmask.integrations.layer_plan import layer_plan
+
+    about["refused"] = about["unknown"] = None
+    try:
+        with option_errors():
+            return layer_plan(config, settings, **arguments)
+    except NotImplementedError as error:
+        about["refused"] = str(error)
+    except RuntimeError as error:
+        about["unknown"] = str(error)
+    return []
+
+
+def _show_machine(output: Output, document: dict[str, Any]) -> None:
+    output.line(f"device  {document['device']}")
+    output.line("  ".join(f"{name} {version or 'missing'}" for name, version in document["versions"].items()))
+    output.line()
+    rows = [
+        [each["name"], "taken by auto" if each["chosen"] else "usable" if each["usable"] else "no", each["reason"]]
+        for each in document["backends"]
+    ]
+    output.table(["backend", "", "why not"], rows, "FlexAttention's backends")
+    output.line()
+    if not document["problems"]:
+        output.line("No known problem of this combination.")
+    for each in document["problems"]:
+        output.line(f"{each['severity']}: {each['what']}; {each['remedy']}")
+
+
+def _show_layers(output: Output, model: dict[str, Any], plan: Sequence[PlannedLayer]) -> None:
+    output.line()
+    if model["refused"] is not None:
+        output.line(f"{model['path']} ({model['type']}) is refused: {model['refused']}")
+    if model["unknown"] is not None:
+        output.line(f"{model['unknown']}; a short prompt inside of flexprefill(model, dense_below=0) shows what is served")
+    if not plan:
+        return
+    rows = []
+    # layers in a row that differ in nothing but their number
+    for same, group in groupby(plan, key=lambda each: each[1:]):
+        layers = [each.layer for each in group]
+        name = str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+        plan_, reason, heads, kv_heads, head_dim, window, backend = same
+        rows.append([name, plan_, heads, kv_heads, head_dim, window, backend, reason])
+    columns = ["layers", "prefill", "heads", "KV heads", "head_dim", "window", "backend", "why"]
+    output.table(columns, rows, f"{model['path']} ({model['type']}), a prompt of {model['tokens']:,} tokens")

@@ -1,0 +1,73 @@
+"""Errors of the commands: one line on stderr and an exit code, instead of a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from flexmask.commands import exit_codes
+
+TRACEBACK_VARIABLE = "FLEXMASK_TRACEBACK"
+
+
+class CommandError(Exception):
+    """What a command says before it exits with `code`."""
+
+    def __init__(self, message: str, code: int = exit_codes.PROBLEM) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def usage_error(message: str, option: str | None = None) -> NoReturn:
+    """Say what is wrong with the command line, naming the option, and exit with the code for that."""
+    raise typer.BadParameter(message, param_hint=None if option is None else f"'{option}'")
+
+
+def needs(package: str, extra: str) -> CommandError:
+    """The error of a command that an optional package is missing for."""
+    return CommandError(f"this command needs {package}: pip install 'flexmask[{extra}]'", exit_codes.MISSING)
+
+
+@contextlib.contextmanager
+def option_errors(option: str | None = None) -> Iterator[None]:
+    """Turn the library's errors about arguments into errors about options of the command line.
+
+    The library's messages open with the argument's name: ``gamma must be in (0, 1]; got 2`` is said of ``--gamma``, unless
+    `option` says which one.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name = str(error).partition(" ")[0].partition("[")[0]
+        hint = f"--{name.replace('_', '-')}" if name.isidentifier() else None
+        usage_error(str(error), option or hint)
+
+
+class Group(TyperGroup):
+    """The commands; what any of them raises ends as one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("flexmask: interrupted", file=sys.stderr)
+            raise typer.Exit(exit_codes.INTERRUPTED) from None
+        except CommandError as error:
+            message, code = str(error), error.code
+        # what the library refuses or cannot do; anything else is a bug, and shows its traceback
+        except (ImportError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, (typer.Exit, typer.Abort)):  # which are RuntimeErrors
+                raise
+            message, code = f"{type(error).__name__}: {error}", exit_codes.PROBLEM
+        if ctx.params.get("traceback") or os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
+            traceback.print_exc()
+        print(f"flexmask: {message.strip()}", file=sys.stderr)
+        raise typer.Exit(code)

@@ -1,0 +1,118 @@
+"""The model, the tokenizer and the texts that a command works on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexmask.commands.errors import CommandError, needs, usage_error
+from flexmask.commands.output import Output
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_config(model: str) -> Any:
+    """The config of a model, without its weights."""
+    auto, local = _transformers(), _local(model)
+    try:
+        return auto.AutoConfig.from_pretrained(model, local_files_only=local)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_a_model(model, error) from error
+
+
+def load_model(model: str, output: Output, device: str | None = None, dtype: str | None = None) -> tuple[PreTrainedModel, Any]:
+    """A decoder and its tokenizer, from a folder (without network) or by name; with the attention that it has by default.
+
+    `device` and `dtype` are those of the options `Device` and `DType`.
+    """
+    auto, local = _transformers(), _local(model)
+    chosen = chosen_device(device)
+    kind = chosen_dtype(dtype, chosen)
+    placed = {"device_map": "auto"} if chosen == "auto" else {}
+    with output.progress(f"loading {model}"):
+        try:
+            tokenizer = auto.AutoTokenizer.from_pretrained(model, local_files_only=local)
+            loaded = auto.AutoModelForCausalLM.from_pretrained(model, torch_dtype=kind, local_files_only=local, **placed)
+        except (OSError, ValueError, KeyError) as error:
+            raise _not_a_model(model, error) from error
+        ready = (loaded if placed else loaded.to(chosen)).eval()
+    return ready, tokenizer
+
+
+def chosen_device(device: str | None) -> str:
+    """The device of an option, checked: CUDA where there is one, else the CPU, unless it is named."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        usage_error(f"no such device: {str(error).splitlines()[0]}", "--device")
+    return device
+
+
+def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
+    """The dtype of an option, checked: float32 on a CPU, where it is faster, else bfloat16, unless it is named."""
+    if dtype is None:
+        return torch.float32 if device.startswith("cpu") else torch.bfloat16
+    if dtype not in DTYPES:
+        usage_error(f"must be one of {', '.join(DTYPES)}; got {dtype!r}", "--dtype")
+    found: torch.dtype = getattr(torch, dtype)
+    return found
+
+
+def read_text(path: str, option: str = "--prompt") -> str:
+    """The text of a file, or of stdin for ``-``; an empty one is refused."""
+    if path == "-":
+        text = sys.stdin.read()
+    else:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            usage_error(f"cannot read {path}: {reason}", option)
+    if not text.strip():
+        usage_error(f"{'stdin' if path == '-' else path} is empty", option)
+    return text
+
+
+def token_ids(tokenizer: Any, text: str, most: int | None = None) -> Tensor:
+    """(1, length): the tokens of a text, at most the first `most`."""
+    ids: Tensor = tokenizer(text, return_tensors="pt", truncation=most is not None, max_length=most)["input_ids"]
+    return ids
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise needs("transformers", "hf") from error
+    # a bar of its own for the weights; the warning about long texts is not for us, who do not train
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+def _local(model: str) -> bool:
+    """True for a folder, where no network is asked; what looks like a path must be one."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            usage_error(f"{model} is not a model: it has no config.json", "--model")
+        return True
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        usage_error(f"no folder {model}", "--model")
+    return False
+
+
+def _not_a_model(model: str, error: Exception) -> CommandError:
+    lines = str(error).strip().splitlines()
+    return CommandError(f"cannot load {model}: {lines[0] if lines else type(error).__name__}")

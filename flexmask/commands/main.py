@@ -1,0 +1,22 @@
+"""The entry point, which also answers where the packages of the command line are missing."""
+
+from __future__ import annotations
+
+import sys
+
+from flexmask.commands.exit_codes import MISSING
+
+# those of the extra `cli`
+_NEEDED = ("typer", "rich")
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names, and exit with its code."""
+    try:
+        from flexmask.commands.app import app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _NEEDED:
+            raise
+        print(f"flexmask: the command line needs {error.name}: pip install 'flexmask[cli]'", file=sys.stderr)
+        sys.exit(MISSING)
+    app(prog_name="flexmask")

@@ -1,0 +1,95 @@
+"""What a command prints: its result on stdout, as text or as one JSON document; progress and remarks on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
+# called with what is done and what there is to do
+Advance = Callable[[int, int], None]
+
+
+class Output:
+    """The two streams of one command.
+
+    Parameters
+    ----------
+    as_json
+        True for one JSON document on stdout; progress is silent then.
+    """
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+        # wide enough where nobody looks: a log or a pipe gets whole lines
+        self._out = Console(soft_wrap=True, highlight=False)
+        self._err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+    def line(self, text: str = "") -> None:
+        """One line of the result; not with JSON."""
+        if not self.as_json:
+            self._out.print(text, markup=False)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
+        """A table of the result, its numbers to the right; not with JSON."""
+        if self.as_json:
+            return
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        for at, name in enumerate(columns):
+            numbers = [row[at] for row in rows if row[at] not in ("", None)]
+            right = bool(numbers) and all(isinstance(each, (int, float)) for each in numbers)
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(_cell, row))
+        self._out.print(table, soft_wrap=False)
+
+    def remark(self, text: str) -> None:
+        """One line on stderr, with JSON too: where a file went, what was left out."""
+        self._err.print(text, markup=False)
+
+    def result(self, document: dict[str, Any]) -> None:
+        """The result as a JSON document, where that is wanted; numbers that JSON does not have become null."""
+        if self.as_json:
+            print(json.dumps(_json_value(document), indent=2, ensure_ascii=False))
+
+    @contextlib.contextmanager
+    def progress(self, what: str) -> Iterator[Advance]:
+        """A bar on stderr while something runs: a spinner until the first call of what this gives, then a count.
+
+        Silent with JSON and where stderr is no terminal.
+        """
+        counted = (BarColumn(), MofNCompleteColumn())
+        bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            *counted,
+            TimeElapsedColumn(),
+            console=self._err,
+            transient=True,
+            disable=self.as_json or not self._err.is_terminal,
+        )
+        with bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _json_value(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)

@@ -1,0 +1,161 @@
+"""What this machine has for FlexPrefill: versions, FlexAttention's backends, and combinations that are known not to work."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+
+from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, HAS_CPU_KERNEL, HAS_FLASH_BACKEND, HAS_TRITON, KNOWS_LENGTHS
+from flexmask.base.inputs import AttentionInputs
+from flexmask.flex.backend import chosen_backend, flash_installed
+
+PACKAGES = ("flexmask", "torch", "triton", "flash-attn-4", "transformers", "accelerate", "matplotlib")
+
+
+class BackendReport(NamedTuple):
+    """One backend of FlexAttention: whether it can run, whether ``"auto"`` takes it, and why not."""
+
+    name: str
+    usable: bool
+    chosen: bool
+    reason: str
+
+
+class Problem(NamedTuple):
+    """Something that does not work here, or may not: `severity` ``"error"`` or ``"warning"``, and what to do about it."""
+
+    severity: str
+    what: str
+    remedy: str
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of Python and of the packages that matter; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    from flexmask import __version__  # a checkout need not be installed
+
+    return found | {"flexmask": __version__, "torch": torch.__version__}
+
+
+def device_name(device: torch.device | str) -> str:
+    """A device in words."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        memory, capability = properties.total_memory / 2**30, f"{properties.major}.{properties.minor}"
+        return f"{properties.name}, compute capability {capability}, {memory:.0f} GiB"
+    return (
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        if device.type == "cpu"
+        else str(device)
+    )
+
+
+def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> list[BackendReport]:
+    """Every backend for plain attention on `device`: usable or not, and which one ``backend="auto"`` takes.
+
+    Examples
+    --------
+    >>> [(each.name, each.chosen) for each in backends("cpu", torch.float32)]
+    [('cpu', True), ('triton', False), ('flash', False)]
+    """
+    x = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype).expand(1, 1, 256, head_dim)
+    inputs = AttentionInputs(x, x, x, scale=1.0)
+    auto = chosen_backend("auto", inputs, 128, False)
+    found = []
+    for name in ("cpu", "triton", "flash"):
+        reason = ""
+        if name == "cpu":
+            if x.device.type != "cpu":
+                reason = f"it is for CPUs (got {x.device.type})"
+            elif not HAS_CPU_KERNEL:
+                reason = f"it needs torch >= 2.6 (got {torch.__version__})"
+        else:
+            try:
+                with torch.no_grad():
+                    chosen_backend(name, inputs, 128, False)
+            except ValueError as error:
+                reason = str(error).removeprefix(f'backend="{name}" ').removeprefix("cannot run here: ")
+        if name == auto:
+            found.append(BackendReport(name, not reason, True, reason))
+        else:
+            found.append(BackendReport(name, not reason, False, reason or f"{auto} is faster here"))
+    return found
+
+
+def problems(device: torch.device | str) -> list[Problem]:
+    """Known bad combinations of what is installed, what is set and `device`; those that stop attention first."""
+    kind = torch.device(device).type
+    found = [*_of_compilation(kind), *(_of_cpus() if kind == "cpu" else _of_gpus(torch.device(device)))]
+    if not KNOWS_LENGTHS:
+        found.append(
+            Problem(
+                "warning",
+                "torch 2.5's BlockMask rounds lengths up to whole blocks in shape, sparsity and pictures",
+                "torch >= 2.6",
+            )
+        )
+    if flash_installed() and not HAS_FLASH_BACKEND:
+        found.append(
+            Problem("warning", f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10")
+        )
+    return sorted(found, key=lambda each: each.severity != "error")
+
+
+def _of_compilation(kind: str) -> list[Problem]:
+    found = [
+        Problem("error", f"{name}={value} switches torch.compile off, and attention never runs uncompiled", f"unset {name}")
+        for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+        if (value := os.environ.get(name, "0")) not in ("", "0")
+    ]
+    if kind != "cpu" and not HAS_TRITON:
+        found.append(
+            Problem("error", "triton is missing, which compiled attention needs on a GPU", "pip install 'flexmask[gpu]'")
+        )
+    if kind != "cpu" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        found.append(Problem("warning", "TRITON_INTERPRET is set: kernels run in Triton's interpreter", "unset TRITON_INTERPRET"))
+    return found
+
+
+def _of_cpus() -> list[Problem]:
+    if not HAS_CPU_KERNEL:
+        what = f"torch {torch.__version__} has FlexAttention on CUDA only: masks can be made, sparse attention raises"
+        return [Problem("error", what, "torch >= 2.6")]
+    found = []
+    compiler = os.environ.get("CXX") or {"Darwin": "clang++", "Windows": "cl"}.get(platform.system(), "g++")
+    if shutil.which(compiler.split()[0]) is None:
+        what = f"no C++ compiler ({compiler}), which Inductor compiles attention with on a CPU"
+        found.append(Problem("error", what, "install g++, or name a compiler in CXX"))
+    if not CPU_TAKES_UNBACKED_SIZES:
+        what = f"torch {torch.__version__} may fail to compile FlexAttention on a CPU for padded batches and chunks"
+        found.append(Problem("warning", what, "torch >= 2.13"))
+    return found
+
+
+def _of_gpus(device: torch.device) -> list[Problem]:
+    if device.type != "cuda":
+        return [Problem("warning", f"attention was never run on {device.type}", "trust the self-test, and compare logits")]
+    if torch.version.hip is not None:
+        return [
+            Problem(
+                "warning", "the kernels were compiled for ROCm, and never run there", "trust the self-test, and compare logits"
+            )
+        ]
+    major = torch.cuda.get_device_capability(device)[0]
+    if major != 9:
+        what = f"compute capability {major}.x: the kernels were run on Hopper (9.0) only"
+        return [Problem("warning", what, "trust the self-test, and compare logits")]
+    if not flash_installed():
+        what = "flash-attn-4 is missing: half precision runs on the slower Triton backend"
+        return [Problem("warning", what, "pip install flash-attn-4, with torch >= 2.10")]
+    return []

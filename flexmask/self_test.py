@@ -1,0 +1,128 @@
+"""A self-test of compiled attention: sparse attention equals dense attention under its mask, expanded to pairs of tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask.attention import flexprefill_attention
+from flexmask.config import FlexPrefillConfig
+from flexmask.flex.backend import flash_available
+from flexmask.mask import flexprefill_mask
+
+# largest difference of an output, of values around 1, from attention in float64 on the same numbers
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+_NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 4, 2, 64
+# neither a multiple of a block
+_TOKENS = 1500
+_BLOCK_SIZE = 128
+_SELECTIONS = ("coverage", "hybrid")
+
+
+class SelfTest(NamedTuple):
+    """The outcome of one case.
+
+    Attributes
+    ----------
+    selection, backend, dtype : str
+    density : float or None
+        Kept share of the visible blocks.
+    difference : float or None
+        Largest difference from dense attention under the expanded mask.
+    skipped : float or None
+        Largest difference from dense attention without the mask: what the skipped blocks would have brought.
+    tolerance : float
+        What `difference` may be; `skipped` must be more, or the case shows nothing.
+    seconds : float
+        Compilation included.
+    error : str
+        What was raised, else empty.
+    """
+
+    selection: str
+    backend: str
+    dtype: str
+    density: float | None
+    difference: float | None
+    skipped: float | None
+    tolerance: float
+    seconds: float
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """True where the outputs agree, and would not without the mask."""
+        return (
+            self.difference is not None
+            and self.skipped is not None
+            and self.difference <= self.tolerance < self.skipped  # NaN is neither
+        )
+
+
+def self_test(device: torch.device | str) -> Iterator[SelfTest]:
+    """Run each selection on each backend that `device` has, and yield the outcome of each; nothing is raised.
+
+    The first case compiles, which takes the longer part of a minute where Inductor has nothing cached.
+
+    Examples
+    --------
+    >>> for each in self_test("cpu"):  # doctest: +SKIP
+    ...     print(each.selection, each.backend, each.passed)
+    coverage auto True
+    hybrid auto True
+    """
+    device = torch.device(device)
+    cases = [("auto", torch.float32)] if device.type == "cpu" else [("triton", torch.float32), ("triton", torch.bfloat16)]
+    if device.type == "cuda" and flash_available() and torch.cuda.get_device_capability(device)[0] == 9:
+        cases.append(("flash", torch.bfloat16))
+    for backend, dtype in cases:
+        for selection in _SELECTIONS:
+            start = time.perf_counter()
+            numbers: tuple[float | None, ...] = (None, None, None)
+            error = ""
+            try:
+                numbers = _differences(device, backend, dtype, selection)
+            except Exception as raised:  # whatever it is, it is what the test was run for
+                error = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
+            name = str(dtype).removeprefix("torch.")
+            yield SelfTest(selection, backend, name, *numbers, TOLERANCES[dtype], time.perf_counter() - start, error)
+
+
+@torch.no_grad()
+def _differences(device: torch.device, backend: str, dtype: torch.dtype, selection: str) -> tuple[float, float, float]:
+    """Density, and the largest difference from dense attention with and without the mask."""
+    query, key, value = (x.to(device, dtype) for x in _inputs())
+    config = FlexPrefillConfig(gamma=0.5, min_budget=0, block_size=_BLOCK_SIZE, selection=selection)
+    mask = flexprefill_mask(query, key, config=config)
+    out = flexprefill_attention(query, key, value, config=config, backend=backend, dense_below=0)
+    assert isinstance(out, Tensor)
+    blocks = mask.to_dense().bool().cpu()
+    causal = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
+    pairs = blocks.repeat_interleave(_BLOCK_SIZE, 2).repeat_interleave(_BLOCK_SIZE, 3)[..., :_TOKENS, :_TOKENS] & causal
+    visible = torch.ones(blocks.shape[-2:]).tril().sum()
+    density = float(blocks.tril().sum() / (visible * _NUM_HEADS))
+    off = [float((out.cpu().double() - _dense(query, key, value, shown)).abs().max()) for shown in (pairs, causal)]
+    return density, off[0], off[1]
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor) -> Tensor:
+    """Attention written out in float64 on the CPU."""
+    query, key, value = (x.cpu().double() for x in (query, key, value))
+    key, value = (x.repeat_interleave(_NUM_HEADS // _NUM_KV_HEADS, 1) for x in (key, value))
+    scores = (query @ key.mT / _HEAD_DIM**0.5).masked_fill(~pairs, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in which a few directions carry the attention, so that blocks can be skipped."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, _NUM_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
+    key = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
+    value = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
+    # runs of 150 tokens share a topic: a token attends to those of its own
+    topics = 2 * torch.randn(3, _HEAD_DIM, generator=generator).repeat(4, 1).repeat_interleave(-(-_TOKENS // 12), 0)[:_TOKENS]
+    return query + topics, key + topics, value
