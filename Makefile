@@ -20,7 +20,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions clean
+.PHONY: help install pictures demo test test-all test-gpu style format bench bench-report test-versions clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,9 @@ format: $(READY) ## sort imports and format, in place
 
 bench: $(READY) ## speed in brief; PART=latency|breakeven|stages|memory|compile|long measures that for the report, on a GPU
 	$(if $(PART),$(RUN) -m bench.parts $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
+
+pictures: $(READY) ## every picture of the documents, drawn again (minutes, on a CPU)
+	$(RUN) -m bench.pictures $(ARGS)
 
 bench-report: $(READY) ## bench/REPORT.md from what make bench PART=... has measured, without a GPU
 	$(RUN) -m bench.report $(ARGS)

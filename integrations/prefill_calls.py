@@ -51,7 +51,7 @@ class PrefillCalls:
         cycle. Those calls share the mask.
         """
         numbers = self.numbers.setdefault(layer, [])
-        again = prefill is not None and numbers and self._latest.get(layer) == prefill
+        again = prefill is not None and bool(numbers) and self._latest.get(layer) == prefill
         numbers.append(numbers[-1] if again else numbers[-1] + 1 if numbers else 0)
         self.sizes.setdefault(layer, []).append(size)
         if not again:

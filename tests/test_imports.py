@@ -65,8 +65,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.attention_call",),
     ("integrations.hooks", "integrations.registration", "integrations.tune_result"),
     ("integrations.tune",),
+    ("integrations.inspection_heads", "integrations.inspection_maps"),
     ("integrations.*",),
     ("integrations",),
+    ("report.images", "report.style"),
+    ("report.page",),
+    ("report.write",),
     ("commands.exit_codes",),
     ("commands.errors", "commands.output"),
     ("commands.options", "commands.loading"),
@@ -83,10 +87,10 @@ APART: dict[str, tuple[str, ...]] = {
     "reference.*": ("reference.*",),
 }
 
-SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference", "commands", "pictures")
+SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference", "commands", "pictures", "report")
 
 # The program stands on top: it alone may import the index, which does not import it.
-PROGRAM = ("commands.", "__main__")
+PROGRAM = ("commands.", "report.", "__main__")
 
 # flexmask/__init__.py gathers the core and these; nothing but the program imports it in turn.
 INDEX = "flexmask"
@@ -103,7 +107,8 @@ INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {
     "pictures.*": ("matplotlib", "numpy"),
     "integrations.*": ("transformers", "accelerate", "matplotlib"),
     "integrations.recorded_run": ("pandas",),
-    "commands.*": ("transformers",),
+    "report.*": ("matplotlib",),
+    "commands.*": ("transformers", "matplotlib"),
 }
 
 

@@ -8,6 +8,7 @@ import typer
 
 from flexmask.commands.doctor import doctor
 from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
+from flexmask.commands.inspect import inspect
 
 app = typer.Typer(
     name="flexmask",
@@ -43,3 +44,4 @@ def program(
 
 
 app.command()(doctor)
+app.command()(inspect)

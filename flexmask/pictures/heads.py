@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from flexmask.pictures.head_rows import HeadMap, head_map, query_aware_heads, rows_of
-from flexmask.pictures.style import LEFT_OUT, own_axes, whole_numbers
+from flexmask.pictures.style import LEFT_OUT, legend_below, own_axes, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,7 @@ def plot_distances(source: Any, axes: Axes | None = None, *, tau: float | None =
     places = [(head, values.layers.index(layer)) for layer, head in query_aware_heads(rows)]
     if places:
         # in a corner, where the numbers are not
-        x, y = [head + 0.32 for head, _ in places], [number - 0.3 for _, number in places]
+        x, y = [head + 0.3 for head, _ in places], [number - 0.28 for _, number in places]
         axes.scatter(x, y, s=14, c="#ffffff", edgecolors="#000000", linewidths=0.7)
     return axes
 
@@ -143,5 +143,4 @@ def _hatch(axes: Axes, places: list[Any], any_dense: bool) -> None:
     for number, head in places:
         axes.add_patch(Rectangle((head - 0.5, number - 0.5), 1, 1, **style))
     if any_dense:
-        legend = [Patch(label="ran dense", **style)]
-        axes.legend(handles=legend, loc="upper right", bbox_to_anchor=(1, -0.14), frameon=False, fontsize=8, borderaxespad=0)
+        legend_below(axes, [Patch(label="ran dense", **style)])

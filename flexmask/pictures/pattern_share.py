@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flexmask.pictures.head_rows import pattern_shares
-from flexmask.pictures.style import EDGE, PATTERNS, own_axes, whole_numbers
+from flexmask.pictures.style import EDGE, PATTERNS, legend_below, own_axes, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,5 +50,5 @@ def plot_pattern_share(source: Any, axes: Axes | None = None) -> Axes:
     axes.set(xlabel="layer", ylabel="share of heads", ylim=(0, 1), xlim=(-0.6, len(layers) - 0.4))
     axes.set_title("Pattern by layer", fontsize=10)
     axes.tick_params(labelsize=8)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.42), ncols=4, frameon=False, fontsize=8, handlelength=1.6)
+    legend_below(axes, ncols=4, handlelength=1.6)
     return axes

@@ -55,6 +55,25 @@ def whole_numbers(axis: Any, labels: Sequence[int], most: int = 20) -> None:
     axis.set_ticks(places, labels=[str(labels[place]) for place in places])
 
 
+def legend_below(axes: Axes, handles: Sequence[Any] | None = None, *, points: float = 34, **style: Any) -> None:
+    """A legend in one line under the axis' name, `points` below the axes whatever their size."""
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = axes.figure
+    below = axes.transAxes + ScaledTranslation(0, -points / 72, figure.dpi_scale_trans)
+    given: dict[str, Any] = {} if handles is None else {"handles": handles}
+    axes.legend(
+        **given,
+        **style,
+        bbox_transform=below,
+        bbox_to_anchor=(0.5, 0),
+        loc="upper center",
+        frameon=False,
+        fontsize=8,
+        borderaxespad=0,
+    )
+
+
 def draw_blocks(axes: Axes, values: Any, size: tuple[int, int, int, int], colours: dict[str, Any]) -> Any:
     """Draw one value a block, and the causal line; `size` is q_len, kv_len and the tokens of a block by query and key."""
     q_len, kv_len, q_block, kv_block = size
