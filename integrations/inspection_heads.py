@@ -9,6 +9,7 @@ RULE = (
     "Of the heads that ran sparse: the one of the lowest density, of the median density, of the highest density, and of the "
     "lowest coverage; and where these are all of one pattern, the head of the median density of the other pattern."
 )
+ASKED = "asked for"
 
 
 class ChosenHead(NamedTuple):
@@ -61,5 +62,5 @@ def asked_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], heads:
                 raise ValueError(f"heads must be in [0, {number}) in layer {layer}; got {head}")
             if patterns[layer, head] == "dense":
                 raise ValueError(f"layers must be such that ran sparse; layer {layer} ran dense")
-            found.append(ChosenHead(layer, head, "asked for"))
+            found.append(ChosenHead(layer, head, ASKED))
     return found

@@ -62,7 +62,7 @@ def inspect(
     with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors():
         found = inspect_prefill(loaded, ids, progress=advance, **options)
     with output.progress("drawing"):
-        page = write_report(found, out, model=Path(model).name, prompt=tokenizer.decode(ids[0]))
+        page = write_report(found, out, model=model, prompt=tokenizer.decode(ids[0]))
     output.line(str(found.summary))
     stages = "  ".join(f"{name} {seconds:.3g} s" for name, seconds in found.times.stages.items())
     output.line(f"forward pass {found.times.total:.3g} s: {stages}")

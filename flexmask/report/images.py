@@ -66,7 +66,7 @@ def shown_head_images(shown: ShownHead) -> list[Image]:
         "kept": f"Attention of {where} in the blocks that its mask keeps: {shown.attention_kept:.1%} of all.",
         "left out": f"Attention of {where} in the blocks that its mask leaves out: {1 - shown.attention_kept:.1%} of all.",
     }
-    return [_image(f"layer{shown.layer}-head{shown.head}-{name}", alts[part], (5.4, 4.6), drawn(part)) for part, name in _PARTS]
+    return [_image(f"layer{shown.layer}-head{shown.head}-{name}", alts[part], (4.9, 4.2), drawn(part)) for part, name in _PARTS]
 
 
 def _image(name: str, alt: str, size: tuple[float, float], draw: Callable[[Axes], object]) -> Image:

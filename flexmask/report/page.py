@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from flexmask.integrations.inspection import HOW_TIMED, Inspection, ShownHead
-from flexmask.integrations.inspection_heads import RULE
+from flexmask.integrations.inspection_heads import ASKED, RULE
 from flexmask.report.images import Image, has_distances
 from flexmask.report.style import STYLE
 
@@ -28,6 +28,7 @@ def page(found: Inspection, overview: Sequence[Image], shown: Sequence[Sequence[
     """
     title = escape(f"FlexPrefill in {model}")
     heads = "".join(_shown(head, images) for head, images in zip(found.heads, shown, strict=True))
+    rule = RULE if any(head.why != ASKED for head in found.heads) else ""
     none = "" if found.heads else "<p>Every layer ran dense: there is no mask to show.</p>"
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -42,10 +43,10 @@ def page(found: Inspection, overview: Sequence[Image], shown: Sequence[Sequence[
 <h1>{title}</h1>
 {_facts(found)}
 <h2>Heads</h2>
-<div class="figures wide">{"".join(_figure(image, _caption(image, found)) for image in overview)}</div>
+<div class="figures">{"".join(_figure(image, _caption(image, found)) for image in overview)}</div>
 {_without_distances(found)}
 <h2>Masks over the true attention</h2>
-<p>{escape(RULE) if found.heads else ""} Attention is that of all rows, computed in full from the layer's queries and keys and
+<p>{escape(rule)} Attention is that of all rows, computed in full from the layer's queries and keys and
 pooled to blocks: a cell is the mean share of a row's attention. Grey is what a picture leaves out.</p>
 {none}{heads}
 <h2>Time</h2>
@@ -79,15 +80,20 @@ def _facts(found: Inspection) -> str:
 
 def _figure(image: Image, caption: str) -> str:
     data = base64.b64encode(image.png).decode()
-    image_tag = f'<img alt="{escape(image.alt)}" src="data:image/png;base64,{data}">'
-    return f"<figure>{image_tag}<figcaption>{escape(caption)}</figcaption></figure>"
+    width, height = (int.from_bytes(image.png[at : at + 4], "big") for at in (16, 20))  # of the PNG's first chunk
+    shown = f'<img alt="{escape(image.alt)}" width="{width}" height="{height}" src="data:image/png;base64,{data}">'
+    return f'<figure style="max-width: {width}px">{shown}<figcaption>{escape(caption)}</figcaption></figure>'
 
 
 def _caption(image: Image, found: Inspection) -> str:
     tau = found.run.settings.config.tau
+    kinds = {pattern for layer in found.summary.layers for pattern in layer.patterns}
+    patterns = "Hybrid selection chooses by the same rule in every head."
+    if kinds != {"hybrid"}:
+        patterns = "Vertical-slash heads keep whole key blocks and block diagonals; query-aware heads keep blocks of their own."
     return {
         "density": "Share of its visible blocks that each head keeps. Attention costs as much.",
-        "patterns": "Vertical-slash heads keep whole key blocks and block diagonals; query-aware heads keep blocks of their own.",
+        "patterns": patterns,
         "distances": f"Distance of the pooled estimate to the true attention of the last rows. Below tau = {tau:g} (dot) a "
         "head is query-aware.",
         "coverage": "Share of the last rows' true attention that the kept blocks hold. A low value in a head whose attention is "
@@ -99,7 +105,9 @@ def _without_distances(found: Inspection) -> str:
     rows = found.run.rows()
     if has_distances(rows) or not found.heads:
         return ""
-    return "<p>Hybrid selection takes no Jensen-Shannon distance: it chooses by thresholds, the same way in every head.</p>"
+    return (
+        "<p>No Jensen-Shannon distances: hybrid selection takes none, since it chooses by the same thresholds in every head.</p>"
+    )
 
 
 def _shown(head: ShownHead, images: Sequence[Image]) -> str:

@@ -13,8 +13,7 @@ h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
 p, li { max-width: 46rem; } .soft { color: var(--soft); }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-figure { flex: 1 1 22rem; min-width: 0; max-width: 38rem; margin: 0; }
-.wide figure { max-width: 100%; }
+figure { flex: 1 1 22rem; min-width: 0; margin: 0; }
 figure img { width: 100%;
   height: auto; display: block; background: #fff; padding: .4rem; border: 1px solid var(--line); border-radius: .4rem; }
 figcaption { color: var(--soft); font-size: .85rem; padding: .3rem .1rem; }
