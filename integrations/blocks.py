@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from flexmask.integrations.models import text_config
 from flexmask.integrations.right_padding import watch_token_ids
 from flexmask.integrations.run import LOCK, RUNS, FlexPrefillRun
-from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings, saved_settings
+from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings, process_settings, saved_settings
 
 NAME = "flexprefill"
 _log = logging.getLogger("flexmask")
@@ -144,7 +144,7 @@ def _is_decoding(inputs: Iterable[Any]) -> bool:
 def model_settings(
     model: PreTrainedModel, gamma: float | Sequence[float] | None, tau: float | None, options: dict[str, Any]
 ) -> PrefillSettings:
-    """The settings that a caller names for a model; where he names none, those in its config, else the defaults.
+    """The settings that a caller names for a model; where he names none, the process's, those in its config, else the defaults.
 
     Raises
     ------
@@ -152,7 +152,7 @@ def model_settings(
         For unknown options, values out of their range, layers that the model does not have.
     """
     options = {**options, **{name: value for name, value in (("gamma", gamma), ("tau", tau)) if value is not None}}
-    settings = None if options else configured(text_config(model))
+    settings = None if options else process_settings() or configured(text_config(model))
     return checked(model, settings or PrefillSettings.from_options(**options))
 
 

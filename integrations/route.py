@@ -21,7 +21,7 @@ from flexmask.integrations.prefill_calls import CallSize
 from flexmask.integrations.prefill_mask import PrefillMask
 from flexmask.integrations.right_padding import with_deciding_rows
 from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
-from flexmask.integrations.settings import PrefillSettings, saved_settings
+from flexmask.integrations.settings import PrefillSettings, outside_of_blocks
 from flexmask.integrations.tensor_parallel import of_own_heads
 from flexmask.plain.published import check_published
 from flexmask.stats import FlexPrefillStats, empty_stats
@@ -44,7 +44,7 @@ class PrefillCall(NamedTuple):
     def of(cls, module: nn.Module, inputs: AttentionInputs, mask: PrefillMask) -> PrefillCall:
         """The call of an attention module, with the settings of the block or hook that it is in, else of its config."""
         run = RUNS.get(module) or HOOKS.get(module)
-        settings = run.settings if run else saved_settings(getattr(module, "config", None)) or PrefillSettings()
+        settings = run.settings if run else outside_of_blocks(getattr(module, "config", None))
         layer = run.calls.layer_of(module) if run else getattr(module, "layer_idx", None)
         number = -1 if layer is None else layer
         config = of_own_heads(settings.of_layer(number), module, inputs.query.shape[1])

@@ -162,13 +162,18 @@ class PrefillSettings:
         ValueError
             If it holds something else.
         """
+        return cls.parse(Path(path).read_text(encoding="utf-8"), str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str = "this text") -> PrefillSettings:
+        """The settings in the text of such a file; errors name `source`."""
         try:
-            saved = json.loads(Path(path).read_text(encoding="utf-8"))
+            saved = json.loads(text)
             if not isinstance(saved, dict):
                 raise TypeError(f"got a {type(saved).__name__}")
             return cls.from_dict(saved.get(CONFIG_KEY, saved))
         except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"settings must be a JSON object of FlexPrefill's options; {path}: {error}") from error
+            raise ValueError(f"settings must be a JSON object of FlexPrefill's options; {source}: {error}") from error
 
     @classmethod
     def from_options(
@@ -203,6 +208,26 @@ def saved_settings(config: Any) -> PrefillSettings | None:
     """The settings in a model's config, as ``config.json`` keeps them, or None."""
     saved = getattr(config, CONFIG_KEY, None)
     return None if saved is None else _parsed(json.dumps(saved, sort_keys=True))
+
+
+# of every model of this process, by `register`; None: each model's own
+_of_process: PrefillSettings | None = None
+
+
+def use_in_process(settings: PrefillSettings | None) -> None:
+    """Give every model of this process these settings, None for none."""
+    global _of_process
+    _of_process = settings
+
+
+def process_settings() -> PrefillSettings | None:
+    """The settings that `use_in_process` gave, or None."""
+    return _of_process
+
+
+def outside_of_blocks(config: Any) -> PrefillSettings:
+    """The settings of a model that no block or hook is open on: the process's, its config's, else the defaults."""
+    return _of_process or saved_settings(config) or PrefillSettings()
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def tune(
     selection: str = "hybrid",
     attention_mask: Tensor | None = None,
     resume: str | Path | None = None,
-    progress: bool = True,
+    progress: bool | Callable[[int, int], None] = True,
     **options: Any,
 ) -> TuneResult:
     """Find a gamma for every head of a model, on prompts of the kind that it will read.
@@ -76,7 +77,8 @@ def tune(
         File to write after each layer, and to go on from if it is there; a finished one saves the measurement. JSON.
         Default: none.
     progress
-        Show transformers' progress bar, on a terminal. Default True.
+        Show transformers' progress bar, on a terminal. Default True. Or a function to call with the number of layers measured,
+        over all prompts, and of those to measure.
     options
         The other fields of FlexPrefillConfig; and `dense_layers`, `dense_below`, `backend` and `max_mask_bytes` of
         PrefillSettings. `dense_below` decides about windows; prompts shorter than it are measured as well.
@@ -133,15 +135,22 @@ def tune(
 
 
 def _measure(
-    model: PreTrainedModel, prompts: list[Tensor], settings: PrefillSettings, measured: MeasuredErrors, progress: bool
+    model: PreTrainedModel,
+    prompts: list[Tensor],
+    settings: PrefillSettings,
+    measured: MeasuredErrors,
+    progress: bool | Callable[[int, int], None],
 ) -> dict[int, str]:
     """Fill `measured`; return why layers stay dense."""
     register()
     layers = getattr(text_config(model), "num_hidden_layers", 0)
     done = sum(len(each) for each in measured.by_prompt)
-    with logging.tqdm(
-        total=len(prompts) * layers, initial=done, desc="tune: layers", leave=False, disable=None if progress else True
-    ) as bar:
+    shown: dict[str, Any] = {"total": len(prompts) * layers, "initial": done}
+    if callable(progress):
+        made: Any = nullcontext(_Count(progress, **shown))
+    else:
+        made = logging.tqdm(**shown, desc="tune: layers", leave=False, disable=None if progress else True)
+    with made as bar:
         probe = _Probe(measured, bar)
         run = FlexPrefillRun(settings, collect_stats=False, probe=probe)
         for number, prompt in enumerate(prompts):
@@ -160,6 +169,18 @@ def _measure(
             measured.complete[number] = True
             measured.save()
     return dict(sorted(measured.dense.items()))
+
+
+class _Count:
+    """A progress bar that tells a function how far it is."""
+
+    def __init__(self, told: Callable[[int, int], None], total: int, initial: int) -> None:
+        self.told, self.total, self.done = told, total, initial
+        told(initial, total)
+
+    def update(self) -> None:
+        self.done += 1
+        self.told(self.done, self.total)
 
 
 class _Probe:

@@ -6,9 +6,13 @@ from typing import Annotated
 
 import typer
 
+from flexmask.commands.checkout import bench, demo, fidelity
 from flexmask.commands.doctor import doctor
 from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
+from flexmask.commands.generate import generate
 from flexmask.commands.inspect import inspect
+from flexmask.commands.run import run
+from flexmask.commands.tune import tune
 
 app = typer.Typer(
     name="flexmask",
@@ -43,5 +47,10 @@ def program(
     # `Group` reads --traceback
 
 
-app.command()(doctor)
-app.command()(inspect)
+for _command in (doctor, inspect, generate, tune):
+    app.command()(_command)
+# what they do not know belongs to the program that they start
+_passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
+for _command in (demo, bench, fidelity):
+    app.command(context_settings=_passed_on)(_command)
+app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(run)

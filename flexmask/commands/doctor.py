@@ -111,7 +111,7 @@ def _planned(
 
     about["refused"] = about["unknown"] = None
     try:
-        with option_errors():
+        with option_errors(otherwise="--model" if settings is None else "--settings"):
             return layer_plan(config, settings, **arguments)
     except NotImplementedError as error:
         about["refused"] = str(error)

@@ -36,18 +36,23 @@ def needs(package: str, extra: str) -> CommandError:
 
 
 @contextlib.contextmanager
-def option_errors(option: str | None = None) -> Iterator[None]:
-    """Turn the library's errors about arguments into errors about options of the command line.
+def option_errors(*options: str, otherwise: str | None = None) -> Iterator[None]:
+    """Turn the library's errors about arguments, and files that cannot be read, into errors about options.
 
-    The library's messages open with the argument's name: ``gamma must be in (0, 1]; got 2`` is said of ``--gamma``, unless
-    `option` says which one.
+    The library's messages open with the argument's name: ``gamma must be in (0, 1]; got 2`` is said of ``--gamma`` where that is
+    one of `options`, else of `otherwise`; without one it stays what it is.
     """
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         name = str(error).partition(" ")[0].partition("[")[0]
-        hint = f"--{name.replace('_', '-')}" if name.isidentifier() else None
-        usage_error(str(error), option or hint)
+        option = next((each for each in options if each == f"--{name.replace('_', '-')}"), otherwise)
+        if option is None:
+            raise
+        message = (
+            f"cannot read {error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+        )
+        usage_error(message, option)
 
 
 class Group(TyperGroup):

@@ -84,9 +84,14 @@ def read_text(path: str, option: str = "--prompt") -> str:
     return text
 
 
-def token_ids(tokenizer: Any, text: str, most: int | None = None) -> Tensor:
-    """(1, length): the tokens of a text, at most the first `most`."""
-    ids: Tensor = tokenizer(text, return_tensors="pt", truncation=most is not None, max_length=most)["input_ids"]
+def token_ids(tokenizer: Any, text: str, most: int | None = None, chat: bool = False) -> Tensor:
+    """(1, length): the tokens of a text, at most the first `most`; with `chat` as a user's message, the answer next."""
+    if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            usage_error("the model's tokenizer has no chat template", "--chat")
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+    arguments = {} if most is None else {"truncation": True, "max_length": most}
+    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
     return ids
 
 

@@ -35,28 +35,26 @@ def settings_from(settings: Path | None = None, overrides: list[str] | None = No
 
     Options go before what the file `settings` holds. `options` that are None were not given.
     """
-    chosen = {name: value for name, value in options.items() if value is not None} | dict(map(_parsed, overrides or ()))
+    chosen = {name: value for name, value in options.items() if value is not None} | parsed_overrides(overrides)
     from flexmask.integrations.settings import PrefillSettings
 
     saved: dict[str, Any] = {}
     if settings is not None:
-        with option_errors("--settings"):
-            saved = read_settings(settings).to_dict()
+        with option_errors(otherwise="--settings"):
+            saved = PrefillSettings.load(settings).to_dict()
         for layer, of_layer in saved.get("layers", {}).items():
             again = next((name for name in chosen if name in of_layer), None)
             if again is not None:
                 usage_error(f"{settings} sets {again} of layer {layer}, which one {again} cannot override", f"--{again}")
     if settings is None and not chosen:
         return None
-    with option_errors():
+    with option_errors("--gamma", "--selection", "--dense-below", otherwise="--set" if overrides else "--settings"):
         return PrefillSettings.from_dict({**saved, **chosen})
 
 
-def read_settings(path: Path) -> PrefillSettings:
-    """The settings in a JSON file."""
-    from flexmask.integrations.settings import PrefillSettings
-
-    return PrefillSettings.load(path)
+def parsed_overrides(overrides: list[str] | None) -> dict[str, Any]:
+    """The settings of ``--set NAME=VALUE``; values are JSON, or words."""
+    return dict(map(_parsed, overrides or ()))
 
 
 def _parsed(override: str) -> tuple[str, Any]:

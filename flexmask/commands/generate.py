@@ -1,0 +1,103 @@
+"""``flexmask generate``: one prompt with dense attention and with FlexPrefill, side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexmask.commands.loading import load_model, read_text, token_ids
+from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Model, Prompt, Selection, Set, Settings, settings_from
+from flexmask.commands.output import Json, Output
+
+if TYPE_CHECKING:
+    from flexmask.integrations.side_by_side import SideBySide
+
+
+def generate(
+    model: Model,
+    prompt: Prompt,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed prefills of each kind; the median counts.")] = 1,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    device: Device = None,
+    dtype: DType = None,
+    gamma: Gamma = None,
+    selection: Selection = None,
+    dense_below: DenseBelow = None,
+    settings: Settings = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt with dense attention and with FlexPrefill: tokens, time to first token, density.
+
+    Both generate one token first, unmeasured, at the prompt's own length: what compiles compiles there. Decoding is greedy.
+    Without settings those in the model's config.json hold, else the library's defaults.
+    """
+    output = Output(as_json)
+    chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
+    text = read_text(prompt)
+    loaded, tokenizer = load_model(model, output, device, dtype)
+    ids = token_ids(tokenizer, text, chat=chat)
+    from flexmask.integrations.side_by_side import side_by_side
+
+    with output.progress(f"generating from {ids.shape[1]:,} tokens") as advance:
+        found = side_by_side(loaded, ids, chosen, max_new_tokens=max_new_tokens, repeats=repeats, progress=advance)
+    document = _document(found, tokenizer, model)
+    _show(output, document, found.run.dense_summary())
+    output.result(document)
+
+
+def _document(found: SideBySide, tokenizer: Any, model: str) -> dict[str, Any]:
+    ways = {
+        name: {
+            "first_token_seconds": each.seconds,
+            "timed": list(each.first_token),
+            "warm_up_seconds": each.warm_up,
+            "tokens": list(each.tokens),
+            "text": tokenizer.decode(each.tokens, skip_special_tokens=True),
+        }
+        for name, each in (("dense", found.dense), ("sparse", found.sparse))
+    }
+    return {
+        "model": model,
+        "prompt_tokens": found.prompt_tokens,
+        "settings": found.run.settings.to_dict(),
+        "density": found.density,
+        "density_by_layer": {
+            layer: sum(float(stats.density.mean()) for stats in calls) / len(calls)
+            for layer, calls in sorted(found.run.stats.items())
+        },
+        "dense_layers": {layer: reasons[-1] for layer, reasons in sorted(found.run.reasons.items()) if reasons[-1] is not None},
+        "same_tokens": found.same_tokens,
+        "largest_logit_change": found.logit_difference,
+        "largest_logit": float(found.dense.logits.abs().max()),
+        **ways,
+    }
+
+
+def _show(output: Output, document: dict[str, Any], dense: tuple[bool, str] | None) -> None:
+    settings = ", ".join(f"{name} {value}" for name, value in document["settings"].items() if name != "layers") or "defaults"
+    by_layer = ", gammas by layer and head" if "layers" in document["settings"] else ""
+    output.line(f"{document['model']}, {document['prompt_tokens']:,} tokens; FlexPrefill: {settings}{by_layer}")
+    output.line()
+    ways = (document["dense"], document["sparse"])
+    rows = [
+        ["time to first token", *(f"{each['first_token_seconds']:.3f} s" for each in ways)],
+        ["warm-up before it", *(f"{each['warm_up_seconds']:.3f} s" for each in ways)],
+        ["blocks kept", "100%", f"{document['density']:.1%}"],
+    ]
+    output.table(["", "dense", "FlexPrefill"], rows)
+    output.line()
+    ratio = ways[0]["first_token_seconds"] / ways[1]["first_token_seconds"]
+    output.line(
+        f"First token {ratio:.2f} times as fast. Largest change of a logit {document['largest_logit_change']:.3g}, "
+        f"of logits up to {document['largest_logit']:.3g}."
+    )
+    if dense is not None:
+        output.line(f"{dense[1]}")
+    output.line()
+    same, number = document["same_tokens"], max(len(each["tokens"]) for each in ways)
+    output.line(f"dense        {ways[0]['text']!r}")
+    output.line(f"FlexPrefill  {ways[1]['text']!r}")
+    output.line("All new tokens are the same." if same == number else f"The first {same} of {number} new tokens are the same.")

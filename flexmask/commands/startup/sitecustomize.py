@@ -1,0 +1,92 @@
+"""Registers "flexprefill" with transformers in a Python that starts with this folder on PYTHONPATH, and in its children.
+
+``flexmask run`` puts it there. Python imports `sitecustomize` when it starts; nothing else happens until the program imports
+transformers. Then the name is registered, and FLEXMASK_SETTINGS, a JSON object or a file of one, gives every model its settings.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+_VARIABLE = "FLEXMASK_SETTINGS"
+# once it is imported the name can be registered
+_AWAITED = "transformers.modeling_utils"
+
+
+class _Watch:
+    """A finder that lets others find transformers, and registers the name when its outermost import has ended.
+
+    Not sooner: flexmask imports parts of transformers itself, which must not be half imported then.
+    """
+
+    def __init__(self) -> None:
+        self.imports = threading.local()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The spec that the other finders have, its loader watched."""
+        if name.partition(".")[0] != "transformers":
+            return None
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._watch(spec.loader)
+        return spec
+
+    def _watch(self, loader: Any) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            self.imports.open = getattr(self.imports, "open", 0) + 1
+            try:
+                run(module)
+            finally:
+                self.imports.open -= 1
+            if self.imports.open == 0 and _AWAITED in sys.modules and self in sys.meta_path:
+                sys.meta_path.remove(self)  # type: ignore[arg-type]  # a finder by what it has
+                _register()
+
+        loader.exec_module = exec_module
+
+
+def _register() -> None:
+    """Register the name; the program goes on without where that fails."""
+    try:
+        _import_own_flexmask()
+        from flexmask.integrations.huggingface import register
+        from flexmask.integrations.settings import PrefillSettings
+
+        given = os.environ.get(_VARIABLE, "")
+        register(PrefillSettings.parse(given) if given.lstrip().startswith("{") else given or None)
+    except Exception as error:
+        print(f'flexmask: "flexprefill" is not registered: {type(error).__name__}: {error}', file=sys.stderr)
+
+
+def _import_own_flexmask() -> None:
+    """Import the package that this file belongs to: another one may be installed, or none."""
+    folder = _HERE.parents[1]
+    if "flexmask" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "flexmask", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None and spec.loader is not None
+        sys.modules["flexmask"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+def _run_next() -> None:
+    """Run the `sitecustomize` that this one hides."""
+    others = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+sys.meta_path.insert(0, _Watch())  # type: ignore[arg-type]  # a finder by what it has
+_run_next()
