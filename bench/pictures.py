@@ -50,7 +50,7 @@ def draw_heads(folder: Path) -> None:
     _save(plot_distances(rows, tau=found.run.settings.config.tau), folder / "distances.png")
     from matplotlib.figure import Figure
 
-    shown = found.heads[0]
+    shown = next(head for head in found.heads if "median" in head.why)
     figure = Figure(figsize=(15, 4.8), dpi=110, layout="constrained")
     for axes, part in zip(figure.subplots(1, 3), ("all", "kept", "left out"), strict=True):
         plot_attention(shown.mass, shown.block_size, shown.kept, part, axes)

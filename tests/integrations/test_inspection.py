@@ -68,7 +68,7 @@ def test_block_attention_is_a_dense_softmax_pooled_by_blocks(case, most_scores):
     assert torch.equal(found.isnan(), expected.isnan())
     assert (found - expected).abs().nan_to_num(0.0).max() < 1e-6
     # something is there to be compared
-    assert expected.nansum() > 3
+    assert expected.nansum() > 2.5
 
 
 def rows(densities, coverages, patterns):
