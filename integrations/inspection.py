@@ -200,6 +200,10 @@ def inspect_prefill(
     _check_shown(layers, heads, number)
     register()
     check_servable(inner)
+    if any(hasattr(parameter, "device_mesh") for parameter in inner.parameters()):
+        raise NotImplementedError(
+            "inspect_prefill does not serve a model spread over processes; load it on one, or with device_map"
+        )
     looker = _Looker(progress or (lambda done, of: None), 2 * number)
 
     run = FlexPrefillRun(settings, max_calls=None)
@@ -219,7 +223,7 @@ def inspect_prefill(
     shown = tuple(
         ShownHead(*head, *looker.maps[head[:2]], by_head[head[:2]], settings.of_layer(head.layer).block_size) for head in chosen
     )
-    return Inspection(run, StageTimes(total, tuple(looker.times)), shown, _about(inner, ids))
+    return Inspection(run, StageTimes(total, tuple(looker.times.values())), shown, _about(inner, ids))
 
 
 class _Looker:
@@ -228,7 +232,7 @@ class _Looker:
     def __init__(self, progress: Progress, of: int) -> None:
         self._progress, self._of, self._done = progress, of, 0
         self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.times: list[LayerTime] = []
+        self.times: dict[int, LayerTime] = {}
         self.not_counted = 0.0
 
     def begin(self, record: FlexPrefillRun, chosen: list[ChosenHead]) -> None:
@@ -269,7 +273,9 @@ class _Looker:
             for head in self._chosen:
                 if head.layer == call.layer and head[:2] not in self.maps:
                     self.maps[head[:2]] = _looked_at(inputs, call, head.head)
-        self.times.append(LayerTime(call.layer, own, selection))
+        # a layer may call attention more than once
+        before = self.times.get(call.layer, LayerTime(call.layer, 0.0, 0.0))
+        self.times[call.layer] = LayerTime(call.layer, before.call + own, before.selection + selection)
         return out, own
 
 

@@ -46,6 +46,8 @@ def inspect(
     except ImportError as error:
         raise needs("matplotlib", "plot") from error
     chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
+    if chosen is not None and chosen.method != "flexprefill":
+        usage_error(f"only FlexPrefill is inspected; got the method {chosen.method!r}", "--set")
     shown = {"layers": _numbers(layers, "--layers"), "heads": _numbers(heads, "--heads")}
     if shown["heads"] is not None and shown["layers"] is None:
         usage_error("must come with --layers", "--heads")
@@ -59,7 +61,7 @@ def inspect(
     from flexmask.report.write import write_report
 
     options: dict[str, Any] = shown if chosen is None else {**shown, "config": chosen}
-    with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors():
+    with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors("--layers", "--heads"):
         found = inspect_prefill(loaded, ids, progress=advance, **options)
     with output.progress("drawing"):
         page = write_report(found, out, model=model, prompt=tokenizer.decode(ids[0]))
@@ -68,6 +70,8 @@ def inspect(
     output.line(f"forward pass {found.times.total:.3g} s: {stages}")
     for head in found.heads:
         output.line(f"layer {head.layer}, head {head.head} ({head.why}): {head.attention_kept:.1%} of its attention kept")
+    if not found.heads:
+        output.remark("every layer ran dense, so that there are no masks to show; --dense-below 0 makes short prompts sparse")
     output.line(f"report: {page}")
     output.result({"report": str(page), **found.to_dict()})
 

@@ -79,7 +79,7 @@ def test_json_is_what_is_written(model_folder, prompt_file, tmp_path):
         (["--layers", "3-1"], "must name at least one"),
         (["--layers", "7"], r"layers must be in [0, 2); got 7"),
         (["--gamma", "2"], "gamma must be"),
-        (["--set", "method=causal"], 'method must be "flexprefill"'),
+        (["--set", "method=causal"], "only FlexPrefill is inspected; got the method 'causal'"),
     ],
 )
 def test_wrong_options_are_usage_errors(model_folder, prompt_file, tmp_path, options, message):
