@@ -66,6 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.hooks", "integrations.registration", "integrations.tune_result"),
     ("integrations.tune",),
     ("integrations.inspection_heads", "integrations.inspection_maps"),
+    ("integrations.inspection_calls",),
     ("integrations.*",),
     ("integrations",),
     ("report.images", "report.style"),

@@ -6,7 +6,8 @@ import base64
 from collections.abc import Sequence
 from html import escape
 
-from flexmask.integrations.inspection import HOW_TIMED, Inspection, ShownHead
+from flexmask.integrations.inspection import Inspection, ShownHead
+from flexmask.integrations.inspection_calls import HOW_TIMED
 from flexmask.integrations.inspection_heads import ASKED, RULE
 from flexmask.report.images import Image, has_distances
 from flexmask.report.style import STYLE

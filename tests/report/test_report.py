@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from flexmask import FlexPrefillStats
-from flexmask.integrations.inspection import Inspection, LayerTime, ShownHead, StageTimes
+from flexmask.integrations.inspection import Inspection, ShownHead
+from flexmask.integrations.inspection_calls import LayerTime, StageTimes
 from flexmask.integrations.inspection_heads import ASKED, RULE
 from flexmask.integrations.prefill_calls import CallSize
 from flexmask.integrations.recorded_run import FlexPrefillRun
