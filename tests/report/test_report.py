@@ -20,7 +20,8 @@ from flexmask.integrations.inspection_calls import LayerTime, StageTimes
 from flexmask.integrations.inspection_heads import ASKED, RULE
 from flexmask.integrations.prefill_calls import CallSize
 from flexmask.integrations.recorded_run import FlexPrefillRun
-from flexmask.report.images import head_images, shown_head_images
+from flexmask.report.images import Image, head_images
+from flexmask.report.page import page
 from flexmask.report.write import write_report
 from flexmask.stats import empty_stats
 
@@ -88,46 +89,53 @@ def page_of(path):
     return page
 
 
-def test_page_parses_and_loads_nothing(tmp_path):
-    path = write_report(inspection(), tmp_path, model=HOSTILE, prompt=HOSTILE)
-    page = page_of(path)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """An inspection, the folder of its report, and the page; model and prompt have markup for names."""
+    found = inspection()
+    path = write_report(found, tmp_path_factory.mktemp("report"), model=HOSTILE, prompt=HOSTILE)
+    return found, path.parent, page_of(path)
+
+
+def text_of(found):
+    """The text of a page whose pictures are not drawn."""
+    blank = Image("density", "None.", bytes(24))
+    parsed = Page(page(found, [blank], [[blank] * 3 for _ in found.heads], "model", "prompt"))
+    assert (parsed.open, parsed.wrong) == ([], [])
+    return " ".join("".join(parsed.text).split())
+
+
+def test_page_loads_nothing(written):
+    _, folder, page = written
     assert not page.of("script")
     for attribute in ("src", "href", "action", "data", "srcset"):
         for tag, attributes in page.tags:
             assert attributes.get(attribute, "data:").startswith("data:"), (tag, attribute)
-    text = path.read_text(encoding="utf-8")
-    assert not re.search(r"@import|url\(", text)
+    assert not re.search(r"@import|url\(", (folder / "report.html").read_text(encoding="utf-8"))
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert page.of("html") == [{"lang": "en"}]
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.of("meta")
 
 
-def test_texts_of_others_are_escaped(tmp_path):
-    path = write_report(inspection(), tmp_path, model=HOSTILE, prompt=HOSTILE)
-    text = "".join(page_of(path).text)
+def test_texts_of_others_are_escaped(written):
+    text = "".join(written[2].text)
     assert text.count(HOSTILE) == 3  # title, heading, prompt
     assert "in <dense_layers>" in text
 
 
-def test_pictures_in_the_page_are_the_files(tmp_path):
-    path = write_report(inspection(), tmp_path)
-    images = page_of(path).of("img")
-    files = {file.read_bytes() for file in tmp_path.glob("*.png")}
+def test_pictures_in_the_page_are_the_files(written):
+    _, folder, page = written
+    images = page.of("img")
     inside = [base64.b64decode(image["src"].removeprefix("data:image/png;base64,")) for image in images]
-    assert set(inside) == files
-    assert len(inside) == len(files) == 4 + 3
+    assert set(inside) == {file.read_bytes() for file in folder.glob("*.png")}
+    assert len(set(inside)) == 4 + 3
     assert all(image["alt"].endswith(".") for image in images)
-    assert {file.name for file in tmp_path.iterdir()} >= {
-        "report.html",
-        "inspection.json",
-        "density.png",
-        "layer1-head2-kept.png",
-    }
+    assert {file.name for file in folder.iterdir()} >= {"report.html", "inspection.json", "density.png", "layer1-head2-kept.png"}
 
 
-def test_page_says_the_numbers(tmp_path):
-    found = inspection()
-    text = " ".join("".join(page_of(write_report(found, tmp_path)).text).split())
+def test_page_says_the_numbers(written):
+    found = written[0]
+    text = text_of(found)
     kept = found.heads[0].attention_kept
     assert kept == pytest.approx(2.2 / 3)
     assert f"Kept are {kept:.1%} of all rows' attention, 90.0% of the last rows'" in text
@@ -138,42 +146,35 @@ def test_page_says_the_numbers(tmp_path):
         assert stage in text
     assert "This head's mask was not used: dense attention is faster" in text
     assert RULE in text
-    assert RULE not in "".join(page_of(write_report(inspection(why=ASKED), tmp_path)).text)
+    assert RULE not in text_of(inspection(why=ASKED))
 
 
-def test_numbers_are_json(tmp_path):
-    found = inspection(hybrid=True)
-    write_report(found, tmp_path)
-    text = (tmp_path / "inspection.json").read_text(encoding="utf-8")
+def test_numbers_are_json(written):
+    found, folder, _ = written
+    text = (folder / "inspection.json").read_text(encoding="utf-8")
     saved = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert saved == found.to_dict()
     assert saved["seconds"]["total"] == 2.5
     assert saved["shown"][0]["attention_kept"] == found.heads[0].attention_kept
+    assert None in [row["distance"] for row in saved["rows"]]
 
 
-def test_hybrid_selection_has_no_picture_of_distances(tmp_path):
-    names = {image.name for image in head_images(inspection())}
-    assert names == {"density", "patterns", "distances", "coverage"}
+def test_hybrid_selection_has_no_picture_of_distances(written):
+    names = {"density", "patterns", "distances", "coverage"}
+    assert {path.stem for path in written[1].glob("*.png") if "head" not in path.stem} == names
     found = inspection(hybrid=True)
     assert {image.name for image in head_images(found)} == names - {"distances"}
-    text = "".join(page_of(write_report(found, tmp_path)).text)
-    assert "No Jensen-Shannon distances: hybrid selection takes none" in text
-    assert not (tmp_path / "distances.png").exists()
+    assert "No Jensen-Shannon distances: hybrid selection takes none" in text_of(found)
+    assert "Jensen-Shannon" not in text_of(written[0])
 
 
-def test_dense_prompt_says_so(tmp_path):
-    found = inspection(dense=True)
-    assert {image.name for image in head_images(found)} == {"density", "patterns"}
-    text = "".join(page_of(write_report(found, tmp_path)).text)
-    assert "Every layer ran dense: there is no mask to show." in text
-    assert "hybrid selection takes none" not in text
-
-
-def test_drawing_leaves_no_figure_open():
+def test_dense_prompt_says_so():
     import matplotlib.pyplot as plt
 
-    found = inspection()
     before = plt.get_fignums()
-    assert len(shown_head_images(found.heads[0])) == 3
-    head_images(found)
-    assert plt.get_fignums() == before
+    found = inspection(dense=True)
+    assert {image.name for image in head_images(found)} == {"density", "patterns"}
+    assert plt.get_fignums() == before  # no figure stays open
+    text = text_of(found)
+    assert "Every layer ran dense: there is no mask to show." in text
+    assert "hybrid selection takes none" not in text
