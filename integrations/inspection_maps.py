@@ -38,8 +38,6 @@ def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int =
         q_len, kv_len = query.shape[0], key.shape[0]
         tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, inputs.key)
         first, row_valid, key_valid = int(tokens.offset[0]), tokens.row_valid[0], tokens.key_valid[0]
-        # NaN in slots that no token stands in would spread
-        key = torch.where(key_valid[:, None], key, 0.0)
         sums = torch.zeros((num_blocks(q_len, block_size), num_blocks(kv_len, block_size)), device=query.device)
         at_once = max(1, min(block_size, most_scores // kv_len))
         for block in range(sums.shape[0]):

@@ -31,7 +31,7 @@ def stats_of(seed, batch=1, hybrid=False):
     query_aware, is_dense = torch.rand((2, *shape), generator=generator) < 0.4
     distance = torch.full(shape, math.nan) if hybrid else torch.rand(shape, generator=generator)
     rows = rows if hybrid else torch.full(shape, math.nan)
-    return FlexPrefillStats(query_aware & (not hybrid), distance, density, *counts, coverage, rows, is_dense)
+    return FlexPrefillStats(query_aware, distance, density, *counts, coverage, rows, is_dense)
 
 
 def dense_stats(batch=1):
@@ -115,7 +115,9 @@ def test_summary_is_short_and_prints_a_line_a_layer():
 
 def test_hybrid_heads_are_named():
     run = FlexPrefillRun()
-    run.record(0, stats_of(0, hybrid=True), None, None, 0, CallSize(1, 100, 100))
+    stats = stats_of(0, hybrid=True)
+    assert stats.is_query_aware.any()  # which means nothing there
+    run.record(0, stats, None, None, 0, CallSize(1, 100, 100))
     assert run.summary().layers[0].patterns == {"hybrid": 1.0}
     assert {row["pattern"] for row in run.rows()} == {"hybrid"}
 
