@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.attention import flexprefill_attention
 from flexmask.config import FlexPrefillConfig
@@ -18,7 +19,7 @@ from flexmask.mask import flexprefill_mask
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 4, 2, 64
 # neither a multiple of a block
-_TOKENS = 1500
+_TOKENS = 700
 _BLOCK_SIZE = 128
 _SELECTIONS = ("coverage", "hybrid")
 
@@ -82,7 +83,7 @@ def self_test(device: torch.device | str) -> Iterator[SelfTest]:
     for backend, dtype in cases:
         for selection in _SELECTIONS:
             start = time.perf_counter()
-            numbers: tuple[float | None, ...] = (None, None, None)
+            numbers: tuple[float | None, float | None, float | None] = (None, None, None)
             error = ""
             try:
                 numbers = _differences(device, backend, dtype, selection)
@@ -100,6 +101,7 @@ def _differences(device: torch.device, backend: str, dtype: torch.dtype, selecti
     mask = flexprefill_mask(query, key, config=config)
     out = flexprefill_attention(query, key, value, config=config, backend=backend, dense_below=0)
     assert isinstance(out, Tensor)
+    assert isinstance(mask, BlockMask)
     blocks = mask.to_dense().bool().cpu()
     causal = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
     pairs = blocks.repeat_interleave(_BLOCK_SIZE, 2).repeat_interleave(_BLOCK_SIZE, 3)[..., :_TOKENS, :_TOKENS] & causal
@@ -123,6 +125,6 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     query = torch.randn(1, _NUM_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
     key = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
     value = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
-    # runs of 150 tokens share a topic: a token attends to those of its own
+    # runs of a twelfth of the tokens share a topic: a token attends to those of its own
     topics = 2 * torch.randn(3, _HEAD_DIM, generator=generator).repeat(4, 1).repeat_interleave(-(-_TOKENS // 12), 0)[:_TOKENS]
     return query + topics, key + topics, value

@@ -7,6 +7,7 @@ with tensors that are one number expanded to their shape.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -140,7 +141,7 @@ def _without_weights(config: Any) -> PreTrainedModel:
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"config must be one that AutoModelForCausalLM makes a model of; got {type(config).__name__}")
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     # the kernels that multiply the matrices of experts take no other dtype
     return model.eval().to(torch.bfloat16)
 
@@ -162,13 +163,14 @@ def _planned_call(
 ) -> Callable[..., tuple[Tensor, None]]:
     """The adapter's attention call on stand-ins; what it refuses is noted, and the model goes on to its next layer."""
 
-    def longer(shape: torch.Size) -> tuple[int, ...]:
+    def longer(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:2], tokens, *shape[3:])
 
     def call(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
     ) -> tuple[Tensor, None]:
-        mask, shapes = attention_mask, [x.shape for x in (query, key, value)]
+        mask = attention_mask
+        shapes: list[tuple[int, ...]] = [x.shape for x in (query, key, value)]
         if isinstance(mask, PrefillMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
             shapes = [longer(shape) for shape in shapes]
             mask = PrefillMask((*mask.shape[:2], tokens, tokens), 0, window=mask.window, refusal=mask.refusal)
@@ -177,7 +179,7 @@ def _planned_call(
             arguments["s_aux"] = stand_in.expand(arguments["s_aux"].shape)
         try:
             with torch.no_grad():
-                attention_call(module, *given, mask, **arguments)
+                attention_call(module, given[0], given[1], given[2], mask, **arguments)
         except (NotImplementedError, ValueError) as error:
             layer = run.calls.layer_of(module)
             sizes = (query.shape[1], key.shape[1], query.shape[3])

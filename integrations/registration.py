@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from flexmask.base.checks import check_word
 from flexmask.config import FlexPrefillConfig
 from flexmask.integrations.attention_call import attention_call
 from flexmask.integrations.blocks import NAME
@@ -14,8 +15,10 @@ from flexmask.integrations.prefill_mask import prefill_mask
 from flexmask.integrations.settings import PrefillSettings, use_in_process
 from flexmask.integrations.versions import check_release
 
+_NAMES = (NAME, "flex_attention")
 
-def register(config: FlexPrefillConfig | PrefillSettings | str | Path | None = None, **options: Any) -> None:
+
+def register(config: FlexPrefillConfig | PrefillSettings | str | Path | None = None, *, name: str = NAME, **options: Any) -> None:
     """Make ``"flexprefill"`` a name that ``set_attn_implementation`` and ``from_pretrained(attn_implementation=...)`` know.
 
     A model that is set to the name outside of `flexprefill` runs with what `configure` wrote into its config, else with the
@@ -26,6 +29,11 @@ def register(config: FlexPrefillConfig | PrefillSettings | str | Path | None = N
     config, options
         As in `flexprefill`. With any, every model of this process runs with these, whatever its config holds, until the next call
         with other ones; only a `flexprefill` block or a hook with options of its own has those. Default: no such settings.
+
+    name
+        ``"flex_attention"`` puts FlexPrefill behind that name too, for every model of the process: for programs that let through
+        only names that they know. Where the program is yours, `hook_flex_attention` does it for one model. Default
+        ``"flexprefill"``.
 
     Raises
     ------
@@ -39,7 +47,9 @@ def register(config: FlexPrefillConfig | PrefillSettings | str | Path | None = N
     >>> register()
     """
     check_release()
+    check_word("name", name, _NAMES)
     if config is not None or options:
         use_in_process(PrefillSettings.from_options(config, **options))
-    AttentionInterface.register(NAME, attention_call)
-    AttentionMaskInterface.register(NAME, prefill_mask)
+    for each in {NAME, name}:
+        AttentionInterface.register(each, attention_call)
+        AttentionMaskInterface.register(each, prefill_mask)

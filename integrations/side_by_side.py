@@ -139,7 +139,7 @@ def side_by_side(
     for name, number in (("max_new_tokens", max_new_tokens), ("repeats", repeats)):
         if number < 1:
             raise ValueError(f"{name} must be >= 1; got {number}")
-    chosen = {} if settings is None else {"config": settings}
+    chosen: dict[str, Any] = {} if settings is None else {"config": settings}
     ways: tuple[Callable[[bool], AbstractContextManager[Any]], ...] = (
         lambda _: nullcontext(),
         lambda collect: flexprefill(inner, collect_stats=collect, **chosen),

@@ -51,6 +51,6 @@ for _command in (doctor, inspect, generate, tune):
     app.command()(_command)
 # what they do not know belongs to the program that they start
 _passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
-for _command in (demo, bench, fidelity):
-    app.command(context_settings=_passed_on)(_command)
+for _started in (demo, bench, fidelity):
+    app.command(context_settings=_passed_on)(_started)
 app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(run)

@@ -36,17 +36,17 @@ def needs(package: str, extra: str) -> CommandError:
 
 
 @contextlib.contextmanager
-def option_errors(*options: str, otherwise: str | None = None) -> Iterator[None]:
+def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -> Iterator[None]:
     """Turn the library's errors about arguments, and files that cannot be read, into errors about options.
 
     The library's messages open with the argument's name: ``gamma must be in (0, 1]; got 2`` is said of ``--gamma`` where that is
-    one of `options`, else of `otherwise`; without one it stays what it is.
+    one of `options`, or of what `by_name` gives for the argument, else of `otherwise`; without one it stays what it is.
     """
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
         name = str(error).partition(" ")[0].partition("[")[0]
-        option = next((each for each in options if each == f"--{name.replace('_', '-')}"), otherwise)
+        option = next((each for each in options if each == f"--{name.replace('_', '-')}"), by_name.get(name, otherwise))
         if option is None:
             raise
         message = (

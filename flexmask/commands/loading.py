@@ -23,7 +23,7 @@ def load_config(model: str) -> Any:
     auto, local = _transformers(), _local(model)
     try:
         return auto.AutoConfig.from_pretrained(model, local_files_only=local)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of whatever reads the file
         raise _not_a_model(model, error) from error
 
 
@@ -40,7 +40,7 @@ def load_model(model: str, output: Output, device: str | None = None, dtype: str
         try:
             tokenizer = auto.AutoTokenizer.from_pretrained(model, local_files_only=local)
             loaded = auto.AutoModelForCausalLM.from_pretrained(model, torch_dtype=kind, local_files_only=local, **placed)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # of whatever reads the files
             raise _not_a_model(model, error) from error
         ready = (loaded if placed else loaded.to(chosen)).eval()
     return ready, tokenizer

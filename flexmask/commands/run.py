@@ -21,7 +21,8 @@ from flexmask.commands.output import Json, Output
 
 STARTUP = Path(__file__).resolve().parent / "startup"
 # read by startup/sitecustomize.py
-SETTINGS_VARIABLE = "FLEXMASK_SETTINGS"
+SETTINGS_VARIABLE, NAME_VARIABLE = "FLEXMASK_SETTINGS", "FLEXMASK_NAME"
+NAMES = ("flexprefill", "flex_attention")
 
 
 def run(
@@ -32,6 +33,9 @@ def run(
     environment: Annotated[
         bool, typer.Option("--environment", help="Start nothing; print the variables that would do it, for a shell's eval.")
     ] = False,
+    name: Annotated[
+        str, typer.Option("--as", help="flexprefill, or flex_attention for a program that takes only names it knows.")
+    ] = NAMES[0],
     gamma: Gamma = None,
     selection: Selection = None,
     dense_below: DenseBelow = None,
@@ -45,9 +49,12 @@ def run(
     program's own. Its exit code is the command's.
     """
     chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
+    if name not in NAMES:
+        usage_error(f"must be one of {', '.join(NAMES)}; got {name!r}", "--as")
     if find_spec("transformers") is None:
         raise needs("transformers", "hf")
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))}
+    variables[NAME_VARIABLE] = name
     # an empty value: settings of a surrounding `flexmask run` are not these
     variables[SETTINGS_VARIABLE] = "" if chosen is None else json.dumps(chosen.to_dict())
     if environment:

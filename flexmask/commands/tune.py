@@ -60,7 +60,7 @@ def tune(
     try:
         with (
             output.progress(f"measuring {len(prompts)} texts") as advance,
-            option_errors(*own, otherwise="--set" if overrides else None),
+            option_errors(*own, otherwise="--set" if overrides else None, input_ids="--text"),
         ):
             result = run(
                 loaded, prompts, density=density, error=error, selection=selection, resume=measured, progress=advance, **options

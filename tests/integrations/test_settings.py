@@ -8,11 +8,12 @@ from torch.nn.attention.flex_attention import create_mask
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
+import flexmask.integrations.route as route_module
 from flexmask import FlexPrefillConfig
-from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.settings import PrefillSettings, use_in_process
 from flexmask.plot import block_kinds
 from tests.integrations.common import MARKS, SPARSE, make_model, padded
 
@@ -163,3 +164,72 @@ def test_wrong_options_change_nothing(model, method, options, error, message):
         enter(method()(model, **options))
     assert model.config._attn_implementation == "sdpa"
     assert not hasattr(model.config, "flexprefill_config")
+
+
+def test_settings_are_saved_to_a_file_and_read_back(model, tmp_path):
+    settings = PrefillSettings.from_options(gamma=0.9, selection="hybrid", layers={1: {"gamma": [0.5, 1.0, 0.5, 1.0]}})
+    settings.save(tmp_path / "settings.json")
+    assert PrefillSettings.load(tmp_path / "settings.json") == settings
+    for path in (str(tmp_path / "settings.json"), tmp_path / "settings.json"):
+        with flexmask_hf.flexprefill(model, config=path) as run:
+            assert run.settings == settings
+    # a model's config.json has them too
+    flexmask_hf.configure(model, config=tmp_path / "settings.json")
+    model.config.save_pretrained(tmp_path)
+    assert PrefillSettings.load(tmp_path / "config.json") == settings
+    with pytest.raises(ValueError, match="config must come without options of its own"):
+        flexmask_hf.flexprefill(model, config=str(tmp_path / "settings.json"), tau=0.5)
+    with pytest.raises(FileNotFoundError):
+        PrefillSettings.load(tmp_path / "none.json")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"settings must be a JSON object of FlexPrefill's options; .*list\.json: got a list"):
+        PrefillSettings.load(tmp_path / "list.json")
+
+
+@pytest.fixture
+def _own_process():
+    """Settings of the process, and what stands behind "flex_attention", are put back."""
+    before = [interface()["flex_attention"] for interface in (AttentionInterface, AttentionMaskInterface)]
+    yield
+    use_in_process(None)
+    for interface, function in zip((AttentionInterface, AttentionMaskInterface), before, strict=True):
+        interface.register("flex_attention", function)
+
+
+@pytest.mark.usefixtures("_own_process")
+def test_settings_of_the_process_go_before_those_of_the_config(model, tokens):
+    flexmask_hf.configure(model, gamma=0.3)
+    flexmask_hf.register(gamma=0.4, dense_below=0)
+    flexmask_hf.register()  # says nothing about them
+    assert flexmask_hf.flexprefill(model)._model is model
+    with flexmask_hf.flexprefill(model) as run:
+        assert run.settings.config.gamma == 0.4
+    with flexmask_hf.flexprefill(model, tau=0.2) as run:
+        assert run.settings.config.gamma == 0.95
+    seen = []
+    run = route_module.by_flexprefill
+    model.set_attn_implementation("flexprefill")
+    try:
+        route_module.by_flexprefill = lambda call: seen.append(call.config.gamma) or torch.zeros_like(call.inputs.query)
+        model(tokens)
+        use_in_process(None)
+        flexmask_hf.configure(model, gamma=0.3, dense_below=0)
+        model(tokens)
+    finally:
+        route_module.by_flexprefill = run
+    assert seen == [0.4, 0.4, 0.3, 0.3]
+    with pytest.raises(ValueError, match="gamma must be in"):
+        flexmask_hf.register(gamma=4)
+
+
+@pytest.mark.usefixtures("_own_process")
+def test_another_name_to_stand_behind(model, tokens):
+    flexmask_hf.register(name="flex_attention", dense_below=1000)
+    model.set_attn_implementation("flex_attention")
+    with torch.no_grad():
+        out = model(tokens).logits
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(out, model(tokens).logits, atol=1e-4, rtol=1e-4)
+    assert AttentionInterface()["flex_attention"] is AttentionInterface()["flexprefill"]
+    with pytest.raises(ValueError, match="name must be one of"):
+        flexmask_hf.register(name="sdpa")

@@ -268,3 +268,13 @@ def test_wrong_arguments_are_refused(model, prompt, options, error, message):
     with pytest.raises(error, match=message):
         flexmask_hf.tune(**arguments)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_progress_is_told_to_a_function(model, tokens, tmp_path):
+    """Layers of both prompts; after a whole measurement nothing is left to do."""
+    told = []
+    options = {"progress": lambda *step: told.append(step), "gammas": (0.5, 1.0), "resume": tmp_path / "measured.json"}
+    tuned(model, tokens, density=1.0, **options)
+    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    tuned(model, tokens, density=1.0, **options)
+    assert told[5:] == [(4, 4)]

@@ -1,7 +1,8 @@
 """Registers "flexprefill" with transformers in a Python that starts with this folder on PYTHONPATH, and in its children.
 
 ``flexmask run`` puts it there. Python imports `sitecustomize` when it starts; nothing else happens until the program imports
-transformers. Then the name is registered, and FLEXMASK_SETTINGS, a JSON object or a file of one, gives every model its settings.
+transformers. Then the name is registered; FLEXMASK_SETTINGS, a JSON object or a file of one, gives every model its settings, and
+FLEXMASK_NAME another name to stand behind.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
-_VARIABLE = "FLEXMASK_SETTINGS"
+_SETTINGS, _NAME = "FLEXMASK_SETTINGS", "FLEXMASK_NAME"
 # once it is imported the name can be registered
 _AWAITED = "transformers.modeling_utils"
 
 
 class _Watch:
-    """A finder that lets others find transformers, and registers the name when its outermost import has ended.
+    """A finder that lets others find transformers and flexmask, and registers the name when their outermost import has ended.
 
-    Not sooner: flexmask imports parts of transformers itself, which must not be half imported then.
+    Not sooner: flexmask imports parts of transformers, and neither must be half imported then.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class _Watch:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The spec that the other finders have, its loader watched."""
-        if name.partition(".")[0] != "transformers":
+        if name.partition(".")[0] not in ("transformers", "flexmask"):
             return None
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in specs if spec is not None), None)
@@ -49,7 +50,7 @@ class _Watch:
             finally:
                 self.imports.open -= 1
             if self.imports.open == 0 and _AWAITED in sys.modules and self in sys.meta_path:
-                sys.meta_path.remove(self)  # type: ignore[arg-type]  # a finder by what it has
+                sys.meta_path.remove(self)
                 _register()
 
         loader.exec_module = exec_module
@@ -62,8 +63,8 @@ def _register() -> None:
         from flexmask.integrations.huggingface import register
         from flexmask.integrations.settings import PrefillSettings
 
-        given = os.environ.get(_VARIABLE, "")
-        register(PrefillSettings.parse(given) if given.lstrip().startswith("{") else given or None)
+        given, name = os.environ.get(_SETTINGS, ""), os.environ.get(_NAME) or "flexprefill"
+        register(PrefillSettings.parse(given) if given.lstrip().startswith("{") else given or None, name=name)
     except Exception as error:
         print(f'flexmask: "flexprefill" is not registered: {type(error).__name__}: {error}', file=sys.stderr)
 
@@ -88,5 +89,5 @@ def _run_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _Watch())  # type: ignore[arg-type]  # a finder by what it has
+sys.meta_path.insert(0, _Watch())
 _run_next()

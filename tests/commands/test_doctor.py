@@ -1,0 +1,137 @@
+"""`flexmask doctor`: the self-test fails where attention is wrong, backends and problems are those of the library."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+import flexmask.environment as environment
+import flexmask.self_test as self_test
+from flexmask.commands import exit_codes
+
+
+@pytest.mark.attention
+def test_self_test_passes_and_doctor_says_so(flexmask):
+    found = flexmask("doctor", "--device", "cpu", "--json").json
+    assert found["ok"]
+    tests = found["self_test"]
+    assert [each["selection"] for each in tests] == ["coverage", "hybrid"]
+    for each in tests:
+        assert each["passed"]
+        assert each["density"] < 0.9
+        assert each["difference"] < each["tolerance"] < each["skipped"]
+    assert [each["name"] for each in found["backends"] if each["chosen"]] == ["cpu"]
+    assert "CUDA" in next(each["reason"] for each in found["backends"] if each["name"] == "flash")
+
+
+def dense(query, key, value, **keywords):
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def not_a_number(query, key, value, **keywords):
+    return torch.full_like(query, torch.nan)
+
+
+def raises(query, key, value, **keywords):
+    raise RuntimeError("no compiler\nsecond line")
+
+
+@pytest.mark.parametrize("attention", [dense, not_a_number, raises])
+def test_self_test_fails_where_attention_is_wrong(flexmask, monkeypatch, attention):
+    monkeypatch.setattr(self_test, "flexprefill_attention", attention)
+    result = flexmask("doctor", "--device", "cpu", code=exit_codes.PROBLEM)
+    assert result.stdout.count("FAILED") == 2
+    assert result.stdout.count("RuntimeError: no compiler") == (2 if attention is raises else 0)
+    assert "second line" not in result.output
+    assert "A problem was found." in result.stdout
+
+
+def test_self_test_fails_where_the_mask_skips_nothing(monkeypatch):
+    """A case that keeps everything would pass with any attention under any mask."""
+    monkeypatch.setattr(self_test, "flexprefill_attention", dense)
+    monkeypatch.setattr(self_test, "FlexPrefillConfig", lambda **options: environment_config(**{**options, "gamma": 1.0}))
+    assert not any(each.passed for each in self_test.self_test("cpu"))
+
+
+def environment_config(**options):
+    from flexmask import FlexPrefillConfig
+
+    return FlexPrefillConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("HAS_CPU_KERNEL", False, "has FlexAttention on CUDA only"),
+        ("CPU_TAKES_UNBACKED_SIZES", False, "may fail to compile FlexAttention on a CPU"),
+        ("KNOWS_LENGTHS", False, "rounds lengths up"),
+    ],
+)
+def test_releases_of_torch_with_problems_are_known(flexmask, monkeypatch, name, value, what):
+    assert not [each for each in environment.problems("cpu") if what in each.what]
+    monkeypatch.setattr(environment, name, value)
+    found = [each for each in environment.problems("cpu") if what in each.what]
+    assert len(found) == 1
+    code = exit_codes.PROBLEM if found[0].severity == "error" else 0
+    result = flexmask("doctor", "--device", "cpu", "--skip-self-test", code=code)
+    assert f"{found[0].severity}: {found[0].what}; {found[0].remedy}" in result.stdout
+
+
+def test_surroundings_with_problems_are_known(monkeypatch):
+    before = len(environment.problems("cpu"))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
+    what = " ".join(each.what for each in environment.problems("cpu"))
+    assert len(environment.problems("cpu")) == before + 2
+    assert "TORCHDYNAMO_DISABLE=1 switches torch.compile off" in what
+    assert "no C++ compiler (no-such-compiler -O3)" in what
+
+
+def test_layers_are_told_from_the_config_alone(flexmask, folder, tmp_path):
+    """Without weights, and as the adapter runs them."""
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    words = ("doctor", "--skip-self-test", "--model", tmp_path, "--device", "cpu", "--set", "dense_layers=[1]")
+    found = flexmask(*words, "--json").json
+    assert [(each["plan"], each["reason"]) for each in found["layers"]] == [
+        ("sparse", ""),
+        ("dense", "in dense_layers"),
+        ("sparse", ""),
+    ]
+    assert found["layers"][0]["heads"], found["layers"][0]["kv_heads"] == (4, 2)
+    short = flexmask(*words, "--tokens", 500, "--json").json
+    assert {each["reason"] for each in short["layers"]} == {"500 tokens < dense_below 16384"}
+    assert "2  " in flexmask(*words).stdout
+    assert flexmask(*words, "--set", "dense_layers=[7]", code=exit_codes.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": False}, "an encoder"),
+        ({"model_type": "bloom"}, "must go through transformers' attention interface"),
+        ({"model_type": "llama4_text", "num_hidden_layers": 4}, "chunked attention"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about such configs
+def test_refused_models_exit_with_a_problem(flexmask, tmp_path, config, said):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = flexmask("doctor", "--skip-self-test", "--model", tmp_path, code=exit_codes.PROBLEM)
+    assert "is refused: " in result.stdout
+    assert said in result.stdout
+
+
+def test_a_missing_transformers_is_a_problem_only_with_a_model(flexmask, monkeypatch, folder):
+    import sys
+
+    for name in [name for name in sys.modules if name.startswith("flexmask.integrations.versions")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "warning: transformers is missing" in flexmask("doctor", "--skip-self-test").stdout
+    result = flexmask("doctor", "--skip-self-test", "--model", folder, code=exit_codes.MISSING)
+    assert result.stderr == "flexmask: this command needs transformers: pip install 'flexmask[hf]'\n"

@@ -1,0 +1,211 @@
+"""`flexmask generate` and `flexmask tune` on a tiny model, and the ways to call them wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+
+from flexmask.commands import exit_codes
+from flexmask.integrations.settings import PrefillSettings
+from tests.integrations.common import MARKS
+from tests.repository import ROOT
+
+pytestmark = MARKS[0]
+SPARSE = ("--gamma", ".6", "--dense-below", "0", "--set", "block_size=32", "--set", "min_budget=0")
+QUICK = ("--set", "block_size=32", "--tokens", "100")
+TUNE = ("--set", "block_size=32", "--set", "min_budget=0", "--json")
+
+
+@pytest.mark.attention
+def test_generate_compares_dense_and_sparse(flexmask, folder, prompt):
+    found = flexmask("generate", "-m", folder, "-p", prompt, *SPARSE, "--max-new-tokens", "5", "--repeats", "2", "--json").json
+    assert found["prompt_tokens"] == 530
+    assert found["settings"] == {"gamma": 0.6, "block_size": 32, "min_budget": 0, "dense_below": 0}
+    assert 0.2 < found["density"] < 1
+    assert found["density"] == pytest.approx(sum(found["density_by_layer"].values()) / 2)
+    assert len(found["dense"]["timed"]) == len(found["sparse"]["timed"]) == 2
+    # its own generate gives the same tokens
+    from transformers import AutoModelForCausalLM
+
+    from flexmask.commands.loading import token_ids
+    from flexmask.integrations.huggingface import flexprefill
+
+    model, ids = AutoModelForCausalLM.from_pretrained(folder), token_ids(tokenizer_of(folder), prompt.read_text())
+    assert found["dense"]["tokens"] == model.generate(ids, max_new_tokens=5, do_sample=False)[0, 530:].tolist()
+    with torch.no_grad(), flexprefill(model, config=PrefillSettings.from_dict(found["settings"])):
+        sparse = model.generate(ids, max_new_tokens=5, do_sample=False)[0, 530:].tolist()
+        logits = model(ids).logits[0, -1]
+    with torch.no_grad():
+        change = (model(ids).logits[0, -1] - logits).abs().max()
+    assert found["sparse"]["tokens"] == sparse
+    assert found["largest_logit_change"] == pytest.approx(float(change), rel=1e-3)
+    assert found["sparse"]["text"] == " ".join(f"w{token}" for token in sparse)
+
+
+def tokenizer_of(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_generate_says_that_a_short_prompt_ran_dense(flexmask, folder, prompt):
+    shown = flexmask("generate", "--model", folder, "--prompt", "-", "--max-new-tokens", "3", input=prompt.read_text()).stdout
+    assert "all 2 layers ran dense: 530 tokens < dense_below 16384" in shown
+    assert "All new tokens are the same." in shown
+    assert "blocks kept          100%" in shown
+    assert shown.count("'w") == 2
+
+
+def test_first_different_token_is_found():
+    from dataclasses import replace
+
+    from flexmask.integrations.run import FlexPrefillRun
+    from flexmask.integrations.side_by_side import Generated, SideBySide
+
+    one = Generated((1, 2, 3, 4), (3.0, 1.0, 2.0), 9.0, torch.tensor([1.0, 2.0]))
+    other = replace(one, tokens=(1, 2, 5, 4), logits=torch.tensor([1.5, -1.0]))
+    found = SideBySide(10, one, other, FlexPrefillRun())
+    assert found.same_tokens == 2
+    assert found.logit_difference == 3.0
+    assert one.seconds == 2.0
+    assert SideBySide(10, one, replace(one, tokens=(1, 2)), FlexPrefillRun()).same_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "nowhere/at/all", "--prompt", "{prompt}"), "'--model': no folder nowhere/at/all"),
+        (("--model", "{empty}", "--prompt", "{prompt}"), "is not a model: it has no config.json"),
+        (("--model", "{prompt}", "--prompt", "{prompt}"), "'--model': no folder"),
+        (("--model", "{folder}", "--prompt", "{empty}/none.txt"), "none.txt: No such file"),
+        (("--model", "{folder}", "--prompt", "{blank}"), "'--prompt': {blank} is empty"),
+        (("--model", "{folder}", "--prompt", "{binary}"), "not UTF-8 text"),
+        (("--model", "{folder}", "--prompt", "{prompt}", "--chat"), "'--chat': the model's tokenizer has no chat template"),
+    ],
+)
+def test_generate_refuses(flexmask, folder, prompt, tmp_path, words, said):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "binary.bin").write_bytes(b"\xff\xfe\x00")
+    places = {
+        "prompt": prompt,
+        "folder": folder,
+        "empty": tmp_path / "empty",
+        "blank": tmp_path / "blank.txt",
+        "binary": tmp_path / "binary.bin",
+    }
+    result = flexmask("generate", *(word.format(**places) for word in words), code=exit_codes.USAGE)
+    assert said.format(**places) in result.stderr
+
+
+def test_a_broken_model_is_one_line(flexmask, folder, prompt, tmp_path):
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
+    result = flexmask("generate", "--model", tmp_path, "--prompt", prompt, code=exit_codes.PROBLEM)
+    assert result.stderr.startswith(f"flexmask: cannot load {tmp_path}: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_tune_writes_settings_that_are_read_back(flexmask, folder, prompt, tmp_path):
+    out = tmp_path / "settings.json"
+    words = ("tune", "-m", folder, "-t", prompt, "-t", prompt, "--tokens", "300", "--selection", "coverage", "-o", out, *TUNE)
+    found = flexmask(*words, "--density", ".8").json
+    assert found["prompt_tokens"] == [300, 300]
+    assert found["density"] <= 0.8
+    settings = PrefillSettings.load(out)
+    assert settings.to_dict() == found["settings"] == PrefillSettings.from_options(str(out)).to_dict()
+    assert [settings.of_layer(row["layer"]).gamma[row["head"]] for row in found["heads"]] == [
+        row["gamma"] for row in found["heads"]
+    ]
+    assert len(found["heads"]) == 8
+    # another target needs no measurement
+    lower = flexmask(*words, "--error", ".01").json
+    assert lower["error"] <= 0.01
+    assert lower["uniform"] == found["uniform"]
+    # and the other commands read it
+    plan = flexmask("doctor", "--skip-self-test", "--model", folder, "--settings", out, "--device", "cpu", "--json").json
+    assert [each["plan"] for each in plan["layers"]] == ["sparse", "sparse"]
+
+
+def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeypatch):
+    import flexmask.integrations.tune as module
+
+    out, layers = tmp_path / "settings.json", []
+    measure = module.head_errors
+
+    def interrupted(inputs, *rest):
+        layers.append(inputs)
+        if len(layers) == 2:
+            raise KeyboardInterrupt
+        return measure(inputs, *rest)
+
+    monkeypatch.setattr(module, "head_errors", interrupted)
+    words = ("tune", "-m", folder, "-t", prompt, "-o", out, *TUNE, "--density", ".9")
+    result = flexmask(*words, code=exit_codes.INTERRUPTED)
+    assert "settings.json.measured: the same command goes on from there" in result.stderr.replace("\n", " ")
+    assert result.stdout == ""
+    assert not out.exists()
+    flexmask(*words)
+    assert len(layers) == 3  # one before, one broken off, one after
+    assert out.exists()
+    # of another text: refused, until told to start over
+    prompt.write_text(prompt.read_text() + " w5")
+    said = flexmask(*words, code=exit_codes.USAGE).stderr
+    assert "'--resume': resume must be a file of the same" in said
+    flexmask(*words, "--no-resume")
+    assert len(layers) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "give one of --density and --error"),
+        (("--density", ".5", "--error", ".1"), "give one of --density and --error"),
+        (("--density", "1.5"), "'--density': density must be"),
+        ((*QUICK, "--density", ".001"), "'--density': density must be at least"),
+        (("--error", "-1"), "'--error': error must be"),
+        (("--density", ".5", "--selection", "reference"), "'--selection': selection must be one of"),
+        (("--density", ".5", "--set", "tau=3"), "'--set': tau must be in [0, 1]"),
+        (("--density", ".5", "--tokens", "20"), "'--text': input_ids must hold more than block_size (128) tokens"),
+        (("--density", ".5", "--out", "no/such/folder/x.json"), "'--out': no folder no/such/folder"),
+    ],
+)
+def test_tune_refuses(flexmask, folder, prompt, tmp_path, words, said):
+    out = () if "--out" in words else ("--out", tmp_path / "settings.json")
+    result = flexmask("tune", "-m", folder, "-t", prompt, *out, *words, code=exit_codes.USAGE)
+    assert said in " ".join(result.stderr.split())
+    assert not (tmp_path / "settings.json").exists()
+
+
+def test_tune_shows_what_heads_keep(flexmask, folder, prompt, tmp_path):
+    shown = flexmask("tune", "-m", folder, "-t", prompt, "-o", tmp_path / "s.json", *TUNE[:-1], "--density", ".9").stdout
+    assert "tuned by head" in shown
+    assert "gamma 0.95 in every head" in shown
+    assert f"--settings {tmp_path / 's.json'}" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.attention
+def test_the_retriever_from_texts_to_tuned_generation(flexmask, tmp_path):
+    """A trained model, its own tokenizer, the way of the tutorial: tune, then generate with what was found."""
+    from bench.retriever.task import make_prompt
+
+    folder = ROOT / "bench" / "retriever" / "model"
+    tokenizer, prompts = tokenizer_of(folder), [make_prompt(3000, 4, 1, seed) for seed in (0, 1)]
+    for number, each in enumerate(prompts):
+        (tmp_path / f"{number}.txt").write_text(tokenizer.decode(each.token_ids.flatten().tolist()))
+    out = tmp_path / "settings.json"
+    words = ("--model", folder, "--set", "min_budget=256", "--dense-below", "0")
+    found = flexmask("tune", *words, "--text", tmp_path / "1.txt", "--density", ".5", "--out", out, "--json").json
+    assert found["density"] <= 0.5
+    assert len({row["gamma"] for row in found["heads"]}) > 2
+    words = ("generate", "--model", folder, "--prompt", tmp_path / "0.txt", "--settings", out, "--max-new-tokens", "4", "--json")
+    made = flexmask(*words).json
+    answer = prompts[0].answers[0].tolist()
+    assert made["dense"]["tokens"] == made["sparse"]["tokens"] == answer
+    assert made["density"] == pytest.approx(found["density"], abs=0.1)

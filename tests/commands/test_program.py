@@ -1,0 +1,129 @@
+"""The program: its entry point, exit codes, errors in one line, JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+
+import flexmask as package
+from flexmask.commands import exit_codes, main
+from tests.repository import ROOT
+
+
+def test_module_and_entry_point_are_the_program():
+    run = subprocess.run([sys.executable, "-m", "flexmask", "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == f"flexmask {package.__version__}\n"
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"flexmask": f"{main.__name__}:{main.main.__name__}"}
+    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "flexmask" / "commands").rglob("*.py")]
+    assert {".".join(folder.parts) for folder in folders} <= set(project["tool"]["setuptools"]["packages"])
+
+
+def test_every_command_is_documented_with_its_options(flexmask):
+    """docs/command-line.md names each command and each of its own options."""
+    text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^│? *(\w+)  ", flexmask("--help").stdout.partition("Commands")[2], re.MULTILINE)
+    assert {"doctor", "generate", "tune", "bench", "fidelity", "demo", "run"} <= set(listed)
+    for command in listed:
+        assert f"## flexmask {command}" in text
+        section = text.partition(f"## flexmask {command}")[2].partition("\n## ")[0]
+        shared = text.partition("## Options that commands share")[2].partition("\n## ")[0]
+        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", flexmask(command, "--help").stdout)) - {"--help"}
+        # other programs' options, in the help's examples
+        options -= {"--minutes"} if command == "bench" else set()
+        assert options, command
+        assert {option for option in options if option not in section + shared} == set(), command
+
+
+def test_exit_codes_are_documented():
+    text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    codes = {value for name, value in vars(exit_codes).items() if name.isupper()}
+    assert codes == {0, 1, 2, 3, 130}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)} == codes
+
+
+def test_without_typer_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    for name in [name for name in sys.modules if name.startswith("flexmask.commands.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as exit:
+        main.main()
+    assert exit.value.code == exit_codes.MISSING
+    assert capsys.readouterr().err == "flexmask: the command line needs typer: pip install 'flexmask[cli]'\n"
+
+
+def test_another_missing_module_is_not_taken_for_typer(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flexmask.commands.app", None)
+    with pytest.raises(ModuleNotFoundError, match=r"flexmask\.commands\.app"):
+        main.main()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing"], "No such command 'nothing'"),
+        (["generate", "--prompt", "x"], "Missing option '--model'"),
+        (["generate", "--model", "x", "--prompt", "x", "--gama", "1"], "--gama"),
+        (["doctor", "--device", "nowhere"], "'--device': no such device"),
+        (["doctor", "--dtype", "int8"], "'--dtype': must be one of float32, bfloat16, float16; got 'int8'"),
+        (["doctor", "--gamma", "1.5"], "'--gamma': gamma must be in (0, 1]; got 1.5"),
+        (["doctor", "--selection", "best"], "'--selection': selection must be one of"),
+        (["doctor", "--dense-below", "-1"], "'--dense-below': dense_below must be >= 0 tokens; got -1"),
+        (["doctor", "--set", "tau=2"], "'--set': tau must be in [0, 1]; got 2"),
+        (["doctor", "--set", "tau"], "'--set': must be NAME=VALUE; got 'tau'"),
+        (["doctor", "--set", "taw=1"], "'--set': the options must be of gamma, tau"),
+        (["doctor", "--settings", "nowhere.json"], "'--settings': cannot read nowhere.json: No such file"),
+    ],
+)
+def test_wrong_usage_names_the_option(flexmask, words, said):
+    result = flexmask(*words, code=exit_codes.USAGE)
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"gamma": 3}', '{"gama": 0.5}', '{"layers": 3}'])
+def test_a_settings_file_of_something_else_is_refused(flexmask, tmp_path, text):
+    path = tmp_path / "settings.json"
+    path.write_text(text)
+    said = flexmask("doctor", "--settings", path, code=exit_codes.USAGE).stderr
+    assert "'--settings': settings must be a JSON object of FlexPrefill's options" in said
+    assert str(path) in said
+
+
+def test_one_gamma_does_not_override_gammas_by_head(flexmask, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"layers": {"3": {"gamma": [0.5, 0.9]}}}))
+    said = flexmask("doctor", "--settings", path, "--gamma", ".9", code=exit_codes.USAGE).stderr
+    assert f"'--gamma': {path} sets gamma of layer 3, which one gamma cannot override" in said
+
+
+def test_errors_of_the_library_are_one_line(flexmask, monkeypatch):
+    import flexmask.commands.doctor as doctor
+
+    def fails(device):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(doctor, "problems", fails)
+    result = flexmask("doctor", "--json", code=exit_codes.PROBLEM)
+    assert result.stderr == "flexmask: RuntimeError: out of luck\n"
+    assert result.stdout == ""
+    assert "Traceback" in flexmask("--traceback", "doctor", code=exit_codes.PROBLEM).stderr
+    assert "Traceback" in flexmask("doctor", code=exit_codes.PROBLEM, env={"FLEXMASK_TRACEBACK": "1"}).stderr
+
+
+def test_interruption_has_its_own_exit_code(flexmask, monkeypatch):
+    import flexmask.commands.doctor as doctor
+
+    def interrupted(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "problems", interrupted)
+    assert flexmask("doctor", code=exit_codes.INTERRUPTED).stderr == "flexmask: interrupted\n"

@@ -1,0 +1,196 @@
+"""`flexmask run`: programs in which the name is registered, in their children too; settings; what cannot be started."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+
+from flexmask.commands import exit_codes
+from flexmask.commands import run as command
+from tests.repository import ROOT
+
+# prints what a model that names the attention would run with, without loading one
+PROGRAM = """
+import json, sys
+
+def show():
+    from transformers import AttentionInterface, LlamaConfig  # whose settings in the config go after those of the command
+    from flexmask.integrations.settings import outside_of_blocks
+    known = AttentionInterface().valid_keys()
+    config = LlamaConfig(flexprefill_config={"gamma": 0.125})
+    own = AttentionInterface()["flex_attention"].__module__
+    print(json.dumps([sys.argv[1:], "flexprefill" in known, outside_of_blocks(config).to_dict(), own]), flush=True)
+
+if __name__ == "__main__":
+    show()
+    if sys.argv[1:] == ["child"]:
+        import multiprocessing
+        child = multiprocessing.get_context("spawn").Process(target=show)
+        child.start()
+        child.join()
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def in_environment(*words, **variables):
+    """Standard output of a Python that starts with our folder before all others."""
+    environment = {**os.environ, "PYTHONPATH": str(command.STARTUP), **variables}
+    # python -c looks in the current folder first
+    words = [sys.executable, *map(str, words)]
+    return subprocess.run(words, cwd=command.STARTUP, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_program_and_its_child_know_the_name_and_the_settings(program):
+    """And the command ends with the program's exit code."""
+    run = subprocess.run(
+        [sys.executable, "-m", "flexmask", "run", "--gamma", "0.5", "--set", "min_budget=256", str(program), "child"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 7, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [line[:3] for line in lines] == [[["child"], True, {"gamma": 0.5, "min_budget": 256}]] * 2
+    assert not lines[0][3].startswith("flexmask")
+
+
+def test_nothing_is_imported_for_a_program_without_transformers(tmp_path):
+    """And the `sitecustomize` that ours hides still runs."""
+    (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
+    path = os.pathsep.join([str(command.STARTUP), str(tmp_path)])
+    code = "import sys; print('torch' in sys.modules, 'flexmask' in sys.modules)"
+    assert in_environment("-c", code, PYTHONPATH=path).splitlines() == ["own sitecustomize", "False False"]
+
+
+def test_name_is_registered_when_the_outermost_import_has_ended(tmp_path):
+    """With a transformers of three modules, of which flexmask, also a false one, imports one that was not complete before."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "outer.py").write_text("from transformers import modeling_utils; COMPLETE = True")
+    (package / "modeling_utils.py").write_text("")
+    root = tmp_path / "flexmask"
+    (root / "commands" / "startup").mkdir(parents=True)
+    copy = root / "commands" / "startup" / "sitecustomize.py"
+    copy.write_text((command.STARTUP / copy.name).read_text())
+    (root / "integrations").mkdir()
+    for name in ("__init__", "integrations/__init__", "integrations/settings"):
+        (root / f"{name}.py").write_text("PrefillSettings = None")
+    (root / "integrations" / "huggingface.py").write_text(
+        "from transformers import outer\ndef register(given, name): print(outer.COMPLETE, given, name)"
+    )
+    for outermost in ("transformers.outer", "flexmask.integrations.huggingface"):
+        code = f"import transformers; print('before'); import {outermost}; print('after'); import transformers.modeling_utils"
+        path = os.pathsep.join([str(copy.parent), str(tmp_path)])
+        out = in_environment("-c", code, PYTHONPATH=path, FLEXMASK_SETTINGS="x.json")
+        assert out.splitlines() == ["before", "True x.json flexprefill", "after"]
+
+
+def test_environment_is_what_a_shell_sets(flexmask, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    words = ("run", "--environment", "--gamma", ".5", "--selection", "hybrid")
+    variables = flexmask(*words, "--json").json
+    assert variables == {
+        "PYTHONPATH": str(command.STARTUP),
+        "FLEXMASK_NAME": "flexprefill",
+        "FLEXMASK_SETTINGS": '{"gamma": 0.5, "selection": "hybrid"}',
+    }
+    show = f"{sys.executable} -c 'import os, json; print(json.dumps(dict(os.environ)))'"
+    lines = flexmask(*words).stdout
+    run = subprocess.run(["sh", "-c", f'eval "$(cat)"; {show}'], input=lines, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout).items() >= variables.items()
+    monkeypatch.setenv("PYTHONPATH", "before")
+    assert flexmask(*words, "--json").json["PYTHONPATH"] == os.pathsep.join([str(command.STARTUP), "before"])
+
+
+def test_wrong_settings_in_the_environment_are_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "sitecustomize" not in entry])
+    monkeypatch.setenv("FLEXMASK_SETTINGS", '{"gamma": 5}')
+    spec = importlib.util.spec_from_file_location("startup_under_test", command.STARTUP / "sitecustomize.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.meta_path.pop(0)
+    module._register()
+    assert capsys.readouterr().err == (
+        'flexmask: "flexprefill" is not registered: ValueError: settings must be a JSON object of FlexPrefill\'s options; '
+        "this text: gamma must be in (0, 1]; got 5\n"
+    )
+
+
+@pytest.fixture
+def execve(monkeypatch):
+    """What would be started."""
+    calls = []
+
+    def become(path, arguments, environment):
+        calls.append((arguments, environment))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execve", become)
+    return calls
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a child process elsewhere")
+def test_modules_files_and_commands_are_told_apart(flexmask, execve, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text("")
+    (tmp_path / "folder" / "__init__.py").write_text("raise AssertionError('imported')")
+    for words, expected in [
+        (["here.py", "-x"], ["here.py", "-x"]),
+        (["here"], ["-m", "here"]),
+        (["folder", "--json"], ["-m", "folder", "--json"]),
+        (["json.tool", "--json"], ["-m", "json.tool", "--json"]),
+        (["--as", "flex_attention", "json.tool", "--gamma", "2", "--help"], ["-m", "json.tool", "--gamma", "2", "--help"]),
+    ]:
+        flexmask("run", *words)
+        assert execve[-1][0] == [sys.executable, *expected]
+    assert execve[-1][1]["FLEXMASK_NAME"] == "flex_attention"
+    # transformers has no __main__, and a command
+    flexmask("run", "transformers", "env")
+    executable, option, code, word = execve[-1][0]
+    assert (executable, option, word) == (sys.executable, "-c", "env")
+    assert "sys.argv[0] = 'transformers'" in code
+    compile(code, "code", "exec")
+    assert execve[-1][1]["FLEXMASK_SETTINGS"] == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such-thing"], "no module no-such-thing that python -m could run, and no installed command"),
+        (["flexmask.commands"], "no module flexmask.commands that python -m could run"),
+        (["nowhere.py"], "no file nowhere.py"),
+        ([], "name a module, a file or a command to start"),
+        (["--gamma", "0", "json.tool"], "'--gamma': gamma must be in (0, 1]"),
+        (["--as", "sdpa", "json.tool"], "'--as': must be one of flexprefill, flex_attention; got 'sdpa'"),
+        (["--gama", "1", "json.tool"], "No such option"),
+    ],
+)
+def test_run_refuses(flexmask, words, said):
+    assert said in " ".join(flexmask("run", *words, code=exit_codes.USAGE).stderr.split())
+
+
+def test_startup_folder_holds_one_file():
+    """All of it comes before a program's own modules."""
+    assert [path.name for path in command.STARTUP.glob("*.py")] == ["sitecustomize.py"]
+    assert Path(command.__file__).parent in command.STARTUP.parents
