@@ -22,7 +22,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm docs docs-browse docs-pictures test-eval clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm docs docs-browse docs-pictures test-eval pictures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -78,6 +78,9 @@ format: $(READY) ## sort imports and format, in place
 
 bench: $(READY) ## speed in brief; PART=latency|breakeven|stages|memory|compile|long measures that for the report, on a GPU
 	$(if $(PART),$(RUN) -m bench.parts $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
+
+pictures: $(READY) ## every picture of the documents, drawn again (minutes, on a CPU)
+	$(RUN) -m bench.pictures $(ARGS)
 
 bench-report: $(READY) ## bench/REPORT.md from what make bench PART=... has measured, without a GPU
 	$(RUN) -m bench.report $(ARGS)

@@ -181,7 +181,9 @@ def draw_two_heads(stats: Sequence[FlexPrefillStats], masks: Sequence[BlockMask 
         chosen = [heads[len(heads) // 4], heads[3 * len(heads) // 4]]
     titles = [f"layer {layer}, head {head}: {kind}" for _, layer, head, kind in chosen]
     drawn = [mask for _, layer, _, _ in chosen if (mask := masks[layer]) is not None]
-    plot_block_mask(drawn, [head for _, _, head, _ in chosen], path, titles)
+    figure: Any = plot_block_mask(drawn, [head for _, _, head, _ in chosen], titles)[0].figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
     return f"Masks of {titles[0]} and {titles[1]}: {path}"
 
 

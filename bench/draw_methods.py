@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from bench.prompts.captured import retriever_prompt
 from flexmask.block_masks import MASKS
+from flexmask.pictures.style import HIDDEN, IN_PART, LEFT_OUT, WHOLE
 from flexmask.plot import block_kinds
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,7 +37,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 BLOCK_SIZE = 64
 COLUMNS = 5
-_COLOURS = ("#ffffff", "#e9e9ed", "#f0a02f", "#1f5fa8")  # as in flexmask.plot
 
 
 def draw(masks: dict[str, BlockMask], head: int, path: Path) -> Path:
@@ -51,7 +51,9 @@ def draw(masks: dict[str, BlockMask], head: int, path: Path) -> Path:
         axis.remove()
     for axis, (name, mask) in zip(axes, masks.items(), strict=False):
         kinds = block_kinds(mask, head if mask.shape[1] > 1 else 0)
-        axis.imshow(kinds.numpy(), cmap=ListedColormap(_COLOURS), vmin=0, vmax=3, interpolation="nearest")
+        axis.imshow(
+            kinds.numpy(), cmap=ListedColormap([HIDDEN, LEFT_OUT, IN_PART, WHOLE]), vmin=0, vmax=3, interpolation="nearest"
+        )
         density = (kinds >= 2).sum() / (kinds >= 1).sum()
         axis.set_title(f"{name}, {density:.2f}", fontsize=9)
         axis.set_xticks([])

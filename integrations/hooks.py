@@ -15,7 +15,7 @@ from flexmask.integrations.attention_call import attention_call
 from flexmask.integrations.blocks import NAME, log_dense, model_settings
 from flexmask.integrations.models import check_servable, text_config, unwrapped
 from flexmask.integrations.prefill_mask import HookedMask, PrefillMask, prefill_mask
-from flexmask.integrations.run import HOOKS, FlexPrefillRun
+from flexmask.integrations.run import HOOKS, MAX_CALLS, FlexPrefillRun
 from flexmask.integrations.versions import check_release
 
 _STOCK = "flex_attention"
@@ -28,6 +28,7 @@ def hook_flex_attention(
     *,
     collect_stats: bool = True,
     collect_masks: bool = False,
+    max_calls: int | None = MAX_CALLS,
     **options: Any,
 ) -> FlexPrefillRun:
     """Run the prefill of a model that is loaded with ``attn_implementation="flex_attention"`` with FlexPrefill, under that name.
@@ -40,13 +41,13 @@ def hook_flex_attention(
     ----------
     model
         A decoder whose ``config._attn_implementation`` is ``"flex_attention"``, wrapped or not, as in `flexprefill`.
-    gamma, tau, collect_stats, collect_masks, options
+    gamma, tau, collect_stats, collect_masks, max_calls, options
         As in `flexprefill`.
 
     Returns
     -------
     FlexPrefillRun
-        Its ``stats`` fill while the model runs, without an end: a server passes ``collect_stats=False``.
+        Its ``stats`` fill while the model runs, up to `max_calls` a layer; ``run.summary()`` counts all.
 
     Raises
     ------
@@ -69,7 +70,7 @@ def hook_flex_attention(
         raise ValueError(f'model must be loaded with attn_implementation="{_STOCK}"; got "{text._attn_implementation}"')
     check_servable(model)
     _replace_stock()
-    run = FlexPrefillRun(settings, collect_stats, collect_masks)
+    run = FlexPrefillRun(settings, collect_stats, collect_masks, max_calls)
     _HOOKED[id(text)] = text
     HOOKS.update(dict.fromkeys(model.modules(), run))
     return run

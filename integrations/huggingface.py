@@ -11,7 +11,7 @@ from flexmask.integrations.blocks import OpenBlock, checked, log_dense, model_se
 from flexmask.integrations.hooks import hook_flex_attention, unhook_flex_attention
 from flexmask.integrations.models import check_servable, text_config, unwrapped
 from flexmask.integrations.registration import register
-from flexmask.integrations.run import FlexPrefillRun, own_runs
+from flexmask.integrations.run import MAX_CALLS, FlexPrefillRun, check_max_calls, own_runs
 from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings
 from flexmask.integrations.tune import tune
 from flexmask.integrations.tune_result import TuneResult
@@ -97,6 +97,9 @@ class flexprefill(ContextDecorator):
     collect_masks
         Also keep the BlockMask of every prefill call. It is made a second time and held until the run is dropped: for
         pictures and tests, not for speed. Default False.
+    max_calls
+        Prefill calls of each layer whose statistics and masks are kept at most, the latest; ``run.summary()`` counts those
+        before them too. Default 512, None for no limit.
     options
         The other fields of FlexPrefillConfig, or one as `config`, and those of PrefillSettings: `dense_below`, `dense_layers`,
         `layers`, `backend`, `max_mask_bytes`, `method`, `method_options`; or a PrefillSettings as `config`. With no option at
@@ -145,11 +148,13 @@ class flexprefill(ContextDecorator):
         *,
         collect_stats: bool = True,
         collect_masks: bool = False,
+        max_calls: int | None = MAX_CALLS,
         **options: Any,
     ) -> None:
         self._model = unwrapped(model)
         self._options = (gamma, tau, options)
-        self._collects = (collect_stats, collect_masks)
+        self._collects = (collect_stats, collect_masks, max_calls)
+        check_max_calls(max_calls)
         self._open: list[OpenBlock] = []
         model_settings(self._model, *self._options)  # what is wrong is said here
 

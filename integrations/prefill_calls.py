@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
+
+
+class CallSize(NamedTuple):
+    """The sizes of one call, zeros where they are not known, and its place in a pack."""
+
+    batch: int = 0
+    q_len: int = 0
+    kv_len: int = 0  # tokens so far, the rows' own included, as far as the host knows
+    sequence: int = 0  # of a pack
 
 
 class PrefillCalls:
@@ -14,15 +24,20 @@ class PrefillCalls:
     ----------
     numbers
         By layer index: the prefill of each recorded call, from 0.
-    sequences
-        By layer index: the sequence of each recorded call in its pack, from 0; 0 for what is not packed.
+    sizes
+        By layer index: the sizes of each recorded call.
+    tokens
+        By layer index: tokens of all calls, those that are no longer kept included; of several calls for one sequence in a
+        prefill, those of one.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[int, list[int]] = {}
-        self.sequences: dict[int, list[int]] = {}
-        # by layer: the mask of its latest prefill
+        self.sizes: dict[int, list[CallSize]] = {}
+        self.tokens: dict[int, int] = {}
+        # by layer: the mask of its latest prefill, and the last sequence of its pack whose tokens are counted
         self._latest: dict[int, int | None] = {}
+        self._counted: dict[int, int] = {}
         self._unnumbered: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def layer_of(self, module: nn.Module) -> int:
@@ -32,14 +47,27 @@ class PrefillCalls:
             return layer
         return self._unnumbered.setdefault(module, len(self._unnumbered))
 
-    def begin(self, layer: int, prefill: int | None, sequence: int = 0) -> None:
+    def begin(self, layer: int, prefill: int | None, size: CallSize) -> None:
         """Note a call of a layer under the mask numbered `prefill`, None for one without a mask of ours.
 
         A layer may call attention more than once in a prefill: DiffLlama does for its two halves of the values, HRM for each
         cycle. Those calls share the mask, and so do those of packed sequences.
         """
         numbers = self.numbers.setdefault(layer, [])
-        again = prefill is not None and numbers and self._latest.get(layer) == prefill
+        again = prefill is not None and bool(numbers) and self._latest.get(layer) == prefill
         numbers.append(numbers[-1] if again else numbers[-1] + 1 if numbers else 0)
+        self.sizes.setdefault(layer, []).append(size)
+        if not again or size.sequence > self._counted[layer]:
+            self.tokens[layer] = self.tokens.get(layer, 0) + size.batch * size.q_len
+            self._counted[layer] = size.sequence
         self._latest[layer] = prefill
-        self.sequences.setdefault(layer, []).append(sequence)
+
+    @property
+    def prefills(self) -> int:
+        """The number of prefills so far, of the layer that had most."""
+        return max((numbers[-1] + 1 for numbers in self.numbers.values() if numbers), default=0)
+
+    def reset(self) -> None:
+        """Forget all calls; layers keep their numbers."""
+        for kept in (self.numbers, self.sizes, self.tokens, self._latest, self._counted):
+            kept.clear()

@@ -20,6 +20,7 @@ from flexmask.flex.packed import dense_attention_packed
 from flexmask.flex.sparse import HeadPlan, sparse_attention
 from flexmask.gallery import heads_at_once, mask_of
 from flexmask.integrations.packed import Segments
+from flexmask.integrations.prefill_calls import CallSize
 from flexmask.integrations.prefill_mask import PrefillMask
 from flexmask.integrations.right_padding import with_deciding_rows
 from flexmask.integrations.run import HOOKS, RUNS, FlexPrefillRun
@@ -56,7 +57,9 @@ class PrefillCall(NamedTuple):
     def record(self, stats: FlexPrefillStats | None, mask: BlockMask | None, reason: str | None = None) -> None:
         """Write the call into the run, if there is one."""
         if self.run is not None:
-            self.run.record(self.layer, stats, mask, reason, self.prefill, self.sequence)
+            batch, _, q_len, _ = self.inputs.query.shape
+            size = CallSize(batch, q_len, self.tokens, self.sequence)
+            self.run.record(self.layer, stats, mask, reason, self.prefill, size)
 
     @property
     def keeps_masks(self) -> bool:

@@ -42,6 +42,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("block_masks.*",),
     ("block_masks",),
     ("gallery",),
+    ("pictures.style",),
+    ("pictures.head_rows",),
+    ("pictures.*",),
+    ("plot",),
     (
         "integrations.versions",
         "integrations.settings",
@@ -53,11 +57,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "integrations.loss_gradient",
     ),
     ("integrations.packed", "integrations.right_padding", "integrations.measured_errors"),
+    ("integrations.run_calls", "integrations.run_pictures"),
+    ("integrations.run_totals",),
+    ("integrations.run_summary", "integrations.run_files"),
+    ("integrations.recorded_run",),
     ("integrations.prefill_mask", "integrations.run"),
     ("integrations.route", "integrations.blocks"),
     ("integrations.attention_call", "integrations.head_probe"),
     ("integrations.hooks", "integrations.registration", "integrations.tune_result"),
     ("integrations.tune", "integrations.layer_plan"),
+    ("integrations.inspection_heads", "integrations.inspection_maps"),
+    ("integrations.inspection_calls",),
     ("integrations.vllm.versions", "integrations.vllm.options", "integrations.vllm.plan", "integrations.vllm.pages"),
     ("integrations.vllm.layers", "integrations.vllm.step", "integrations.vllm.counters", "integrations.vllm.cpu_pages"),
     ("integrations.vllm.attend", "integrations.vllm.cpu_impl"),
@@ -72,6 +82,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.*",),
     ("integrations.vllm",),
     ("integrations",),
+    ("report.images", "report.style"),
+    ("report.page",),
+    ("report.write",),
     ("commands.exit_codes",),
     ("commands.errors", "commands.output"),
     ("commands.options", "commands.loading"),
@@ -81,13 +94,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-# Outside the layers: what each of these may import of flexmask. Only the index imports them.
-APART: dict[str, tuple[str, ...]] = {"plot": ("_torch",), "reference.*": ("reference.*",)}
+# What each of these may import of flexmask, whatever its place. The pictures know nothing of what they draw.
+APART: dict[str, tuple[str, ...]] = {
+    "plot": ("_torch", "pictures.*"),
+    "pictures.*": ("_torch", "pictures.style", "pictures.head_rows"),
+    "reference.*": ("reference.*",),
+}
 
-SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference", "commands")
+SUBFOLDERS = ("base", "plain", "kernels", "flex", "reference", "commands", "pictures", "report")
 
 # The program stands on top: it alone may import the index, which does not import it.
-PROGRAM = ("commands.", "__main__")
+PROGRAM = ("commands.", "report.", "__main__")
 
 # flexmask/__init__.py gathers the core and these; nothing but the program imports it in turn.
 INDEX = "flexmask"
@@ -105,9 +122,12 @@ AT_IMPORT: dict[str, tuple[str, ...]] = {
 }
 INSIDE_FUNCTIONS: dict[str, tuple[str, ...]] = {
     "plot": ("matplotlib", "numpy"),
-    "integrations.*": ("transformers", "accelerate"),
-    "commands.*": ("transformers",),
+    "pictures.*": ("matplotlib", "numpy"),
+    "integrations.*": ("transformers", "accelerate", "matplotlib"),
+    "integrations.recorded_run": ("pandas",),
     "integrations.vllm.*": ("vllm", "prometheus_client"),
+    "report.*": ("matplotlib",),
+    "commands.*": ("transformers", "matplotlib"),
 }
 
 

@@ -1,19 +1,65 @@
-"""Pictures of block masks."""
+"""Pictures: what they show, read back from the Axes, is what they were given."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexmask import flexprefill_mask
-from flexmask.plot import block_kinds, plot_block_mask
+from flexmask.plot import (
+    block_kinds,
+    plot_attention,
+    plot_block_mask,
+    plot_coverage,
+    plot_density,
+    plot_distances,
+    plot_frontier,
+    plot_pattern_share,
+)
 
 HIDDEN, LEFT_OUT, PARTIAL, WHOLE = range(4)
 
 
+@pytest.fixture
+def pyplot():
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    plt.close("all")
+
+
 def causal_mask(q_len, kv_len):
     return create_block_mask(lambda b, h, q, k: k <= q + kv_len - q_len, 1, 2, q_len, kv_len, device="cpu", BLOCK_SIZE=32)
+
+
+def sparse_mask():
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 512, 16), torch.randn(1, 2, 512, 16)
+    return flexprefill_mask(3 * query, key, gamma=0.5, block_size=32, min_budget=0)
+
+
+def head_rows(layers=(0, 1, 5), heads=4):
+    """Rows of two calls: layer 5 ran dense, head 1 of layer 0 in one call."""
+    rows = []
+    for call in range(2):
+        for layer in layers:
+            for head in range(heads):
+                dense = layer == 5 or (layer, head, call) == (0, 1, 1)
+                distance = math.nan if dense else 0.05 + 0.1 * head + 0.01 * call
+                pattern = "dense" if dense else "query-aware" if distance < 0.1 else "vertical-slash"
+                density = 1.0 if dense else 0.1 * (head + 1) + 0.02 * call
+                values = {"density": density, "coverage": 1.0 if dense else 0.95, "distance": distance, "pattern": pattern}
+                rows.append({"layer": layer, "head": head, "call": call, **values})
+    return rows
+
+
+def shown(axes):
+    """The values of the heat map, NaN where nothing is drawn."""
+    return torch.from_numpy(axes.get_images()[0].get_array().filled(math.nan))
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(128, 128), (100, 100), (64, 160), (70, 150)])
@@ -58,25 +104,31 @@ def test_kinds_without_full_blocks_and_with_leftovers_in_the_lists():
     assert block_kinds(mask, 0).tolist() == [[PARTIAL, HIDDEN], [PARTIAL, PARTIAL]]
 
 
-def test_picture_shows_both_colours_and_every_block(tmp_path):
+def test_block_mask_shows_its_kinds_and_both_colours(pyplot, tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    torch.manual_seed(0)
-    query, key = torch.randn(1, 4, 512, 16), torch.randn(1, 2, 512, 16)
-    mask = flexprefill_mask(3 * query, key, gamma=0.5, block_size=32, min_budget=0)
-    path = plot_block_mask(mask, [0, 3], tmp_path / "new" / "masks.png", ["one", "two"])
-    assert path.read_bytes().startswith(b"\x89PNG")
-    pixels = (image.imread(path)[..., :3] * 255).round()
+    mask = sparse_mask()
+    first, second = plot_block_mask(mask, [0, 3], ["one", "two"])
+    for axes, head, title in ((first, 0, "one"), (second, 3, "two")):
+        kinds = block_kinds(mask, head)
+        assert torch.equal(torch.from_numpy(axes.get_images()[0].get_array().data), kinds)
+        assert axes.get_title() == f"{title}, density {(kinds >= 2).sum() / (kinds >= 1).sum():.2f}"
+    first.figure.savefig(tmp_path / "masks.png")
+    pixels = (image.imread(tmp_path / "masks.png")[..., :3] * 255).round()
     assert pixels.shape[1] > 1.5 * pixels.shape[0]
     for colour in ((240, 160, 47), (31, 95, 168), (233, 233, 237)):
         assert (pixels == torch.tensor(colour).numpy()).all(-1).sum() > 2000
 
 
-def test_draws_heads_of_several_masks(tmp_path):
-    pytest.importorskip("matplotlib")
-    masks = [causal_mask(128, 128), causal_mask(128, 128)]
-    assert plot_block_mask(masks, [0, 1], tmp_path / "two.png").exists()
+def test_block_mask_draws_on_the_axes_it_is_given(pyplot):
+    mask = causal_mask(128, 128)
+    mine = pyplot.subplots(1, 2)[1]
+    assert plot_block_mask([mask, mask], [0, 1], axes=list(mine)) == list(mine)
+    alone = pyplot.subplots()[1]
+    assert plot_block_mask(mask, 1, "mine", axes=alone) is alone
+    assert alone.get_title() == "mine, density 1.00"
+    assert len(pyplot.get_fignums()) == 2
     with pytest.raises(ValueError, match="block_mask must have one"):
-        plot_block_mask([masks[0], causal_mask(64, 128)], [0, 1], tmp_path / "not.png")
+        plot_block_mask([mask, causal_mask(64, 128)], [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -84,13 +136,162 @@ def test_draws_heads_of_several_masks(tmp_path):
     [
         ({"heads": []}, "heads must name at least one"),
         ({"heads": [2]}, r"head must be in \[0, 2\); got 2"),
-        ({"heads": [-1]}, "head must be in"),
+        ({"heads": -1}, "head must be in"),
         ({"heads": [0], "batch": 1}, "batch must be in"),
         ({"heads": [0, 1], "titles": ["one"]}, r"titles must be one per head \(2\); got 1"),
+        ({"heads": [0, 1], "axes": [None]}, r"axes must be one per head \(2\); got 1"),
     ],
 )
-def test_wrong_arguments_are_named(tmp_path, arguments, message):
-    pytest.importorskip("matplotlib")
+def test_wrong_arguments_are_named(pyplot, arguments, message):
     with pytest.raises(ValueError, match=message):
-        plot_block_mask(causal_mask(64, 64), path=tmp_path / "not.png", **arguments)
-    assert not (tmp_path / "not.png").exists()
+        plot_block_mask(causal_mask(64, 64), **arguments)
+    assert not pyplot.get_fignums()
+
+
+def test_density_is_the_mean_of_the_sparse_calls(pyplot):
+    axes = plot_density(head_rows())
+    found = shown(axes)
+    expected = torch.tensor([0.1, 0.2, 0.3, 0.4]) + 0.01
+    assert found[1].tolist() == pytest.approx(expected.tolist())
+    assert found[0, 1] == pytest.approx(0.2)  # the call that ran dense apart
+    assert found[2].isnan().all()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1", "5"]
+    assert len(axes.patches) == 4  # hatched: layer 5
+    assert axes.get_legend().get_texts()[0].get_text() == "ran dense"
+    assert {text.get_text() for text in axes.texts} >= {".11", ".20", ".41"}
+
+
+def test_heat_maps_take_what_has_rows(pyplot):
+    class Result:
+        def rows(self):
+            return [{"layer": 0, "head": 0, "density": 0.25}]
+
+    assert shown(plot_density(Result())).tolist() == [[0.25]]
+    # as from a generator, which is read once
+    axes = plot_distances(iter(head_rows()), tau=0.1)
+    assert "0.1" in axes.get_title()
+
+
+def test_distances_mark_query_aware_heads(pyplot):
+    axes = plot_distances(head_rows(), tau=0.1)
+    assert shown(axes)[1].tolist() == pytest.approx([0.055, 0.155, 0.255, 0.355])
+    (dots,) = axes.collections
+    assert sorted((round(float(x)), round(float(y))) for x, y in dots.get_offsets()) == [(0, 0), (0, 1)]
+    hybrid = [{**row, "distance": math.nan, "pattern": "hybrid"} for row in head_rows()]
+    with pytest.raises(ValueError, match="hybrid selection and dense attention have none"):
+        plot_distances(hybrid)
+
+
+def test_coverage_begins_at_the_lowest_tenth(pyplot):
+    rows = [{"layer": 0, "head": head, "coverage": 0.74 + 0.1 * head} for head in range(2)]
+    axes = plot_coverage(rows)
+    assert shown(axes).tolist() == [pytest.approx([0.74, 0.84])]
+    assert axes.get_images()[0].get_clim() == pytest.approx((0.7, 1.0))
+
+
+def test_layers_may_differ_in_their_heads(pyplot):
+    rows = [{"layer": layer, "head": head, "density": 0.5} for layer in (0, 1) for head in range(2 + 2 * layer)]
+    axes = plot_density(rows)
+    assert shown(axes).isnan().tolist() == [[False, False, True, True], [False] * 4]
+    assert not axes.patches
+
+
+def test_pattern_shares_are_those_of_the_rows(pyplot):
+    axes = plot_pattern_share(head_rows())
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+    assert heights["query-aware"] == [0.25, 0.25, 0]
+    assert heights["vertical-slash"] == [0.625, 0.75, 0]
+    assert heights["dense"] == [0.125, 0, 1]
+    tops = [sum(bars[layer].get_height() for bars in axes.containers) for layer in range(3)]
+    assert tops == [1, 1, 1]
+    # told apart without colours
+    assert len({bars[0].get_hatch() for bars in axes.containers}) == 3
+
+
+def test_frontier_lines_are_the_methods_by_density(pyplot):
+    axes = plot_frontier({"a": [(0.3, 0.02), (0.2, 0.05)], "b": [(0.4, 0.01)]}, error="loss")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert lines == {"a": [[0.2, 0.05], [0.3, 0.02]], "b": [[0.4, 0.01]]}
+    assert axes.get_ylabel() == "loss"
+    styles = {(line.get_marker(), line.get_linestyle()) for line in axes.get_lines()}
+    assert len(styles) == 2
+    assert plot_frontier({"a": [(0.2, 0.05)]}, log=True).get_yscale() == "log"
+
+
+@pytest.mark.parametrize(
+    ("methods", "error", "message"),
+    [
+        ([(0.1, 0.2)], TypeError, "methods must be a dict"),
+        ({}, ValueError, "at least one"),
+        ({"a": []}, ValueError, r"methods\['a'\] must hold"),
+        ({"a": [(0.1, 0.2, 0.3)]}, ValueError, "pairs"),
+        ({"a": [(0.1, 0.0)]}, ValueError, "errors > 0 on a logarithmic axis; got 0.0"),
+    ],
+)
+def test_frontier_refuses(pyplot, methods, error, message):
+    with pytest.raises(error, match=message):
+        plot_frontier(methods, log=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ([], ValueError, "at least one prefill call"),
+        ({"layer": 0}, TypeError, r"must have rows\(\)"),
+        (3, TypeError, "got int"),
+        ([{"layer": 0}], TypeError, "dicts with layer and head"),
+        ([{"layer": 0, "head": 0}], ValueError, "must have density in every row; got layer, head"),
+    ],
+)
+def test_heat_maps_refuse(pyplot, source, error, message):
+    with pytest.raises(error, match=message):
+        plot_density(source)
+
+
+def test_attention_is_drawn_whole_through_the_mask_and_left_out(pyplot):
+    mass = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [0.6, 0.3, 0.1]])
+    kept = torch.tensor([[True, False, False], [False, True, False], [True, False, True]])
+    pictures = {part: plot_attention(mass, 32, kept, part) for part in ("all", "kept", "left out")}
+    values = {part: torch.from_numpy(axes.get_images()[-1].get_array().filled(-1)).float() for part, axes in pictures.items()}
+    causal = torch.ones(3, 3).tril().bool()
+    assert torch.equal(values["all"], torch.where(causal, mass, -1))
+    assert torch.equal(values["kept"], torch.where(kept, mass, -1))
+    assert torch.equal(values["left out"], torch.where(causal & ~kept, mass, -1))
+    titles = [axes.get_title() for axes in pictures.values()]
+    assert titles == ["True attention", "Kept: 73.3% of it", "Left out: 26.7% of it"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"part": "rest"}, "part must be one of all, kept, left out; got 'rest'"),
+        ({"part": "kept"}, "kept must be given"),
+        ({"kept": torch.ones(2, 3)}, r"both be .* got \[\(2, 2\), \(2, 3\)\]"),
+    ],
+)
+def test_attention_refuses(pyplot, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plot_attention(torch.eye(2), 32, **arguments)
+
+
+def lightness(colour):
+    """Of an RGB colour, 0 to 1, as a grey picture has it."""
+    red, green, blue = colour[:3]
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def test_colours_differ_in_grey():
+    colors = pytest.importorskip("matplotlib.colors")
+    from matplotlib import colormaps
+
+    from flexmask.pictures import style
+
+    kinds = [lightness(colors.to_rgb(colour)) for colour in (style.WHOLE, style.IN_PART, style.LEFT_OUT)]
+    assert kinds == sorted(kinds)
+    assert min(kinds[1] - kinds[0], kinds[2] - kinds[1]) > 0.2
+    for ramp in (colormaps["cividis_r"], style.attention_colours()):
+        greys = [lightness(ramp(step / 10)) for step in range(11)]
+        assert greys == sorted(greys, reverse=True)
+        assert greys[0] - greys[-1] > 0.5
+    # what is left out is lighter than the least attention
+    assert lightness(colors.to_rgb(style.LEFT_OUT)) - lightness(style.attention_colours()(0.0)) > 0.08

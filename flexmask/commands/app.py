@@ -10,6 +10,7 @@ from flexmask.commands.checkout import bench, demo, fidelity
 from flexmask.commands.doctor import doctor
 from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
 from flexmask.commands.generate import generate
+from flexmask.commands.inspect import inspect
 from flexmask.commands.run import run
 from flexmask.commands.tune import tune
 
@@ -46,7 +47,7 @@ def program(
     # `Group` reads --traceback
 
 
-for _command in (doctor, generate, tune):
+for _command in (doctor, inspect, generate, tune):
     app.command()(_command)
 # what they do not know belongs to the program that they start
 _passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}

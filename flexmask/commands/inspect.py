@@ -1,0 +1,91 @@
+"""``flexmask inspect``: what FlexPrefill does to a model on a prompt, as one page with pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flexmask.commands.errors import needs, option_errors, usage_error
+from flexmask.commands.loading import load_model, read_text, token_ids
+from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Model, Prompt, Selection, Set, Settings, settings_from
+from flexmask.commands.output import Json, Output
+
+
+def inspect(
+    model: Model,
+    prompt: Prompt,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for report.html, the PNGs and inspection.json.")
+    ],
+    layers: Annotated[
+        str | None, typer.Option(help="Layers to show masks of, as in 0,5-7. Default: telling heads of all.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Heads to show in each of --layers, as in 0,3. Default: telling ones.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Cut the prompt to this many tokens.")] = None,
+    device: Device = None,
+    dtype: DType = None,
+    gamma: Gamma = None,
+    selection: Selection = None,
+    dense_below: DenseBelow = None,
+    settings: Settings = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Prefill a prompt and write a report: density, patterns, distances and coverage of every head, time by stage, masks.
+
+    The report is one HTML page that loads nothing from elsewhere. For a few heads it shows the mask over their true attention.
+    A prompt shorter than dense_below (16,384 tokens) runs dense: --dense-below 0 makes it sparse.
+    """
+    output = Output(as_json)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise needs("matplotlib", "plot") from error
+    chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
+    if chosen is not None and chosen.method != "flexprefill":
+        usage_error(f"only FlexPrefill is inspected; got the method {chosen.method!r}", "--set")
+    shown = {"layers": _numbers(layers, "--layers"), "heads": _numbers(heads, "--heads")}
+    if shown["heads"] is not None and shown["layers"] is None:
+        usage_error("must come with --layers", "--heads")
+    text = read_text(prompt)
+    if out.exists() and not out.is_dir():
+        usage_error(f"{out} is not a folder", "--out")
+    loaded, tokenizer = load_model(model, output, device, dtype)
+    ids = token_ids(tokenizer, text, tokens)
+
+    from flexmask.integrations.inspection import inspect_prefill
+    from flexmask.report.write import write_report
+
+    options: dict[str, Any] = shown if chosen is None else {**shown, "config": chosen}
+    with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors("--layers", "--heads"):
+        found = inspect_prefill(loaded, ids, progress=advance, **options)
+    with output.progress("drawing"):
+        page = write_report(found, out, model=model, prompt=tokenizer.decode(ids[0]))
+    output.line(str(found.summary))
+    stages = "  ".join(f"{name} {seconds:.3g} s" for name, seconds in found.times.stages.items())
+    output.line(f"forward pass {found.times.total:.3g} s: {stages}")
+    for head in found.heads:
+        output.line(f"layer {head.layer}, head {head.head} ({head.why}): {head.attention_kept:.1%} of its attention kept")
+    if not found.heads:
+        output.remark("every layer ran dense, so that there are no masks to show; --dense-below 0 makes short prompts sparse")
+    output.line(f"report: {page}")
+    output.result({"report": str(page), **found.to_dict()})
+
+
+def _numbers(text: str | None, option: str) -> list[int] | None:
+    """The numbers of a list like ``0,5-7``."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            usage_error(f"must be numbers and ranges, as in 0,5-7; got {text!r}", option)
+        found += range(int(first), int(last or first) + 1)
+    if not found:
+        usage_error(f"must name at least one; got {text!r}", option)
+    return found

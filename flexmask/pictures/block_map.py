@@ -1,0 +1,168 @@
+"""The blocks that heads keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.pictures.style import HIDDEN, IN_PART, LEFT_OUT, WHOLE, draw_blocks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INCHES = 5.0  # side of one head's square
+_KINDS = (HIDDEN, LEFT_OUT, IN_PART, WHOLE)
+
+
+@overload
+def plot_block_mask(
+    block_mask: BlockMask, heads: int, titles: str | None = None, *, batch: int = 0, axes: Axes | None = None
+) -> Axes: ...
+
+
+@overload
+def plot_block_mask(
+    block_mask: BlockMask | Sequence[BlockMask],
+    heads: Sequence[int],
+    titles: Sequence[str] | None = None,
+    *,
+    batch: int = 0,
+    axes: Sequence[Axes] | None = None,
+) -> list[Axes]: ...
+
+
+def plot_block_mask(
+    block_mask: BlockMask | Sequence[BlockMask],
+    heads: int | Sequence[int],
+    titles: str | Sequence[str] | None = None,
+    *,
+    batch: int = 0,
+    axes: Axes | Sequence[Axes] | None = None,
+) -> Axes | list[Axes]:
+    """Draw which blocks one head keeps, or several heads side by side.
+
+    Blocks kept whole and blocks kept in part (their mask_mod still hides some pairs) differ in colour; grey blocks are those
+    that only dense causal attention would compute. The line is causality, with the last query at the last key.
+
+    Parameters
+    ----------
+    block_mask
+        Of shape (batch, num_heads, q_len, kv_len), on any device. Read on the host, so it waits for the device. Or one mask per
+        head, all of the same lengths and block size.
+    heads
+        A head, or heads, at least one; each in [0, num_heads).
+    titles
+        One line per head, to which the density is added. Default None: ``head 3``.
+    batch
+        Batch row. Default 0.
+    axes
+        Where to draw: one Axes for one head, else one per head. Default None: a new figure of pyplot, with a legend.
+
+    Returns
+    -------
+    matplotlib.axes.Axes or list
+        One Axes for one head that is given as an int, else a list.
+
+    Raises
+    ------
+    ValueError
+        For a head or batch row that the mask does not have, and for masks, titles or axes that are not one per head.
+
+    Examples
+    --------
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> mask = create_block_mask(lambda b, h, q, k: k <= q, 1, 2, 512, 512, device="cpu")
+    >>> plot_block_mask(mask, 1).get_title()
+    'head 1, density 1.00'
+    >>> figure = plot_block_mask(mask, [0, 1])[0].figure  # figure.savefig("masks.png")
+    """
+    if isinstance(heads, int):
+        several: Any = [axes] if axes is not None else None
+        return plot_block_mask([block_mask], [heads], None if titles is None else [titles], batch=batch, axes=several)[0]  # type: ignore[list-item]
+    if not heads:
+        raise ValueError("heads must name at least one head; got none")
+    masks = [block_mask] * len(heads) if isinstance(block_mask, BlockMask) else list(block_mask)
+    titles = [f"head {head}" for head in heads] if titles is None else titles
+    for name, given in (("block_mask", masks), ("titles", titles), ("axes", axes)):
+        if given is not None and len(given) != len(heads):  # type: ignore[arg-type]
+            raise ValueError(f"{name} must be one per head ({len(heads)}); got {len(given)}")  # type: ignore[arg-type]
+    sizes = {(*mask.shape[-2:], *mask.BLOCK_SIZE) for mask in masks}
+    if len(sizes) > 1:
+        raise ValueError(f"block_mask must have one (q_len, kv_len, q_block, kv_block); got {sorted(sizes)}")
+    kinds = [block_kinds(mask, head, batch) for mask, head in zip(masks, heads, strict=True)]
+
+    from matplotlib.colors import ListedColormap
+
+    drawn = _new_row(kinds[0], len(kinds)) if axes is None else list(axes)  # type: ignore[arg-type]
+    size: Any = sizes.pop()
+    for axis, kind, title in zip(drawn, kinds, titles, strict=True):
+        draw_blocks(axis, kind.numpy(), size, {"cmap": ListedColormap(_KINDS), "vmin": 0, "vmax": 3})
+        axis.set_title(f"{title}, density {(kind >= 2).sum() / (kind >= 1).sum():.2f}", fontsize=11)
+    drawn[0].set_ylabel("query (tokens)")
+    return drawn
+
+
+def _new_row(kinds: Tensor, number: int) -> list[Axes]:
+    """A new figure with its legend, and axes side by side."""
+    import matplotlib.pyplot as plt
+
+    # one block is at least two dots wide, so that a lone one can be seen
+    dots = max(110, 2 * max(kinds.shape) / (0.85 * _INCHES))
+    figure = plt.figure(figsize=(_INCHES * number + 0.4, _INCHES + 0.8), dpi=dots, layout="constrained")
+    drawn = list(figure.subplots(1, number, squeeze=False, sharey=True)[0])
+    figure.legend(handles=mask_legend(), loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    return drawn
+
+
+def mask_legend() -> list[Any]:
+    """Patches that say what the colours of a block mask stand for."""
+    from matplotlib.patches import Patch
+
+    names = ((WHOLE, "kept whole"), (IN_PART, "kept in part"), (LEFT_OUT, "left out"))
+    return [Patch(facecolor=colour, edgecolor="#999999", label=name) for colour, name in names]
+
+
+def block_kinds(block_mask: BlockMask, head: int, batch: int = 0) -> Tensor:
+    """Classify every block of one head.
+
+    Parameters
+    ----------
+    block_mask, head, batch
+        As in `plot_block_mask`.
+
+    Returns
+    -------
+    Tensor
+        (num_q_blocks, num_kv_blocks) int64 on the CPU: 0 hidden by causality, 1 left out, 2 kept in part, 3 kept whole.
+
+    Raises
+    ------
+    ValueError
+        For a head or batch row that the mask does not have.
+    """
+    num_batch, num_heads, q_len, kv_len = block_mask.shape
+    for name, index, count in (("head", head, num_heads), ("batch", batch, num_batch)):
+        if not 0 <= index < count:
+            raise ValueError(f"{name} must be in [0, {count}); got {index}")
+    partial = _listed(block_mask.kv_num_blocks[batch, head], block_mask.kv_indices[batch, head])
+    full = torch.zeros_like(partial)
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        full = _listed(block_mask.full_kv_num_blocks[batch, head], block_mask.full_kv_indices[batch, head])
+    q_block, kv_block = block_mask.BLOCK_SIZE
+    q_blocks, kv_blocks = (torch.arange(count, device="cpu") for count in partial.shape)
+    last_row = (q_block * (q_blocks + 1)).clamp(max=q_len) - 1 + kv_len - q_len
+    visible = kv_block * kv_blocks <= last_row[:, None]
+    return torch.where(full, 3, torch.where(partial, 2, visible.long()))
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """A (num_q_blocks, num_kv_blocks) bool map on the CPU of the first `counts` entries of each row of `indices`."""
+    counts, indices = counts.cpu(), indices.cpu().long()
+    rows, columns = torch.nonzero(torch.arange(indices.shape[-1], device="cpu") < counts[:, None], as_tuple=True)
+    kept = torch.zeros_like(indices, dtype=torch.bool)
+    kept[rows, indices[rows, columns]] = True
+    return kept

@@ -1,0 +1,87 @@
+"""Colours and axes that the pictures share: lightness alone tells the colours apart, so that each picture reads in grey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+
+HIDDEN, LEFT_OUT, IN_PART, WHOLE = "#ffffff", "#e9e9ed", "#f0a02f", "#1f5fa8"
+EDGE = "#444444"
+
+# by pattern: face, and a hatch for where colours do not show
+PATTERNS: dict[str, tuple[str, str]] = {
+    "vertical-slash": ("#1f5fa8", ""),
+    "query-aware": ("#f0a02f", ".."),
+    "hybrid": ("#6fa8a0", "\\\\"),
+    "dense": ("#e9e9ed", "//"),
+}
+
+# Okabe and Ito's colours from dark to light, each with a marker and a dash
+LINES: tuple[tuple[str, str, str], ...] = (
+    ("#000000", "o", "-"),
+    ("#0072b2", "s", "--"),
+    ("#d55e00", "^", "-."),
+    ("#009e73", "D", ":"),
+    ("#cc79a7", "v", "-"),
+    ("#e69f00", "P", "--"),
+    ("#56b4e9", "X", "-."),
+)
+
+
+def attention_colours() -> Colormap:
+    """Light blue to near black; its lightest entry is darker than `LEFT_OUT`, also in grey."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("attention", ["#bcd2ea", "#5b8fc9", "#1f4f91", "#0a1b38"])
+
+
+def own_axes(axes: Axes | None, width: float, height: float) -> Axes:
+    """`axes`, or those of a new figure of pyplot, so that notebooks show it."""
+    if axes is not None:
+        return axes
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(figsize=(width, height), dpi=130, layout="constrained")[1]
+
+
+def whole_numbers(axis: Any, labels: Sequence[int], most: int = 20) -> None:
+    """Tick every layer or head, or as many as fit; `axis` is ``axes.xaxis`` or ``axes.yaxis``."""
+    step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, len(labels)) if step * most >= len(labels))
+    places = range(0, len(labels), step)
+    axis.set_ticks(places, labels=[str(labels[place]) for place in places])
+
+
+def legend_below(axes: Axes, handles: Sequence[Any] | None = None, *, points: float = 34, **style: Any) -> None:
+    """A legend in one line under the axis' name, `points` below the axes whatever their size."""
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = axes.figure
+    below = axes.transAxes + ScaledTranslation(0, -points / 72, figure.dpi_scale_trans)
+    given: dict[str, Any] = {} if handles is None else {"handles": handles}
+    axes.legend(
+        **given,
+        **style,
+        bbox_transform=below,
+        bbox_to_anchor=(0.5, 0),
+        loc="upper center",
+        frameon=False,
+        fontsize=8,
+        borderaxespad=0,
+    )
+
+
+def draw_blocks(axes: Axes, values: Any, size: tuple[int, int, int, int], colours: dict[str, Any]) -> Any:
+    """Draw one value a block, and the causal line; `size` is q_len, kv_len and the tokens of a block by query and key."""
+    q_len, kv_len, q_block, kv_block = size
+    extent = (0, values.shape[1] * kv_block, values.shape[0] * q_block, 0)
+    image = axes.imshow(values, interpolation="nearest", extent=extent, aspect="equal", **colours)
+    axes.plot([kv_len - q_len, kv_len], [0, q_len], color=EDGE, linewidth=0.4)
+    axes.set_xlabel("key (tokens)")
+    axes.set(xlim=(0, kv_len), ylim=(q_len, 0))
+    axes.ticklabel_format(style="plain")
+    axes.locator_params(nbins=5)
+    return image

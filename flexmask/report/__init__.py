@@ -1,0 +1,1 @@
+"""The report of an inspection: pictures, a page and the numbers."""

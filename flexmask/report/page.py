@@ -1,0 +1,175 @@
+"""The report's HTML: one file that loads nothing, without a script."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+
+from flexmask.integrations.inspection import Inspection, ShownHead
+from flexmask.integrations.inspection_calls import HOW_TIMED
+from flexmask.integrations.inspection_heads import ASKED, RULE
+from flexmask.report.images import Image, has_distances
+from flexmask.report.style import STYLE
+
+
+def page(found: Inspection, overview: Sequence[Image], shown: Sequence[Sequence[Image]], model: str, prompt: str) -> str:
+    """The whole page.
+
+    Parameters
+    ----------
+    found
+        The inspection.
+    overview, shown
+        Its pictures: of all heads, and of each head shown.
+    model
+        The model's name.
+    prompt
+        The prompt's text; its beginning and end are shown.
+    """
+    title = escape(f"FlexPrefill in {model}")
+    heads = "".join(_shown(head, images) for head, images in zip(found.heads, shown, strict=True))
+    rule = RULE if any(head.why != ASKED for head in found.heads) else ""
+    none = "" if found.heads else "<p>Every layer ran dense: there is no mask to show.</p>"
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{_facts(found)}
+<h2>Heads</h2>
+<div class="figures">{"".join(_figure(image, _caption(image, found)) for image in overview)}</div>
+{_without_distances(found)}
+<h2>Masks over the true attention</h2>
+<p>{escape(rule)} Attention is that of all rows, computed in full from the layer's queries and keys and
+pooled to blocks: a cell is the mean share of a row's attention. Grey is what a picture leaves out.</p>
+{none}{heads}
+<h2>Time</h2>
+{_times(found)}
+<h2>Layers</h2>
+{_layers(found)}
+<h2>Settings and prompt</h2>
+<pre>{escape(_settings(found))}</pre>
+<pre>{escape(_excerpt(prompt))}</pre>
+</body>
+</html>
+"""
+
+
+def _facts(found: Inspection) -> str:
+    summary, about = found.summary, found.about
+    sparse = sum(layer.ran != "dense" for layer in summary.layers)
+    density = "-" if summary.density is None else f"{summary.density:.3f}"
+    facts = [
+        (f"{about['tokens']:,}", "tokens"),
+        (density, "density: kept share of all query-key pairs, dense layers at 1"),
+        (f"{sparse} of {len(summary.layers)}", "layers sparse"),
+        (_seconds(found.times.total), "forward pass"),
+    ]
+    items = "".join(f"<li><b>{value}</b>{escape(name)}</li>" for value, name in facts)
+    where = (
+        f"{about['model']}, {about['dtype']}, on {about['device']}, torch {about['torch']}, transformers {about['transformers']}"
+    )
+    return f'<p class="soft">{escape(where)}</p>\n<ul class="numbers">{items}</ul>'
+
+
+def _figure(image: Image, caption: str) -> str:
+    data = base64.b64encode(image.png).decode()
+    width, height = (int.from_bytes(image.png[at : at + 4], "big") for at in (16, 20))  # of the PNG's first chunk
+    shown = f'<img alt="{escape(image.alt)}" width="{width}" height="{height}" src="data:image/png;base64,{data}">'
+    return f'<figure style="max-width: {width}px">{shown}<figcaption>{escape(caption)}</figcaption></figure>'
+
+
+def _caption(image: Image, found: Inspection) -> str:
+    tau = found.run.settings.config.tau
+    kinds = {pattern for layer in found.summary.layers for pattern in layer.patterns}
+    patterns = "Hybrid selection chooses by the same rule in every head."
+    if kinds != {"hybrid"}:
+        patterns = "Vertical-slash heads keep whole key blocks and block diagonals; query-aware heads keep blocks of their own."
+    return {
+        "density": "Share of its visible blocks that each head keeps. Attention costs as much.",
+        "patterns": patterns,
+        "distances": f"Distance of the pooled estimate to the true attention of the last rows. Below tau = {tau:g} (dot) a "
+        "head is query-aware.",
+        "coverage": "Share of the last rows' true attention that the kept blocks hold. A low value in a head whose attention is "
+        "diffuse loses less than the same in a head that looks something up.",
+    }[image.name]
+
+
+def _without_distances(found: Inspection) -> str:
+    rows = found.run.rows()
+    if has_distances(rows) or not found.heads:
+        return ""
+    return (
+        "<p>No Jensen-Shannon distances: hybrid selection takes none, since it chooses by the same thresholds in every head.</p>"
+    )
+
+
+def _shown(head: ShownHead, images: Sequence[Image]) -> str:
+    row = head.row
+    about = f"Shown for: {head.why}. {row['pattern'].capitalize()}, density {row['density']:.3f}. Kept are "
+    about += f"{head.attention_kept:.1%} of all rows' attention, {row['coverage']:.1%} of the last rows'."
+    if row["reason"]:
+        about += f" This head's mask was not used: {row['reason']}."
+    captions = ("", "Through the mask; grey blocks are left out.", "Left out by the mask; grey blocks are kept.")
+    figures = "".join(_figure(image, caption) for image, caption in zip(images, captions, strict=True))
+    return f'<h3>Layer {head.layer}, head {head.head}</h3>\n<p>{escape(about)}</p>\n<div class="figures">{figures}</div>\n'
+
+
+def _times(found: Inspection) -> str:
+    stages, total = found.times.stages, max(found.times.total, 1e-9)
+    bar = "".join(f'<span class="{name}" style="width:{100 * each / total:.2f}%"></span>' for name, each in stages.items())
+    rows = "".join(
+        f'<tr><td><span class="key {name}"></span>{name}</td><td class="n">{_seconds(each)}</td>'
+        f'<td class="n">{each / total:.1%}</td></tr>'
+        for name, each in stages.items()
+    )
+    return f'<div class="bar">{bar}</div>\n<table>{rows}</table>\n<p class="soft">{escape(HOW_TIMED)}</p>'
+
+
+def _layers(found: Inspection) -> str:
+    by_layer = {each.layer: each for each in found.times.layers}
+    lines = []
+    for layer in found.summary.layers:
+        took = by_layer.get(layer.layer)
+        patterns = ", ".join(f"{share:.0%} {name}" for name, share in layer.patterns.items())
+        if layer.served_densely:
+            patterns += f"; {layer.served_densely:.0%} served by dense attention, faster there"
+        coverage = "" if layer.coverage is None else f"{layer.coverage:.3f}"
+        cells = [
+            f"{layer.density:.3f}",
+            coverage,
+            *(("", "") if took is None else (_seconds(took.selection), _seconds(took.call))),
+        ]
+        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+        text = "".join(f"<td>{escape(cell)}</td>" for cell in (patterns, "; ".join(layer.reasons)))
+        lines.append(f'<tr><td class="n">{layer.layer}</td><td>{layer.ran}</td>{numbers}{text}</tr>')
+    names = ("density", "coverage", "selection", "whole call")
+    head = '<th class="n">layer</th><th>ran</th>' + "".join(f'<th class="n">{name}</th>' for name in names)
+    return f'<div class="scroll"><table><tr>{head}<th>heads</th><th>dense because</th></tr>{"".join(lines)}</table></div>'
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def _settings(found: Inspection) -> str:
+    settings = found.run.settings
+    changed = ", ".join(f"{name} {value}" for name, value in settings.to_dict().items() if name != "layers")
+    of_layers = f"; options of their own in {len(settings.layers)} layers" if settings.layers else ""
+    config = settings.config
+    gamma = "by head" if isinstance(config.gamma, tuple) else f"{config.gamma:g}"
+    return (
+        f"selection {config.selection}, gamma {gamma}, block_size {config.block_size}, min_budget {config.min_budget}"
+        f"{of_layers}\nother than the defaults: {changed or 'nothing'}"
+    )
+
+
+def _excerpt(prompt: str, most: int = 400) -> str:
+    return prompt if len(prompt) <= 2 * most else f"{prompt[:most]} ... {prompt[-most:]}"

@@ -1,0 +1,112 @@
+"""A run on disk: its settings and its statistics, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask._torch import widest_float
+from flexmask.integrations.run_calls import Calls, RecordedCall, on_host
+from flexmask.integrations.run_totals import LayerTotals
+from flexmask.integrations.settings import PrefillSettings
+from flexmask.stats import FlexPrefillStats
+
+_FORMAT = "flexmask run 1"
+_DTYPES = {
+    **{field.name: torch.float32 for field in fields(FlexPrefillStats) if field.name != "dense"},
+    **dict.fromkeys(("is_query_aware", "is_dense"), torch.bool),
+    **dict.fromkeys(("num_vertical_blocks", "num_slash_blocks"), torch.int64),
+}
+
+
+class SavedRun(NamedTuple):
+    """All of a run that a file holds."""
+
+    settings: PrefillSettings
+    calls: Calls
+    dropped: Mapping[int, LayerTotals]
+    tokens: Mapping[int, int]  # by layer, those of calls that are no longer kept included
+
+
+def save_run(path: Path, run: SavedRun) -> None:
+    """Write a run; an interruption leaves the former file.
+
+    Raises
+    ------
+    ValueError
+        For a method that is a function, which only names can be saved of.
+    """
+    saved = {
+        "format": _FORMAT,
+        "settings": run.settings.to_dict(),
+        "calls": {
+            str(layer): [
+                {
+                    **{name: _numbers(getattr(call.stats, name)) for name in _DTYPES},
+                    **{"dense": call.stats.dense, "reason": call.reason, "prefill": call.prefill},
+                    **{"q_len": call.q_len, "kv_len": call.kv_len, "sequence": call.sequence},
+                }
+                for call in each
+            ]
+            for layer, each in on_host(run.calls).items()
+        },
+        "dropped": {
+            str(layer): {**vars(each), "sums": None if each.sums is None else each.sums.tolist()}
+            for layer, each in run.dropped.items()
+        },
+        "tokens": {str(layer): number for layer, number in run.tokens.items()},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(saved, allow_nan=False), encoding="utf-8")
+    os.replace(part, path)
+
+
+def load_run(path: Path) -> SavedRun:
+    """Read a run, its tensors on the CPU.
+
+    Raises
+    ------
+    ValueError
+        For a file that `save_run` did not write.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        saved = json.loads(text)
+        if saved["format"] != _FORMAT:
+            raise ValueError(saved["format"])
+        calls = {int(layer): [_call(call) for call in each] for layer, each in saved["calls"].items()}
+        dropped = {int(layer): _totals(each) for layer, each in saved["dropped"].items()}
+        tokens = {int(layer): int(number) for layer, number in saved["tokens"].items()}
+        return SavedRun(PrefillSettings.from_dict(saved["settings"]), calls, dropped, tokens)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"path must be a file that run.save wrote; got {path}") from error
+
+
+def _numbers(tensor: Tensor) -> Any:
+    """Nested lists, None for NaN, which JSON does not have."""
+    return [[x if math.isfinite(x) else None for x in row] for row in tensor.tolist()]
+
+
+def _call(saved: Mapping[str, Any]) -> RecordedCall:
+    tensors = {
+        name: torch.tensor([[math.nan if x is None else x for x in row] for row in saved[name]], dtype=dtype, device="cpu")
+        for name, dtype in _DTYPES.items()
+    }
+    stats = FlexPrefillStats(**tensors, dense=bool(saved["dense"]))
+    sizes = (int(saved[name]) for name in ("prefill", "q_len", "kv_len", "sequence"))
+    return RecordedCall(stats, saved["reason"], *sizes)
+
+
+def _totals(saved: Mapping[str, Any]) -> LayerTotals:
+    sums = saved["sums"]
+    wide = widest_float(torch.device("cpu"))
+    return LayerTotals(**{**saved, "sums": None if sums is None else torch.tensor(sums, dtype=wide, device="cpu")})

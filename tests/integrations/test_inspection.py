@@ -1,0 +1,195 @@
+"""Inspecting a prefill: the true attention by blocks, the heads shown, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.integrations.huggingface import flexprefill
+from flexmask.integrations.inspection import inspect_prefill
+from flexmask.integrations.inspection_heads import ASKED, asked_heads, telling_heads
+from flexmask.integrations.inspection_maps import block_attention
+from tests.integrations.common import LENGTH, MARKS, SPARSE, make_model
+from tests.integrations.families import VOCABULARY
+
+pytestmark = MARKS
+
+
+def dense_block_map(query, key, visible, scale, block_size, softcap=None, sink=None):
+    """Softmax of all scores at once, pooled by blocks, in float64 and loops."""
+    scores = query.double() @ key.double().T * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sink is not None:
+        scores = torch.cat([scores, torch.full((len(query), 1), sink, dtype=torch.float64)], 1)
+    attention = scores.softmax(-1).nan_to_num(0.0)[:, : len(key)]
+    found = []
+    for rows, seen in zip(attention.split(block_size), visible.split(block_size), strict=True):
+        valid = seen.any(1).sum()
+        found.append([float(part.sum() / valid) if valid else math.nan for part in rows.split(block_size, 1)])
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("most_scores", [2**24, 200])
+@pytest.mark.parametrize("case", ["whole", "chunk", "window", "padded", "softcap", "sink", "unfilled"])
+def test_block_attention_is_a_dense_softmax_pooled_by_blocks(case, most_scores):
+    generator = torch.Generator().manual_seed(0)
+    q_len, kv_len = (70, 70) if case not in ("chunk", "unfilled") else (45, 100)
+    query, key = torch.randn((q_len, 16), generator=generator), 2 * torch.randn((kv_len, 16), generator=generator)
+    start = {"unfilled": 20}.get(case, kv_len - q_len)
+    position, column = torch.arange(start, start + q_len)[:, None], torch.arange(kv_len)
+    visible, given, own = column <= position, {}, {}
+    if case == "window":
+        given["window"] = 21
+        visible = visible & (column > position - 21)
+    if case == "padded":
+        tokens = torch.ones(1, kv_len, dtype=torch.bool)
+        tokens[:, :40] = tokens[:, 50] = False
+        given["attention_mask"] = tokens
+        visible = visible & tokens & tokens[0, position]
+        key[:40] = math.nan  # what padding holds does not matter
+    if case == "softcap":
+        given["softcap"] = own["softcap"] = 1.5
+    if case == "sink":
+        given["sinks"], own["sink"] = torch.tensor([0.7]), 0.7
+    if case == "unfilled":
+        given["offset"] = torch.tensor([start], dtype=torch.int32)
+        key[start + q_len :] = math.nan
+    inputs = AttentionInputs(query[None, None], key[None, None], None, 0.3, **given)
+    found = block_attention(inputs, 16, most_scores)
+    expected = dense_block_map(query, key.nan_to_num(0.0), visible, 0.3, 16, **own)
+    assert found.dtype == torch.float32
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert (found - expected).abs().nan_to_num(0.0).max() < 1e-6
+    # something is there to be compared
+    assert expected.nansum() > 2.5
+
+
+def rows(densities, coverages, patterns):
+    return [
+        {"layer": number // 2, "head": number % 2, "density": density, "coverage": coverage, "pattern": pattern}
+        for number, (density, coverage, pattern) in enumerate(zip(densities, coverages, patterns, strict=True))
+    ]
+
+
+VS, QA = "vertical-slash", "query-aware"
+
+
+def test_telling_heads_follow_their_rule():
+    found = telling_heads(rows([0.5, 0.1, 0.9, 0.3, 0.7, 1.0], [0.9, 0.95, 0.99, 0.8, 0.9, 1.0], [VS] * 5 + ["dense"]))
+    assert {(head.layer, head.head): head.why for head in found} == {
+        (0, 1): "lowest density",
+        (0, 0): "median density",
+        (1, 0): "highest density",
+        (1, 1): "lowest coverage",
+    }
+    # one head may be shown for several reasons, and the other pattern gets one
+    found = telling_heads(rows([0.2, 0.4, 0.4, 0.6], [0.5, 0.9, 0.9, 0.9], [VS, QA, VS, VS]))
+    assert {(head.layer, head.head): head.why for head in found} == {
+        (0, 0): "lowest density, lowest coverage",
+        (1, 0): "median density",
+        (1, 1): "highest density",
+        (0, 1): "median density of the query-aware heads",
+    }
+    assert {head.layer for head in telling_heads(rows([0.2, 0.4, 0.4, 0.6], [1] * 4, [VS] * 4), layers=[1])} == {1}
+    assert telling_heads(rows([1.0], [1.0], ["dense"])) == []
+
+
+def test_asked_heads_are_every_pair():
+    table = rows([0.5] * 6, [1.0] * 6, [VS] * 4 + ["dense"] * 2)
+    assert [head[:2] for head in asked_heads(table, [1, 0, 1], [0, 1])] == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    with pytest.raises(ValueError, match=r"heads must be in \[0, 2\) in layer 0; got 2"):
+        asked_heads(table, [0], [2])
+    with pytest.raises(ValueError, match="layer 2 ran dense"):
+        asked_heads(table, [2], [0])
+
+
+@pytest.fixture(scope="module")
+def inspected():
+    """The model, its prompt and an inspection of layer 1, heads 0 and 3, with the calls of `progress`."""
+    model = make_model()
+    prompt = torch.randint(1, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    steps = []
+    found = inspect_prefill(
+        model, prompt, layers=[1], heads=[0, 3], progress=lambda done, of: steps.append((done, of)), **SPARSE, dense_layers=(0,)
+    )
+    return model, prompt, found, steps
+
+
+@pytest.mark.attention
+def test_inspection_has_the_masks_and_statistics_of_a_prefill(inspected):
+    model, prompt, found, steps = inspected
+    with torch.no_grad(), flexprefill(model, **SPARSE, dense_layers=(0,), collect_masks=True) as run:
+        model(prompt[None])
+    assert str(found.run.rows()) == str(run.rows())
+    assert [(head.layer, head.head, head.why) for head in found.heads] == [(1, 0, ASKED), (1, 3, ASKED)]
+    dense = run.masks[1][0].to_dense().bool()[0]
+    for head in found.heads:
+        assert torch.equal(head.kept, dense[head.head])
+        assert 0 < head.attention_kept < 1
+        assert head.attention_kept == pytest.approx(float((head.mass * dense[head.head]).sum() / head.mass.sum()))
+        assert head.mass.sum(1).tolist() == pytest.approx([1.0] * len(head.mass), abs=1e-5)
+    assert steps == [(done, 4) for done in range(1, 5)]
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.attention
+def test_times_add_up(inspected):
+    _, _, found, _ = inspected
+    dense, sparse = found.times.layers
+    assert (dense.layer, dense.selection, sparse.layer) == (0, 0.0, 1)
+    assert min(dense.call, sparse.call, sparse.selection) > 0
+    assert all(seconds >= 0 for seconds in found.times.stages.values())
+    # what is only looked at is not counted: a forward of this model takes milliseconds
+    assert sum(found.times.stages.values()) <= found.times.total + 1e-6 or sparse.selection > sparse.call
+
+
+@pytest.mark.attention
+def test_inspection_is_json(inspected):
+    found = inspected[2].to_dict()
+    again = json.loads(json.dumps(found, allow_nan=False))
+    assert again["about"]["tokens"] == LENGTH
+    assert again["settings"]["dense_layers"] == [0]
+    assert [each["attention_kept"] for each in again["shown"]] == [each.attention_kept for each in inspected[2].heads]
+    assert len(again["rows"]) == 2 * 4
+    assert again["rows"][0]["distance"] is None
+
+
+def test_dense_prompt_shows_no_head():
+    model, prompt = make_model(), torch.arange(1, 60)
+    found = inspect_prefill(model, prompt)
+    assert [layer.ran for layer in found.summary.layers] == ["dense", "dense"]
+    assert found.heads == ()
+    assert found.times.stages["selection"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"input_ids": [1, 2]}, TypeError, "input_ids must be a tensor"),
+        ({"input_ids": torch.ones(2, 30, dtype=torch.int64)}, ValueError, r"one prompt of at least two tokens; got \(2, 30\)"),
+        ({"input_ids": torch.ones(30)}, ValueError, "integer"),
+        ({"input_ids": torch.ones(1, dtype=torch.int64)}, ValueError, "at least two"),
+        ({"heads": [0]}, ValueError, "heads must come with layers"),
+        ({"layers": [2]}, ValueError, r"layers must be in \[0, 2\); got 2"),
+        ({"layers": [0], "heads": [-1]}, ValueError, "heads must be >= 0; got -1"),
+        ({"layers": [0], "heads": [0]}, ValueError, "layer 0 ran dense"),
+        ({"layers": []}, ValueError, "layers must name at least one"),
+        ({"layers": ["0"]}, TypeError, "layers must be an int"),
+        ({"method": "causal"}, ValueError, 'method must be "flexprefill" to be inspected'),
+        ({"gamm": 0.9}, TypeError, "gamm"),
+    ],
+)
+def test_inspection_refuses(arguments, error, message):
+    given = {"input_ids": torch.arange(1, 40), **arguments}
+    model = make_model()
+    with pytest.raises(error, match=message):
+        inspect_prefill(model, given.pop("input_ids"), **given)
+    assert model.config._attn_implementation == "sdpa"

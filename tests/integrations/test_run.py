@@ -1,0 +1,318 @@
+"""A run's rows, summary, files and bounds, on recorded calls; no model."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from flexmask import FlexPrefillStats
+
+pytest.importorskip("transformers")
+
+from flexmask.integrations.prefill_calls import CallSize
+from flexmask.integrations.recorded_run import MAX_CALLS, FlexPrefillRun
+from flexmask.integrations.run_calls import RecordedCall, on_host
+from flexmask.integrations.run_totals import MOST_REASONS, OTHER_REASONS
+from flexmask.integrations.settings import PrefillSettings
+from flexmask.stats import empty_stats
+
+HEADS = 4
+
+
+def stats_of(seed, batch=1, hybrid=False):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, HEADS)
+    density, coverage, rows = torch.rand((3, *shape), generator=generator)
+    counts = torch.randint(100, (2, *shape), generator=generator)
+    query_aware, is_dense = torch.rand((2, *shape), generator=generator) < 0.4
+    distance = torch.full(shape, math.nan) if hybrid else torch.rand(shape, generator=generator)
+    rows = rows if hybrid else torch.full(shape, math.nan)
+    return FlexPrefillStats(query_aware, distance, density, *counts, coverage, rows, is_dense)
+
+
+def dense_stats(batch=1):
+    return empty_stats(torch.zeros(batch, HEADS, 1, 1), dense=True)
+
+
+def recorded(calls=6, max_calls=None, **options):
+    """Layer 0 sparse; layer 1 dense in every third call; layer 2 dense."""
+    run = FlexPrefillRun(PrefillSettings.from_options(gamma=0.9, tau=0.2), max_calls=max_calls, **options)
+    for call in range(calls):
+        batch, q_len = 1 + call % 2, 100 + 10 * call
+        size = CallSize(batch, q_len, q_len + 64 * (call % 2))
+        run.record(0, stats_of(call, batch), None, None, 10 + call, size)
+        dense = call % 3 == 0
+        run.record(
+            1, dense_stats(batch) if dense else stats_of(50 + call, batch), None, "short" if dense else None, 10 + call, size
+        )
+        run.record(2, dense_stats(batch), None, "in dense_layers", 10 + call, size)
+    return run
+
+
+def without_nan(rows):
+    return [{name: "NaN" if value != value else value for name, value in row.items()} for row in rows]
+
+
+def test_rows_are_the_statistics():
+    run = recorded(2)
+    rows = run.rows()
+    assert len(rows) == 3 * (1 + 2) * HEADS
+    for row in rows:
+        stats = run.stats[row["layer"]][row["call"]]
+        assert row["density"] == float(stats.density[row["batch"], row["head"]])
+        assert row["coverage"] == float(stats.coverage[row["batch"], row["head"]])
+        assert (row["q_len"], row["kv_len"]) == [(100, 100), (110, 174)][row["call"]]
+        assert (row["pattern"] == "dense") == stats.dense
+
+
+def test_summary_adds_up_the_rows():
+    run = recorded()
+    summary, rows = run.summary(), run.rows()
+    assert summary.prefills == 6
+    assert summary.tokens == sum((1 + call % 2) * (100 + 10 * call) for call in range(6))
+    for layer in summary.layers:
+        own = [row for row in rows if row["layer"] == layer.layer]
+        weights = [row["q_len"] * row["kv_len"] - row["q_len"] * (row["q_len"] - 1) / 2 for row in own]
+        expected = sum(weight * row["density"] for weight, row in zip(weights, own, strict=True)) / sum(weights)
+        assert layer.density == pytest.approx(expected, rel=1e-6)
+        sparse = [row for row in own if row["pattern"] != "dense"]
+        if sparse:
+            assert layer.coverage == pytest.approx(sum(row["coverage"] for row in sparse) / len(sparse), rel=1e-6)
+            for pattern, share in layer.patterns.items():
+                assert share == pytest.approx(sum(row["pattern"] == pattern for row in sparse) / len(sparse))
+            served = sum(row["reason"] is not None for row in sparse)
+            assert layer.served_densely == pytest.approx(served / len(sparse))
+        else:
+            assert (layer.coverage, layer.patterns) == (None, {})
+    assert [layer.ran for layer in summary.layers] == ["sparse", "both", "dense"]
+    assert [layer.dense_calls for layer in summary.layers] == [0, 2, 6]
+    assert summary.layers[1].reasons == {"short": 2}
+    assert json.loads(json.dumps(summary.to_dict()))["layers"][2]["ran"] == "dense"
+
+
+def test_density_of_all_layers_counts_dense_ones_as_one():
+    summary = recorded().summary()
+    # all layers see the same pairs here
+    assert summary.density == pytest.approx(sum(layer.density for layer in summary.layers) / 3)
+
+
+def test_summary_is_short_and_prints_a_line_a_layer():
+    run = recorded()
+    summary = run.summary()
+    assert repr(summary).startswith("<RunSummary: 6 prefills of 1,140 tokens, density 0.")
+    assert repr(summary).endswith("2 of 3 layers sparse>")
+    lines = str(summary).splitlines()
+    assert len(lines) == 5
+    assert "both (2 of 6 calls dense)" in lines[3]
+    assert lines[4].endswith("in dense_layers")
+    assert len(repr(run)) < 100
+    assert "2 of 3 layers sparse" in repr(run)
+
+
+def test_hybrid_heads_are_named():
+    run = FlexPrefillRun()
+    stats = stats_of(0, hybrid=True)
+    assert stats.is_query_aware.any()  # which means nothing there
+    run.record(0, stats, None, None, 0, CallSize(1, 100, 100))
+    assert run.summary().layers[0].patterns == {"hybrid": 1.0}
+    assert {row["pattern"] for row in run.rows()} == {"hybrid"}
+
+
+def test_calls_beyond_the_cap_are_dropped_but_counted():
+    whole, capped = recorded(20), recorded(20, max_calls=4)
+    for layer in range(3):
+        lists = (capped.stats, capped.reasons, capped.calls.numbers, capped.calls.sizes)
+        assert [len(each[layer]) for each in lists] == [4] * 4
+        assert capped.stats[layer][0].density.tolist() == whole.stats[layer][16].density.tolist()
+    assert without_nan(capped.rows()) == without_nan(row for row in whole.rows() if row["call"] >= 16)
+    found, expected = capped.summary(), whole.summary()
+    assert found.dropped_calls == 3 * 16
+    assert (found.prefills, found.tokens) == (expected.prefills, expected.tokens)
+    assert found.density == pytest.approx(expected.density, rel=1e-9)
+    for one, other in zip(found.layers, expected.layers, strict=True):
+        assert (one.calls, one.dense_calls, one.reasons) == (other.calls, other.dense_calls, other.reasons)
+        assert one.patterns == pytest.approx(other.patterns)
+        assert one.coverage == pytest.approx(other.coverage)
+
+
+def test_masks_are_dropped_too():
+    run = FlexPrefillRun(collect_masks=True, max_calls=2)
+    for call in range(5):
+        run.record(0, stats_of(call), call, None, call, CallSize(1, 8, 8))
+    assert run.masks[0] == [3, 4]
+    without_stats = FlexPrefillRun(collect_stats=False, collect_masks=True, max_calls=2)
+    for call in range(5):
+        without_stats.record(0, None, call, None, call)
+    assert (without_stats.masks[0], without_stats.stats) == ([3, 4], {})
+
+
+def test_runs_are_bounded_by_default():
+    assert FlexPrefillRun().max_calls == MAX_CALLS == 512
+    run = FlexPrefillRun(max_calls=3)
+    for length in range(100):
+        run.record(0, dense_stats(), None, f"{length} tokens", length, CallSize(1, length, length))
+    reasons = run.summary().layers[0].reasons
+    assert sum(reasons.values()) == 100
+    assert len(reasons) <= MOST_REASONS + 1
+    assert reasons[OTHER_REASONS] > 80
+
+
+@pytest.mark.parametrize(("max_calls", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_cap_that_is_none_is_refused(max_calls, error):
+    with pytest.raises(error, match="max_calls must be"):
+        FlexPrefillRun(max_calls=max_calls)
+
+
+def test_several_calls_of_a_prefill_count_their_tokens_once():
+    run = FlexPrefillRun()
+    for prefill in (5, 5, 6):
+        run.record(0, stats_of(prefill), None, None, prefill, CallSize(1, 100, 100))
+    assert run.calls.numbers[0] == [0, 0, 1]
+    assert (run.summary().prefills, run.summary().tokens) == (2, 200)
+
+
+def test_a_saved_run_comes_back(tmp_path):
+    run = recorded(10, max_calls=4)
+    path = run.save(tmp_path / "new" / "run.json")
+    assert not list(path.parent.glob("*.part"))
+    found = FlexPrefillRun.load(path)
+    assert found.settings == run.settings
+    assert without_nan(found.rows()) == without_nan(run.rows())
+    assert found.summary() == run.summary()
+    assert repr(found) == repr(run)
+    # strict JSON: other readers know no NaN
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    # and it goes on counting
+    for each in (run, found):
+        each.record(0, stats_of(99), None, None, 99, CallSize(1, 50, 50))
+    assert found.summary().prefills == run.summary().prefills == 11
+    assert found.summary().tokens == run.summary().tokens
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"format": "flexmask tune 1"}', '{"format": "flexmask run 1", "calls": {"0": [{}]}}']
+)
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"must be a file that run\.save wrote; got .*other\.json"):
+        FlexPrefillRun.load(path)
+
+
+def test_a_function_as_method_cannot_be_saved(tmp_path):
+    from flexmask.block_masks import causal_mask
+
+    with pytest.raises(ValueError, match="method must be a name"):
+        FlexPrefillRun(PrefillSettings(method=causal_mask)).save(tmp_path / "run.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_reset_forgets_all_calls():
+    run = recorded(8, max_calls=2)
+    run.reset()
+    assert (run.rows(), run.summary().layers, run.summary().tokens, run.dense_summary()) == ([], (), 0, None)
+    run.record(0, stats_of(1), None, None, 30, CallSize(1, 7, 7))
+    assert (run.summary().prefills, run.summary().tokens, run.max_calls) == (1, 7, 2)
+
+
+def test_an_empty_run_has_an_empty_summary():
+    summary = FlexPrefillRun().summary()
+    assert (summary.layers, summary.density, str(summary)) == (
+        (),
+        None,
+        "<RunSummary: 0 prefills of 0 tokens, 0 of 0 layers sparse>",
+    )
+
+
+def test_pandas_has_the_rows():
+    pytest.importorskip("pandas")
+    run = recorded(2)
+    table = run.to_pandas()
+    assert list(table.columns) == list(run.rows()[0])
+    assert without_nan(table[["layer", "head", "density"]].to_dict("records")) == [
+        {name: row[name] for name in ("layer", "head", "density")} for row in run.rows()
+    ]
+
+
+def test_missing_pandas_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"to_pandas needs pandas: pip install pandas; rows\(\) gives"):
+        recorded(1).to_pandas()
+
+
+def test_plot_shows_the_rows():
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    run = recorded(1)
+    density, shares, distances = run.plot()
+    assert density.get_images()[0].get_array()[0].tolist() == pytest.approx(run.stats[0][0].density[0].tolist())
+    assert {bars.get_label() for bars in shares.containers} <= {"vertical-slash", "query-aware", "dense"}
+    assert "0.2" in distances.get_title()
+    hybrid = FlexPrefillRun()
+    hybrid.record(0, stats_of(0, hybrid=True), None, None, 0, CallSize(1, 100, 100))
+    assert len(hybrid.plot()) == 2
+    with pytest.raises(ValueError, match="at least one prefill call"):
+        FlexPrefillRun().plot()
+    plt.close("all")
+
+
+class Counted(torch.Tensor):
+    """A tensor that says it is on a GPU, and counts its copies to the host; like one, it cannot be read element by element."""
+
+    copies: list[int] = []  # noqa: RUF012  # shared by all
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+    def cpu(self):
+        Counted.copies.append(self.numel())
+        return self.as_subclass(torch.Tensor).clone()
+
+    def tolist(self):
+        raise AssertionError("read without a copy")
+
+
+def test_statistics_are_copied_once():
+    names = [name for name in vars(stats_of(0)) if name != "dense"]
+    calls = {}
+    for layer in range(3):
+        calls[layer] = []
+        for call in range(4):
+            stats = stats_of(10 * layer + call, hybrid=call == 3)
+            away = {name: getattr(stats, name).as_subclass(Counted) for name in names}
+            calls[layer].append((stats, RecordedCall(FlexPrefillStats(**away), None, call, 1, 1)))
+    Counted.copies.clear()
+    found = on_host({layer: [each for _, each in pairs] for layer, pairs in calls.items()})
+    assert Counted.copies == [3 * 4 * len(names) * HEADS]
+    for layer, pairs in calls.items():
+        for (expected, _), copied in zip(pairs, found[layer], strict=True):
+            for name in names:
+                ours, theirs = getattr(copied.stats, name), getattr(expected, name)
+                assert ours.dtype == theirs.dtype
+                assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1))
+
+
+@pytest.mark.gpu
+def test_statistics_on_a_gpu():
+    run = FlexPrefillRun(max_calls=2)
+    names = [name for name in vars(stats_of(0)) if name != "dense"]
+    host = FlexPrefillRun(max_calls=2)
+    for call in range(5):
+        stats = stats_of(call)
+        with torch.cuda.device(0):
+            torch.cuda.synchronize()
+            on_gpu = FlexPrefillStats(**{name: getattr(stats, name).cuda() for name in names})
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                run.record(0, on_gpu, None, None, call, CallSize(1, 100, 100))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        host.record(0, stats, None, None, call, CallSize(1, 100, 100))
+    assert without_nan(run.rows()) == without_nan(host.rows())
+    assert run.summary().density == pytest.approx(host.summary().density)
