@@ -31,15 +31,6 @@ PAGES = (
     "integrations/README.md",
     "integrations/SUPPORT.md",
 )
-# written elsewhere at the same time as this site; missing ones are left out, and links to them are plain text
-EXPECTED = (
-    "bench/RULER.md",
-    "docs/command-line.md",
-    "docs/evaluation.md",
-    "docs/packed.md",
-    "docs/serving.md",
-    "docs/versions.md",
-)
 _FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
 # code in a line comes first, so that what looks like a link in it is none
 _LINK = re.compile(r"(?P<code>`[^`\n]*`)|(?P<image>!?)\[(?P<text>(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^()\s]+)\)")
@@ -95,8 +86,6 @@ def relinked(markdown: str, page: str, repo_url: str | None) -> str:
             return f"{found['image']}[{text}]({found['target']})"
         path, anchor = goal
         place = site_path(path)
-        if path in EXPECTED and not (ROOT / path).exists():
-            return text
         if place is None:
             if repo_url is None:
                 return text
@@ -126,19 +115,11 @@ def _over_prose(markdown: str, change: Callable[[str], str]) -> str:
     return "".join(parts)
 
 
-def on_config(config: Any) -> Any:
-    """Leave out of the navigation what is expected and not there yet."""
-    config.nav = _present(config.nav)
-    return config
-
-
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages and pictures outside of docs/."""
     from mkdocs.structure.files import File
 
     for page in PAGES:
-        if not (ROOT / page).exists():
-            continue
         text = (ROOT / page).read_text(encoding="utf-8")
         files.append(File.generated(config, site_path(page), content=relinked(text, page, config.repo_url)))
         for link in links(text):
@@ -158,14 +139,3 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if page.file.generated_by:
         return markdown
     return relinked(markdown, f"docs/{page.file.src_uri}", config.repo_url)
-
-
-def _present(nav: Any) -> Any:
-    """The navigation without entries for missing pages of `EXPECTED`."""
-    if isinstance(nav, list):
-        return [kept for entry in nav if (kept := _present(entry)) is not None]
-    if isinstance(nav, dict):
-        found = {title: _present(entry) for title, entry in nav.items()}
-        return {title: entry for title, entry in found.items() if entry is not None} or None
-    missing = any(site_path(page) == nav and not (ROOT / page).exists() for page in EXPECTED)
-    return None if missing else nav

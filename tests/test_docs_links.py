@@ -24,10 +24,7 @@ def _hook() -> ModuleType:
 
 
 SITE = _hook()
-PAGES = sorted(
-    {page for page in SITE.PAGES if (ROOT / page).exists()}
-    | {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
-)
+PAGES = sorted({*SITE.PAGES} | {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")})
 
 
 def anchors(text: str) -> set[str]:
@@ -49,7 +46,7 @@ def broken(page: str, root: Path = ROOT) -> list[str]:
     text, wrong = (root / page).read_text(encoding="utf-8"), []
     for link in SITE.links(text):
         goal = SITE.resolved(page, link.target)
-        if goal is None or (goal[0] in SITE.EXPECTED and not (root / goal[0]).exists()):
+        if goal is None:
             continue
         path, anchor = goal
         if not (root / path).exists():
@@ -80,7 +77,7 @@ def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", navigation, re.MULTILINE)
     assert len(listed) == len(set(listed))
-    assert set(listed) == {SITE.site_path(page) for page in {*PAGES, *SITE.EXPECTED}}
+    assert set(listed) == {SITE.site_path(page) for page in PAGES}
 
 
 def test_broken_links_are_found(tmp_path):
@@ -113,11 +110,6 @@ def test_broken_links_are_found(tmp_path):
 )
 def test_links_of_the_site(page, text, expected):
     assert SITE.relinked(text, page, None) == expected
-
-
-def test_links_to_pages_that_are_expected_are_text(monkeypatch):
-    monkeypatch.setattr(SITE, "EXPECTED", ("docs/not_there.md", "docs/limits.md"))
-    assert SITE.relinked("[a](not_there.md#x) [b](limits.md)", "docs/page.md", None) == "a [b](limits.md)"
 
 
 def test_links_to_sources_lead_to_the_repository_if_there_is_one():

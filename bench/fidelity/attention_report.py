@@ -18,6 +18,7 @@ import numpy as np
 from bench.fidelity import statistics
 from bench.fidelity.table import CURVES, NAMES, OTHERS, between, short, shown_name
 from bench.reporting.tables import markdown_table
+from flexmask.plot import plot_frontier
 
 FIGURES = ("density", "mass", "worst_mass", "output_error")
 DENSITY, ERROR = 0, 3
@@ -75,10 +76,11 @@ def report(rows: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], list[
 
 def draw(curves: dict[str, list[tuple[float, float]]], path: Path) -> None:
     """Output error over density, logarithmic."""
-    from bench.reporting.plots import over_density
-
     chosen = {NAMES[name]: curves[name] for name in DRAWN if name in curves}
-    over_density(chosen, path, "Error of a head's output by density", "||o - o_dense|| / ||o_dense||", ratios=False)
+    axes = plot_frontier(chosen, error="output error: ||o - o_dense|| / ||o_dense||", log=True)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

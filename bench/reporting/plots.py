@@ -91,16 +91,15 @@ def over_lengths(left: Mapping[str, Line], right: Mapping[str, Line], path: Path
     _save(figure, path, title)
 
 
-def over_density(lines: Mapping[str, Line], path: Path, title: str, y_label: str, ratios: bool = True) -> None:
-    """Draw figures over the density, a share between 0 and 1, with a line at 1 for ratios; at most six lines, in order."""
+def over_density(lines: Mapping[str, Line], path: Path, title: str, y_label: str) -> None:
+    """Draw ratios over the density, a share between 0 and 1, with a line at 1; at most six lines, in order."""
     figure, panel = pyplot.subplots(figsize=_SINGLE, layout="constrained")
     panel.set_yscale("log")
     densest = max(x for points in lines.values() for x, _ in points)
     panel.set(xlabel="density", ylabel=y_label, xlim=(0, 1.05 * densest))
     styles = [Style(name, base.colour, base.line, base.marker) for name, base in zip(lines, SEQUENCE, strict=False)]
     drawn = _draw(panel, dict(zip(styles, lines.values(), strict=True)))
-    if ratios:
-        panel.axhline(1.0, color="black", linewidth=0.8)
+    panel.axhline(1.0, color="black", linewidth=0.8)
     panel.grid(alpha=0.3)
     _readable_ticks(panel)
     _name_ends(figure, panel, drawn)
