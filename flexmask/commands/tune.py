@@ -27,6 +27,9 @@ def tune(
         float | None, typer.Option(help="Target >= 0 instead: relative squared error of a head's output, mean over heads.")
     ] = None,
     selection: Annotated[str, typer.Option(help="hybrid or coverage.")] = "hybrid",
+    gradient: Annotated[
+        bool, typer.Option("--gradient", help="Weigh errors by the gradient of the text's loss: takes the memory of training.")
+    ] = False,
     tokens: Annotated[int | None, typer.Option(min=2, help="Read only the first so many tokens of each text.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on from the measurements next to --out, or start over.")
@@ -62,15 +65,15 @@ def tune(
             output.progress(f"measuring {len(prompts)} texts") as advance,
             option_errors(*own, otherwise="--set" if overrides else None, input_ids="--text"),
         ):
-            result = run(
-                loaded, prompts, density=density, error=error, selection=selection, resume=measured, progress=advance, **options
-            )
+            targets = {"density": density, "error": error}
+            how: dict[str, Any] = {"selection": selection, "gradient": gradient, **options}
+            result = run(loaded, prompts, **targets, **how, resume=measured, progress=advance)
     except KeyboardInterrupt:
         output.remark(f"What was measured is in {measured}: the same command goes on from there.")
         raise
     result.settings.save(out)
     document = {"model": model, "texts": text, "prompt_tokens": [each.shape[1] for each in prompts], "out": str(out)}
-    document |= _document(result)
+    document |= {"gradient": gradient, **_document(result)}
     _show(output, document)
     output.result(document)
 
@@ -92,7 +95,8 @@ def _show(output: Output, document: dict[str, Any]) -> None:
     ]
     rows.append(["tuned by head", document["density"], document["error"]])
     rows.sort(key=lambda row: -row[1])
-    output.table(["settings", "density", "error"], rows, "What the heads keep, and the relative squared error of their output")
+    what = "squared change of the loss that they cause" if document["gradient"] else "relative squared error of their output"
+    output.table(["settings", "density", "error"], rows, f"What the heads keep, and the {what}")
     output.line()
     layers: dict[int, list[dict[str, Any]]] = {}
     for row in document["heads"]:

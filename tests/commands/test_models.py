@@ -190,6 +190,12 @@ def test_tune_shows_what_heads_keep(flexmask, folder, prompt, tmp_path):
     assert "tuned by head" in shown
     assert "gamma 0.95 in every head" in shown
     assert f"--settings {tmp_path / 's.json'}" in shown
+    words = ("tune", "-m", folder, "-t", prompt, "--tokens", "100", *TUNE[:-1], "--density", "1", "--gradient")
+    shown = flexmask(*words, "-o", tmp_path / "by_loss.json").stdout
+    assert "squared change of the loss" in " ".join(shown.split())
+    # the measurements next to it are of another kind
+    refused = flexmask(*words, "-o", tmp_path / "s.json", code=exit_codes.USAGE).stderr
+    assert "is of another errors" in " ".join(refused.split())
 
 
 @pytest.mark.slow
