@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SHORT, LONG = 8192, 16384
 SCALED: dict[str, Any] = {"gamma": 0.9, "block_size": 64, "min_budget": 256, "dense_below": 0}
 
+ON_FRONTIER = ("hybrid", "coverage", "published", "xattention", "flash_prefill", "normalised_flash_prefill")
+
 
 def draw_masks(folder: Path) -> None:
     """The masks of two heads, as the demo draws them."""
@@ -65,9 +67,11 @@ def draw_frontier(folder: Path) -> None:
     measured = results.read()
     texts = sorted(text for text in measured.texts["causal"] if text.startswith("test/"))
     curves = {}
-    for name, settings in CURVES.items():
-        found = [measured.on(method, texts) for method in settings]
-        curves[NAMES[name]] = [(float(each[:, 0].mean()), float(each[:, ABSD].mean())) for each in found if each is not None]
+    for name in ON_FRONTIER:
+        found = [measured.on(method, texts) for method in CURVES[name]]
+        points = [(float(each[:, 0].mean()), float(each[:, ABSD].mean())) for each in found if each is not None]
+        if points:
+            curves[NAMES[name]] = points
     axes = plot_frontier(curves, error="mean change of a token's log-probability")
     _save(axes, folder / "frontier.png")
 
