@@ -22,7 +22,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm docs docs-browse docs-pictures test-eval pictures clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm docs docs-browse test-eval pictures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,7 @@ bench: $(READY) ## speed in brief; PART=latency|breakeven|stages|memory|compile|
 
 pictures: $(READY) ## every picture of the documents, drawn again (minutes, on a CPU)
 	$(RUN) -m bench.pictures $(ARGS)
+	$(RUN) -m bench.concepts.draw
 
 bench-report: $(READY) ## bench/REPORT.md from what make bench PART=... has measured, without a GPU
 	$(RUN) -m bench.report $(ARGS)
@@ -100,9 +101,6 @@ docs: $(READY_DOCS) ## the documents as a site in site/, to open from the disk; 
 
 docs-browse: docs ## every page of the site in a headless Chromium; what a page writes to the console fails
 	$(RUN) docs/browse.py $(ARGS)
-
-docs-pictures: $(READY) ## docs/concepts/*.png, from the trained retriever
-	$(RUN) -m bench.concepts.draw $(ARGS)
 
 clean: ## remove what tools and builds leave behind; environments stay
 	rm -rf build dist out site *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
