@@ -126,7 +126,21 @@ def _wrong_command(words: list[str]) -> Iterator[str]:
                 yield from (f"there is no extra {extra}" for extra in found[1].split(",") if extra not in extras)
     elif program == "flexmask":
         yield from _wrong_flexmask(rest)
-    elif program not in ("cd", "git", "pip", "pre-commit", ".", "source", "torchrun", "curl", "cat", "echo", "export", "lm_eval"):
+    elif program not in (
+        "cd",
+        "git",
+        "pip",
+        "pre-commit",
+        ".",
+        "source",
+        "torchrun",
+        "curl",
+        "cat",
+        "echo",
+        "export",
+        "lm_eval",
+        "vllm",
+    ):
         yield f"{program} {UNKNOWN}"
 
 
@@ -141,6 +155,8 @@ def _wrong_module(name: str, rest: list[str]) -> Iterator[str]:
     if found is None or found.origin is None:
         yield f"there is no module {name}"
         return
+    if name == "flexmask.integrations.lm_eval":
+        return  # lm-evaluation-harness reads its options
     source = Path(found.origin).read_text(encoding="utf-8")
     yield from (
         f"{name} has no option {word}" for word in rest if word.startswith("--") and f'"{word.partition("=")[0]}"' not in source

@@ -134,7 +134,7 @@ def test_tune_writes_settings_that_are_read_back(flexmask, folder, prompt, tmp_p
 
 
 def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeypatch):
-    import flexmask.integrations.tune as module
+    import flexmask.integrations.head_probe as module
 
     out, layers = tmp_path / "settings.json", []
     measure = module.head_errors
