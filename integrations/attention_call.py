@@ -139,14 +139,17 @@ def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segme
     """
     batch, _, q_len, _ = query.shape
     rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    positions = kwargs.get("position_ids")
+    if (
+        mask.segments is None
+        and isinstance(positions, Tensor)
+        and positions.dim() == 2
+        and positions.shape[1] == q_len
+        and mask.packed.is_packed(positions, mask.attention_mask, mask.offset)
+    ):
+        raise refusal("packed sequences (position_ids that start again) over a cache or under an attention_mask", _UNPACK)
     if rows is None and keys is None:
-        positions = kwargs.get("position_ids")
-        if mask.segments is not None or not isinstance(positions, Tensor):
-            return mask.segments
-        shown = positions.dim() == 2 and positions.shape[1] == q_len
-        if shown and mask.packed.is_packed(positions, mask.attention_mask, mask.offset):
-            raise refusal("packed sequences (position_ids that start again) over a cache or under an attention_mask", _UNPACK)
-        return None
+        return mask.segments
     if rows is None or keys is None:
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k must come together; got cu_seq_lens_{'k' if rows is None else 'q'} alone"

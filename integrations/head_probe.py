@@ -21,15 +21,15 @@ class HeadProbe:
 
     def __init__(self, measured: MeasuredErrors, bar: Any, gradient: bool) -> None:
         self.measured, self.bar, self.gradient, self.prompt = measured, bar, gradient, 0
-        self.called: dict[int, PrefillCall] = {}
-        # with `gradient`: the outputs that wait for theirs, by layer
-        self.outputs: dict[int, Tensor] = {}
+        self.called: set[int] = set()
+        # with `gradient`, by layer: the calls whose outputs wait for theirs
+        self.waiting: dict[int, tuple[PrefillCall, Tensor]] = {}
 
     def begin(self, prompt: int) -> None:
         """Get ready for the next prompt."""
         self.prompt = prompt
         self.called.clear()
-        self.outputs.clear()
+        self.waiting.clear()
         self.in_backward = False
 
     def begin_backward(self) -> None:
@@ -42,7 +42,7 @@ class HeadProbe:
             if self.in_backward:  # a checkpoint computes the layer again
                 return dense_attention(inputs)[0]
             raise NotImplementedError(f"tune does not serve a model that calls attention more than once in layer {layer}")
-        self.called[layer] = call
+        self.called.add(layer)
         if inputs.query.shape[2] != inputs.key.shape[2] or inputs.attention_mask is not None or inputs.offset is not None:
             raise NotImplementedError("tune does not serve a model that adds keys to those of its prompt, or hides some")
         assert inputs.value is not None
@@ -56,17 +56,19 @@ class HeadProbe:
         if not self.gradient:
             return self.note(call)
         out = dense_attention(inputs)[0]
+        if not out.requires_grad:
+            raise NotImplementedError("tune needs checkpoints with use_reentrant=False: others run forward without a gradient")
         out.retain_grad()
-        self.outputs[layer] = out
+        self.waiting[layer] = call, out
         return out
 
     def weigh(self) -> None:
         """Note what the heads of the layers lose whose outputs have a gradient by now."""
-        for layer in sorted(self.outputs):
-            gradient = self.outputs.pop(layer).grad
-            if gradient is None:
+        for layer in sorted(self.waiting):
+            call, out = self.waiting.pop(layer)
+            if out.grad is None:
                 raise NotImplementedError(f"tune needs a loss that depends on attention; layer {layer} has no gradient")
-            self.note(self.called[layer], gradient)
+            self.note(call, out.grad)
 
     def note(self, call: PrefillCall, gradient: Tensor | None = None) -> Tensor:
         """Write one layer's errors down; returns its dense attention."""

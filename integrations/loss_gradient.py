@@ -33,12 +33,14 @@ def backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Calla
     """
     prompt = prompt.to(model.device)
     scored = torch.linspace(0, len(prompt) - 2, min(len(prompt) - 1, MOST_SCORED), device=prompt.device).round().long()
-    # models whose forward has no such argument give the logits of all tokens
-    chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
+    # The logits of all tokens where forward has no such argument, or where the model is spread over devices: indices would stay
+    # on the first one
+    devices = {parameter.device for parameter in model.parameters()}
+    chooses = "logits_to_keep" in inspect.signature(model.forward).parameters and len(devices) == 1
     with torch.enable_grad(), _through_activations(model):
         kept = {"logits_to_keep": scored} if chooses else {}
         logits = model(input_ids=prompt[None], use_cache=False, **kept).logits[0]
-        logits = logits if chooses else logits[scored]
+        logits = logits if chooses else logits[scored.to(logits.device)]
         loss = F.cross_entropy(logits.float(), prompt[scored + 1].to(logits.device), reduction="sum")
         between()
         (loss / len(scored) ** 0.5).backward()

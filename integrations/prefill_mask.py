@@ -189,9 +189,12 @@ def prefill_mask(
             local_size=local_size,
             **arguments,
         )
-    if attention_mask is not None and not torch.compiler.is_compiling() and attention_mask.shape[1] < first + q_len:
-        expected = (batch_size, int(first) + q_len)
-        raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
+    # a first row that only a device knows is not waited for
+    known_first = on_host(first)
+    if attention_mask is not None and isinstance(known_first, int) and not torch.compiler.is_compiling():
+        expected = (batch_size, known_first + q_len)
+        if attention_mask.shape[1] < expected[1]:
+            raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
     shape = (batch_size, 1, q_len, kv_length)
     # as many rows as keys: the first row stands at the first key, whatever else is said
     offset = 0 if q_len == kv_length else on_host(first - kv_offset)

@@ -150,7 +150,7 @@ class FlexPrefillRun:
         Each has its pattern, distance, density and coverages, the call's q_len and kv_len, and the `reason` if it ran dense. A
         head that dense attention served because that is faster keeps the pattern and the density of its mask.
         """
-        return rows_of(self._kept())
+        return rows_of(self._state()[0])
 
     def summary(self) -> RunSummary:
         """Return what ran sparse, what dense and why, densities, patterns and tokens, of all calls so far.
@@ -158,10 +158,11 @@ class FlexPrefillRun:
         Without `collect_stats` nothing is counted. ``print(run.summary())`` shows a line a layer.
         """
         with LOCK:
-            kept = self._kept()
-            totals = {layer: self._dropped.get(layer, LayerTotals()).with_calls(calls) for layer, calls in kept.items()}
-            tokens = max(self.calls.tokens.values(), default=0)
-            return summary_of(totals, self.calls.prefills, tokens, sum(each.calls for each in self._dropped.values()))
+            kept, dropped = self._state()
+            tokens, prefills = max(self.calls.tokens.values(), default=0), self.calls.prefills
+        # without the lock: it waits for a device, and calls go on meanwhile
+        totals = {layer: dropped.get(layer, LayerTotals()).with_calls(calls) for layer, calls in kept.items()}
+        return summary_of(totals, prefills, tokens, sum(each.calls for each in dropped.values()))
 
     def to_pandas(self) -> Any:
         """Return `rows` as a pandas.DataFrame.
@@ -187,7 +188,7 @@ class FlexPrefillRun:
         """
         path = Path(path)
         with LOCK:
-            saved = SavedRun(self.settings, self._kept(), dict(self._dropped), dict(self.calls.tokens))
+            saved = SavedRun(self.settings, *self._state(), dict(self.calls.tokens))
         save_run(path, saved)
         return path
 
@@ -230,6 +231,11 @@ class FlexPrefillRun:
                 kept.clear()
             self.calls.reset()
             self._ran = False
+
+    def _state(self) -> tuple[dict[int, list[RecordedCall]], dict[int, LayerTotals]]:
+        """The calls that are kept and the sums over the others, both as they are now; calls to come do not change them."""
+        with LOCK:
+            return self._kept(), {layer: each.with_calls(()) for layer, each in self._dropped.items()}
 
     def _kept(self) -> dict[int, list[RecordedCall]]:
         return {

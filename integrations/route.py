@@ -97,11 +97,12 @@ def route_packed(call: PrefillCall, segments: Segments) -> Tensor:
     reasons = {each.sequence: None if probed else reason_no_mask(each) for each in calls}
     together = [segments[number] for number, reason in reasons.items() if reason is not None]
     dense = iter(dense_attention_packed(call.inputs, together))
+    dense_stats = empty_stats(call.inputs.query, dense=True)  # the same for all of them
     parts = []
     for each in calls:
         reason = reasons[each.sequence]
         if reason is not None:
-            each.record(empty_stats(each.inputs.query, dense=True), None, reason)
+            each.record(dense_stats, None, reason)
         parts.append(route(each) if reason is None else next(dense)[0])
     return torch.cat(parts, 2)
 

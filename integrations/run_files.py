@@ -59,7 +59,7 @@ def save_run(path: Path, run: SavedRun) -> None:
             for layer, each in on_host(run.calls).items()
         },
         "dropped": {
-            str(layer): {**vars(each), "sums": None if each.sums is None else each.sums.tolist()}
+            str(layer): {**vars(each), "sums": None if each.sums is None else _numbers(each.sums[None])[0]}
             for layer, each in run.dropped.items()
         },
         "tokens": {str(layer): number for layer, number in run.tokens.items()},
@@ -108,5 +108,7 @@ def _call(saved: Mapping[str, Any]) -> RecordedCall:
 
 def _totals(saved: Mapping[str, Any]) -> LayerTotals:
     sums = saved["sums"]
-    wide = widest_float(torch.device("cpu"))
-    return LayerTotals(**{**saved, "sums": None if sums is None else torch.tensor(sums, dtype=wide, device="cpu")})
+    if sums is not None:
+        numbers = [math.nan if x is None else x for x in sums]
+        sums = torch.tensor(numbers, dtype=widest_float(torch.device("cpu")), device="cpu")
+    return LayerTotals(**{**saved, "sums": sums})

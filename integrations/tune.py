@@ -21,7 +21,7 @@ from flexmask.integrations.measured_errors import MeasuredErrors, digest
 from flexmask.integrations.models import check_servable, text_config, unwrapped
 from flexmask.integrations.registration import register
 from flexmask.integrations.run import FlexPrefillRun
-from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings
 from flexmask.integrations.tune_result import TuneResult, check_target, result_of
 
 # the range in which each rule trades blocks for error; at 1 nothing is computed
@@ -131,7 +131,7 @@ def tune(
     if any(hasattr(parameter, "device_mesh") for parameter in inner.parameters()):
         raise NotImplementedError("tune does not serve a model spread over processes; load it on one, or with device_map")
     made_of = {
-        "model": f"{type(inner).__name__}, weights {_mark(inner)}",
+        "model": f"{type(inner).__name__}, {inner.dtype}, config {digest(_config(inner))}, weights {_mark(inner)}",
         "prompts": digest(prompts),
         "gammas": str(chosen),
         "options": str(sorted(base.to_dict().items())),
@@ -231,6 +231,12 @@ def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tenso
     if not rows:
         raise ValueError("input_ids must hold a prompt; got none")
     return rows
+
+
+def _config(model: PreTrainedModel) -> dict[str, str]:
+    """The model's config without what says nothing of its output."""
+    left_out = ("_name_or_path", "transformers_version", CONFIG_KEY)
+    return {name: str(value) for name, value in model.config.to_dict().items() if name not in left_out}
 
 
 def _mark(model: PreTrainedModel) -> str:

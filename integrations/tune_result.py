@@ -44,7 +44,7 @@ class TuneResult:
     _allocation: Allocation = field(repr=False)
 
     def rows(self, every_gamma: bool = False) -> list[dict[str, Any]]:
-        """One row a layer and head: its gamma, its density and its relative squared output error.
+        """One row a layer and head: its gamma, its density and its error, as `error` has it.
 
         With `every_gamma` one for each gamma that was measured.
         """

@@ -65,14 +65,18 @@ def tune(
             output.progress(f"measuring {len(prompts)} texts") as advance,
             option_errors(*own, otherwise="--set" if overrides else None, input_ids="--text"),
         ):
-            targets = {"density": density, "error": error}
-            how: dict[str, Any] = {"selection": selection, "gradient": gradient, **options}
-            result = run(loaded, prompts, **targets, **how, resume=measured, progress=advance)
+            how: dict[str, Any] = {"density": density, "error": error, "selection": selection, "gradient": gradient, **options}
+            result = run(loaded, prompts, **how, resume=measured, progress=advance)
     except KeyboardInterrupt:
         output.remark(f"What was measured is in {measured}: the same command goes on from there.")
         raise
     result.settings.save(out)
-    document = {"model": model, "texts": text, "prompt_tokens": [each.shape[1] for each in prompts], "out": str(out)}
+    document: dict[str, Any] = {
+        "model": model,
+        "texts": text,
+        "prompt_tokens": [each.shape[1] for each in prompts],
+        "out": str(out),
+    }
     document |= {"gradient": gradient, **_document(result)}
     _show(output, document)
     output.result(document)

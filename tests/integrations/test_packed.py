@@ -209,3 +209,9 @@ def test_rows_of_a_packed_mask_cannot_be_cut():
 def test_what_does_not_fit_a_pack_is_refused(model, tokens, changes, error, message):
     with flexmask_hf.flexprefill(model), pytest.raises(error, match=message):
         model(tokens[:1], **{**arguments("bounds"), **changes})
+
+
+@pytest.mark.parametrize("form", ["positions", "both"])
+def test_a_cache_of_several_sequences_is_refused(model, tokens, form):
+    with flexmask_hf.flexprefill(model), pytest.raises(NotImplementedError, match="packed sequences"):
+        model(tokens[:1], **{**arguments(form), "use_cache": True})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
 import json
+import weakref
 
 import pytest
 import torch
@@ -215,9 +218,32 @@ def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatc
         ("options", {"selection": "coverage"}),
         ("options", {"min_budget": 64}),
         ("model", {"model": make_model(seed=1)}),
+        ("model", {"model": with_another_epsilon(model)}),
+        ("model", {"model": copy.deepcopy(model).bfloat16()}),
     ]:
         with pytest.raises(ValueError, match=f"resume must be a file of the same .* is of another {other}"):
             flexmask_hf.tune(**{"model": model, "input_ids": tokens, "density": 0.6, "resume": path, **OPTIONS, **options})
+
+
+def with_another_epsilon(model):
+    """The same weights under a config of another output."""
+    other = copy.deepcopy(model)
+    other.config.rms_norm_eps = 1e-3
+    return other
+
+
+def test_layers_are_let_go_of_one_by_one(model, prompt, monkeypatch):
+    queries = []
+
+    def watched(inputs, *arguments):
+        gc.collect()
+        assert all(query() is None for query in queries), "an earlier layer's tensors are still held"
+        queries.append(weakref.ref(inputs.query))
+        return head_errors(inputs, *arguments)
+
+    monkeypatch.setattr(head_probe, "head_errors", watched)
+    tuned(model, prompt)
+    assert len(queries) == 2
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "flexmask tune 1"}', "no JSON"])
