@@ -63,8 +63,13 @@ class SideBySide:
     run: FlexPrefillRun
 
     @property
-    def density(self) -> float:
-        """Kept share of the visible blocks, mean over layers and heads, layers that ran dense included."""
+    def density(self) -> float | None:
+        """Kept share of the visible blocks, mean over layers and heads, layers that ran dense included.
+
+        None for another method than FlexPrefill, which leaves no statistics.
+        """
+        if self.run.settings.method != "flexprefill":
+            return None
         means = [float(stats.density.mean()) for calls in self.run.stats.values() for stats in calls]
         return sum(means) / len(means) if means else 1.0
 
@@ -76,8 +81,14 @@ class SideBySide:
 
     @property
     def logit_difference(self) -> float:
-        """Largest change of a logit after the prompt."""
-        return float((self.dense.logits - self.sparse.logits).abs().max())
+        """Largest change of a logit after the prompt; tokens that the generation config rules out do not count."""
+        return float((self.dense.logits - self.sparse.logits).nan_to_num(0.0).abs().max())
+
+    @property
+    def largest_logit(self) -> float:
+        """Largest logit after the prompt by dense attention, in absolute value, that is finite."""
+        logits = self.dense.logits
+        return float(logits[logits.isfinite()].abs().max())
 
 
 def side_by_side(

@@ -49,6 +49,8 @@ def area(density: np.ndarray, error: np.ndarray, low: float = AREA[0], high: flo
 
 def report(rows: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], list[list[Any]], dict[str, list[tuple[float, float]]]]:
     """The lines of the report, the rows of the CSV, and the points of each method's curve."""
+    if not rows:
+        raise SystemExit("the files must hold rows of bench.fidelity.attention; got none")
     texts = sorted(set.intersection(*(set(by_text) for by_text in rows.values())))
     weights = statistics.bootstrap_weights(texts)
     table, sheet, curves = [], [], {}

@@ -23,6 +23,7 @@ from bench.fidelity.run import Log, log_probs
 from bench.fidelity.table import between, short, signed
 from bench.reporting.tables import text_table
 from flexmask.integrations.huggingface import PrefillSettings, flexprefill, tune
+from flexmask.integrations.tune import GAMMAS
 
 FIGURES = ("density", "dloss", "absd")
 
@@ -37,7 +38,8 @@ def ways(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, Prefi
         found[f"gamma {gamma:g}"] = PrefillSettings.from_options(gamma=gamma, **shared)
     for name, gradient in (("tuned", False), ("tuned by loss", True)):
         path = options.out.with_suffix(f".{name.replace(' ', '-')}.json")
-        result = tune(model, prompts, density=1.0, gradient=gradient, resume=path, **shared)
+        gammas = sorted({*GAMMAS["hybrid"], *options.gammas})
+        result = tune(model, prompts, density=1.0, gammas=gammas, gradient=gradient, resume=path, **shared)
         for gamma in options.gammas:
             density = next(kept for uniform, kept, _ in result.uniform if uniform == gamma)
             tuned = result.at(density=density)

@@ -70,7 +70,9 @@ def doctor(
         bad = bad or about["refused"] is not None or any(each.plan == "refused" for each in plan)
     document["ok"] = not bad
     output.line()
-    output.line("A problem was found." if bad else "All is well.")
+    unknown = config is not None and about["unknown"] is not None
+    well = "Nothing wrong was found; the model's layers are unknown." if unknown else "All is well."
+    output.line("A problem was found." if bad else well)
     output.result(document)
     if bad:
         raise typer.Exit(exit_codes.PROBLEM)
@@ -108,13 +110,13 @@ def _planned(
     config: Any, settings: PrefillSettings | None, arguments: dict[str, Any], about: dict[str, Any]
 ) -> Sequence[PlannedLayer]:
     """The plan of each layer; `about` gets why the model is refused as a whole, and why nothing is known of it."""
-    from flexmask.integrations.layer_plan import layer_plan
-
     about["refused"] = about["unknown"] = None
     try:
-        with option_errors(otherwise="--model" if settings is None else "--settings"):
+        from flexmask.integrations.layer_plan import layer_plan
+
+        with option_errors(otherwise="--model" if settings is None else "--set"):
             return layer_plan(config, settings, **arguments)
-    except NotImplementedError as error:
+    except (ImportError, NotImplementedError) as error:
         about["refused"] = str(error)
     except RuntimeError as error:
         about["unknown"] = str(error)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexmask.commands.loading import load_model, read_text, token_ids
+from flexmask.commands.errors import option_errors
+from flexmask.commands.loading import load_config, load_model, read_text, token_ids
 from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Model, Prompt, Selection, Set, Settings, settings_from
 from flexmask.commands.output import Json, Output
 
@@ -37,6 +39,10 @@ def generate(
     output = Output(as_json)
     chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
     text = read_text(prompt)
+    if chosen is not None:
+        config = load_config(model)
+        with option_errors(otherwise="--settings" if settings is not None and not overrides else "--set"):
+            chosen.check_layers(getattr(config.get_text_config(), "num_hidden_layers", sys.maxsize))
     loaded, tokenizer = load_model(model, output, device, dtype)
     ids = token_ids(tokenizer, text, chat=chat)
     from flexmask.integrations.side_by_side import side_by_side
@@ -71,7 +77,7 @@ def _document(found: SideBySide, tokenizer: Any, model: str) -> dict[str, Any]:
         "dense_layers": {layer: reasons[-1] for layer, reasons in sorted(found.run.reasons.items()) if reasons[-1] is not None},
         "same_tokens": found.same_tokens,
         "largest_logit_change": found.logit_difference,
-        "largest_logit": float(found.dense.logits.abs().max()),
+        "largest_logit": found.largest_logit,
         **ways,
     }
 
@@ -85,7 +91,7 @@ def _show(output: Output, document: dict[str, Any], dense: tuple[bool, str] | No
     rows = [
         ["time to first token", *(f"{each['first_token_seconds']:.3f} s" for each in ways)],
         ["warm-up before it", *(f"{each['warm_up_seconds']:.3f} s" for each in ways)],
-        ["blocks kept", "100%", f"{document['density']:.1%}"],
+        ["blocks kept", "100%", "not measured" if document["density"] is None else f"{document['density']:.1%}"],
     ]
     output.table(["", "dense", "FlexPrefill"], rows)
     output.line()

@@ -71,7 +71,8 @@ def inspect(
     for head in found.heads:
         output.line(f"layer {head.layer}, head {head.head} ({head.why}): {head.attention_kept:.1%} of its attention kept")
     if not found.heads:
-        output.remark("every layer ran dense, so that there are no masks to show; --dense-below 0 makes short prompts sparse")
+        which = "every layer" if layers is None else f"every layer of {layers}"
+        output.remark(f"{which} ran dense, so that there are no masks to show; --dense-below 0 makes short prompts sparse")
     output.line(f"report: {page}")
     output.result({"report": str(page), **found.to_dict()})
 

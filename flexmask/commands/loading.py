@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def load_config(model: str) -> Any:
     """The config of a model, without its weights."""
+    model = _expanded(model)
     auto, local = _transformers(), _local(model)
     try:
         return auto.AutoConfig.from_pretrained(model, local_files_only=local)
@@ -32,6 +34,7 @@ def load_model(model: str, output: Output, device: str | None = None, dtype: str
 
     `device` and `dtype` are those of the options `Device` and `DType`.
     """
+    model = _expanded(model)
     auto, local = _transformers(), _local(model)
     chosen = chosen_device(device)
     kind = chosen_dtype(dtype, chosen)
@@ -106,9 +109,14 @@ def _transformers() -> Any:
     return transformers
 
 
+def _expanded(model: str) -> str:
+    """The home folder for ~, which a shell leaves in --model=~/folder."""
+    return os.path.expanduser(model)
+
+
 def _local(model: str) -> bool:
     """True for a folder, where no network is asked; what looks like a path must be one."""
-    path = Path(model).expanduser()
+    path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             usage_error(f"{model} is not a model: it has no config.json", "--model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -12,8 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
+_WIDE = 10_000
 # called with what is done and what there is to do
 Advance = Callable[[int, int], None]
 
@@ -30,8 +33,8 @@ class Output:
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         # wide enough where nobody looks: a log or a pipe gets whole lines
-        self._out = Console(soft_wrap=True, highlight=False)
-        self._err = Console(stderr=True, soft_wrap=True, highlight=False)
+        self._out = Console(soft_wrap=True, highlight=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
+        self._err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
     def line(self, text: str = "") -> None:
         """One line of the result; not with JSON."""
@@ -42,13 +45,17 @@ class Output:
         """A table of the result, its numbers to the right; not with JSON."""
         if self.as_json:
             return
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        if title:
+            # rich would fold a table's own title to the table's width
+            self.line(title)
+        # as Text: what looks like rich's markup is none
+        table = Table(box=None, pad_edge=False, header_style="bold")
         for at, name in enumerate(columns):
             numbers = [row[at] for row in rows if row[at] not in ("", None)]
             right = bool(numbers) and all(isinstance(each, (int, float)) for each in numbers)
-            table.add_column(name, justify="right" if right else "left", overflow="fold")
+            table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*map(_cell, row))
+            table.add_row(*(Text(_cell(value)) for value in row))
         self._out.print(table, soft_wrap=False)
 
     def remark(self, text: str) -> None:
@@ -58,7 +65,7 @@ class Output:
     def result(self, document: dict[str, Any]) -> None:
         """The result as a JSON document, where that is wanted; numbers that JSON does not have become null."""
         if self.as_json:
-            print(json.dumps(_json_value(document), indent=2, ensure_ascii=False))
+            print(json.dumps(_json_value(document), indent=2))
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Advance]:

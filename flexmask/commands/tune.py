@@ -57,8 +57,11 @@ def tune(
 
     prompts = [token_ids(tokenizer, each, tokens) for each in texts]
     measured = out.with_name(out.name + ".measured")
-    if not resume:
-        measured.unlink(missing_ok=True)
+    if out.is_file() and out.name == "config.json":
+        usage_error("config.json is a model's; name another file", "--out")
+    if not resume and measured.exists():
+        # until the new one is complete, in case of an option that is wrong
+        measured.replace(measured.with_name(measured.name + ".old"))
     own = ("--density", "--error", "--selection", "--dense-below", "--resume")
     try:
         with (

@@ -22,8 +22,8 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
     Parameters
     ----------
     source
-        A run (`FlexPrefillRun`) or the result of `tune`; or their rows, dicts with ``layer``, ``head`` and ``density``. Several
-        prefill calls and batch rows are averaged.
+        A run (`FlexPrefillRun`) or the result of `tune`; or their rows, dicts with ``layer``, ``head`` and ``density``. Values
+        are means over batch rows and over the prefill calls that ran sparse, if any did.
     axes
         Where to draw. Default: a new figure of pyplot.
 

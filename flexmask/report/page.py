@@ -30,7 +30,7 @@ def page(found: Inspection, overview: Sequence[Image], shown: Sequence[Sequence[
     title = escape(f"FlexPrefill in {model}")
     heads = "".join(_shown(head, images) for head, images in zip(found.heads, shown, strict=True))
     rule = RULE if any(head.why != ASKED for head in found.heads) else ""
-    none = "" if found.heads else "<p>Every layer ran dense: there is no mask to show.</p>"
+    none = "" if found.heads else "<p>The layers to show ran dense: there is no mask.</p>"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

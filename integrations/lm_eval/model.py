@@ -65,7 +65,7 @@ class FlexPrefillLM(HFLM):
     Examples
     --------
     ``python -m flexmask.integrations.lm_eval --model flexprefill --model_args pretrained=FOLDER,gamma=0.95,selection=hybrid
-    --tasks niah_single_1 --metadata max_seq_lengths=[32768]``
+    --tasks niah_single_1 --metadata 'max_seq_lengths=[32768]'``
     """
 
     def __init__(self, pretrained: Any, *, settings: Any = None, collect_stats: bool = True, **arguments: Any) -> None:

@@ -69,10 +69,14 @@ def _backend(name: str) -> type:
     def supports_batch_invariance(cls: type) -> bool:
         return False  # a row's blocks depend on the chunk that it comes in
 
+    def supports_device_cpu_query_lens_mismatch(cls: type) -> bool:
+        return False  # steps are planned by the host's lengths
+
     own = {
         "get_name": staticmethod(lambda: vllm_name),
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
         "supports_batch_invariance": classmethod(supports_batch_invariance),
+        "supports_device_cpu_query_lens_mismatch": classmethod(supports_device_cpu_query_lens_mismatch),
     }
     return type(name, (stock,), {**where, "__qualname__": name, **own})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -78,11 +79,16 @@ class SparsePrefillBuilder:
         return metadata
 
     def _plan(self, common: Any) -> StepPlan | None:
-        """The plan of a step, None where all of it has to run stock: attention to later tokens, of images too."""
+        """The plan of a step, None where nothing is known of it or attention is not causal.
+
+        In a step with images that see later tokens all rows run stock. Models that take images hand over an empty list for each
+        request without one.
+        """
         lengths = common.seq_lens_cpu_upper_bound
-        if lengths is None or common.causal is not True or common.mm_req_doc_ranges is not None:
+        if lengths is None or common.causal is not True:
             return None
+        least_rows = sys.maxsize if any((common.mm_req_doc_ranges or {}).values()) else self._least_rows
         number = common.num_reqs
         prefilling = None if common.is_prefilling is None else common.is_prefilling[:number].tolist()
         starts = common.query_start_loc_cpu[: number + 1].tolist()
-        return plan_step(starts, lengths[:number].tolist(), self._least_rows, self._settings.break_even, prefilling)
+        return plan_step(starts, lengths[:number].tolist(), least_rows, self._settings.break_even, prefilling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -14,6 +15,7 @@ from flexmask.integrations.vllm.options import ServingOptions, serving_options
 from flexmask.integrations.vllm.plan import StepPlan
 
 _LOCK = threading.RLock()
+DRAFT = "a draft model's"
 
 
 class Engine:
@@ -38,6 +40,10 @@ class Engine:
             size = getattr(parallel, name, 1)
             if size > 1:
                 raise ValueError(f"{name} must be 1 with flexmask, whose masks need all of a prompt; got {size}")
+        if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+            raise ValueError(
+                "VLLM_BATCH_INVARIANT must be off with flexmask: a row's blocks depend on the chunk that it comes in"
+            )
         self.options: ServingOptions = serving_options(vllm_config.additional_config, model.hf_config)
         self.options.settings.check_layers(model.get_total_num_hidden_layers())
         self.dtype: torch.dtype = model.dtype
@@ -63,7 +69,7 @@ class Engine:
         number, own = layer_number(name), self._vllm_config.model_config
         # draft layers that come with a model number on
         if model != own.model or (number is not None and number >= own.get_total_num_hidden_layers()):
-            return "a draft model's"
+            return DRAFT
         if getattr(self._vllm_config.model_config, "rswa_window", None) is not None:
             return "a window that leaves the prompt visible"
         reason = reason_for_stock(number, given, defaults, self.options.settings, self.dtype)
@@ -86,12 +92,14 @@ class Engine:
             if not sparse:
                 return
             with torch.inference_mode():
-                seconds = startup.warm_up(sparse, device, self.dtype, self.options.count_density)
+                largest = self._largest_call()
+                seconds = startup.warm_up(sparse, largest, device, self.dtype, self.options.count_density)
                 if in_profile and device.type != "cpu":
-                    startup.reserve(sparse, self._largest_call(), device, self.dtype, self.options.count_density)
+                    startup.reserve(sparse, largest, device, self.dtype, self.options.count_density)
             if self._first:
                 startup.log_warm_up(seconds)
-                COUNTERS.export()
+                if is_first_stage():
+                    COUNTERS.export()
                 startup.log_at_exit()
 
     def count(self, plan: StepPlan) -> None:
@@ -125,6 +133,13 @@ def _tensor_parallel_rank() -> tuple[int, int]:
 def is_first_rank() -> bool:
     """True in the one process of a tensor-parallel group that logs and counts."""
     return _tensor_parallel_rank()[0] == 0
+
+
+def is_first_stage() -> bool:
+    """True in the first stage of pipeline parallelism: the metrics of all processes are added up, and each sees every token."""
+    from vllm.distributed import get_pp_group
+
+    return bool(get_pp_group().is_first_rank)
 
 
 _LATEST: list[Engine] = []

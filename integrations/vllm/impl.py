@@ -6,11 +6,12 @@ import inspect
 from typing import Any
 
 from torch import Tensor
+from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
 from flexmask.integrations.vllm.attend import attend
 from flexmask.integrations.vllm.counters import COUNTERS
-from flexmask.integrations.vllm.engine import engine_of
+from flexmask.integrations.vllm.engine import DRAFT, engine_of
 from flexmask.integrations.vllm.layers import SparseLayer
 from flexmask.integrations.vllm.pages import Places, gathered
 from flexmask.integrations.vllm.step import SparseStep
@@ -24,7 +25,10 @@ class SparsePrefillImpl:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         config = get_current_vllm_config()
-        self._engine, self._model = engine_of(config), config.model_config.model
+        self._engine = engine_of(config)
+        # vLLM tags what it loads; a draft model's layers may come under the target's own configuration
+        is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
+        self._model = DRAFT if is_draft else config.model_config.model
         self._role: SparseLayer | str | None = None
         own: Any = super()
         signature = inspect.signature(own.__init__)

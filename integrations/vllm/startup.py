@@ -72,16 +72,23 @@ def log_counters() -> None:
     _log.info("%s", COUNTERS.report())
 
 
-def warm_up(layers: Iterable[SparseLayer], device: torch.device, dtype: torch.dtype, count_density: bool) -> float:
-    """Compile what the layers' calls need, once for each variant, by calls like those of requests; gives the seconds it took."""
+def warm_up(
+    layers: Iterable[SparseLayer], largest: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
+) -> float:
+    """Compile what the layers' calls need, once for each variant, by calls like those of requests; gives the seconds it took.
+
+    No call is larger than the `largest` of the engine, in rows and in tokens.
+    """
     start = time.perf_counter()
     for layer in _variants(layers):
         lengths = list(_LENGTHS)
         if device.type == "cuda":
             lengths += [blocks * layer.config.block_size for blocks in MANY_BLOCKS]
         for length in lengths:
-            for rows in (length, length // 2):  # a whole prompt, a chunk
-                call_of_size(layer, (rows, length), device, dtype, count_density)
+            whole = min(length, *largest)
+            chunk = (min(length // 2, largest[0]), min(length, largest[1]))
+            for size in dict.fromkeys([(whole, whole), chunk]):
+                call_of_size(layer, size, device, dtype, count_density)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

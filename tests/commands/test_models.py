@@ -64,6 +64,7 @@ def test_first_different_token_is_found():
     from dataclasses import replace
 
     from flexmask.integrations.run import FlexPrefillRun
+    from flexmask.integrations.settings import PrefillSettings
     from flexmask.integrations.side_by_side import Generated, SideBySide
 
     one = Generated((1, 2, 3, 4), (3.0, 1.0, 2.0), 9.0, torch.tensor([1.0, 2.0]))
@@ -73,6 +74,11 @@ def test_first_different_token_is_found():
     assert found.logit_difference == 3.0
     assert one.seconds == 2.0
     assert SideBySide(10, one, replace(one, tokens=(1, 2)), FlexPrefillRun()).same_tokens == 2
+    # tokens that are ruled out have no logit, other methods no statistics
+    ruled_out = replace(one, logits=torch.tensor([1.0, -torch.inf]))
+    other_method = FlexPrefillRun(PrefillSettings.from_options(method="streaming_llm"))
+    found = SideBySide(10, ruled_out, replace(ruled_out, logits=torch.tensor([1.5, -torch.inf])), other_method)
+    assert (found.logit_difference, found.largest_logit, found.density) == (0.5, 1.0, None)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +90,7 @@ def test_first_different_token_is_found():
         (("--model", "{folder}", "--prompt", "{empty}/none.txt"), "none.txt: No such file"),
         (("--model", "{folder}", "--prompt", "{blank}"), "'--prompt': {blank} is empty"),
         (("--model", "{folder}", "--prompt", "{binary}"), "not UTF-8 text"),
+        (("--model", "{folder}", "--prompt", "{prompt}", "--set", "dense_layers=[99]"), "'--set': dense_layers must hold layer"),
         (("--model", "{folder}", "--prompt", "{prompt}", "--chat"), "'--chat': the model's tokenizer has no chat template"),
     ],
 )
@@ -158,6 +165,9 @@ def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeyp
     prompt.write_text("w5 " + prompt.read_text())
     said = flexmask(*words, code=exit_codes.USAGE).stderr
     assert "'--resume': resume must be a file of the same" in said
+    # an option that is wrong costs no measurement
+    flexmask(*words, "--no-resume", "--density", "7", code=exit_codes.USAGE)
+    assert any(tmp_path.glob("*.measured*"))
     flexmask(*words, "--no-resume")
     assert len(layers) == 5
 
@@ -174,9 +184,11 @@ def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeyp
         (("--density", ".5", "--set", "tau=3"), "'--set': tau must be in [0, 1]"),
         (("--density", ".5", "--tokens", "20"), "'--text': input_ids must hold more than block_size (128) tokens"),
         (("--density", ".5", "--out", "no/such/folder/x.json"), "'--out': no folder no/such/folder"),
+        (("--density", ".5", "--out", "{folder}/config.json"), "'--out': config.json is a model's; name another file"),
     ],
 )
 def test_tune_refuses(flexmask, folder, prompt, tmp_path, words, said):
+    words = tuple(word.format(folder=folder) for word in words)
     out = () if "--out" in words else ("--out", tmp_path / "settings.json")
     result = flexmask("tune", "-m", folder, "-t", prompt, *out, *words, code=exit_codes.USAGE)
     assert said in " ".join(result.stderr.split())

@@ -176,5 +176,5 @@ def test_dense_prompt_says_so():
     assert {image.name for image in head_images(found)} == {"density", "patterns"}
     assert plt.get_fignums() == before  # no figure stays open
     text = text_of(found)
-    assert "Every layer ran dense: there is no mask to show." in text
+    assert "The layers to show ran dense: there is no mask." in text
     assert "hybrid selection takes none" not in text

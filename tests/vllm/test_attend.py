@@ -25,7 +25,7 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
     # lengths far below dense_below, which the plan of a step looks at
     layer = sparse_layer(0, GIVEN, PrefillSettings.from_options(**OPTIONS), 0, 1)
     with torch.inference_mode():
-        assert warm_up([layer, layer], torch.device("cpu"), torch.float32, True) > 0
+        assert warm_up([layer, layer], (600, 2000), torch.device("cpu"), torch.float32, True) > 0
         compiled = counters["stats"]["unique_graphs"]
         for rows in (150, 420):
             query, key, value = torch.randn(rows, 4, 32), torch.randn(2, 420, 32), torch.randn(2, 420, 32)

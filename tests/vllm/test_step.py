@@ -184,8 +184,13 @@ def test_drafts_graphs_wrappers_and_images_get_no_plan(parts):
     assert not hasattr(builder.build_for_cudagraph_capture(common), "flexmask_step")
     assert not hasattr(builder.build_for_drafting(common, 0), "flexmask_step")
     assert hasattr(builder.build(0, common), "flexmask_step")
-    for change in ({"causal": False}, {"mm_req_doc_ranges": {0: [(3, 9)]}}, {"seq_lens_cpu_upper_bound": None}):
+    for change in ({"causal": False}, {"seq_lens_cpu_upper_bound": None}):
         assert not hasattr(builder.build(0, common.replace(**change)), "flexmask_step")
+    # models that take images name the images of each request; without one the prompt is as any other
+    assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.plan.sparse
+    with_image = builder.build(0, common.replace(mm_req_doc_ranges={0: [(3, 9)]})).flexmask_step.plan
+    assert (with_image.sparse, with_image.sparse_tokens) == ((), 0)
+    assert with_image.dense_tokens > 0
     derived = type("Derived", (type(builder),), {})(None, [], None, torch.device("cpu"))
     assert not hasattr(derived.build(0, common), "flexmask_step")
     verifying = common.replace(is_prefilling=torch.tensor([False]))

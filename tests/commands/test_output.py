@@ -1,0 +1,38 @@
+"""What commands print: text as it is, tables that nothing folds, JSON that any stdout takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from flexmask.commands.output import Output
+
+ODD = "a:package:b [bold]c[/x] é"
+
+
+def test_text_is_printed_as_it_is(capsys):
+    output = Output()
+    output.line(ODD)
+    output.table([ODD, "x"], [[ODD, 1.5]], title=f"about {ODD}")
+    output.remark(ODD)
+    found = capsys.readouterr()
+    assert found.out.splitlines()[0] == ODD
+    assert found.out.count(ODD) == 4
+    assert found.err == f"{ODD}\n"
+
+
+def test_tables_in_a_pipe_are_not_folded(capsys):
+    long = "/a/folder" * 40
+    Output().table(["model", "why"], [[long, "none"]])
+    assert any(line.split() == [long, "none"] for line in capsys.readouterr().out.splitlines())
+
+
+def test_json_is_ascii(capsys):
+    Output(as_json=True).result({"text": ODD, "missing": float("nan")})
+    text = capsys.readouterr().out
+    assert text.isascii()
+    assert json.loads(text) == {"text": ODD, "missing": None}
