@@ -96,7 +96,7 @@ wheel: $(READY) ## wheel and sdist in dist/
 test-wheel: $(READY) ## wheel and sdist built, and installed into a clean environment outside of the checkout (downloads torch)
 	FLEXMASK_TEST_WHEEL=1 $(RUN) -m pytest tests/test_wheel.py $(ARGS)
 
-docs: $(READY_DOCS) ## the documents as a site in site/, to open from the disk; a warning fails
+docs: $(READY_DOCS) ## the documents as a site in site/ (python -m http.server -d site shows it); a warning fails
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build $(ARGS)
 
 docs-browse: docs ## every page of the site in a headless Chromium; what a page writes to the console fails

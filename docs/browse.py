@@ -1,7 +1,7 @@
 """Open every page of the built site in a headless Chromium: ``python docs/browse.py``, or ``make docs-browse``.
 
-Fails on what a page writes to the console, on a picture that does not load, and on a resource that is not the site's own. With
-``--screenshots FOLDER`` also draws each page, wide and narrow.
+The site is served on this machine, as its search needs. Fails on what a page writes to the console, on a picture that does not
+load, and on a resource that is not the site's own. With ``--screenshots FOLDER`` also draws each page, wide and narrow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 SITE = Path(__file__).resolve().parent.parent / "site"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -27,32 +33,46 @@ FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
     "--enable-logging=stderr",
-    # whatever is not on the disk fails, and says so on the console
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    # whatever the site does not have fails, and says so on the console
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 WIDTHS = {"wide": "1400,1100", "narrow": "420,900"}
 SECONDS = 90
 
 
-def open_page(browser: str, page: Path, *flags: str) -> tuple[str, list[str]]:
+class _Files(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a folder on a port of this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def open_page(browser: str, address: str, *flags: str) -> tuple[str, list[str]]:
     """The page's final HTML and the lines that it wrote to the console."""
     with tempfile.TemporaryDirectory() as profile:
-        command = [browser, *FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=4000", *flags, page.as_uri()]
+        command = [browser, *FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=4000", *flags, address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def problems(browser: str, page: Path) -> list[str]:
-    """What is wrong with one page."""
-    html, console = open_page(browser, page, "--dump-dom")
+def problems(browser: str, page: Path, site: str) -> list[str]:
+    """What is wrong with one page of the site at an address."""
+    html, console = open_page(browser, f"{site}/{page.relative_to(SITE)}", "--dump-dom")
     found = [line.partition("CONSOLE")[2] for line in console]
     if "md-content" not in html:
         found.append("the page is empty")
     for name, source in re.findall(r"<(img|script|link)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"", html):
-        if re.match(r"https?:|//", source):
+        if re.match(r"https?:|//", source) and not source.startswith(site):
             found.append(f"{name} from elsewhere: {source}")
         elif (
-            not source.startswith(("data:", "#", "blob:", "file:"))
+            not source.startswith(("data:", "#", "blob:", site))
             and not (page.parent / source.partition("?")[0].partition("#")[0]).exists()
         ):
             found.append(f"{name} is missing: {source}")
@@ -73,16 +93,17 @@ def main() -> None:
     if not pages:
         sys.exit("there is no site; run make docs")
     wrong = 0
-    for page in pages:
-        name = page.relative_to(SITE)
-        found = problems(browser, page)
-        wrong += len(found)
-        print(f"{name}: {'; '.join(found) or 'ok'}", flush=True)
-        if options.screenshots is not None:
-            options.screenshots.mkdir(parents=True, exist_ok=True)
-            for width, size in WIDTHS.items():
-                picture = options.screenshots.resolve() / f"{'-'.join(name.with_suffix('').parts)}-{width}.png"
-                open_page(browser, page, f"--window-size={size}", f"--screenshot={picture}")
+    with served(SITE) as site:
+        for page in pages:
+            name = page.relative_to(SITE)
+            found = problems(browser, page, site)
+            wrong += len(found)
+            print(f"{name}: {'; '.join(found) or 'ok'}", flush=True)
+            if options.screenshots is not None:
+                options.screenshots.mkdir(parents=True, exist_ok=True)
+                for width, size in WIDTHS.items():
+                    picture = options.screenshots.resolve() / f"{'-'.join(name.with_suffix('').parts)}-{width}.png"
+                    open_page(browser, f"{site}/{name}", f"--window-size={size}", f"--screenshot={picture}")
     sys.exit(1 if wrong else 0)
 
 
