@@ -77,18 +77,16 @@ def warm_up(
 ) -> float:
     """Compile what the layers' calls need, once for each variant, by calls like those of requests; gives the seconds it took.
 
-    No call is larger than the `largest` of the engine, in rows and in tokens.
+    Of those that are long, none is larger than the `largest` of the engine, in rows and in tokens.
     """
     start = time.perf_counter()
     for layer in _variants(layers):
-        lengths = list(_LENGTHS)
+        sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)]  # a whole prompt, a chunk
         if device.type == "cuda":
-            lengths += [blocks * layer.config.block_size for blocks in MANY_BLOCKS]
-        for length in lengths:
-            whole = min(length, *largest)
-            chunk = (min(length // 2, largest[0]), min(length, largest[1]))
-            for size in dict.fromkeys([(whole, whole), chunk]):
-                call_of_size(layer, size, device, dtype, count_density)
+            longest = [min(blocks * layer.config.block_size, largest[1]) for blocks in MANY_BLOCKS]
+            sizes += [(min(rows, largest[0]), length) for length in longest for rows in (length, length // 2)]
+        for size in dict.fromkeys(sizes):
+            call_of_size(layer, size, device, dtype, count_density)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

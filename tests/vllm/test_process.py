@@ -81,7 +81,7 @@ def test_one_engine_for_a_configuration():
     assert engine_of(other) is not first
 
 
-def engine_with_layers(monkeypatch, options):
+def engine_with_layers(monkeypatch, options, first_stage=True):
     """An engine of three layers, the first of them dense; and what it does before the first request."""
     config, done = config_of({"dense_layers": [0], **options}), []
     engine = Engine(config)
@@ -91,7 +91,8 @@ def engine_with_layers(monkeypatch, options):
     monkeypatch.setattr(startup, "log_at_exit", lambda: done.append(("at exit",)))
     monkeypatch.setattr(startup, "log_counters", lambda: done.append(("counters",)))
     monkeypatch.setattr(module, "COUNTERS", type(module.COUNTERS)())
-    monkeypatch.setattr(module.COUNTERS, "export", lambda: None)
+    monkeypatch.setattr(module.COUNTERS, "export", lambda: done.append(("export",)))
+    monkeypatch.setattr(module, "is_first_stage", lambda: first_stage)
     for number in range(3):
         name = f"model.layers.{number}.attn"
         impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, "a", GIVEN, {}))
@@ -104,7 +105,8 @@ def test_everything_before_the_first_request_happens_once(monkeypatch):
     engine, done = engine_with_layers(monkeypatch, {})
     for in_profile in (True, False, True):
         engine.prepare(torch.device("cpu"), in_profile)
-    assert [each[0] for each in done] == ["roles", "warm up", "at exit"]
+    assert [each[0] for each in done] == ["roles", "warm up", "export", "at exit"]
+    assert done[1][2] == (1024, 4096)  # the largest call
     assert done[0] == ("roles", 3, "STOCK")
     assert done[1][1] == 2
     assert engine.counting == "model.layers.1.attn"
@@ -116,6 +118,13 @@ def test_the_largest_call_is_made_while_memory_is_measured(monkeypatch, in_profi
     engine.prepare(torch.device("cuda"), in_profile)
     # the last 1,024 rows of 4,096 tokens
     assert [each[2] for each in done if each[0] == "reserve"] == ([(1024, 4096)] if in_profile else [])
+
+
+def test_one_stage_exports_the_counters(monkeypatch):
+    """Every stage of a pipeline sees all tokens, and the metrics of processes are added up."""
+    engine, done = engine_with_layers(monkeypatch, {}, first_stage=False)
+    engine.prepare(torch.device("cpu"), False)
+    assert [each[0] for each in done] == ["roles", "warm up", "at exit"]
 
 
 def test_one_rank_logs(monkeypatch, ranks):
