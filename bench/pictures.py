@@ -63,7 +63,7 @@ def draw_heads(folder: Path) -> None:
 
 
 def draw_frontier(folder: Path) -> None:
-    """What each method loses by its density on the real texts of ``bench/FIDELITY.md``."""
+    """Each method's loss by its density, on the real texts of ``bench/FIDELITY.md``."""
     measured = results.read()
     texts = sorted(text for text in measured.texts["causal"] if text.startswith("test/"))
     curves = {}

@@ -63,7 +63,7 @@ def open_page(browser: str, address: str, *flags: str) -> tuple[str, list[str]]:
 
 
 def problems(browser: str, page: Path, site: str) -> list[str]:
-    """What is wrong with one page of the site at an address."""
+    """List the faults of one page of the site at an address."""
     html, console = open_page(browser, f"{site}/{page.relative_to(SITE)}", "--dump-dom")
     found = [line.partition("CONSOLE")[2] for line in console]
     if "md-content" not in html:

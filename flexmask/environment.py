@@ -1,4 +1,4 @@
-"""What this machine has for FlexPrefill: versions, FlexAttention's backends, and combinations that are known not to work."""
+"""The machine as FlexPrefill sees it: versions, FlexAttention's backends, and combinations that are known not to work."""
 
 from __future__ import annotations
 

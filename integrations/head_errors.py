@@ -26,7 +26,7 @@ _UNSEEN = -1e30
 
 
 class HeadErrors(NamedTuple):
-    """What the heads of one layer keep and lose, by head and by gamma."""
+    """Density and error of the heads of one layer, by head and by gamma."""
 
     visible: int  # blocks that each head sees
     density: list[list[float]]  # kept blocks / visible blocks

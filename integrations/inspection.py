@@ -58,7 +58,7 @@ class ShownHead:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one prompt's prefill chose, layer by layer and head by head.
+    """The choices of one prompt's prefill, layer by layer and head by head.
 
     Attributes
     ----------

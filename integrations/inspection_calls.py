@@ -1,4 +1,4 @@
-"""What serves the attention calls of an inspected prefill: records them, or times them and looks at heads."""
+"""Serves the attention calls of an inspected prefill: records them, or times them and looks at heads."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _READ = 256
 
 
 class PlannedLayer(NamedTuple):
-    """What would happen to one layer of a model.
+    """The plan of one layer of a model: sparse, dense or refused, and why.
 
     Attributes
     ----------

@@ -47,7 +47,7 @@ class MeasuredErrors:
 
     @classmethod
     def begin(cls, gammas: tuple[float, ...], prompts: int, path: Path | None, made_of: dict[str, str]) -> MeasuredErrors:
-        """What `path` holds, or nothing measured where there is no such file.
+        """Read the errors that `path` holds, or begin with none where there is no such file.
 
         Raises
         ------

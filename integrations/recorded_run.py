@@ -133,7 +133,7 @@ class FlexPrefillRun:
         return self._ran and not self._called
 
     def dense_summary(self) -> tuple[bool, str] | None:
-        """Whether every call ran dense, and a line with the dense layers and their reasons; None if none ran dense."""
+        """Return True if every call ran dense, and a line with the dense layers and their reasons; None if none ran dense."""
         if not self._dense:
             return None
         dense = set().union(*self._dense.values())

@@ -20,7 +20,7 @@ from flexmask.integrations.settings import PrefillSettings
 
 @dataclass(frozen=True)
 class Generated:
-    """What one kind of attention gave.
+    """Tokens, logits and times of one kind of attention.
 
     Attributes
     ----------

@@ -61,7 +61,7 @@ def of_page(page: str, *languages: str) -> list[Block]:
 
 
 def unknown_names(code: str, names: dict[str, Any]) -> list[str]:
-    """What a block imports or passes by keyword that is not there, without running it; `names` grows by its imports.
+    """List the names and keywords of a block that do not exist, without running it; `names` grows by its imports.
 
     Packages that are not installed are passed over, and so are calls of anything but imported functions and classes.
     """

@@ -84,7 +84,7 @@ def _prompt(tokens: int) -> str:
 
 @pytest.fixture
 def names(tmp_path, page):
-    """What the pages leave to the reader: a model and a text; and the checkout's bench/."""
+    """A model and a text, which the pages leave to the reader; and the checkout's bench/."""
     shutil.copytree(ROOT / "bench/retriever/model", tmp_path / "model")
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "out").mkdir()

@@ -1,4 +1,4 @@
-"""What a release stands on: workflows that call targets which exist, and files that name the same versions."""
+"""Releases: workflows call targets that exist, and all files name the same versions."""
 
 from __future__ import annotations
 

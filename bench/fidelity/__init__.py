@@ -1,1 +1,1 @@
-"""What each block mask loses: test beds, methods and the measure."""
+"""The loss of each block mask: test beds, methods and the measure."""

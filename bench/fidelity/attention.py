@@ -31,7 +31,7 @@ _QUARTERS = 4
 
 
 class Kept(NamedTuple):
-    """What choices of blocks keep of one layer's attention, by choice and head."""
+    """Density, attention kept and output error of choices of blocks in one layer, by choice and head."""
 
     density: Tensor  # (choices, num_heads)
     mass: Tensor  # (choices, num_heads, 4), by quarter of the rows

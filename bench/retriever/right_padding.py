@@ -37,7 +37,7 @@ def are_right(logits: Tensor, prompts: list[Prompt]) -> list[bool]:
 
 @torch.no_grad()
 def judge(model: PreTrainedModel, prompts: list[Prompt], options: dict[str, Any]) -> dict[str, list[bool]]:
-    """Whether each prompt is answered right, by the way of running it."""
+    """Tell which prompts are answered right, by the way of running them."""
     rows = [prompt.with_answers().to(model.device) for prompt in prompts]
     batch = padded_batch(rows)
     right = {"dense": are_right(model(batch).logits, prompts)}

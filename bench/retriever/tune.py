@@ -32,7 +32,7 @@ NEEDLES = 16
 
 
 class Judged(NamedTuple):
-    """What settings keep and lose on prompts that they were not tuned on."""
+    """Density and errors of settings on prompts that they were not tuned on."""
 
     density: float
     error: float

@@ -69,7 +69,7 @@ class Prompts:
         self._loaded: dict[tuple[str, int], Any] = {}
 
     def load(self, task: str, length: int) -> Any:
-        """What `evaluate` takes as its tasks."""
+        """Load a task at a length, as `evaluate` takes it."""
         if (task, length) not in self._loaded:
             # RULER draws its prompts from these, which the harness's command sets to 0 and 1234
             random.seed(0)

@@ -18,7 +18,7 @@ TRACEBACK_VARIABLE = "FLEXMASK_TRACEBACK"
 
 
 class CommandError(Exception):
-    """What a command says before it exits with `code`."""
+    """Ends a command with a message and the exit code `code`."""
 
     def __init__(self, message: str, code: int = exit_codes.PROBLEM) -> None:
         super().__init__(message)

@@ -42,7 +42,7 @@ def inspect(
     """
     output = Output(as_json)
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401  # only to see that it is there
     except ImportError as error:
         raise needs("matplotlib", "plot") from error
     chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)

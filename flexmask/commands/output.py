@@ -1,4 +1,4 @@
-"""What a command prints: its result on stdout, as text or as one JSON document; progress and remarks on stderr."""
+"""Prints for a command: its result on stdout, as text or as one JSON document; progress and remarks on stderr."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def has_causal_kernel(inputs: AttentionInputs) -> bool:
 
 
 def at_gamma_one(inputs: AttentionInputs, config: FlexPrefillConfig) -> list[bool]:
-    """Whether every query head of a key head keeps all its blocks, by key head, as far as the host knows: it reads no tensor."""
+    """Tell, by key head, if all its query heads keep all their blocks, as far as the host knows: reads no tensor."""
     num_heads, num_kv_heads = inputs.query.shape[1], inputs.key.shape[1]
     gamma = config.gamma if inputs.gamma is None else inputs.gamma
     # the published rule counts tokens, and keeps less at gamma 1 in small blocks
@@ -42,7 +42,7 @@ def at_gamma_one(inputs: AttentionInputs, config: FlexPrefillConfig) -> list[boo
 
 
 def above_break_even(mask: BlockMask, inputs: AttentionInputs) -> list[bool]:
-    """Whether the query heads of a key head keep so much of a whole prompt that a CPU's SDPA is faster, by key head.
+    """Tell, by key head, if its query heads keep so much of a whole prompt that a CPU's SDPA is faster.
 
     Reads the lists: on a CPU that waits for nothing. Elsewhere, and where nothing may be read, no head is.
     """

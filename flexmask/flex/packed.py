@@ -115,7 +115,7 @@ def _is_recorded() -> bool:
 
 
 class _Blocks(NamedTuple):
-    """What the blocks of aligned sequences hold, int32 on the device."""
+    """The contents of the blocks of aligned sequences, int32 on the device."""
 
     rows: Tensor  # (num_q_blocks, 4): first row in the pack, end of its sequence there; position of that row, end of its keys
     keys: Tensor  # (num_kv_blocks, 2): first key in the pack, end of its sequence there

@@ -81,15 +81,16 @@ def plot_block_mask(
     >>> figure = plot_block_mask(mask, [0, 1])[0].figure  # figure.savefig("masks.png")
     """
     if isinstance(heads, int):
-        several: Any = [axes] if axes is not None else None
-        return plot_block_mask([block_mask], [heads], None if titles is None else [titles], batch=batch, axes=several)[0]  # type: ignore[list-item]
+        one: Any = {"titles": None if titles is None else [titles], "axes": None if axes is None else [axes]}
+        return plot_block_mask(block_mask, [heads], batch=batch, **one)[0]
     if not heads:
         raise ValueError("heads must name at least one head; got none")
     masks = [block_mask] * len(heads) if isinstance(block_mask, BlockMask) else list(block_mask)
     titles = [f"head {head}" for head in heads] if titles is None else titles
-    for name, given in (("block_mask", masks), ("titles", titles), ("axes", axes)):
-        if given is not None and len(given) != len(heads):  # type: ignore[arg-type]
-            raise ValueError(f"{name} must be one per head ({len(heads)}); got {len(given)}")  # type: ignore[arg-type]
+    parts: dict[str, Any] = {"block_mask": masks, "titles": titles, "axes": axes}
+    for name, given in parts.items():
+        if given is not None and len(given) != len(heads):
+            raise ValueError(f"{name} must be one per head ({len(heads)}); got {len(given)}")
     sizes = {(*mask.shape[-2:], *mask.BLOCK_SIZE) for mask in masks}
     if len(sizes) > 1:
         raise ValueError(f"block_mask must have one (q_len, kv_len, q_block, kv_block); got {sorted(sizes)}")
@@ -97,7 +98,7 @@ def plot_block_mask(
 
     from matplotlib.colors import ListedColormap
 
-    drawn = _new_row(kinds[0], len(kinds)) if axes is None else list(axes)  # type: ignore[arg-type]
+    drawn = _new_row(kinds[0], len(kinds)) if axes is None else list(parts["axes"])
     size: Any = sizes.pop()
     for axis, kind, title in zip(drawn, kinds, titles, strict=True):
         draw_blocks(axis, kind.numpy(), size, {"cmap": ListedColormap(_KINDS), "vmin": 0, "vmax": 3})

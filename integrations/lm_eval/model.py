@@ -163,7 +163,7 @@ class FlexPrefillLM(HFLM):
         return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=self.tokenizer.pad_token_id)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes into the results' ``config``."""
+        """Return the entries that the harness writes into the results' ``config``."""
         densities = self.densities.summary()
         if densities["prompts"] and densities["dense_prompts"] == densities["prompts"]:
             number, reason = densities["prompts"], next(iter(densities["dense_because"]))

@@ -1,4 +1,4 @@
-"""What one engine process served: prefill tokens sparse and dense, and the mean density of the sparse ones."""
+"""Counts for one engine process: prefill tokens sparse and dense, and the mean density of the sparse ones."""
 
 from __future__ import annotations
 

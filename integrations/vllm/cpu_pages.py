@@ -23,7 +23,7 @@ def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Write) -> tuple[Tensor, Tensor]:
-    """Where each element of a page's keys, and of its values, stands: (page_size * head_dim,) int64 each.
+    """Find the place of each element of a page's keys, and of its values: (page_size * head_dim,) int64 each.
 
     Element ``token * head_dim + dimension`` stands at that place. It is found by writing numbered elements, a digit at a time,
     and looking for them.

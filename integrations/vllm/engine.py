@@ -19,7 +19,7 @@ DRAFT = "a draft model's"
 
 
 class Engine:
-    """What the layers of one engine share in this process.
+    """Options and roles that the layers of one engine share in this process.
 
     Parameters
     ----------

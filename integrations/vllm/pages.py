@@ -37,7 +37,7 @@ class Places:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the request has."""
+        """Number of tokens of the request."""
         return self._tokens
 
 

@@ -51,7 +51,7 @@ def test_self_test_fails_where_attention_is_wrong(flexmask, monkeypatch, attenti
     [(1e-5, 0.5, True), (1e-5, 1e-5, False), (float("nan"), 0.5, False), (1e-5, float("nan"), False), (None, None, False)],
 )
 def test_a_case_that_skips_nothing_or_is_no_number_is_not_passed(difference, skipped, passed):
-    """What keeps everything would pass with any attention under any mask."""
+    """A case that keeps everything would pass with any attention under any mask."""
     case = self_test.SelfTest("coverage", "auto", "float32", 1.0, difference, skipped, 1e-4, 0.1)
     assert case.passed is passed
 

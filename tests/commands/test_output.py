@@ -1,4 +1,4 @@
-"""What commands print: text as it is, tables that nothing folds, JSON that any stdout takes."""
+"""Commands print text as it is, tables that nothing folds, and JSON that any stdout takes."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_wrong_settings_in_the_environment_are_one_line(monkeypatch, capsys):
 
 @pytest.fixture
 def execve(monkeypatch):
-    """What would be started."""
+    """The command that would be started."""
     calls = []
 
     def become(path, arguments, environment):

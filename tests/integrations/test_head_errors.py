@@ -1,4 +1,4 @@
-"""What heads lose at each gamma, against attention in float64 under the masks; and the greedy choice of gammas."""
+"""Errors of heads at each gamma, against attention in float64 under the masks; and the greedy choice of gammas."""
 
 from __future__ import annotations
 

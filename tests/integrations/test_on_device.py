@@ -1,4 +1,4 @@
-"""What the adapter reads of a prompt where the host cannot wait for it: on a GPU, and the same on a CPU."""
+"""Prompts that the adapter reads where the host cannot wait: on a GPU, and the same on a CPU."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def positions_of(bounds):
 
 
 def arguments(form, bounds=BOUNDS):
-    """What a collator hands over: positions that start again, bounds by flash-attn's names, or both."""
+    """Keywords as a collator hands them over: positions that start again, bounds by flash-attn's names, or both."""
     bounds = torch.tensor(bounds, dtype=torch.int32)
     longest = int(bounds.diff().max())
     flash = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

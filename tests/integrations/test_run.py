@@ -1,12 +1,9 @@
-"""A run's rows, summary, files and bounds, on recorded calls; no model."""
+"""A run's rows, summary and bounds, on recorded calls; no model."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
-import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,44 +16,7 @@ from flexmask.integrations.prefill_calls import CallSize
 from flexmask.integrations.recorded_run import MAX_CALLS, FlexPrefillRun
 from flexmask.integrations.run_calls import RecordedCall, on_host
 from flexmask.integrations.run_totals import MOST_REASONS, OTHER_REASONS
-from flexmask.integrations.settings import PrefillSettings
-from flexmask.stats import empty_stats
-
-HEADS = 4
-
-
-def stats_of(seed, batch=1, hybrid=False):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, HEADS)
-    density, coverage, rows = torch.rand((3, *shape), generator=generator)
-    counts = torch.randint(100, (2, *shape), generator=generator)
-    query_aware, is_dense = torch.rand((2, *shape), generator=generator) < 0.4
-    distance = torch.full(shape, math.nan) if hybrid else torch.rand(shape, generator=generator)
-    rows = rows if hybrid else torch.full(shape, math.nan)
-    return FlexPrefillStats(query_aware, distance, density, *counts, coverage, rows, is_dense)
-
-
-def dense_stats(batch=1):
-    return empty_stats(torch.zeros(batch, HEADS, 1, 1), dense=True)
-
-
-def recorded(calls=6, max_calls=None, **options):
-    """Layer 0 sparse; layer 1 dense in every third call; layer 2 dense."""
-    run = FlexPrefillRun(PrefillSettings.from_options(gamma=0.9, tau=0.2), max_calls=max_calls, **options)
-    for call in range(calls):
-        batch, q_len = 1 + call % 2, 100 + 10 * call
-        size = CallSize(batch, q_len, q_len + 64 * (call % 2))
-        run.record(0, stats_of(call, batch), None, None, 10 + call, size)
-        dense = call % 3 == 0
-        run.record(
-            1, dense_stats(batch) if dense else stats_of(50 + call, batch), None, "short" if dense else None, 10 + call, size
-        )
-        run.record(2, dense_stats(batch), None, "in dense_layers", 10 + call, size)
-    return run
-
-
-def without_nan(rows):
-    return [{name: "NaN" if value != value else value for name, value in row.items()} for row in rows]
+from tests.integrations.recorded_calls import HEADS, dense_stats, recorded, stats_of, without_nan
 
 
 def test_rows_are_the_statistics():
@@ -175,76 +135,6 @@ def test_several_calls_of_a_prefill_count_their_tokens_once():
         run.record(0, stats_of(prefill), None, None, prefill, CallSize(1, 100, 100))
     assert run.calls.numbers[0] == [0, 0, 1]
     assert (run.summary().prefills, run.summary().tokens) == (2, 200)
-
-
-def test_a_saved_run_comes_back(tmp_path):
-    run = recorded(10, max_calls=4)
-    path = run.save(tmp_path / "new" / "run.json")
-    assert not list(path.parent.glob("*.part"))
-    found = FlexPrefillRun.load(path)
-    assert found.settings == run.settings
-    assert without_nan(found.rows()) == without_nan(run.rows())
-    assert found.summary() == run.summary()
-    assert repr(found) == repr(run)
-    # strict JSON: other readers know no NaN
-    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
-    # and it goes on counting
-    for each in (run, found):
-        each.record(0, stats_of(99), None, None, 99, CallSize(1, 50, 50))
-    assert found.summary().prefills == run.summary().prefills == 11
-    assert found.summary().tokens == run.summary().tokens
-
-
-def test_a_dropped_call_that_is_not_finite_is_saved(tmp_path):
-    run = FlexPrefillRun(max_calls=1)
-    for _ in range(2):
-        run.record(0, replace(stats_of(0), coverage=torch.full((1, HEADS), math.nan)), None, None, 0, CallSize(1, 100, 100))
-    found = FlexPrefillRun.load(run.save(tmp_path / "run.json")).summary()
-    assert found.dropped_calls == 1
-    assert math.isnan(found.layers[0].coverage)
-    assert found.layers[0].density == pytest.approx(run.summary().layers[0].density)
-
-
-def test_calls_of_other_threads_wait_while_the_record_is_read(tmp_path, monkeypatch):
-    run, kept = recorded(10, max_calls=4), FlexPrefillRun._kept
-    read = []
-
-    def watched(self):
-        found = kept(self)
-        thread = threading.Thread(target=self.record, args=(0, stats_of(7), None, None, 99, CallSize(1, 50, 50)))
-        thread.start()
-        thread.join(0.05)
-        read.append(thread.is_alive())
-        return found
-
-    monkeypatch.setattr(FlexPrefillRun, "_kept", watched)
-    path = tmp_path / "run.json"
-    for look in (run.rows, run.summary, lambda: run.save(path)):
-        look()
-    assert read == [True] * 3
-    # what was dropped meanwhile is in the file once
-    found = FlexPrefillRun.load(path)
-    monkeypatch.undo()
-    calls = {layer: each.calls for layer, each in found._dropped.items()}
-    assert calls == {0: 6 + 2, 1: 6, 2: 6}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '{"format": "flexmask tune 1"}', '{"format": "flexmask run 1", "calls": {"0": [{}]}}']
-)
-def test_other_files_are_refused(tmp_path, text):
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"must be a file that run\.save wrote; got .*other\.json"):
-        FlexPrefillRun.load(path)
-
-
-def test_a_function_as_method_cannot_be_saved(tmp_path):
-    from flexmask.block_masks import causal_mask
-
-    with pytest.raises(ValueError, match="method must be a name"):
-        FlexPrefillRun(PrefillSettings(method=causal_mask)).save(tmp_path / "run.json")
-    assert not list(tmp_path.iterdir())
 
 
 def test_reset_forgets_all_calls():

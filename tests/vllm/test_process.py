@@ -1,4 +1,4 @@
-"""What the layers of one engine process share: options and refusals, roles, and what happens once before the first request."""
+"""Options, refusals and roles that the layers of one engine process share, and the steps before the first request."""
 
 from __future__ import annotations
 

@@ -1,0 +1,49 @@
+"""Recorded calls of a run, without a model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flexmask import FlexPrefillStats
+from flexmask.integrations.prefill_calls import CallSize
+from flexmask.integrations.recorded_run import FlexPrefillRun
+from flexmask.integrations.settings import PrefillSettings
+from flexmask.stats import empty_stats
+
+HEADS = 4
+
+
+def stats_of(seed, batch=1, hybrid=False):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, HEADS)
+    density, coverage, rows = torch.rand((3, *shape), generator=generator)
+    counts = torch.randint(100, (2, *shape), generator=generator)
+    query_aware, is_dense = torch.rand((2, *shape), generator=generator) < 0.4
+    distance = torch.full(shape, math.nan) if hybrid else torch.rand(shape, generator=generator)
+    rows = rows if hybrid else torch.full(shape, math.nan)
+    return FlexPrefillStats(query_aware, distance, density, *counts, coverage, rows, is_dense)
+
+
+def dense_stats(batch=1):
+    return empty_stats(torch.zeros(batch, HEADS, 1, 1), dense=True)
+
+
+def recorded(calls=6, max_calls=None, **options):
+    """Layer 0 sparse; layer 1 dense in every third call; layer 2 dense."""
+    run = FlexPrefillRun(PrefillSettings.from_options(gamma=0.9, tau=0.2), max_calls=max_calls, **options)
+    for call in range(calls):
+        batch, q_len = 1 + call % 2, 100 + 10 * call
+        size = CallSize(batch, q_len, q_len + 64 * (call % 2))
+        run.record(0, stats_of(call, batch), None, None, 10 + call, size)
+        dense = call % 3 == 0
+        run.record(
+            1, dense_stats(batch) if dense else stats_of(50 + call, batch), None, "short" if dense else None, 10 + call, size
+        )
+        run.record(2, dense_stats(batch), None, "in dense_layers", 10 + call, size)
+    return run
+
+
+def without_nan(rows):
+    return [{name: "NaN" if value != value else value for name, value in row.items()} for row in rows]

@@ -1,0 +1,72 @@
+"""flexprefill_attention_varlen refuses wrong bounds and arguments by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+from flexmask import flexprefill_attention_varlen
+
+RIGHT = {"q_bounds": [0, 30, 50], "k_bounds": [0, 30, 60]}
+BOUNDS_REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "first": ([1, 30, 50], ValueError, r"cu_seqlens_q must begin at 0; got 1"),
+    "total": ([0, 30, 49], ValueError, r"cu_seqlens_q must end at total_q = 50; got 49"),
+    "decreasing": ([0, 50, 30, 50], ValueError, r"cu_seqlens_q must not decrease; got 50, then 30 for sequence 1"),
+    "one bound": ([50], ValueError, r"cu_seqlens_q must hold at least two bounds"),
+    "other number": ([0, 10, 30, 50], ValueError, r"cu_seqlens_k must have as many entries as cu_seqlens_q, 4; got 3"),
+    "more rows": ([0, 31, 50], ValueError, r"cu_seqlens_q must give .* sequence 0 has 31 rows and 30 keys"),
+    "floats": ([0.0, 30.0, 50.0], TypeError, r"cu_seqlens_q\[0\] must be an int; got float"),
+    "bools": (torch.tensor([False, True]), TypeError, r"cu_seqlens_q must be integer; got torch.bool"),
+    "floating tensor": (torch.tensor([0.0, 30.0, 50.0]), TypeError, r"cu_seqlens_q must be integer; got torch.float32"),
+    "two dimensions": (
+        torch.tensor([[0, 30, 50]]),
+        ValueError,
+        r"cu_seqlens_q must be \(num_sequences \+ 1,\); got shape \(1, 3\)",
+    ),
+    "text": ("0", TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got str"),
+    "none": (None, TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS_REFUSED)
+def test_wrong_bounds_are_refused_by_name(name):
+    bounds, error, message = BOUNDS_REFUSED[name]
+    query, key = torch.randn(50, 4, 16), torch.randn(60, 2, 16)
+    flexprefill_attention_varlen(query, key, key, RIGHT["q_bounds"], RIGHT["k_bounds"])
+    with pytest.raises(error, match=message):
+        flexprefill_attention_varlen(query, key, key, bounds, RIGHT["k_bounds"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": torch.randn(1, 50, 4, 16)}, ValueError, r"query must be \(total_q, num_heads, head_dim\); got shape"),
+        ({"query": torch.randn(0, 4, 16)}, ValueError, r"query must not be empty"),
+        ({"key": [1]}, TypeError, r"key must be a tensor \(total_k"),
+        (
+            {"value": torch.randn(50, 2, 16)},
+            ValueError,
+            r"value must have key's total_k and num_kv_heads \(60, 2\); got \(50, 2\)",
+        ),
+        ({"key": torch.randn(60, 2, 16).half()}, TypeError, r"key must have query's dtype"),
+        ({"query": torch.randn(50, 3, 16)}, ValueError, r"num_heads must be a multiple"),
+        ({"max_seqlen_q": 29}, ValueError, r"max_seqlen_q must be at least the longest sequence, 30 tokens; got 29"),
+        ({"max_seqlen_k": 30.5}, TypeError, r"max_seqlen_k must be an int"),
+        ({"attention_mask": torch.ones(60)}, TypeError, r"attention_mask"),
+        ({"q_offset": 3}, TypeError, r"q_offset"),
+        ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(num_heads,\) = \(4,\)"),
+        ({"gamma": [0.5, 0.5]}, ValueError, r"gamma must hold one number for each of query's 4 heads"),
+        ({"dense_below": -1}, ValueError, r"dense_below"),
+        ({"max_mask_bytes": 0}, ValueError, r"max_mask_bytes"),
+        ({"backend": "triton"}, ValueError, r'backend="triton" needs a GPU'),
+        ({"selection": "reference", "block_size": 16}, ValueError, r'selection="reference" needs a whole prompt'),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(changes, error, message):
+    key = torch.randn(60, 2, 16)
+    given = {"query": torch.randn(50, 4, 16), "key": key, "value": key, "cu_seqlens_q": [0, 30, 50], "cu_seqlens_k": [0, 30, 60]}
+    with pytest.raises(error, match=message):
+        flexprefill_attention_varlen(**{**given, **changes})
