@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.base.inputs import HEAD_DIMS, AttentionInputs, attention_inputs
 from flexmask.flex.dense import attention_to_visible, dense_attention
 from flexmask.integrations.packed import Segments, in_one_row, in_rows
 from flexmask.integrations.prefill_mask import PrefillMask
-from flexmask.integrations.route import HEAD_DIMS, PrefillCall, route, route_packed
+from flexmask.integrations.route import PrefillCall, route, route_packed
 from flexmask.integrations.versions import MODELS_MAKE_4D_MASKS
 
 _SDPA, _EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from flexmask.base.inputs import HEAD_DIMS
 from flexmask.flex.dense import dense_attention
 from flexmask.integrations.head_errors import head_errors
 from flexmask.integrations.measured_errors import MeasuredErrors
-from flexmask.integrations.route import HEAD_DIMS, PrefillCall, reason_dense_layer
+from flexmask.integrations.route import PrefillCall, reason_dense_layer
 
 
 class HeadProbe:

@@ -19,7 +19,7 @@ from flexmask.integrations.run_calls import RecordedCall, rows_of
 from flexmask.integrations.run_files import SavedRun, load_run, save_run
 from flexmask.integrations.run_pictures import plot_rows
 from flexmask.integrations.run_summary import RunSummary, summary_of
-from flexmask.integrations.run_totals import LayerTotals
+from flexmask.integrations.run_totals import MOST_REASONS, LayerTotals
 from flexmask.integrations.settings import PrefillSettings
 from flexmask.stats import FlexPrefillStats
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 # several threads may run one model in one block; also held while blocks open and close
 LOCK = threading.RLock()
-# of each block, for its log line; a server that never ends its hook would otherwise gather one for every length
-_MAX_REASONS = 8
 # Of each layer. A call of 32 heads takes 4.8 kB on the host and, on a GPU, 4 kB there (512 B, the allocator's least, for each
 # tensor): 150 MB in all for 32 layers
 MAX_CALLS = 512
@@ -120,7 +118,7 @@ class FlexPrefillRun:
         self._called.add(layer)
         if reason is None:
             self._sparse.add(layer)
-        elif reason in self._dense or len(self._dense) < _MAX_REASONS:
+        elif reason in self._dense or len(self._dense) < MOST_REASONS:
             self._dense.setdefault(reason, set()).add(layer)
 
     def note_forward(self) -> None:

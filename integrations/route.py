@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.attention import attention_to_kept
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import HEAD_DIMS, AttentionInputs
 from flexmask.block_masks import MASKS, causal_mask
 from flexmask.config import FlexPrefillConfig
 from flexmask.flex.dense import dense_attention, runs_dense
@@ -28,8 +28,6 @@ from flexmask.integrations.settings import PrefillSettings, outside_of_blocks
 from flexmask.integrations.tensor_parallel import of_own_heads
 from flexmask.plain.published import check_published
 from flexmask.stats import FlexPrefillStats, empty_stats
-
-HEAD_DIMS = range(16, 257)  # of the search and of FlexAttention's kernels
 
 
 class PrefillCall(NamedTuple):

@@ -12,7 +12,7 @@ from flexmask._torch import widest_float
 from flexmask.integrations.run_calls import RecordedCall
 from flexmask.stats import FlexPrefillStats
 
-# of each layer; a server whose reasons name lengths would otherwise gather one for every length
+# of each layer, and of each block's log line; a server whose reasons name lengths would otherwise gather one for every length
 MOST_REASONS = 8
 OTHER_REASONS = "other reasons"
 # what is summed over the heads and batch rows of sparse calls

@@ -14,6 +14,8 @@ from flexmask.base.gammas import gamma_by_head
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
 
+HEAD_DIMS = range(16, 257)  # of the search and of FlexAttention's kernels
+
 
 class HeadGroup(NamedTuple):
     """Batch rows, query heads and key heads that are searched and attended to in one go."""
@@ -227,8 +229,8 @@ def _check_query_key(query: Tensor, key: Tensor) -> None:
         raise ValueError(f"key must have query's batch size {batch}; got {key_batch}")
     if head_dim != key_head_dim:
         raise ValueError(f"key must have query's head_dim {head_dim}; got {key_head_dim}")
-    if not 16 <= head_dim <= 256:
-        raise ValueError(f"query must have a head_dim from 16 to 256; got {head_dim}")
+    if not HEAD_DIMS[0] <= head_dim <= HEAD_DIMS[-1]:
+        raise ValueError(f"query must have a head_dim from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {head_dim}")
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"query's num_heads must be a multiple of key's num_kv_heads {num_kv_heads}; got {num_heads}")
     if q_len > kv_len:
@@ -245,8 +247,8 @@ def _check_value(value: Tensor, key: Tensor) -> None:
         raise ValueError(
             f"value must have key's batch, num_kv_heads and kv_len {tuple(key.shape[:3])}; got {tuple(value.shape[:3])}"
         )
-    if not 16 <= value.shape[3] <= 256:
-        raise ValueError(f"value must have a v_head_dim from 16 to 256; got {value.shape[3]}")
+    if not HEAD_DIMS[0] <= value.shape[3] <= HEAD_DIMS[-1]:
+        raise ValueError(f"value must have a v_head_dim from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {value.shape[3]}")
 
 
 def _check_sinks(sinks: Tensor | None, query: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import block_mask_from_lists, captured, named
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import HEAD_DIMS, AttentionInputs
 from flexmask.flex.block_mask import with_gradients
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.mask_mods import MaskMod
@@ -18,7 +18,6 @@ from flexmask.plain.block_lists import block_lists
 
 _BLOCK = 128  # FlexAttention's default, which its tiles divide
 _MOST_PAIRS = 2**24  # of blocks in one call: 256 MiB of lists, half a million tokens
-_HEAD_DIMS = range(16, 257)  # of FlexAttention's kernels
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -64,7 +63,7 @@ def dense_attention_packed(
     """
     query, value = inputs.query, inputs.value
     assert value is not None
-    served = query.shape[3] in _HEAD_DIMS and value.shape[3] in _HEAD_DIMS
+    served = query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS
     together = query.is_cuda and served and not _is_recorded()
     shared = [number for number, segment in enumerate(segments) if together and segment.q_len > 1]
     if len(shared) < 2:

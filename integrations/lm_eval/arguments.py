@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -68,17 +67,12 @@ def _saved(settings: Any) -> dict[str, Any] | None:
     """The dict of `settings`, checked."""
     if settings is None:
         return None
-    where = "settings"
+    if isinstance(settings, (str, Path)):
+        settings = PrefillSettings.load(settings)
     if isinstance(settings, PrefillSettings):
-        settings = settings.to_dict()
-    elif isinstance(settings, (str, Path)):
-        where = f"settings in {settings}"
-        try:
-            settings = json.loads(Path(settings).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} must be JSON: {error}") from error
+        return settings.to_dict()
     if not isinstance(settings, Mapping):
-        raise TypeError(f"{where} must be a dict of options; got {type(settings).__name__}")
+        raise TypeError(f"settings must be a file, a dict of options or PrefillSettings; got {type(settings).__name__}")
     saved = dict(settings.get(CONFIG_KEY, settings))
     PrefillSettings.from_dict(saved)
     return saved

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask.base.inputs import HEAD_DIMS
 from flexmask.config import FlexPrefillConfig
 from flexmask.integrations.settings import PrefillSettings
 
-HEAD_DIMS = range(16, 257)  # of the search and of FlexAttention's kernels
 # arguments of an attention implementation that are served, or looked at by name
 _KNOWN = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
 _KNOWN |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name", "sinks"}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flexmask.base.checks import check_real, check_word
@@ -97,10 +95,7 @@ def _settings(chosen: dict[str, Any], path: Any, model_config: Any) -> tuple[Pre
             raise TypeError(f"file must be a path; got {type(path).__name__}")
         if chosen:
             raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(saved, Mapping):
-            raise TypeError(f"file must hold a dict of settings; {path} holds a {type(saved).__name__}")
-        return PrefillSettings.from_dict(saved), path
+        return PrefillSettings.load(path), path
     if chosen:
         return _from_options(chosen), "additional_config"
     # a model of several parts keeps its language model's config inside

@@ -49,7 +49,7 @@ def test_a_file_holds_what_tune_saves(tmp_path):
     with pytest.raises(ValueError, match="file must come without settings of its own; got \\['gamma'\\] too"):
         of(file=str(path), gamma=0.9)
     path.write_text("[]", encoding="utf-8")
-    with pytest.raises(TypeError, match="file must hold a dict of settings"):
+    with pytest.raises(ValueError, match=r"settings must be a JSON object of FlexPrefill's options; .*settings.json"):
         of(file=str(path))
 
 
