@@ -31,7 +31,12 @@ def backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Calla
     between
         Called after the forward pass and before the backward pass, in which checkpoints run parts of the model again.
     """
-    prompt = prompt.to(model.device)
+    # also for callers in inference mode, whose tensors have no gradients
+    with torch.inference_mode(False):
+        _backward_through_loss(model, prompt.to(model.device).clone(), between)
+
+
+def _backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Callable[[], None]) -> None:
     scored = torch.linspace(0, len(prompt) - 2, min(len(prompt) - 1, MOST_SCORED), device=prompt.device).round().long()
     # The logits of all tokens where forward has no such argument, or where the model is spread over devices: indices would stay
     # on the first one

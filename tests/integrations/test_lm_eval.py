@@ -124,7 +124,9 @@ def test_refuses_an_option_that_the_layers_of_the_settings_hide():
         split_arguments({"settings": {"layers": {"3": {"gamma": [0.9, 1.0]}}}, "gamma": 0.5})
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "must be JSON"), ("[1]", "must be a dict"), ('{"gama": 1}', "gama")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "must be a JSON object"), ("[1]", "must be a JSON object"), ('{"gama": 1}', "gama")]
+)
 def test_refuses_what_is_no_settings_file(tmp_path, text, message):
     path = tmp_path / "settings.json"
     path.write_text(text)

@@ -160,6 +160,22 @@ def test_other_families(family, prompt):
     assert max(row["error"] for row in result.rows(every_gamma=True)) > 0
 
 
+def test_a_caller_in_inference_mode_gets_the_same(model, prompt):
+    expected = flexmask_hf.tune(model, prompt, gradient=True, **OPTIONS)
+    with torch.inference_mode():
+        found = flexmask_hf.tune(model, prompt.clone(), gradient=True, **OPTIONS)
+    assert found.curve == expected.curve
+
+
+def test_reentrant_checkpoints_are_refused(model, prompt):
+    model.train()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": True})
+    with pytest.raises(NotImplementedError, match="tune needs checkpoints with use_reentrant=False"):
+        flexmask_hf.tune(model, prompt, gradient=True, **OPTIONS)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_gradient_must_be_a_flag(model, prompt):
     with pytest.raises(TypeError, match="gradient must be True or False; got 'loss'"):
         flexmask_hf.tune(model, prompt, gradient="loss", **OPTIONS)
