@@ -24,6 +24,12 @@ class Counters:
         self._metric: Any = None
         self._logged = time.monotonic()
 
+    def reset(self) -> None:
+        """Count from zero again; the exported metric goes on."""
+        with self._lock:
+            self.steps = self.sparse_tokens = self.dense_tokens = self._density_rows = 0
+            self._density = None
+
     def add_step(self, plan: StepPlan) -> None:
         """Count the prefill tokens of one step; to be called once a step, whatever the number of layers."""
         with self._lock:

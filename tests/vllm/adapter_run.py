@@ -1,4 +1,4 @@
-"""The adapter for transformers with the chunks of `engine_run`: ``python -m tests.vllm.adapter_run OUT``."""
+"""The adapter for transformers with the chunks of `engine_run`: ``python -m tests.vllm.adapter_run [cuda] OUT``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from tests.vllm.engine_run import BY_HEAD, MODEL, SPARSE, prompt
 def log_probabilities(model, tokens, chunk):
     """Of every token but the first, given those before it; and the most likely next one."""
     cache, logits = DynamicCache(config=model.config), []
-    tokens = torch.tensor([tokens])
+    tokens = torch.tensor([tokens], device=model.device)
     for part in tokens.split(chunk, 1):
         logits.append(model(input_ids=part, past_key_values=cache).logits[0])
-    every = torch.cat(logits).log_softmax(-1)
+    # as vLLM takes them
+    every = torch.cat(logits).float().log_softmax(-1)
     return every[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist(), int(every[-1].argmax())
 
 
-def main(out):
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+def main(*device_and_out):
+    *device, out = device_and_out
+    device, dtype = ("cuda", torch.bfloat16) if device == ["cuda"] else ("cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).to(device).eval()
     results = {}
     for name, options, length, seed, chunk in (
         ("whole", SPARSE, 3001, 0, 3001),
@@ -41,4 +44,4 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, and everything that is asked of it: ``python -m tests.vllm.engine_run ENGINE OUT``.
+"""One engine in a process of its own, and everything that is asked of it: ``python -m tests.vllm.engine_run ENGINE [cuda] OUT``.
 
 vLLM reads its environment when it is imported, and an engine does not go away as long as its process lives. So a test starts
 this program for each engine that it needs and compares what they write.
@@ -21,6 +21,12 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
+ON_CUDA = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # a package that the engine does not need
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 MOST_TOKENS, PAGE = 8192, 32
 # tokens of all requests at a time: two of those that `preempted` asks for do not fit to their end
 PAGES = 264
@@ -34,11 +40,24 @@ ENGINES["compiled"] = KEEP_ALL
 ENGINES |= {"windows_stock": None, "windows": KEEP_ALL}
 
 
-def main(name: str, out: str) -> None:
+def on_cpu(name, options):
+    """Environment and arguments of an engine on a CPU: in float32, eager, the plug-in put in by an environment variable."""
+    environment = ENVIRONMENT if options is None else {**ENVIRONMENT, "FLEXMASK_VLLM_CPU": "1"}
+    return environment, {"dtype": "float32", "enforce_eager": name != "compiled"}
+
+
+def on_cuda(options):
+    """The same on a GPU: in bfloat16, compiled and with CUDA graphs, the plug-in chosen by name, so that several engines fit."""
+    backend = "FLASH_ATTN" if options is None else "CUSTOM"
+    memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
+    return ON_CUDA, {"dtype": "bfloat16", "attention_backend": backend, **memory}
+
+
+def main(name: str, *device_and_out: str) -> None:
+    *device, out = device_and_out
     options = ENGINES[name]
-    os.environ.update(ENVIRONMENT)
-    if options is not None:
-        os.environ["FLEXMASK_VLLM_CPU"] = "1"
+    environment, given = on_cuda(options) if device == ["cuda"] else on_cpu(name, options)
+    os.environ.update(environment)
     if name != "two_ranks":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
@@ -47,8 +66,7 @@ def main(name: str, out: str) -> None:
     llm = LLM(
         random_gemma(Path(out).with_suffix(".model")) if windows else MODEL,
         skip_tokenizer_init=windows,
-        dtype="float32",
-        enforce_eager=name != "compiled",
+        **given,
         seed=0,
         max_model_len=2048 if windows else MOST_TOKENS,
         max_num_batched_tokens=MOST_TOKENS,
@@ -65,6 +83,7 @@ def main(name: str, out: str) -> None:
         results = asked.by_head()
     else:
         results = asked.all(faults=name == "keep_all")
+    results["backends"] = asked.backends()
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
@@ -78,7 +97,7 @@ class Asked:
         compiled = compilations()
         results = {
             name: getattr(self, name)()
-            for name in ("whole", "chunks", "odd_chunks", "mixed", "short", "prefix_hits", "preempted", "aborted")
+            for name in ("whole", "chunks", "rechunked", "odd_chunks", "mixed", "short", "prefix_hits", "preempted", "aborted")
         }
         results["compiled_by_requests"] = compilations() - compiled
         results["counters"] = counted()
@@ -106,6 +125,11 @@ class Asked:
     def scheduler(self):
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
+    def backends(self):
+        """The attention backends of the engine's layers in this process, by full name."""
+        layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        return sorted({each.get_attn_backend().full_cls_name()[1] for each in layers if hasattr(each, "get_attn_backend")})
+
     def generate(self, prompts, tokens=4, **options):
         from vllm import SamplingParams
 
@@ -118,6 +142,11 @@ class Asked:
 
     def chunks(self):
         self.budget(2048)
+        return self.generate([prompt(5000, seed=2)], prompt_logprobs=0)
+
+    def rechunked(self):
+        """The prompt of `chunks` in other ones: how far two runs of one engine are apart by rounding alone."""
+        self.budget(1024)
         return self.generate([prompt(5000, seed=2)], prompt_logprobs=0)
 
     def odd_chunks(self):

@@ -7,25 +7,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.vllm.agreement import SAME, answers, distance
+
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
-SAME = ("whole", "chunks", "odd_chunks", "mixed", "short", "prefix_hits", "preempted", "aborted")
 NEAR = 1e-3
-
-
-def answers(results):
-    return [each for each in results if "tokens" in each]
-
-
-def distance(left, right):
-    """Largest difference of log-probabilities: of all prompt tokens, and of the likely ones after them."""
-    worst = 0.0
-    for one, other in zip(answers(left), answers(right), strict=True):
-        pairs = list(zip(one["prompt_logprobs"], other["prompt_logprobs"], strict=True))
-        for step, same in zip(one["logprobs"], other["logprobs"], strict=True):
-            pairs += [(step[token], same[token]) for token in step.keys() & same.keys()]
-        worst = max([worst, *(abs(a - b) for a, b in pairs)])
-    return worst
 
 
 @pytest.fixture
