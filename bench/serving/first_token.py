@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from bench.measure.random_blocks import random_blocks_mask
 from bench.measure.results import device_name
 from bench.prompts.models import SHAPES
 from bench.serving.compilations import Compilations
@@ -74,6 +77,19 @@ def generate(llm: Any, asked: list[list[int]], new_tokens: int) -> tuple[float, 
     return seconds, [list(each.outputs[0].token_ids) for each in outputs]
 
 
+def random_density(tokens: int, rows: int, options: argparse.Namespace) -> float:
+    """Kept share of the visible blocks in one head of the random masks of a prompt's last chunk."""
+    like = {"dtype": getattr(torch, options.dtype), "device": options.device}
+    query, key = torch.zeros(1, 1, rows, 16, **like), torch.zeros(1, 1, tokens, 16, **like)
+    kept, seen = (random_blocks_mask(query, key, density=share) for share in (options.density, 1.0))
+    return float(_blocks(kept) / _blocks(seen))
+
+
+def _blocks(mask: BlockMask) -> Tensor:
+    full = mask.full_kv_num_blocks
+    return mask.kv_num_blocks.sum() + (0 if full is None else full.sum())
+
+
 class Counted:
     """Tokens and density that the plug-in counted since this was made; nothing where the engine runs elsewhere."""
 
@@ -109,6 +125,8 @@ def measure(llm: Any, options: argparse.Namespace, tokens: int, chunk: int | Non
     times = [generate(llm, asked, 1)[0] for _ in range(options.prefills)]
     row = {**common, "prompt_tokens": tokens, "chunk": chunk, "seconds": statistics.median(times), "first_seconds": first}
     row |= {"all_seconds": times, "compiled_by_first": compiled.number, "compiled": compiled.names, **counted.fields()}
+    if options.density is not None:  # the plug-in counts FlexPrefill's masks only
+        row["density"] = random_density(tokens, chunk or tokens, options)
     row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
     return row
 
