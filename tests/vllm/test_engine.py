@@ -84,6 +84,9 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(asked, adapter, sp
     differences = sorted(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     # both run other matmuls around attention; log-probabilities go down to -25
     assert sum(differences) / len(differences) < 1e-4
+    assert differences[int(0.99 * len(differences))] < 2e-4
+    # one token of `odd_chunks` amplifies rounding: weights that differ by half a unit in the last place, with the same masks,
+    # move its log-probability by .6e-3 to 3.3e-3, and all others by less than 2e-4
     assert differences[-1] < 5e-3
     assert sparse[asked][0]["tokens"][0] == adapter[asked]["token"]
     assert distance(stock[asked], sparse[asked]) > 1

@@ -1,0 +1,101 @@
+"""SERVING.md from the lines in ``bench/results``: ``python -m bench.serving.table > bench/SERVING.md``.
+
+``serving-*.jsonl`` holds the rows of `bench.serving.first_token`, ``agreement-*.jsonl`` those of ``tests.vllm.agreement``. Of
+rows with the same key the last one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.measure.results import FOLDER
+from bench.reporting.tables import markdown_table, share, thousands, times
+
+Row = dict[str, Any]
+_ENGINE = ("device", "vllm", "model", "layers", "gpus")
+_KEY = (*_ENGINE, "method", "prompt_tokens", "chunk", "at_once")
+HEAD = """# Serving
+
+`python -m bench.serving.table > bench/SERVING.md` writes this file. [bench/README.md](README.md#serving) says how to measure,
+[docs/serving.md](../docs/serving.md) what the plug-in does.
+"""
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of each key, in the order of the first ones."""
+    return list({tuple(row.get(name) for name in _KEY): row for row in rows}.values())
+
+
+def first_token_tables(rows: Sequence[Row]) -> list[str]:
+    """One table an engine: time to first token, relative to the stock backend at the same length and chunk, and throughput."""
+    lines: list[str] = []
+    for engine in dict.fromkeys(tuple(row.get(name) for name in _ENGINE) for row in rows):
+        device, release, model, layers, gpus = engine
+        own = [row for row in rows if tuple(row.get(name) for name in _ENGINE) == engine]
+        of_layers = f", {layers} layers" if layers else ""
+        lines += [f"## {model}{of_layers}, {gpus} x {device}, vLLM {release}", ""]
+        lines += _first_tokens([row for row in own if "first_seconds" in row])
+        lines += _throughput([row for row in own if "tokens_per_second" in row])
+    return lines
+
+
+def _first_tokens(rows: Sequence[Row]) -> list[str]:
+    def order(row: Row) -> tuple[Any, ...]:
+        return row["prompt_tokens"], row["chunk"] or 0, row["method"] != "stock", row["method"]
+
+    stock = {(row["prompt_tokens"], row["chunk"]): row["seconds"] for row in rows if row["method"] == "stock"}
+    cells = []
+    for row in sorted(rows, key=order):
+        dense = stock.get((row["prompt_tokens"], row["chunk"]))
+        gain = times(dense / row["seconds"]) if dense and row["method"] != "stock" else "-"
+        chunk = thousands(row["chunk"]) if row["chunk"] else "whole"
+        peak = "-" if row.get("peak_gb") is None else f"{row['peak_gb']:.1f} GB"
+        first = f"{row['first_seconds']:.3f} s, {row['compiled_by_first']}"
+        length = thousands(row["prompt_tokens"])
+        cells.append([length, chunk, row["method"], share(row.get("density")), f"{row['seconds']:.3f} s", gain, first, peak])
+    head = ["prompt", "chunks", "attention", "density", "first token", "stock / this", "first request, compiled", "peak"]
+    return markdown_table(head, cells) if cells else []
+
+
+def _throughput(rows: Sequence[Row]) -> list[str]:
+    stock = {(row["prompt_tokens"], row["at_once"]): row["tokens_per_second"] for row in rows if row["method"] == "stock"}
+    cells = []
+    for row in sorted(rows, key=lambda row: (row["prompt_tokens"], row["at_once"], row["method"] != "stock", row["method"])):
+        dense = stock.get((row["prompt_tokens"], row["at_once"]))
+        gain = times(row["tokens_per_second"] / dense) if dense and row["method"] != "stock" else "-"
+        asked = f"{row['at_once']} x {thousands(row['prompt_tokens'])}, {row['new_tokens']} more each"
+        cells.append([asked, row["method"], f"{row['tokens_per_second']:,.0f}", gain])
+    return markdown_table(["prompts at once", "attention", "tokens/s", "this / stock"], cells) if cells else []
+
+
+def agreement_table(rows: Sequence[Row]) -> list[str]:
+    """How far the engines' answers are apart."""
+    cells = []
+    for row in rows:
+        numbers = [f"{row[name]:.1e}" for name in ("mean", "p99", "most")]
+        cells.append([row["compared"], row["asked"].replace("_", " "), f"{row['tokens_alike']} of {row['tokens']}", *numbers])
+    head = ["compared", "asked", "tokens alike", "log-probabilities: mean", "99%", "most"]
+    return ["## Answers in bfloat16", "", *markdown_table(head, cells)[1:]] if cells else []
+
+
+def read(paths: Iterable[Path]) -> list[Row]:
+    """All lines of some files."""
+    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=FOLDER)
+    folder = parser.parse_args(arguments).results
+    lines = first_token_tables(latest(read(sorted(folder.glob("serving-*.jsonl")))))
+    lines += agreement_table(read(sorted(folder.glob("agreement-*.jsonl"))))
+    print(HEAD + "\n" + "\n".join(lines).replace("\n\n\n", "\n\n").strip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The benchmark of serving: its table, what it counts as compiled, and the density that it forces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from bench.serving import table
+from bench.serving.compilations import Compilations
+from bench.serving.engine import serving_options
+from bench.serving.first_token import parse, random_density
+
+ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1}
+ROW = {**ENGINE, "prompt_tokens": 32768, "chunk": None, "first_seconds": 3.0, "compiled_by_first": 0, "peak_gb": 4.0}
+BATCH = {**ENGINE, "prompt_tokens": 32768, "at_once": 4, "new_tokens": 8}
+ROWS = [
+    {**ROW, "method": "sparse", "seconds": 9.0, "density": 0.2},
+    {**ROW, "method": "stock", "seconds": 2.0, "density": None},
+    {**ROW, "method": "sparse", "seconds": 0.8, "density": 0.2},  # measured again
+    {**BATCH, "method": "stock", "tokens_per_second": 1000.0},
+    {**BATCH, "method": "sparse", "tokens_per_second": 1500.0},
+]
+
+
+def test_table_compares_with_the_stock_backend_at_the_same_length(tmp_path, capsys):
+    (tmp_path / "serving-x.jsonl").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
+    table.main(["--results", str(tmp_path)])
+    written = capsys.readouterr().out
+    assert "| 32k | whole | sparse | 0.200 | 0.800 s | 2.50x | 3.000 s, 0 | 4.0 GB |" in written
+    assert "9.000 s" not in written
+    assert "| 4 x 32k, 8 more each | sparse | 1,500 | 1.50x |" in written
+
+
+def test_what_is_compiled_is_counted():
+    called = torch.compile(lambda x: x + 1, backend="eager")
+    with Compilations() as first:
+        called(torch.ones(2))
+    with Compilations() as second:
+        called(torch.ones(2))
+    assert (first.number, second.number) == (1, 0)
+
+
+@pytest.mark.parametrize("rows", [4096, 1024])
+def test_density_of_random_blocks_is_the_one_asked_for(rows):
+    options = parse(["--model", "m", "--density", "0.5", "--device", "cpu", "--json", "out"])
+    # the first block and the diagonal are kept besides
+    assert 0.5 < random_density(4096, rows, options) < 0.62
+
+
+def test_options_are_what_a_user_would_write():
+    given = ["--model", "m", "--json", "out", "--dense-below", "0"]
+    assert serving_options(parse([*given, "--stock"])) is None
+    assert serving_options(parse([*given, "--gamma", "0.8"])) == {"gamma": 0.8, "selection": "coverage", "dense_below": 0}
+    forced = {"method": "random_blocks", "method_options": {"density": 0.1}, "dense_below": 0}
+    assert serving_options(parse([*given, "--density", "0.1"])) == forced
