@@ -17,6 +17,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # a package that the engine does without
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # a process that has looked at the GPU must not be forked
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 # for trying the program out
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -26,6 +26,7 @@ ON_CUDA = {
     "VLLM_NO_USAGE_STATS": "1",
     # a package that the engine does not need
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 MOST_TOKENS, PAGE = 8192, 32
 # tokens of all requests at a time: two of those that `preempted` asks for do not fit to their end
