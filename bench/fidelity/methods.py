@@ -125,7 +125,9 @@ def parse(text: str, compiled: bool = True) -> Method:
     name, _, rest = text.partition(":")
     if name not in METHODS:
         raise ValueError(f"a method must be one of {', '.join(METHODS)}; got {name!r}")
-    options = {option: number(value) for option, _, value in (pair.partition("=") for pair in filter(None, rest.split(",")))}
+    options: dict[str, Any] = {
+        option: number(value) for option, _, value in (pair.partition("=") for pair in filter(None, rest.split(",")))
+    }
     layers = options.pop("dense_layers", ())
     chunk = options.pop("chunk", 0)
     return Method(name, options, layers if isinstance(layers, tuple) else (layers,), chunk, compiled)

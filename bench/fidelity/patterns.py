@@ -23,10 +23,7 @@ from bench.fidelity.sparse_model import attending
 from flexmask import flexprefill_mask
 
 # named as in the lists of methods
-SELECTIONS = {
-    "coverage:gamma=0.9": {"selection": "coverage", "gamma": 0.9},
-    "hybrid:gamma=0.9": {"selection": "hybrid", "gamma": 0.9},
-}
+SELECTIONS = {f"{name}:gamma=0.9": {"selection": name, "gamma": 0.9} for name in ("coverage", "hybrid")}
 FIGURES = ("density", "coverage", "js_distance", "is_query_aware")
 
 
@@ -48,9 +45,8 @@ def measure(model: PreTrainedModel, ids: Tensor, options: dict[str, Any]) -> dic
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure both selections on every text."""
-    options = command_line(
-        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter), arguments
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = command_line(parser, arguments)
     stop = time.monotonic() + 60 * options.minutes
     log = Log(options.out)
     model, chosen = model_and_texts(options, "cuda" if torch.cuda.is_available() else "cpu")
