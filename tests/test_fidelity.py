@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.fidelity import methods, results, smollm, statistics, table, texts, tuned
+from bench.fidelity import curves, methods, results, smollm, statistics, table, texts, tuned
 from bench.fidelity.rules import B, row_evidence
 from bench.fidelity.run import Log, log_probs, read_methods
 from bench.fidelity.run import main as run
@@ -37,7 +37,7 @@ def inputs(kind):
 @pytest.mark.parametrize(("kind", "gamma"), [("random", 0.7), ("random", 0.8), ("captured", 0.7), ("captured", 0.9)])
 def test_prototype_keeps_what_the_core_keeps(kind, gamma):
     query, key = inputs(kind)
-    name = table.prototype(gamma)
+    name = curves.prototype(gamma)
     kept = methods.parse(f"hybrid:gamma={gamma}")(query, key, 0.125)
     assert torch.equal(methods.parse(f"{name},slot=0")(query, key, 0.125), kept)
     assert kept.sum() < 0.9 * methods.parse("causal")(query, key, 0.125).sum()

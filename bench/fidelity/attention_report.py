@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench.fidelity import statistics
-from bench.fidelity.table import CURVES, NAMES, OTHERS, between, short, shown_name
+from bench.fidelity.curves import CURVES, NAMES, OTHERS, between, short, shown_name
 from bench.reporting.tables import markdown_table
 from flexmask.plot import plot_frontier
 

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from bench.fidelity import smollm, statistics, texts
+from bench.fidelity.curves import between, short, signed
 from bench.fidelity.run import Log, log_probs
-from bench.fidelity.table import between, short, signed
 from bench.reporting.tables import text_table
 from flexmask.integrations.huggingface import PrefillSettings, flexprefill, tune
 from flexmask.integrations.tune import GAMMAS
