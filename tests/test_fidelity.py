@@ -277,7 +277,7 @@ def test_rows_of_a_run_replace_older_ones(tmp_path):
     new = {**old, "density": 0.123456789, "right": 24, "seconds": 1.0}
     (tmp_path / "all.jsonl").write_text(json.dumps(old) + "\n")
     (tmp_path / "run.jsonl").write_text('{"bed": "machine", "device": "x"}\n' + json.dumps(new) + "\n")
-    assert results.add([tmp_path / "run.jsonl"], tmp_path / "all.jsonl") == 1
+    assert results.add([tmp_path / "run.jsonl"], tmp_path / "all.jsonl") == {tmp_path / "all.jsonl": 1}
     assert results.read(tmp_path / "all.jsonl").needles == {"hybrid:gamma=0.9": {"16384/1": (0.12346, 24, 24)}}
 
 

@@ -66,12 +66,13 @@ def equal_density_table(
 
 def area(measure: Measure, settings: Sequence[str]) -> np.ndarray:
     """Mean of the error over the densities of `AREA`, (1 + draws,); NaN where the settings do not reach both ends."""
-    density, error = measure.draws(settings)
-    points = [
-        statistics.error_at(np.full(density.shape[1], at), density, error, log=measure.ratio)
-        for at in np.linspace(*AREA, _POINTS)
-    ]
-    return np.asarray(np.mean(points, 0))
+    return np.asarray(np.mean([at_densities(measure, settings, at) for at in np.linspace(*AREA, _POINTS)], 0))
+
+
+def at_densities(measure: Measure, settings: Sequence[str], density: float) -> np.ndarray:
+    """Error of a curve at a density, (1 + draws,); NaN where the settings do not reach it from both sides."""
+    densities, errors = measure.draws(settings)
+    return statistics.error_at(np.full(densities.shape[1], density), densities, errors, log=measure.ratio)
 
 
 def areas_table(measures: Sequence[Measure]) -> list[str]:

@@ -10,6 +10,8 @@ CURVES = {
     "hybrid": [f"hybrid:gamma={gamma:g}" for gamma in GAMMAS],
     "coverage": [f"coverage:gamma={gamma}" for gamma in (0.6, 0.7, 0.8, 0.9, 0.95, 0.98)],
     "published": [f"published:gamma={gamma}" for gamma in (0.8, 0.9, 0.95, 0.98, 0.99)],
+    "tuned": [f"tuned to gamma {gamma}" for gamma in (0.8, 0.9, 0.95)],
+    "tuned_by_loss": [f"tuned by loss to gamma {gamma}" for gamma in (0.8, 0.9, 0.95)],
     "xattention": [f"xattention:threshold={share}" for share in (0.8, 0.9, 0.95, 0.97)],
     "flash_prefill": [f"flash_prefill:alpha={alpha}" for alpha in (0.2, 0.1, 0.05, 0.02, 0.01)],
     "normalised_flash_prefill": [f"normalised_flash_prefill:alpha={alpha}" for alpha in (0.1, 0.05, 0.02)],
@@ -30,6 +32,8 @@ NAMES = {
     "hybrid": "hybrid",
     "coverage": "coverage",
     "published": "published",
+    "tuned": "hybrid, a gamma for every head",
+    "tuned_by_loss": "the same by the gradient of the loss",
     "xattention": "XAttention",
     "flash_prefill": "FlashPrefill",
     "normalised_flash_prefill": "FlashPrefill, rows normalised",
@@ -43,6 +47,7 @@ NAMES = {
     "tri_shape": "tri-shape",
     "moa": "MoA's stand-in plan",
     "oracle": "oracle",
+    "flexprefill": "FlexPrefill",
     "causal": "every block (bf16 noise)",
     "rule:vert=0": "window of 8 blocks and first block",
 }
@@ -62,8 +67,8 @@ def shown_name(method: str) -> str:
         if method in (prototype(gamma), prototype(gamma, False)):
             return f"prototype of hybrid, gamma {gamma:g}"
     name, _, options = method.partition(":")
-    if method in NAMES:
-        return NAMES[method]
+    if method in NAMES or not options:
+        return NAMES.get(method, method)
     return f"{NAMES[name]}, {options.replace('=', ' ').replace(',', ', ').replace('min_budget', 'floor').replace('_', ' ')}"
 
 

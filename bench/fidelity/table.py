@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from bench.fidelity import results as measured
-from bench.fidelity import statistics
+from bench.fidelity import sections, statistics
 from bench.fidelity.curves import CURVES, GAMMAS, NAMES, OTHERS, between, bounded, prototype, short, shown_name, signed
 from bench.fidelity.results import Results
 
@@ -114,7 +115,7 @@ def introduction(core_measured: bool) -> str:
     return "\n- ".join(part for part in parts if not (core_measured and part.startswith("**Prototype")))
 
 
-def report(results: Results) -> str:
+def report(results: Results, path: Path = measured.PATH) -> str:
     """The report's text."""
     texts = sorted(text for text in results.texts["causal"] if text.startswith("test/"))
     weights = statistics.bootstrap_weights(texts)
@@ -128,7 +129,14 @@ def report(results: Results) -> str:
     for kind, name in (("prose", "prose"), ("python", "Python sources")):
         lines += ["", f"Equal change of the loss on {name} alone:", ""]
         lines += equal_error_table(results, [text for text in texts if f"/{kind}/" in text], 0, DLOSS, TARGETS[DLOSS])
-    return "\n".join(lines) + "\n"
+    found = sections.all_measures(results, texts, path)
+    parts = [sections.equal_density(found, results), sections.time(found), sections.ablations(found, results)]
+    parts += [sections.fixed_budget(found, results), sections.chunks(results, path), sections.chunks_by_head(found, results)]
+    parts += [sections.tuned(results, path), sections.attention(path), sections.by_head(path)]
+    for part in filter(None, parts):
+        lines += ["", *part]
+    text = "\n".join(lines).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -140,8 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     if options.add:
-        print(f"{options.results}: {measured.add(options.add, options.results)} rows")
-    text = report(measured.read(options.results))
+        for path, count in measured.add(options.add, options.results).items():
+            print(f"{path}: {count} rows")
+    text = report(measured.read(options.results), options.results)
     if options.markdown:
         options.out.write_text(text, encoding="utf-8")
         print(options.out)
