@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.fidelity import attention_report, compare, heads, measures, statistics, times
+from bench.fidelity import attention_report, compare, draw, heads, measures, statistics, times
 from bench.fidelity.curves import CURVES, between, short, signed
 from bench.fidelity.measures import Measure
 from bench.fidelity.results import PATH, Results, file_of_bed
@@ -39,6 +39,7 @@ def equal_density(found: Sequence[Measure], results: Results) -> list[str]:
         *compare.equal_density_table(found, results, [*others, "moa"], CURVES["hybrid"]),
         f"Mean of the error over densities of {low:g} to {high:g}, of methods whose settings reach both ends:",
         *compare.areas_table(found),
+        *draw.linked("fidelity-abs-d.png", "fidelity-output-error.png", "fidelity-areas.png"),
     ]
 
 
@@ -136,7 +137,8 @@ def by_head(path: Path = PATH) -> list[str]:
     if heads.OURS not in figures:
         return []
     title = "Heads whose output errs most under hybrid selection:"
-    return ["## By layer and head", "", *heads.beaten(figures), "", title, *heads.worst_table(figures)]
+    pictures = draw.linked("fidelity-densities.png", "fidelity-distances.png", "fidelity-patterns.png")
+    return ["## By layer and head", "", *heads.beaten(figures), "", title, *heads.worst_table(figures), *pictures]
 
 
 def attention(path: Path = PATH) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -18,6 +19,11 @@ def file_of(text: str) -> str:
 
 def bootstrap_weights(texts: Sequence[str], draws: int = DRAWS, seed: int = 0) -> np.ndarray:
     """Weights of means over texts, (1 + draws, texts): all alike in the first row, files drawn with replacement in the others."""
+    return _bootstrap_weights(tuple(texts), draws, seed)
+
+
+@functools.cache
+def _bootstrap_weights(texts: tuple[str, ...], draws: int, seed: int) -> np.ndarray:
     files = sorted({file_of(text) for text in texts})
     member = np.array([[file_of(text) == file for text in texts] for file in files], dtype=float)
     counts = np.random.default_rng(seed).multinomial(len(files), [1 / len(files)] * len(files), size=draws)
@@ -75,7 +81,8 @@ def error_at(target: np.ndarray, density: np.ndarray, error: np.ndarray, log: bo
     share = np.divide(target - density[low, draw], span, out=np.zeros_like(span), where=span > 0)
     found = values[low, draw] + share * (values[high, draw] - values[low, draw])
     inside = (target >= density[0]) & (target <= density[-1])
-    return np.where(inside, np.exp(found) if log else found, np.nan)
+    found = np.where(inside, found, np.nan)
+    return np.exp(found) if log else found
 
 
 def known_interval(draws: np.ndarray) -> tuple[float, float]:

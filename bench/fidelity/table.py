@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.fidelity import draw, sections, statistics
 from bench.fidelity import results as measured
-from bench.fidelity import sections, statistics
 from bench.fidelity.curves import CURVES, GAMMAS, NAMES, OTHERS, between, bounded, prototype, short, shown_name, signed
 from bench.fidelity.results import Results
 
@@ -115,9 +115,14 @@ def introduction(core_measured: bool) -> str:
     return "\n- ".join(part for part in parts if not (core_measured and part.startswith("**Prototype")))
 
 
+def test_texts(results: Results) -> list[str]:
+    """The texts that no setting was chosen on."""
+    return sorted(text for text in results.texts["causal"] if text.startswith("test/"))
+
+
 def report(results: Results, path: Path = measured.PATH) -> str:
     """The report's text."""
-    texts = sorted(text for text in results.texts["causal"] if text.startswith("test/"))
+    texts = test_texts(results)
     weights = statistics.bootstrap_weights(texts)
     lines = [introduction(core_measured=results.on(CURVES["hybrid"][0], texts) is not None)]
     lines += ["", "## Twelve test texts", "", *texts_table(results, texts, weights)]
@@ -146,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=measured.PATH)
     parser.add_argument("--markdown", action="store_true", help="write the report instead of printing it")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures of bench/results too, with --markdown")
     options = parser.parse_args(arguments)
     if options.add:
         for path, count in measured.add(options.add, options.results).items():
@@ -153,6 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = report(measured.read(options.results), options.results)
     if options.markdown:
         options.out.write_text(text, encoding="utf-8")
+        if options.pictures:
+            results = measured.read(options.results)
+            draw.draw_all(sections.all_measures(results, test_texts(results), options.results))
         print(options.out)
     else:
         print(text)
