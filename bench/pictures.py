@@ -16,7 +16,8 @@ import torch
 from bench import draw_methods
 from bench.demo import draw_two_heads, load_model
 from bench.fidelity import results
-from bench.fidelity.table import ABSD, CURVES, NAMES
+from bench.fidelity.curves import CURVES, NAMES
+from bench.fidelity.table import ABSD
 from bench.prompts.captured import MODEL
 from bench.retriever.task import make_prompt
 from flexmask.integrations.huggingface import flexprefill

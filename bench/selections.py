@@ -1,8 +1,9 @@
-"""Masks and calls of both selections next to dense attention, on one prompt a length: ``python -m bench.selections --out FILE``.
+"""Masks and calls of each selection next to dense attention, on one prompt a length: ``python -m bench.selections --out FILE``.
 
 A prompt's density depends on gamma and on the selection, so each length has a row of densities first; then times of dense cuDNN
 attention, of the masks and of whole calls, eager and as CUDA graphs, and each mask's GPU time by kernel. With ``--gallery``, the
-gallery's other masks instead, with their defaults. Which densities lose equally much is the business of `bench.fidelity`.
+gallery's other masks instead, with their defaults, and the attention kernel alone over random blocks, by density. Which densities
+lose equally much is the business of `bench.fidelity`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from bench import ON_GPU
-from bench.measure.clock import eager_and_graph_times
-from bench.measure.methods import dense_sdpa
+from bench.measure.clock import eager_and_graph_times, eager_times, text_of
+from bench.measure.methods import BACKENDS, dense_sdpa, kernel
+from bench.measure.random_blocks import random_blocks_mask
 from bench.measure.stages import kernels_of
 from bench.prompts.prompt import SHAPE, named_density
 from bench.prompts.structured import structured_prompt
 from flexmask import flexprefill_attention, flexprefill_mask, sparse_attention
 from flexmask.block_masks import MASKS
 
-GAMMAS = {"coverage": (0.7, 0.8, 0.9, 0.95), "hybrid": (0.7, 0.8, 0.9, 0.95, 0.97)}
-CALLS = (("coverage", 0.7), ("coverage", 0.9), ("hybrid", 0.7), ("hybrid", 0.9), ("hybrid", 0.95))
+GAMMAS = {"coverage": (0.7, 0.8, 0.9, 0.95), "hybrid": (0.7, 0.8, 0.9, 0.95, 0.97), "reference": (0.9, 0.95)}
+CALLS = (("coverage", 0.7), ("coverage", 0.9), ("hybrid", 0.7), ("hybrid", 0.9), ("hybrid", 0.95), ("reference", 0.9))
+KERNEL_DENSITIES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 # quadratic, for measuring only
 NOT_TIMED = ("flexprefill", "oracle")
 
@@ -38,10 +41,14 @@ def rows(tokens: int) -> list[dict[str, Any]]:
     query, key, value = tensors
     dense = dense_sdpa(tensors, SDPBackend.CUDNN_ATTENTION if ON_GPU else None)
 
-    densities = {}
+    densities: dict[str, float | str] = {}
     for selection, gammas in GAMMAS.items():
         for gamma in gammas:
-            found = flexprefill_mask(query, key, gamma, selection=selection, return_stats=True)
+            try:
+                found = flexprefill_mask(query, key, gamma, selection=selection, return_stats=True)
+            except ValueError as error:  # more memory than a mask may take, or a length that the published code pads
+                densities[f"{selection} {gamma}"] = text_of(error)
+                continue
             assert isinstance(found, tuple)
             densities[f"{selection} {gamma}"] = round(float(found[1].density.mean()), 4)
     masks: dict[str, Callable[[], Any]] = {
@@ -58,10 +65,12 @@ def rows(tokens: int) -> list[dict[str, Any]]:
         for methods in (masks, calls):
             made.append({"tokens": tokens, "times": eager_and_graph_times({"dense": dense, **methods})})
     for name, mask in masks.items() if ON_GPU else ():
+        if "reference" in name:
+            continue
         kernels_of(mask)  # the first profile includes setting up the profiler
         by_kernel: dict[str, float] = {}
-        for kernel, microseconds in kernels_of(mask):
-            by_kernel[kernel[:48]] = round(by_kernel.get(kernel[:48], 0.0) + microseconds, 1)
+        for launched, microseconds in kernels_of(mask):
+            by_kernel[launched[:48]] = round(by_kernel.get(launched[:48], 0.0) + microseconds, 1)
         made.append({"tokens": tokens, "kernels_us": by_kernel, "method": name})
     return made
 
@@ -92,6 +101,17 @@ def gallery_rows(tokens: int) -> list[dict[str, Any]]:
     return made
 
 
+def kernel_row(tokens: int) -> dict[str, Any]:
+    """Times of the attention kernel alone over random blocks, by density."""
+    tensors = structured_prompt(tokens, named_density(tokens), **SHAPE)
+    with torch.no_grad():
+        masks = {kept: random_blocks_mask(*tensors[:2], density=kept) for kept in KERNEL_DENSITIES}
+        times = eager_times({kept: kernel(tensors, mask, BACKENDS[-1]) for kept, mask in masks.items()})
+    blocks = -(-tokens // 128)
+    kept = [2 * blocks / (blocks + 1) * (1 - float(mask.sparsity()) / 100) for mask in masks.values()]
+    return {"tokens": tokens, "kernel": [[round(share, 4), row] for share, row in zip(kept, times.values(), strict=True)]}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure every length, a JSON line a row, as they come."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -100,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gallery", action="store_true", help="the gallery's other masks")
     given = parser.parse_args(arguments)
     for tokens in given.lengths:
-        for row in (gallery_rows if given.gallery else rows)(tokens):
+        for row in [kernel_row(tokens), *gallery_rows(tokens)] if given.gallery else rows(tokens):
             print(json.dumps(row), flush=True)
             if given.out is not None:
                 with given.out.open("a", encoding="utf-8") as file:

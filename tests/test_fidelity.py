@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.fidelity import methods, results, smollm, statistics, table, texts, tuned
+from bench.fidelity import curves, methods, results, smollm, statistics, table, texts, tuned
 from bench.fidelity.rules import B, row_evidence
 from bench.fidelity.run import Log, log_probs, read_methods
 from bench.fidelity.run import main as run
@@ -37,7 +37,7 @@ def inputs(kind):
 @pytest.mark.parametrize(("kind", "gamma"), [("random", 0.7), ("random", 0.8), ("captured", 0.7), ("captured", 0.9)])
 def test_prototype_keeps_what_the_core_keeps(kind, gamma):
     query, key = inputs(kind)
-    name = table.prototype(gamma)
+    name = curves.prototype(gamma)
     kept = methods.parse(f"hybrid:gamma={gamma}")(query, key, 0.125)
     assert torch.equal(methods.parse(f"{name},slot=0")(query, key, 0.125), kept)
     assert kept.sum() < 0.9 * methods.parse("causal")(query, key, 0.125).sum()
@@ -132,6 +132,43 @@ def test_model_attends_to_what_the_method_keeps():
         assert all(torch.allclose(each, torch.tensor(0.4)) for each in layers)
     assert torch.allclose(own_block[:127], dense[:127], atol=1e-4)
     assert (own_block[128:] - dense[128:]).abs().max() > 1e-2
+
+
+def test_chunks_choose_by_their_own_rows_and_dense_layers_keep_everything():
+    generator = torch.Generator().manual_seed(2)
+    query, key = torch.randn(1, 4, 1024, 64, generator=generator), torch.randn(1, 2, 1024, 64, generator=generator)
+    options = "gamma=0.6,min_budget=128"
+    found = methods.parse(f"coverage:{options},chunk=384")(query, key, 0.125)
+    assert found.shape == (1, 4, 8, 8)
+    for start, end in ((0, 384), (384, 768), (768, 1024)):
+        part = methods.parse(f"coverage:{options}")(query[:, :, start:end], key[:, :, :end], 0.125)
+        assert (found[:, :, start // 128 : end // 128, : end // 128] == part).all()
+    assert not found.triu(1).any()
+    assert (found != methods.parse(f"coverage:{options}")(query, key, 0.125)).any()
+
+    ids = torch.randint(97, (512,), generator=generator)
+    with attending(methods.parse("streaming_llm:sink_blocks=1,window_blocks=1,dense_layers=1")) as layers:
+        log_probs(prepare(tiny_model()), ids)
+        assert [round(each.mean().item(), 2) for each in layers] == [0.7, 1.0]
+
+
+def test_a_mask_that_fails_as_compiled_code_is_made_by_plain_operations(monkeypatch, capsys):
+    calls = []
+
+    def keep(query, key, scale):
+        calls.append(torch.compiler.is_compiling())
+        if len(calls) == 1:
+            raise RuntimeError("Inductor gave up")
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+    monkeypatch.setitem(methods.METHODS, "oracle", keep)
+    method = methods.parse("oracle:")
+    query = torch.randn(1, 1, 128, 16)
+    assert method(query, query, 1.0).all()
+    assert not method.compiled
+    assert "oracle goes on uncompiled: RuntimeError('Inductor gave up')" in capsys.readouterr().out
+    method(query, query, 1.0)
+    assert len(calls) == 3
 
 
 def test_texts_bed_measures_against_dense_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -240,7 +277,7 @@ def test_rows_of_a_run_replace_older_ones(tmp_path):
     new = {**old, "density": 0.123456789, "right": 24, "seconds": 1.0}
     (tmp_path / "all.jsonl").write_text(json.dumps(old) + "\n")
     (tmp_path / "run.jsonl").write_text('{"bed": "machine", "device": "x"}\n' + json.dumps(new) + "\n")
-    assert results.add([tmp_path / "run.jsonl"], tmp_path / "all.jsonl") == 1
+    assert results.add([tmp_path / "run.jsonl"], tmp_path / "all.jsonl") == {tmp_path / "all.jsonl": 1}
     assert results.read(tmp_path / "all.jsonl").needles == {"hybrid:gamma=0.9": {"16384/1": (0.12346, 24, 24)}}
 
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.fidelity import attention, attention_report, smollm, texts
+from bench.fidelity import attention, attention_report, patterns, smollm, texts
 from bench.fidelity.attention import kept_attention
 from tests.test_fidelity import tiny_model
 
@@ -52,7 +52,9 @@ def test_the_command_measures_and_goes_on_where_it_stopped(tmp_path, monkeypatch
         assert row["tokens"] == 512
         assert row["mass"] == pytest.approx(np.mean(row["mass_quarters"]))
         assert row["worst_mass"] <= row["mass"]
-        assert row["output_error"] == pytest.approx(np.mean(row["output_error_by_layer"]))
+        for name in ("density", "mass", "output_error"):
+            assert np.shape(row[f"{name}_by_head"]) == (2, 4)
+            assert row[name] == pytest.approx(np.mean(row[f"{name}_by_head"]), abs=1e-4)
     causal, window, oracle = rows[:3]
     assert (causal["density"], causal["mass"], causal["output_error"]) == pytest.approx((1, 1, 0), abs=1e-5)
     assert window["density"] == pytest.approx(0.7)
@@ -61,6 +63,32 @@ def test_the_command_measures_and_goes_on_where_it_stopped(tmp_path, monkeypatch
     assert oracle["mass"] > 0.5
     attention.main(command)
     assert len(out.read_text().splitlines()) == len(rows)
+    attention.main([*command, "--tokens", "256"])  # another length is another measurement
+    assert [json.loads(line)["tokens"] for line in out.read_text().splitlines()[len(rows) :]] == [256] * len(rows)
+
+
+def test_a_method_that_raises_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(smollm, "load", lambda path, yarn, dtype: tiny_model())
+    monkeypatch.setattr(texts, "load", lambda use: {"test/prose/book-0": np.arange(600) % 97})
+    (tmp_path / "methods.txt").write_text("oracle:gamma=7\ncausal\n")
+    out = tmp_path / "out.jsonl"
+    attention.main(["--gguf", "none", "--methods", str(tmp_path / "methods.txt"), "--out", str(out)])
+    assert [json.loads(line)["method"] for line in out.read_text().splitlines()] == ["causal"]
+    assert "FAILED oracle:gamma=7" in capsys.readouterr().out
+
+
+def test_patterns_are_those_of_the_statistics(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm, "load", lambda path, yarn, dtype: tiny_model())
+    monkeypatch.setattr(texts, "load", lambda use: {"test/prose/book-0": np.arange(2600) * 7 % 97})
+    out = tmp_path / "out.jsonl"
+    for _ in range(2):
+        patterns.main(["--gguf", "none", "--out", str(out)])
+    coverage, hybrid = (json.loads(line) for line in out.read_text().splitlines())
+    assert coverage["tokens"] == 2560
+    assert np.shape(coverage["js_distance"]) == np.shape(coverage["density"]) == np.shape(hybrid["density"]) == (2, 4)
+    assert "js_distance" not in hybrid
+    assert (np.array(coverage["is_query_aware"]) == (np.array(coverage["js_distance"]) < 0.1)).all()
+    assert 0 < np.mean(coverage["density"]) < 1
 
 
 def test_a_model_needs_a_text(capsys):

@@ -6,7 +6,7 @@ and text:
 
 - *mass*: share of a row's attention that its kept blocks hold, mean over rows, heads and layers; by quarter of the prompt; and of
   the head that keeps least;
-- *output error*: ``||o - o_dense|| / ||o_dense||`` of a head's output, mean over heads and layers, and by layer.
+- *output error*: ``||o - o_dense|| / ||o_dense||`` of a head's output, mean over heads and layers, and by layer and head.
 
 The same command goes on where an earlier one stopped. ``bench.fidelity.attention_report`` draws the curves.
 """
@@ -83,15 +83,23 @@ def kept_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, keep
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, ids: Tensor, names: Sequence[str]) -> dict[str, list[Kept]]:
-    """Every method on every layer of a dense prefill, by name."""
-    parsed = {name: methods.parse(name) for name in names}
-    found: dict[str, list[Kept]] = {name: [] for name in names}
+def measure(
+    model: PreTrainedModel, ids: Tensor, parsed: dict[str, methods.Method], failed: dict[str, str]
+) -> dict[str, list[Kept]]:
+    """Every method on every layer of a dense prefill, by name; one that raises is left out and named in `failed`."""
+    found: dict[str, list[Kept]] = {name: [] for name in parsed if name not in failed}
 
     def look(query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         by_size: dict[int, dict[str, Tensor]] = {}
-        for name, method in parsed.items():
-            keep = method(query, key, scale)[0]
+        for name in found:
+            if name in failed:
+                continue
+            try:
+                keep = parsed[name](query, key, scale)[0]
+            except Exception as error:  # one method that fails must not end the run
+                print("FAILED", name, repr(error)[:500], flush=True)
+                failed[name] = repr(error)[:500]
+                continue
             by_size.setdefault(keep.shape[-1], {})[name] = keep
         for maps in by_size.values():
             kept = kept_attention(query[0], key[0], value[0], scale, torch.stack(list(maps.values())))
@@ -100,7 +108,7 @@ def measure(model: PreTrainedModel, ids: Tensor, names: Sequence[str]) -> dict[s
 
     with attending(None, look):
         model.base_model(input_ids=ids[None], use_cache=False)
-    return found
+    return {name: layers for name, layers in found.items() if name not in failed}
 
 
 def row_of(layers: Sequence[Kept]) -> dict[str, Any]:
@@ -115,8 +123,15 @@ def row_of(layers: Sequence[Kept]) -> dict[str, Any]:
         "worst_mass": mass.mean(-1)[worst].item(),
         "worst_head": [worst // heads, worst % heads],
         "output_error": error.mean().item(),
-        "output_error_by_layer": error.view(-1, heads).mean(1).tolist(),
+        "density_by_head": rounded(density.view(-1, heads)),
+        "mass_by_head": rounded(mass.mean(-1).view(-1, heads)),
+        "output_error_by_head": rounded(error.view(-1, heads)),
     }
+
+
+def rounded(by_head: Tensor) -> list[list[float]]:
+    """(layers, heads) figures of four digits, which is enough for a picture."""
+    return [[round(value, 4) for value in layer] for layer in by_head.tolist()]
 
 
 def model_and_texts(options: argparse.Namespace, device: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
@@ -139,6 +154,12 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", type=Path, required=True, help="one method a line; # begins a comment")
+    parser.add_argument("--uncompiled", action="store_true", help="make the gallery's masks by plain operations: no compilation")
+    return command_line(parser, arguments)
+
+
+def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command that reads texts with a model."""
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to it")
     parser.add_argument("--minutes", type=float, default=6.0, help="no new text after that (6)")
     parser.add_argument("--model", help="folder or name of a causal model; none: SmolLM2-135M")
@@ -158,17 +179,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(arguments)
     stop = time.monotonic() + 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    names, log = read_methods(options.methods), Log(options.out)
+    log, failed = Log(options.out), dict[str, str]()
+    parsed = {name: methods.parse(name, not options.uncompiled) for name in read_methods(options.methods)}
     model, chosen = model_and_texts(options, device)
     for text, ids in chosen.items():
-        missing = [name for name in names if not log.has(name, text)]
+        missing = {name: method for name, method in parsed.items() if not log.has(name, text, len(ids))}
         if not missing:
             continue
         if time.monotonic() > stop:
             print("out of time before", text, flush=True)
             return
         start = time.monotonic()
-        for name, layers in measure(model, ids, missing).items():
+        for name, layers in measure(model, ids, missing, failed).items():
             log.write(bed="attention", method=name, text=text, tokens=len(ids), **row_of(layers))
         print(f"{text}: {len(missing)} methods in {time.monotonic() - start:.0f} s", flush=True)
 

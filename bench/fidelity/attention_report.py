@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from bench.fidelity import statistics
-from bench.fidelity.table import CURVES, NAMES, OTHERS, between, short, shown_name
+from bench.fidelity.curves import CURVES, NAMES, OTHERS, between, short, shown_name
+from bench.fidelity.measures import common_texts
 from bench.reporting.tables import markdown_table
 from flexmask.plot import plot_frontier
 
@@ -51,7 +52,8 @@ def report(rows: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], list[
     """The lines of the report, the rows of the CSV, and the points of each method's curve."""
     if not rows:
         raise SystemExit("the files must hold rows of bench.fidelity.attention; got none")
-    texts = sorted(set.intersection(*(set(by_text) for by_text in rows.values())))
+    texts = common_texts(rows)
+    rows = {name: by_text for name, by_text in rows.items() if set(texts) <= set(by_text)}
     weights = statistics.bootstrap_weights(texts)
     table, sheet, curves = [], [], {}
     for name, settings in {**CURVES, **{other: [other] for other in OTHERS}}.items():

@@ -74,7 +74,7 @@ def measure_texts(
 ) -> None:
     """Every way and chunk on every text against dense attention."""
     for text, ids in chosen.items():
-        missing = [each for each in todo if not log.has(name_of(*each), text)]
+        missing = [each for each in todo if not log.has(name_of(*each), text, len(ids))]
         if not missing:
             continue
         dense = chunked_log_probs(model, ids, None)
@@ -89,7 +89,7 @@ def measure_texts(
                 "dloss": -change.mean().item(),
                 "absd": change.abs().mean().item(),
             }
-            log.write(bed="chunks", method=name_of(way, chunk), text=text, **figures)
+            log.write(bed="chunks", method=name_of(way, chunk), text=text, tokens=len(ids), **figures)
 
 
 def measure_needles(

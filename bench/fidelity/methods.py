@@ -3,15 +3,20 @@
 The masks of the gallery go by their names there; `hybrid`, `coverage` and `published` are selections of `flexprefill`, and `rule`
 is the workshop in which hybrid selection was found (see ``rules.py``). A method takes ``(query, key, scale)``: query (batch,
 num_heads, tokens, head_dim) and key (batch, num_kv_heads, tokens, head_dim), whole prompts of a multiple of 128 tokens. What
-it returns is (batch, num_heads, num_blocks, num_blocks) bool, causal, with every diagonal block.
+it returns is (batch, num_heads, num_blocks, num_blocks) bool, causal, with every diagonal block. Two options fit every method:
+``dense_layers=0/1`` names layers that attend to everything, ``chunk=4096`` chooses the blocks of so many rows at a time, each
+chunk by its own rows over the keys so far.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -19,7 +24,53 @@ from bench.fidelity.rules import finish, row_evidence, rule, window_and_sink
 from flexmask import flexprefill_mask
 from flexmask.block_masks import MASKS
 
-Method = Callable[[Tensor, Tensor, float], Tensor]
+
+@dataclass
+class Method:
+    """A function from query, key and scale to the kept blocks, with its options.
+
+    Attributes
+    ----------
+    name
+        Of `METHODS`.
+    options
+        Of that function.
+    dense_layers
+        Layers that attend to everything instead.
+    chunk
+        Rows that choose their blocks at a time; 0: all at once.
+    compiled
+        False: a mask of the gallery runs as plain operations, which saves its compilation. A mask that fails as compiled code is
+        made by plain operations from then on.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    dense_layers: tuple[int, ...] = ()
+    chunk: int = 0
+    compiled: bool = True
+
+    def __call__(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
+        if not self.chunk:
+            return self._keep(query, key, scale)
+        ends = range(self.chunk, query.shape[2] + self.chunk, self.chunk)
+        parts = [self._keep(query[:, :, end - self.chunk : end], key[:, :, :end], scale) for end in ends]
+        blocks = parts[-1].shape[-1]
+        return torch.cat([F.pad(part, (0, blocks - part.shape[-1])) for part in parts], 2)
+
+    def _keep(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
+        if self.name in MASKS and self.compiled:
+            try:
+                return METHODS[self.name](query, key, scale, **self.options)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:  # a row made by plain operations is better than none
+                print(f"{self.name} goes on uncompiled: {error!r}"[:500], flush=True)
+                self.compiled = False
+        if self.name not in MASKS:
+            return METHODS[self.name](query, key, scale, **self.options)
+        with torch.compiler.set_stance("force_eager"):
+            return METHODS[self.name](query, key, scale, **self.options)
 
 
 def own_mask(query: Tensor, key: Tensor, scale: float, selection: str, **options: Any) -> Tensor:
@@ -69,13 +120,17 @@ METHODS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def parse(text: str) -> Method:
+def parse(text: str, compiled: bool = True) -> Method:
     """A method of ``name`` or ``name:option=value,option=value``."""
     name, _, rest = text.partition(":")
     if name not in METHODS:
         raise ValueError(f"a method must be one of {', '.join(METHODS)}; got {name!r}")
-    options = {option: number(value) for option, _, value in (pair.partition("=") for pair in filter(None, rest.split(",")))}
-    return lambda query, key, scale: METHODS[name](query, key, scale, **options)
+    options: dict[str, Any] = {
+        option: number(value) for option, _, value in (pair.partition("=") for pair in filter(None, rest.split(",")))
+    }
+    layers = options.pop("dense_layers", ())
+    chunk = options.pop("chunk", 0)
+    return Method(name, options, layers if isinstance(layers, tuple) else (layers,), chunk, compiled)
 
 
 def number(text: str) -> int | float | str | tuple[Any, ...]:

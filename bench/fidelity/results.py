@@ -1,18 +1,29 @@
-"""Measured rows: ``bench/results/fidelity-<device>.jsonl``, one line for each method and text or task."""
+"""Measured rows: ``bench/results/fidelity-<device>.jsonl`` and files next to it, one line for each method and text or task."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.fidelity.texts import NUM_TOKENS
+
 PATH = Path(__file__).parents[1] / "results" / "fidelity-nvidia-h200.jsonl"
 TEXT_FIGURES = ("density", "dloss", "absd")
-_KEPT = ("bed", "method", "text", "task", "density", "dloss", "absd", "loss", "loss_quarters", "right", "n")
+BEDS = ("texts", "needles", "attention", "patterns", "chunks", "tuned")
+# methods whose figures by head are kept
+HEADS = (
+    *("hybrid:gamma=0.9", "coverage:gamma=0.9", "published:gamma=0.9", "xattention:threshold=0.9"),
+    *("flash_prefill:alpha=0.05", "oracle:gamma=0.9", "streaming_llm:sink_blocks=1,window_blocks=16"),
+)
+_KEPT = (
+    *("bed", "method", "text", "task", "density", "dloss", "absd", "loss", "loss_quarters", "right", "n", "uncompiled"),
+    *("mass", "mass_quarters", "worst_mass", "worst_head", "output_error"),
+)
 _DIGITS = 5
 
 
@@ -46,24 +57,71 @@ def read(path: Path = PATH) -> Results:
             results.texts.setdefault(row["method"], {})[row["text"]] = tuple(row[name] for name in TEXT_FIGURES)
         elif row["bed"] == "needles":
             results.needles.setdefault(row["method"], {})[row["task"]] = (row["density"], row["right"], row["n"])
+    tuned = file_of_bed("tuned", path=path)
+    for row in rows_of(tuned, ("tuned",)) if tuned.exists() else []:
+        results.texts.setdefault(row["method"], {})[row["text"]] = tuple(row[name] for name in TEXT_FIGURES)
     return results
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Rows that hold a measurement."""
+def rows_of(path: Path, beds: Collection[str] = ("texts", "needles")) -> list[dict[str, Any]]:
+    """Rows that hold a measurement on these beds."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["bed"] in ("texts", "needles") and "error" not in row]
+    return [row for row in rows if row["bed"] in beds and "error" not in row]
 
 
-def add(files: Iterable[Path], path: Path = PATH) -> int:
-    """Put the rows of a run's files into `path`, rounded; a row of the same method and text or task is replaced."""
-    every = rows_of(path) if path.exists() else []
-    every += [row for file in files for row in rows_of(file)]
-    merged = {(row["method"], row.get("text", row.get("task"))): row for row in every}
-    lines = []
-    for row in merged.values():
-        kept = {name: row[name] for name in _KEPT if name in row}
-        rounded = {name: round(value, _DIGITS) if isinstance(value, float) else value for name, value in kept.items()}
-        lines.append(json.dumps(rounded))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return len(lines)
+def file_of_bed(bed: str, tokens: int | None = None, path: Path = PATH) -> Path:
+    """Where the rows of a bed lie: those of whole texts and of needles in `path`, others next to it."""
+    if bed == "needles" or (bed == "texts" and tokens in (None, NUM_TOKENS)):
+        return path
+    part = bed if tokens in (None, NUM_TOKENS) else f"{bed}-{tokens}"
+    return path.with_name(path.name.replace("fidelity-", f"fidelity-{part}-"))
+
+
+def add(files: Iterable[Path], path: Path = PATH) -> dict[Path, int]:
+    """Put the rows of a run's files into `path` and the files next to it, rounded; returns how many each holds.
+
+    A row of the same method and text or task is replaced, unless it has fewer prompts. Figures by head go, as means over the
+    texts of these files, to the file of `heads_path`.
+    """
+    new: dict[Path, list[dict[str, Any]]] = {}
+    by_head: dict[str, list[dict[str, Any]]] = {}
+    for row in (row for file in files for row in rows_of(file, BEDS)):
+        new.setdefault(file_of_bed(row["bed"], row.get("tokens"), path), []).append(row)
+        if row["bed"] == "patterns" or (row["bed"] == "attention" and row["method"] in HEADS and "density_by_head" in row):
+            by_head.setdefault(f"{row['bed']} {row['method']}", []).append(row)
+    counts = {}
+    for target, rows in new.items():
+        merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in [*(rows_of(target, BEDS) if target.exists() else []), *rows]:
+            key = (row["bed"], row["method"], row.get("text", row.get("task")))
+            if row.get("n", 0) >= merged.get(key, {}).get("n", 0):
+                merged[key] = row
+        lines = [json.dumps({name: _rounded(row[name]) for name in _KEPT if name in row}) for row in merged.values()]
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        counts[target] = len(lines)
+    if by_head:
+        _write_heads(by_head, heads_path(path))
+    return counts
+
+
+def heads_path(path: Path = PATH) -> Path:
+    """The file of figures by layer and head."""
+    return path.with_name(path.name.replace("fidelity-", "fidelity-heads-")).with_suffix(".json")
+
+
+def _write_heads(by_head: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Means over texts of every figure by layer and head."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, rows in by_head.items():
+        figures = [figure for figure, value in rows[0].items() if isinstance(value, list) and isinstance(value[0], list)]
+        means = {figure: np.round(np.mean([row[figure] for row in rows], 0), 4).tolist() for figure in figures}
+        found[name] = {"texts": len({row["text"] for row in rows}), **means}
+    path.write_text(
+        "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items()) + "\n}\n", "utf-8"
+    )
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return round(value, _DIGITS) if isinstance(value, float) else value

@@ -38,16 +38,16 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known = {(row["method"], row.get("text", row.get("task"))) for row in self.rows()}
+        self._known = {(row["method"], row.get("text", row.get("task")), row.get("tokens")) for row in self.rows()}
 
     def rows(self) -> list[dict[str, Any]]:
         """The measurements that the file holds."""
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         return [row for row in map(json.loads, lines) if "method" in row and "error" not in row]
 
-    def has(self, method: str, item: str) -> bool:
-        """True if there is a line for this text or task."""
-        return (method, item) in self._known
+    def has(self, method: str, item: str, tokens: int | None = None) -> bool:
+        """True if there is a line for so many tokens of this text, or for this task, whose name tells them."""
+        return (method, item, tokens) in self._known
 
     def write(self, **row: Any) -> None:
         """Add a line."""
@@ -55,9 +55,14 @@ class Log:
             file.write(json.dumps(row) + "\n")
 
 
-def method_of(name: str) -> Method | None:
+def method_of(name: str, compiled: bool) -> Method | None:
     """None for dense attention, else the method."""
-    return None if name == DENSE else methods.parse(name)
+    return None if name == DENSE else methods.parse(name, compiled)
+
+
+def made(method: Method | None) -> dict[str, Any]:
+    """A note in the row of a method whose mask was not compiled."""
+    return {} if method is None or method.compiled else {"uncompiled": True}
 
 
 def density(layers: list[Tensor]) -> float:
@@ -73,19 +78,21 @@ def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return torch.cat([-F.cross_entropy(model.lm_head(part).float(), target, reduction="none") for part, target in parts])
 
 
-def measure_texts(model: PreTrainedModel, names: list[str], chosen: dict[str, Tensor], log: Log, stop: float) -> None:
+def measure_texts(
+    model: PreTrainedModel, named: dict[str, Method | None], chosen: dict[str, Tensor], log: Log, stop: float
+) -> None:
     """Every method on every text against dense attention."""
     with attending(None):
         dense = {text: log_probs(model, ids) for text, ids in chosen.items()}
     for text, each in dense.items():
         quarters = [round(-part.mean().item(), 4) for part in each.chunk(4)]
-        if not log.has(DENSE, text):
-            log.write(bed="texts", method=DENSE, text=text, density=1.0, loss=-each.mean().item(), loss_quarters=quarters)
+        if not log.has(DENSE, text, len(chosen[text])):
+            found = {"density": 1.0, "loss": -each.mean().item(), "loss_quarters": quarters}
+            log.write(bed="texts", method=DENSE, text=text, tokens=len(chosen[text]), **found)
         print(text, "loss by quarter:", *quarters, flush=True)
-    for name in names:
-        method = method_of(name)
+    for name, method in named.items():
         for text, ids in chosen.items():
-            if log.has(name, text):
+            if log.has(name, text, len(ids)):
                 continue
             if time.monotonic() > stop:
                 print("out of time before", name, text, flush=True)
@@ -93,22 +100,15 @@ def measure_texts(model: PreTrainedModel, names: list[str], chosen: dict[str, Te
             start = time.monotonic()
             try:
                 with attending(method) as layers:
-                    found = log_probs(model, ids)
+                    changed = log_probs(model, ids) - dense[text]
                 kept = density(layers)
             except Exception as error:  # one method that fails must not end the run
                 print("FAILED", name, text, repr(error)[:500], flush=True)
                 log.write(bed="texts", method=name, text=text, error=repr(error)[:500])
                 break
-            change = found - dense[text]
-            log.write(
-                bed="texts",
-                method=name,
-                text=text,
-                density=kept,
-                dloss=-change.mean().item(),
-                absd=change.abs().mean().item(),
-                seconds=round(time.monotonic() - start, 3),
-            )
+            figures = {"density": kept, "dloss": -changed.mean().item(), "absd": changed.abs().mean().item(), **made(method)}
+            seconds = round(time.monotonic() - start, 3)
+            log.write(bed="texts", method=name, text=text, tokens=len(ids), **figures, seconds=seconds)
 
 
 @torch.no_grad()
@@ -125,13 +125,14 @@ def answers(model: PreTrainedModel, method: Method | None, token_ids: Tensor) ->
     return torch.stack(found, 1), kept
 
 
-def measure_needles(model: PreTrainedModel, names: list[str], tasks: Sequence[str], prompts: int, log: Log, stop: float) -> None:
+def measure_needles(
+    model: PreTrainedModel, named: dict[str, Method | None], tasks: Sequence[str], prompts: int, log: Log, stop: float
+) -> None:
     """Every method, and dense attention, on every retrieval task."""
     shapes = {task: [int(part) for part in task.split("/")] for task in tasks}
     seeds = range(1000, 1000 + prompts)
     drawn = {task: [make_prompt(length, needles, 1, seed) for seed in seeds] for task, (length, needles) in shapes.items()}
-    for name in [DENSE, *names]:
-        method = method_of(name)
+    for name, method in ({DENSE: None} | named).items():
         for task, each in drawn.items():
             if log.has(name, task):
                 continue
@@ -150,7 +151,7 @@ def measure_needles(model: PreTrainedModel, names: list[str], tasks: Sequence[st
                 print("FAILED", name, task, repr(error)[:500], flush=True)
                 log.write(bed="needles", method=name, task=task, error=repr(error)[:500])
                 break
-            found_share = {"density": sum(kept) / len(kept), "right": sum(right), "n": len(right)}
+            found_share = {"density": sum(kept) / len(kept), "right": sum(right), "n": len(right), **made(method)}
             log.write(bed="needles", method=name, task=task, **found_share, seconds=round(time.monotonic() - start, 3))
 
 
@@ -181,6 +182,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", type=Path, required=True, help="one method a line; # begins a comment")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to it")
     parser.add_argument("--minutes", type=float, default=6.0, help="no new measurement after that (6)")
+    parser.add_argument("--uncompiled", action="store_true", help="make the gallery's masks by plain operations: no compilation")
     parser.add_argument("--use", choices=("tune", "test"), default="test", help="texts to choose settings on, or to test them on")
     parser.add_argument("--tokens", type=int, default=texts.NUM_TOKENS, help="of each text, a multiple of 128 (texts)")
     parser.add_argument("--texts", type=int, help="only the first ones (texts)")
@@ -205,19 +207,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if device == "cuda":
         check_kernel(device)
-    names, log = read_methods(options.methods), Log(options.out)
+    log = Log(options.out)
+    named = {name: method_of(name, not options.uncompiled) for name in read_methods(options.methods)}
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     log.write(bed="machine", device=name, torch=torch.__version__, transformers=transformers.__version__, run=options.bed)
     if options.bed == "texts":
         model = prepare(smollm.load(options.gguf or smollm.packaged(), options.yarn, dtype).to(device))
         chosen = list(texts.load(options.use).items())[: options.texts]
         on_device = {name: torch.tensor(ids[: options.tokens], device=device) for name, ids in chosen}
-        measure_texts(model, names, on_device, log, stop)
+        measure_texts(model, named, on_device, log, stop)
     else:
         loaded: Any = AutoModelForCausalLM.from_pretrained(options.retriever, dtype=dtype)
         model = prepare(loaded.to(device).eval())
-        measure_needles(model, names, options.tasks.split(","), options.prompts, log, stop)
-    print(f"{options.bed}: {time.monotonic() - begun:.0f} s, {len(names)} methods", flush=True)
+        measure_needles(model, named, options.tasks.split(","), options.prompts, log, stop)
+    print(f"{options.bed}: {time.monotonic() - begun:.0f} s, {len(named)} methods", flush=True)
 
 
 if __name__ == "__main__":

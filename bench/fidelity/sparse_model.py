@@ -53,9 +53,13 @@ def _attention(
         _look(query, key, value, scale)
     group = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    if query.shape[2] == 1 or _method is None:
+    dense = _method is None or module.layer_idx in getattr(_method, "dense_layers", ())
+    if dense and _method is not None and query.shape[2] > 1:
+        _densities.append(torch.ones(query.shape[1], device=query.device))
+    if query.shape[2] == 1 or dense:
         out = F.scaled_dot_product_attention(query, keys, values, is_causal=query.shape[2] > 1, scale=scale)
     else:
+        assert _method is not None
         keep = _method(query, key, scale)
         _densities.append(keep.sum((0, 2, 3)) / (keep.shape[0] * sum(range(keep.shape[-1] + 1))))
         out = sparse_attention(query, keys, values, keep, scale)

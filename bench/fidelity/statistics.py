@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -18,6 +19,11 @@ def file_of(text: str) -> str:
 
 def bootstrap_weights(texts: Sequence[str], draws: int = DRAWS, seed: int = 0) -> np.ndarray:
     """Weights of means over texts, (1 + draws, texts): all alike in the first row, files drawn with replacement in the others."""
+    return _bootstrap_weights(tuple(texts), draws, seed)
+
+
+@functools.cache
+def _bootstrap_weights(texts: tuple[str, ...], draws: int, seed: int) -> np.ndarray:
     files = sorted({file_of(text) for text in texts})
     member = np.array([[file_of(text) == file for text in texts] for file in files], dtype=float)
     counts = np.random.default_rng(seed).multinomial(len(files), [1 / len(files)] * len(files), size=draws)
@@ -46,6 +52,43 @@ def wilson(right: int, n: int) -> tuple[float, float]:
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def error_at(target: np.ndarray, density: np.ndarray, error: np.ndarray, log: bool = True) -> np.ndarray:
+    """A method's error at a density, between neighbouring settings linear in the error, or in its logarithm.
+
+    Parameters
+    ----------
+    target
+        (draws,): densities.
+    density, error
+        (settings, draws): what was measured, settings by rising density.
+    log
+        Interpolate the logarithm; the error must be > 0.
+
+    Returns
+    -------
+    ndarray
+        (draws,); NaN where the settings do not reach the density from both sides.
+    """
+    if len(density) < 2:
+        return np.full(target.shape, np.nan)
+    draw = np.arange(density.shape[1])
+    high = np.clip((density < target).sum(0), 1, len(density) - 1)
+    low = high - 1
+    values = np.log(np.maximum(error, 1e-9)) if log else error
+    span = density[high, draw] - density[low, draw]
+    share = np.divide(target - density[low, draw], span, out=np.zeros_like(span), where=span > 0)
+    found = values[low, draw] + share * (values[high, draw] - values[low, draw])
+    inside = (target >= density[0]) & (target <= density[-1])
+    found = np.where(inside, found, np.nan)
+    return np.exp(found) if log else found
+
+
+def known_interval(draws: np.ndarray) -> tuple[float, float]:
+    """95% interval of draws of which few are NaN; infinite if more than one in twenty is."""
+    known = draws[~np.isnan(draws)]
+    return interval(known) if len(known) >= 0.95 * len(draws) else (-math.inf, math.inf)
 
 
 def density_at(target: float, density: np.ndarray, error: np.ndarray) -> np.ndarray:

@@ -6,83 +6,23 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from bench.fidelity import draw, sections, statistics
 from bench.fidelity import results as measured
-from bench.fidelity import statistics
+from bench.fidelity.curves import CURVES, GAMMAS, NAMES, OTHERS, between, bounded, prototype, short, shown_name, signed
 from bench.fidelity.results import Results
 
 OUT = Path(__file__).parents[1] / "FIDELITY.md"
 INTRODUCTION = Path(__file__).parent / "introduction.md"
 TASKS = {"16384/1": "one needle, 16k", "16384/64": "one of 64, 16k", "32768/1": "one needle, 32k"}
-GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98)
-# settings of each method by rising density, as they are named in the rows
-CURVES = {
-    "hybrid": [f"hybrid:gamma={gamma:g}" for gamma in GAMMAS],
-    "coverage": [f"coverage:gamma={gamma}" for gamma in (0.6, 0.8, 0.9, 0.95)],
-    "published": [f"published:gamma={gamma}" for gamma in (0.9, 0.95)],
-    "xattention": [f"xattention:threshold={share}" for share in (0.8, 0.9, 0.95)],
-    "flash_prefill": [f"flash_prefill:alpha={alpha}" for alpha in (0.1, 0.05, 0.02)],
-    "normalised_flash_prefill": [f"normalised_flash_prefill:alpha={alpha}" for alpha in (0.1, 0.05, 0.02)],
-    "sparge": [f"sparge:cdf_threshold={share}" for share in (0.8, 0.9, 0.95)],
-    "hip": [f"hip:topk_blocks={count}" for count in (4, 8, 16)],
-    "minference": [f"minference:plan={plan}" for plan in ("100/800", "500/3000", "1000/6096")],
-    "vertical_slash": [f"vertical_slash:vertical_size={size},slash_size={size}" for size in (1024, 2048)],
-    "infllm": [f"infllm:topk_blocks={blocks},local_tokens={256 * blocks}" for blocks in (4, 8, 16)],
-    "streaming_llm": [
-        f"streaming_llm:sink_blocks={sinks},window_blocks={window}" for sinks, window in ((1, 8), (1, 16), (8, 32))
-    ],
-    "lm_infinite": [f"lm_infinite:local_tokens={tokens}" for tokens in (2048, 4096)],
-    "tri_shape": [f"tri_shape:window_blocks={blocks}" for blocks in (8, 16)],
-    "oracle": [f"oracle:gamma={gamma}" for gamma in (0.8, 0.9, 0.95)],
-}
-OTHERS = (
-    "causal",
-    "rule:vert=0",
-    "moa",
-    "coverage:gamma=0.9,min_budget=256",
-    "coverage:gamma=0.9,tau=0",
-    "coverage:gamma=0.9,query_aware=per_query",
-    "coverage:gamma=0.9,pattern_queries=middle,index_queries=middle",
-    "coverage:gamma=0.9,min_budget=0",
-    "coverage:gamma=0.9,max_budget=4096",
-    "coverage:gamma=0.9,block_size=64",
-    "hybrid:gamma=0.9,block_size=64",
-)
-NAMES = {
-    "hybrid": "hybrid",
-    "coverage": "coverage",
-    "published": "published",
-    "xattention": "XAttention",
-    "flash_prefill": "FlashPrefill",
-    "normalised_flash_prefill": "FlashPrefill, rows normalised",
-    "sparge": "SpargeAttn's first stage",
-    "hip": "HiP-block",
-    "minference": "MInference",
-    "vertical_slash": "vertical-slash, fixed",
-    "infllm": "InfLLM's lookup",
-    "streaming_llm": "StreamingLLM",
-    "lm_infinite": "LM-Infinite",
-    "tri_shape": "tri-shape",
-    "moa": "MoA's stand-in plan",
-    "oracle": "oracle",
-    "causal": "every block (bf16 noise)",
-    "rule:vert=0": "window of 8 blocks and first block",
-}
 # columns of a method's figures, and the errors that methods are compared at
 DLOSS, ABSD = 1, 2
 TARGETS = {DLOSS: (0.12, 0.08, 0.05, 0.03), ABSD: (0.32, 0.3, 0.25, 0.2, 0.17, 0.14)}
-
-
-def prototype(gamma: float, vertical: bool = True) -> str:
-    """The name of the workshop's rule at a gamma, as it was measured first; with the heaviest four key blocks if `vertical`."""
-    e = round(1 - gamma, 6)
-    share = f"{round(e / 5, 6):g}"
-    rest = "vert=4,vstat=max" if vertical else "vert=0"
-    return f"rule:rho={share},valpha={e:g},sthr={share},window=4,stride=8,{rest}"
 
 
 def prototype_curve(results: Results, texts: Sequence[str]) -> list[str]:
@@ -90,32 +30,6 @@ def prototype_curve(results: Results, texts: Sequence[str]) -> list[str]:
     both = [(prototype(gamma), prototype(gamma, False)) for gamma in GAMMAS]
     chosen = [next((name for name in names if results.on(name, texts) is not None), None) for names in both]
     return [name for name in chosen if name]
-
-
-def shown_name(method: str) -> str:
-    """A row's name as the report has it."""
-    for gamma in GAMMAS:
-        if method in (prototype(gamma), prototype(gamma, False)):
-            return f"prototype of hybrid, gamma {gamma:g}"
-    name, _, options = method.partition(":")
-    if method in NAMES:
-        return NAMES[method]
-    return f"{NAMES[name]}, {options.replace('=', ' ').replace(',', ', ').replace('min_budget', 'floor').replace('_', ' ')}"
-
-
-def short(value: float) -> str:
-    """A share without its leading 0, as .234."""
-    return f"{value:.3f}".replace("0.", ".", 1)
-
-
-def signed(value: float) -> str:
-    """A change with its sign, as +.012."""
-    return f"{value:+.3f}".replace("0.", ".", 1)
-
-
-def between(low: float, high: float, shown=short) -> str:
-    """An interval."""
-    return f"[{shown(low)}, {shown(high)}]"
 
 
 def curves_of(results: Results, texts: Sequence[str]) -> dict[str, list[str]]:
@@ -195,21 +109,20 @@ def equal_error_table(results: Results, texts: Sequence[str], draws: int, figure
     return lines
 
 
-def bounded(low: float, high: float, digits: str = "") -> str:
-    """An interval whose ends may lie past what was measured."""
-    ends = [("?" if not np.isfinite(end) else f"{end:{digits}}" if digits else short(end)) for end in (low, high)]
-    return f"[{', '.join(ends)}]"
-
-
 def introduction(core_measured: bool) -> str:
     """The report's first words; without those on the prototype once the core's own rows are there."""
     parts = INTRODUCTION.read_text(encoding="utf-8").rstrip().split("\n- ")
     return "\n- ".join(part for part in parts if not (core_measured and part.startswith("**Prototype")))
 
 
-def report(results: Results) -> str:
+def test_texts(results: Results) -> list[str]:
+    """The texts that no setting was chosen on."""
+    return sorted(text for text in results.texts["causal"] if text.startswith("test/"))
+
+
+def report(results: Results, path: Path = measured.PATH) -> str:
     """The report's text."""
-    texts = sorted(text for text in results.texts["causal"] if text.startswith("test/"))
+    texts = test_texts(results)
     weights = statistics.bootstrap_weights(texts)
     lines = [introduction(core_measured=results.on(CURVES["hybrid"][0], texts) is not None)]
     lines += ["", "## Twelve test texts", "", *texts_table(results, texts, weights)]
@@ -221,7 +134,14 @@ def report(results: Results) -> str:
     for kind, name in (("prose", "prose"), ("python", "Python sources")):
         lines += ["", f"Equal change of the loss on {name} alone:", ""]
         lines += equal_error_table(results, [text for text in texts if f"/{kind}/" in text], 0, DLOSS, TARGETS[DLOSS])
-    return "\n".join(lines) + "\n"
+    found = sections.all_measures(results, texts, path)
+    parts = [sections.equal_density(found, results), sections.time(found), sections.ablations(found, results)]
+    parts += [sections.fixed_budget(found, results), sections.chunks(results, path), sections.chunks_by_head(found, results)]
+    parts += [sections.tuned(results, path), sections.attention(path), sections.by_head(path)]
+    for part in filter(None, parts):
+        lines += ["", *part]
+    text = "\n".join(lines).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -231,12 +151,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=measured.PATH)
     parser.add_argument("--markdown", action="store_true", help="write the report instead of printing it")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures of bench/results too, with --markdown")
     options = parser.parse_args(arguments)
     if options.add:
-        print(f"{options.results}: {measured.add(options.add, options.results)} rows")
-    text = report(measured.read(options.results))
+        for path, count in measured.add(options.add, options.results).items():
+            print(f"{path}: {count} rows")
+    text = report(measured.read(options.results), options.results)
     if options.markdown:
         options.out.write_text(text, encoding="utf-8")
+        if options.pictures:
+            results = measured.read(options.results)
+            draw.draw_all(sections.all_measures(results, test_texts(results), options.results))
         print(options.out)
     else:
         print(text)

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from bench.fidelity import smollm, statistics, texts
+from bench.fidelity.curves import between, short, signed
 from bench.fidelity.run import Log, log_probs
-from bench.fidelity.table import between, short, signed
 from bench.reporting.tables import text_table
 from flexmask.integrations.huggingface import PrefillSettings, flexprefill, tune
 from flexmask.integrations.tune import GAMMAS
@@ -52,7 +52,7 @@ def measure(model: PreTrainedModel, chosen: dict[str, Any], settings: dict[str, 
     """Every way on every text."""
     with tqdm(total=len(chosen) * len(settings), leave=False, disable=None) as bar:
         for text, ids in chosen.items():
-            missing = [name for name in settings if not log.has(name, text)]
+            missing = [name for name in settings if not log.has(name, text, len(ids))]
             bar.update(len(settings) - len(missing))
             if not missing:
                 continue
@@ -62,7 +62,8 @@ def measure(model: PreTrainedModel, chosen: dict[str, Any], settings: dict[str, 
                     change = log_probs(model, ids) - dense
                 density = torch.stack([calls[0].density.mean() for calls in run.stats.values()]).mean().item()
                 change_of_loss, size = -change.mean().item(), change.abs().mean().item()
-                log.write(bed="tuned", method=name, text=text, density=density, dloss=change_of_loss, absd=size)
+                figures = {"density": density, "dloss": change_of_loss, "absd": size}
+                log.write(bed="tuned", method=name, text=text, tokens=len(ids), **figures)
                 bar.update()
 
 

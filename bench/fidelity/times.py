@@ -1,0 +1,133 @@
+"""Methods at equal time: the cost of the mask and of the blocks that a method needs for an error, from `bench.selections`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.fidelity import statistics
+from bench.fidelity.compare import at_densities
+from bench.fidelity.curves import CURVES, NAMES, short
+from bench.fidelity.measures import Measure
+from bench.reporting.tables import markdown_table, ms, thousands
+
+PATH = Path(__file__).parents[1] / "results" / "selections-nvidia-h200.jsonl"
+# masks of the table's methods, as bench.selections names them; the mask's time hardly depends on the setting
+MASKS = {"hybrid": "hybrid 0.9", "coverage": "coverage 0.9", "published": "reference 0.9"}
+SHARES = (0.1, 0.15, 0.2, 0.3)  # of dense attention's time
+
+
+@dataclass
+class Length:
+    """What was timed at one length, in milliseconds of plain calls.
+
+    Attributes
+    ----------
+    dense
+        Dense attention.
+    masks
+        By name.
+    kernel
+        (density, time) of the attention kernel alone, by rising density.
+    """
+
+    dense: float = 0.0
+    masks: dict[str, float] = field(default_factory=dict)
+    kernel: list[tuple[float, float]] = field(default_factory=list)
+
+    def law(self) -> tuple[float, float]:
+        """Time of the kernel as ``fixed + slope * density``, least squares of relative errors."""
+        density, taken = np.array(self.kernel).T
+        slope, fixed = np.polyfit(density, taken, 1, w=1 / taken)
+        return float(fixed), float(slope)
+
+    def call(self, name: str, density: np.ndarray) -> np.ndarray:
+        """Mask and kernel of a method that keeps so many blocks."""
+        densities, taken = np.array(self.kernel).T
+        kernel = np.interp(density, densities, taken, left=np.nan, right=np.nan)
+        return np.asarray(self.masks.get(name, np.nan) + kernel)
+
+    def density_for(self, name: str, total: float) -> float:
+        """Density with which the whole call takes `total`; NaN if the mask alone takes longer or nothing so slow was timed."""
+        density, taken = np.array(self.kernel).T
+        return float(np.interp(total - self.masks.get(name, np.nan), taken, density, left=np.nan, right=np.nan))
+
+
+def read(path: Path = PATH) -> dict[int, Length]:
+    """Times by length."""
+    found: dict[int, Length] = {}
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        length = found.setdefault(row["tokens"], Length())
+        for name, times in row.get("times", {}).items():
+            if "wall_ms" not in times:
+                continue
+            if name == "dense":
+                length.dense = times["wall_ms"]
+            elif name.startswith("mask "):
+                length.masks[name.removeprefix("mask ")] = times["wall_ms"]
+        length.kernel += sorted((density, times["wall_ms"]) for density, times in row.get("kernel", []) if "wall_ms" in times)
+    return {tokens: length for tokens, length in sorted(found.items()) if length.kernel and length.dense}
+
+
+def laws(lengths: dict[int, Length]) -> list[str]:
+    """How the kernel's time follows from density."""
+    rows: list[list[str]] = []
+    for tokens, length in lengths.items():
+        fixed, slope = length.law()
+        worst = max(abs(fixed + slope * density - taken) / taken for density, taken in length.kernel)
+        points = ", ".join(f"{short(density)}: {ms(taken)}" for density, taken in length.kernel)
+        rows.append([thousands(tokens), ms(length.dense), points, f"{fixed:.2f} + {slope:.1f} density", f"{worst:.0%}"])
+    return markdown_table(("tokens", "dense, ms", "density: kernel, ms", "line through them", "largest misfit"), rows)
+
+
+def equal_time_table(measure: Measure, tokens: int, length: Length) -> list[str]:
+    """Each method's error when mask and attention together take a share of dense attention's time."""
+    rows = []
+    for name, settings in CURVES.items():
+        mask = MASKS.get(name, name)
+        if mask not in length.masks or not any(setting in measure.figures for setting in settings):
+            continue
+        cells = []
+        for share in SHARES:
+            density = length.density_for(mask, share * length.dense)
+            found = at_densities(measure, settings, density)
+            cells.append(f"{short(found[0])} at {short(density)}" if np.isfinite(found[0]) else "-")
+        rows.append([NAMES[name], f"{ms(length.masks[mask])} ({length.masks[mask] / length.dense:.1%})", *cells])
+    titles = (f"{share:.0%} of dense" for share in SHARES)
+    return markdown_table((f"method, {thousands(tokens)}", "mask, ms (of dense)", *titles), rows)
+
+
+def equal_error_table(measure: Measure, lengths: dict[int, Length], targets: Sequence[float]) -> list[str]:
+    """Each method's call at the density that it needs for an error, and how many times faster than dense attention that is."""
+    rows = []
+    for name, settings in CURVES.items():
+        density, error = measure.draws(settings)
+        mask = MASKS.get(name, name)
+        if not len(density) or not any(mask in length.masks for length in lengths.values()):
+            continue
+        cells = []
+        for target in targets:
+            needed = statistics.density_at(target, density, error)
+            for length in lengths.values():
+                call = length.call(mask, needed)
+                cells.append(f"{ms(float(call[0]))} ({length.dense / call[0]:.1f}x)" if np.isfinite(call[0]) else "-")
+        if set(cells) != {"-"}:
+            rows.append([NAMES[name], *cells])
+    titles = (f"{measure.name} {short(target)}, {thousands(tokens)}" for target in targets for tokens in lengths)
+    return markdown_table(("method", *titles), rows)
+
+
+def lines(measure: Measure, path: Path = PATH) -> list[str]:
+    """The report's part on time; none if the kernel was not timed."""
+    lengths: dict[int, Any] = read(path) if path.exists() else {}
+    if not lengths:
+        return []
+    made = laws(lengths)
+    for tokens, length in lengths.items():
+        made += equal_time_table(measure, tokens, length)
+    return [*made, *equal_error_table(measure, lengths, (0.3, 0.25, 0.2))]

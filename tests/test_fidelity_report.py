@@ -1,0 +1,138 @@
+"""The fidelity report beyond its first tables: errors at equal density and time, areas, rows by bed, figures by head."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from bench.fidelity import compare, curves, heads, measures, results, sections, statistics, times
+from bench.fidelity.measures import Measure
+
+HYBRID = curves.CURVES["hybrid"]
+TEXTS = ("test/prose/a-0", "test/prose/b-0", "test/python/c-0")
+
+
+def on_curve(density, factor=1.0):
+    """Figures of three texts whose error is factor * 0.1 / density."""
+    return np.array([[density, factor * 0.1 / density]] * 3)
+
+
+@pytest.fixture
+def measure():
+    figures = {f"hybrid:gamma={gamma:g}": on_curve(0.1 * (1 + number)) for number, gamma in enumerate(curves.GAMMAS)}
+    figures["xattention:threshold=0.8"] = on_curve(0.2, 0.5)
+    figures["xattention:threshold=0.9"] = on_curve(0.4, 2.0)
+    return Measure("abs d", TEXTS, figures)
+
+
+def test_error_at_a_density_is_between_the_settings():
+    density, error = np.array([[0.1], [0.2], [0.4]]), np.array([[0.8], [0.2], [0.1]])
+    assert statistics.error_at(np.array([0.2]), density, error) == pytest.approx([0.2])
+    assert statistics.error_at(np.array([0.15]), density, error) == pytest.approx([0.4])
+    assert statistics.error_at(np.array([0.15]), density, error, log=False) == pytest.approx([0.5])
+    assert np.isnan(statistics.error_at(np.array([0.05]), density, error)).all()
+    assert np.isnan(statistics.error_at(np.array([0.5]), density, error)).all()
+    assert statistics.known_interval(np.array([1.0, np.nan])) == (-np.inf, np.inf)
+
+
+def test_a_setting_is_compared_with_the_curve_at_its_own_density(measure):
+    found = [compare.at_equal_density(measure, f"xattention:threshold={share}", HYBRID) for share in (0.8, 0.9)]
+    better, worse = found
+    assert better == pytest.approx(np.full(statistics.DRAWS + 1, 0.5))
+    assert worse[0] == pytest.approx(2)
+    assert compare.cell(measure, better) == "**0.50x [0.50, 0.50]**"
+    assert compare.cell(measure, worse) == "2.00x [2.00, 2.00]"
+    assert compare.at_equal_density(measure, "moa", HYBRID) is None
+    difference = Measure("loss", TEXTS, measure.figures, ratio=False)
+    assert compare.cell(difference, compare.at_equal_density(difference, "xattention:threshold=0.9", HYBRID)) == (
+        "+.250 [+.250, +.250]"
+    )
+
+
+def test_an_option_is_compared_with_its_own_selection_not_with_itself(measure):
+    figures = {**measure.figures, "hybrid:gamma=0.7,min_budget=0": on_curve(0.25, 3.0)}
+    found = sections.ablations([Measure("abs d", TEXTS, figures)], results.Results())
+    assert found == []  # no such line in the list of ablations
+    figures["hybrid:gamma=0.9,min_budget=0"] = on_curve(0.25, 3.0)
+    found = sections.ablations([Measure("abs d", TEXTS, figures)], results.Results())
+    assert next(line for line in found if line.startswith("| hybrid")).startswith("| hybrid, gamma 0.9, floor 0 | .250 | 2.9")
+
+
+def test_areas_need_settings_on_both_sides(measure):
+    assert np.isnan(compare.area(measure, curves.CURVES["xattention"])[0])
+    assert compare.area(measure, HYBRID)[0] == pytest.approx(0.1 * np.log(0.35 / 0.15) / 0.2, rel=0.05)
+    assert [line.split(" | ")[0] for line in compare.areas_table([measure])[3:-1]] == ["| hybrid"]
+
+
+def test_time_is_mask_and_kernel(measure, tmp_path):
+    rows = [
+        {"tokens": 32768, "times": {"dense": {"wall_ms": 10.0}, "mask hybrid 0.9": {"wall_ms": 1.0}}},
+        {"tokens": 32768, "method": "xattention", "times": {"dense": {"wall_ms": 10.0}, "mask xattention": {"wall_ms": 3.0}}},
+        {"tokens": 32768, "kernel": [[0.5, {"wall_ms": 5.5}], [0.1, {"wall_ms": 1.5}], [0.7, {"error": "E"}]]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    length = times.read(path)[32768]
+    assert length.law() == pytest.approx((0.5, 10.0))
+    assert length.call("hybrid 0.9", np.array([0.3, 0.8])) == pytest.approx([4.5, np.nan], nan_ok=True)
+    assert length.density_for("hybrid 0.9", 4.5) == pytest.approx(0.3)
+    assert np.isnan(length.density_for("hybrid 0.9", 1.1))
+    lines = times.lines(measure, path)
+    # at 30% of dense hybrid has 2 ms for blocks, xattention none
+    assert "| hybrid | 1 (10.0%) | - | - | - | .707 at .150 |" in lines
+    assert any(line.startswith("| XAttention | 3 (30.0%) | - | - | - | - |") for line in lines)
+    assert times.lines(measure, tmp_path / "none.jsonl") == []
+
+
+def test_rows_go_to_the_files_of_their_beds(tmp_path):
+    by_head = {f"{name}_by_head": [[0.1, 0.2], [0.3, 0.4]] for name in ("density", "mass", "output_error")}
+    attention = {
+        "bed": "attention",
+        "method": "hybrid:gamma=0.9",
+        "tokens": 16384,
+        "density": 0.2,
+        "output_error": 0.1,
+        **by_head,
+    }
+    made = [
+        {"bed": "texts", "method": "m", "text": "t", "tokens": 16384, "density": 0.1, "dloss": 0.1, "absd": 0.2},
+        {"bed": "texts", "method": "m", "text": "t", "tokens": 8192, "density": 0.3, "dloss": 0.1, "absd": 0.2},
+        {"bed": "needles", "method": "m", "task": "16384/1", "density": 0.1, "right": 90, "n": 96},
+        {"bed": "needles", "method": "m", "task": "16384/1", "density": 0.1, "right": 24, "n": 24},
+        {**attention, "text": "t"},
+        {**attention, "text": "u", "output_error_by_head": [[0.3, 0.2], [0.3, 0.4]]},
+    ]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    path = tmp_path / "fidelity-x.jsonl"
+    counts = results.add([tmp_path / "run.jsonl"], path)
+    assert {each.name: count for each, count in counts.items()} == {
+        "fidelity-x.jsonl": 2,
+        "fidelity-texts-8192-x.jsonl": 1,
+        "fidelity-attention-x.jsonl": 2,
+    }
+    found = results.read(path)
+    assert found.texts == {"m": {"t": (0.1, 0.1, 0.2)}}
+    assert found.needles == {"m": {"16384/1": (0.1, 90, 96)}}  # the row of more prompts stays
+    assert set(measures.read_rows(results.file_of_bed("attention", path=path), "attention")["hybrid:gamma=0.9"]) == {"t", "u"}
+    figures = heads.read(path)[heads.OURS]
+    assert figures["texts"] == 2
+    assert figures["output_error_by_head"] == [[0.2, 0.2], [0.3, 0.4]]
+
+
+def test_heads_that_another_method_serves_better_are_counted():
+    def figures(error, density):
+        return {"output_error_by_head": error, "density_by_head": density}
+
+    found = {
+        heads.OURS: figures([[0.2, 0.3], [0.1, 0.4]], [[0.2, 0.2], [0.2, 0.2]]),
+        heads.OTHERS[0]: figures([[0.1, 0.2], [0.2, 0.3]], [[0.1, 0.3], [0.2, 0.2]]),
+    }
+    assert heads.beaten(found) == [
+        "- XAttention, threshold 0.9 errs less with no more blocks in 2 of 4 heads (most of them in layers 1, 0), "
+        "more with no fewer in 1."
+    ]
+    assert heads.worst_table(found)[3] == "| 1, 1 | .400 at .200 | .300 at .200 |"
