@@ -3,8 +3,8 @@
 It is a Llama like the retriever's, with more layers, trained the same way on rows that mix all tasks. ``--start`` takes the
 weights of a trained one: of the same shape, or of the retriever, between whose layers new ones are put that begin by doing
 nothing. ``DIR`` receives ``log.jsonl`` with the share of right answers by task, and every minute ``model/`` and
-``checkpoint.pt``. The same command goes on where a checkpoint left off. ``torchrun --nproc-per-node 2 -m bench.ruler_model.train ...`` trains on two
-GPUs, with twice the rows a step.
+``checkpoint.pt``. The same command goes on where a checkpoint left off.
+``torchrun --nproc-per-node 2 -m bench.ruler_model.train ...`` trains on two GPUs, with twice the rows a step.
 """
 
 import argparse
@@ -141,14 +141,19 @@ class TasksTrainer(Trainer):
             for master, part in zip(self.masters, flat.split([each.numel() for each in self.masters]), strict=True):
                 master.grad = part.view_as(master)
 
-    def agree(self, measures: Tensor, seconds: float) -> tuple[Tensor, float]:
-        """Return the sum of all processes' measures, and the first one's seconds."""
+    def sum_of_all(self, measures: Tensor) -> Tensor:
+        """Return the sum of all processes' measures, on the CPU."""
         if self.processes > 1:
             torch.distributed.all_reduce(measures)
-            clock = torch.tensor([seconds], device=measures.device, dtype=torch.float64)
-            torch.distributed.broadcast(clock, 0)
-            seconds = clock.item()
-        return measures, seconds
+        return measures.double().cpu()
+
+    def clock(self, seconds: float) -> float:
+        """Return the first process's seconds."""
+        if self.processes > 1:
+            shared = torch.tensor([seconds], device=self.masters[0].device, dtype=torch.float64)
+            torch.distributed.broadcast(shared, 0)
+            return shared.item()
+        return seconds
 
 
 def _sum_by_task(values: Tensor, task: Tensor) -> Tensor:
@@ -180,25 +185,18 @@ def train(trainer: TasksTrainer, options: argparse.Namespace) -> None:
         recent.append(trainer.step(options.batch_tokens, stage.num_tokens, rate))
         if len(recent) < options.log_every:
             continue
-        measures, now = trainer.agree(torch.stack(recent).sum(0), seconds_before + time.monotonic() - started)
-        right, asked, losses, tokens = measures.double().cpu().T
+        right, asked, losses, tokens = trainer.sum_of_all(torch.stack(recent).sum(0)).T
+        now = trainer.clock(seconds_before + time.monotonic() - started)
         answers = {task: round((right[i] / asked[i].clamp(min=1)).item(), 4) for i, task in enumerate(TASKS) if tokens[i] > 0}
         loss = {task: round((losses[i] / tokens[i]).item(), 4) for i, task in enumerate(TASKS) if tokens[i] > 0}
         mean = sum(answers.values()) / max(len(answers), 1)
-        # the clock after the device has caught up
-        now = max(now, trainer.agree(measures, seconds_before + time.monotonic() - started)[1])
         step_ms = 1000 * (now - trainer.seconds) / len(recent)
         recent.clear()
         trainer.stage_seconds += now - trainer.seconds
         trainer.seconds = now
         if trainer.rank == 0:
-            line: dict[str, Any] = {
-                "step": trainer.step_count,
-                "seconds": round(now, 1),
-                "length": stage.num_tokens,
-                "rate": round(rate, 6),
-            }
-            line |= {"ms": round(step_ms, 1), "mean": round(mean, 4), "answers": answers, "loss": loss}
+            line: dict[str, Any] = {"step": trainer.step_count, "seconds": round(now, 1), "length": stage.num_tokens}
+            line |= {"rate": round(rate, 6), "ms": round(step_ms, 1), "mean": round(mean, 4), "answers": answers, "loss": loss}
             with (options.out / "log.jsonl").open("a") as log:
                 log.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)
