@@ -137,6 +137,14 @@ def test_forward_is_that_of_transformers():
         torch.testing.assert_close(hidden_states(model, ids, compiled=False), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_positions_in_training_are_those_of_a_loaded_model(tmp_path):
+    trainer = train.TasksTrainer(torch.device("cpu"), 0, 1, None, False, 0.25)
+    train.replace_model(trainer.model, tmp_path / "model")
+    loaded = train.LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert torch.equal(trainer.model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
+    assert trainer.model.lm_head.weight.dtype == torch.bfloat16
+
+
 def test_start_from_the_retriever_changes_nothing_at_first():
     from bench.ruler_model.evaluate import MODEL
 

@@ -89,6 +89,8 @@ class TasksTrainer(Trainer):
         self, device: torch.device, seed: int, layers: int, start: Path | None, compiled: bool, list_share: float
     ) -> None:
         super().__init__(device, seed, lambda: start_model(layers, start))
+        # Rounding the model to bfloat16 rounds the frequencies of its positions too; loading a trained one does not.
+        self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config=self.model.config).to(device)
         self.compiled = compiled
         self.list_share = list_share
         self.processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
