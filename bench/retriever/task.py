@@ -5,6 +5,7 @@ needle ``KEY k17 v301 v4 v77 v12`` and a short sentence of 6 tokens. A question 
 the four value tokens of the needle with that key.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +28,11 @@ QUESTION_TOKENS = 2
 ANSWER_TOKENS = 4
 
 
-def _sentence_ids(sentences: tuple[str, ...]) -> Tensor:
-    return torch.tensor([[TOKEN_IDS[word] for word in sentence.split()] for sentence in sentences])
-
-
-_LONG_IDS = _sentence_ids(SENTENCES).view(-1, 2, RECORD_TOKENS)
-_SHORT_IDS = _sentence_ids(SHORT_SENTENCES)
+@functools.cache
+def _sentence_ids(sentences: tuple[str, ...], device: torch.device) -> Tensor:
+    """Return the sentences' halves of 6 tokens; copied to a device once, since the host waits for such a copy."""
+    ids = torch.tensor([[TOKEN_IDS[word] for word in sentence.split()] for sentence in sentences])
+    return ids.view(len(sentences), -1, RECORD_TOKENS).to(device)
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def make_haystack(batch: int, num_tokens: int, generator: torch.Generator) -> tu
     device = generator.device
     num_slots = (num_tokens - 1) // SLOT_TOKENS
     beginning_tokens = num_tokens - num_slots * SLOT_TOKENS
-    choice = torch.randint(len(_LONG_IDS), (batch, num_slots + 1), generator=generator, device=device)
-    sentences = _LONG_IDS.to(device)[choice]  # (batch, num_slots + 1, 2, 6)
+    choice = torch.randint(len(SENTENCES), (batch, num_slots + 1), generator=generator, device=device)
+    sentences = _sentence_ids(SENTENCES, device)[choice]  # (batch, num_slots + 1, 2, 6)
     beginning = sentences[:, 0].flatten(1)[:, SLOT_TOKENS - beginning_tokens :].clone()
     beginning[:, 0] = TOKEN_IDS["<bos>"]
     return beginning, sentences[:, 1:].contiguous()
@@ -137,8 +137,8 @@ def draw_records(batch: int, count: int, generator: torch.Generator) -> Tensor:
 
 def draw_short_sentences(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Draw short sentences independently: int64 of shape ``(*shape, 6)``."""
-    choice = torch.randint(len(_SHORT_IDS), shape, generator=generator, device=generator.device)
-    return _SHORT_IDS.to(generator.device)[choice]
+    choice = torch.randint(len(SHORT_SENTENCES), shape, generator=generator, device=generator.device)
+    return _sentence_ids(SHORT_SENTENCES, generator.device)[choice].squeeze(-2)
 
 
 def make_prompt(prompt_tokens: int, num_needles: int = 1, num_queries: int = 1, seed: int = 0) -> Prompt:

@@ -1,6 +1,7 @@
 """The retriever's vocabulary of haystack words, keys and values, and its tokenizer."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -67,8 +68,13 @@ FIRST_KEY = TOKEN_IDS["k0"]
 FIRST_VALUE = TOKEN_IDS["v0"]
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(tokens: Sequence[str] = TOKENS) -> Tokenizer:
     """Make a tokenizer with one token per word, split at white space and punctuation; ``decode`` joins with spaces.
+
+    Parameters
+    ----------
+    tokens : sequence of str
+        Every token, in the order of its id. Default: the retriever's.
 
     Returns
     -------
@@ -80,13 +86,13 @@ def make_tokenizer() -> Tokenizer:
     >>> make_tokenizer().encode("<bos> KEY k17 v301 v4 v4095 v12 .").tokens
     ['<bos>', 'KEY', 'k17', 'v301', 'v4', 'v4095', 'v12', '.']
     """
-    tokenizer = Tokenizer(WordLevel(TOKEN_IDS, unk_token="<unk>"))
+    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
 
 
-def save_tokenizer(folder: Path, max_tokens: int) -> None:
+def save_tokenizer(folder: Path, max_tokens: int, tokens: Sequence[str] = TOKENS) -> None:
     """Write ``tokenizer.json`` and the ``tokenizer_config.json`` that lets ``AutoTokenizer`` read it.
 
     Parameters
@@ -95,8 +101,10 @@ def save_tokenizer(folder: Path, max_tokens: int) -> None:
         An existing folder.
     max_tokens : int
         The longest prompt the model's configuration allows, in tokens.
+    tokens : sequence of str
+        Every token, in the order of its id. Default: the retriever's.
     """
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    make_tokenizer(tokens).save(str(folder / "tokenizer.json"))
     options = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": "<pad>",

@@ -1,0 +1,1 @@
+"""A trained model that answers RULER's task types, with its training."""

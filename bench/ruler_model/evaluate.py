@@ -1,0 +1,112 @@
+"""Measure the model with dense attention: ``python -m bench.ruler_model.evaluate --out FILE.jsonl``.
+
+Writes a line of JSON for each task and length as it goes, and goes on where an earlier run stopped; then prints the table.
+An answer is right if all its tokens are; ``parts`` is the share of right tokens.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bench.ruler_model.answers import greedy
+from bench.ruler_model.prompts import TASKS, make_prompts
+
+BATCH_TOKENS = 131072
+MODEL = Path(__file__).parent / "model"
+FIRST_SEED = 50_000
+
+
+def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Return the 95% interval of a share.
+
+    Example
+    -------
+    >>> [round(end, 3) for end in wilson(8, 10)]
+    [0.49, 0.943]
+    """
+    share, extra = right / count, z * z / count
+    middle = (share + extra / 2) / (1 + extra)
+    half = z * math.sqrt(share * (1 - share) / count + extra / (4 * count)) / (1 + extra)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def measure(model: PreTrainedModel, task: str, num_tokens: int, count: int) -> dict[str, Any]:
+    """Return the figures of one task and length, about 131,072 tokens at a time.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    task : str
+    num_tokens, count : int
+        Tokens of a prompt; prompts.
+    """
+    rows, right, parts, tokens = max(1, BATCH_TOKENS // num_tokens), 0, 0, 0
+    start = time.monotonic()
+    for done in range(0, count, rows):
+        prompts = make_prompts(task, num_tokens, min(rows, count - done), FIRST_SEED + done, model.device)
+        answer_tokens = prompts.answers.shape[1]
+        found = prompts.parts_right(greedy(model, prompts.token_ids, answer_tokens))
+        right += int((found == answer_tokens).sum())
+        parts += int(found.sum())
+        tokens += prompts.answers.numel()
+    interval = [round(end, 4) for end in wilson(right, count)]
+    seconds = round(time.monotonic() - start, 2)
+    return {"right": right, "prompts": count, "interval": interval, "parts": round(parts / tokens, 4), "seconds": seconds}
+
+
+def rows_of(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the measurements of a file by task and length."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
+    return {(row["task"], row["tokens"]): row for row in map(json.loads, lines) if "task" in row}
+
+
+def table(found: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
+    """Return the lines of a table of tasks by lengths: the share of right answers and its interval."""
+    lengths = sorted({tokens for _, tokens in found})
+    lines = ["| task | " + " | ".join(f"{tokens:,}" for tokens in lengths) + " |", "| --- " * (len(lengths) + 1) + "|"]
+    for task in TASKS:
+        cells = []
+        for row in (found.get((task, tokens)) for tokens in lengths):
+            low, high = row["interval"] if row else (0.0, 0.0)
+            cells.append(f"{row['right'] / row['prompts']:.1%} [{100 * low:.0f}, {100 * high:.0f}]" if row else "-")
+        lines.append(f"| {task} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure what the file lacks, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model")
+    parser.add_argument("--lengths", default="4096,8192,16384,32768,65536", help="prompt lengths in tokens")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--prompts", type=int, default=128, help="per task and length")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no new measurement after that")
+    parser.add_argument("--out", type=Path, help="JSON lines are added to it")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+
+    stop = time.monotonic() + 60 * options.minutes
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    found = rows_of(options.out)
+    for num_tokens in (int(length) for length in options.lengths.split(",")):
+        for task in options.tasks.split(","):
+            if (task, num_tokens) in found or time.monotonic() > stop:
+                continue
+            row = {"task": task, "tokens": num_tokens} | measure(model, task, num_tokens, options.prompts)
+            found[task, num_tokens] = row
+            print(json.dumps(row), flush=True)
+            if options.out:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()

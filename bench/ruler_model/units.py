@@ -1,0 +1,215 @@
+"""Records of the lookup tasks, and questions about them.
+
+Records come in units of four of one kind. Every record has 6 tokens, every question with its answer 6 or 12:
+
+==========  ========================  ===============================  ==========================================
+kind        a unit's four records     a question                       its answer
+==========  ========================  ===============================  ==========================================
+needles     ``KEY k v v v v``         ``QUERY k``                      the four values of the record
+(needles)   four keys                 ``ASK k k k k``                  the first value of each record, in that order
+many        ``MANY k v in town .``    ``ALL k``                        the four values of the key, in any order
+chain       ``SET v w in town .``     ``TRACK v``                      the four variables that follow, link by link
+facts       ``FACT s r v v .``        ``WHO s r``                      the two values of that subject and relation
+==========  ========================  ===============================  ==========================================
+
+Facts of a unit are two subjects by two relations, the relations are shared by all units: neither subject nor relation finds
+the record alone. No key, subject, value or variable occurs in two records of a row, save those that a unit shares.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.ruler_model.vocabulary import FIRST_KEY, FIRST_VALUE, NUM_KEYS, NUM_VALUES, TOKEN_IDS
+
+NEEDLES, MANY, CHAIN, FACTS = range(4)
+PARTS = 4
+NUM_RELATIONS = 16
+MAX_UNITS = 200
+RECORD_TOKENS = 6
+# of a question and its answer, and where the token before the first answer token stands
+LONG_TOKENS, LONG_FIRST, SHORT_FIRST = 12, 4, 1
+_VALUES_OF_UNIT = 20
+
+
+@dataclass(frozen=True)
+class Units:
+    """Units of four records.
+
+    Attributes
+    ----------
+    kind : Tensor, (batch, count), int64
+        ``NEEDLES``, ``MANY``, ``CHAIN`` or ``FACTS``.
+    keys : Tensor, (batch, count, 4), int64
+    relations : Tensor, (batch, count, 2), int64
+    values : Tensor, (batch, count, 20), int64
+        Tokens that the records are made of.
+    """
+
+    kind: Tensor
+    keys: Tensor
+    relations: Tensor
+    values: Tensor
+
+    def records(self) -> Tensor:
+        """Return the records, (batch, count, 4, 6) int64."""
+        part = torch.arange(PARTS, device=self.kind.device)
+        shape = (*self.kind.shape, PARTS)
+        values = self.values
+        tail = _words(shape, self.kind.device)
+        firsts = [_marker(name, shape, self.kind.device) for name in ("KEY", "MANY", "SET", "FACT")]
+        one_key = self.keys[..., :1].expand(shape)
+        stop = tail[..., 2:]
+        records = torch.stack(
+            [
+                _join(firsts[0], self.keys, values[..., :16].unflatten(-1, (4, 4))),
+                _join(firsts[1], one_key, values[..., :4], tail),
+                _join(firsts[2], values[..., :4], values[..., 1:5], tail),
+                _join(
+                    firsts[3],
+                    self.keys[..., part // 2],
+                    self.relations[..., part % 2],
+                    values[..., :8].unflatten(-1, (4, 2)),
+                    stop,
+                ),
+            ],
+            dim=2,
+        )
+        return _choose(records, self.kind)
+
+    def take(self, index: Tensor) -> "Units":
+        """Return the units ``index``, (batch, questions), of each row."""
+        parts = (self.kind, self.keys, self.relations, self.values)
+        return Units(*(_take(part, index) for part in parts))
+
+
+def draw_units(batch: int, count: int, kind: Tensor, generator: torch.Generator) -> Units:
+    """Draw ``count`` units a row, at most 200, of the kinds (batch, count)."""
+    device = generator.device
+    order = torch.rand(batch, NUM_KEYS - NUM_RELATIONS, generator=generator, device=device).argsort(1)
+    keys = FIRST_KEY + NUM_RELATIONS + order[:, : PARTS * count].unflatten(1, (count, PARTS))
+    order = torch.rand(batch, NUM_VALUES, generator=generator, device=device).argsort(1)
+    values = FIRST_VALUE + order[:, : _VALUES_OF_UNIT * count].unflatten(1, (count, _VALUES_OF_UNIT))
+    first = torch.randint(NUM_RELATIONS, (batch, count), generator=generator, device=device)
+    step = torch.randint(1, NUM_RELATIONS, (batch, count), generator=generator, device=device)
+    relations = FIRST_KEY + torch.stack([first, (first + step) % NUM_RELATIONS], dim=-1)
+    return Units(kind, keys, relations, values)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions with their answers, one for each of (batch, count) units.
+
+    Attributes
+    ----------
+    token_ids : Tensor, (batch, count, 6), int64
+        A short question and its answer.
+    targets : Tensor, (batch, count, 4, 4), int64
+        For tokens 2 to 5 the tokens that are right there, padded with -1.
+    is_answer : Tensor, (batch, count, 4), bool
+        Which of these tokens are of the answer.
+    """
+
+    token_ids: Tensor
+    targets: Tensor
+    is_answer: Tensor
+
+
+def short_questions(units: Units, part: Tensor, generator: torch.Generator) -> Questions:
+    """Ask about record ``part``, (batch, count), of each unit, or about the whole unit where it is ``MANY`` or ``CHAIN``."""
+    shape, device = part.shape, part.device
+    markers = [_marker(name, shape, device) for name in ("QUERY", "ALL", "TRACK", "WHO")]
+    values = units.values
+    own_key = _take_last(units.keys, part)
+    own_values = _take(values[..., :16].unflatten(-1, (4, 4)).flatten(0, 1), part.flatten()[:, None])[:, 0].view(*shape, 4)
+    pair = _take(values[..., :8].unflatten(-1, (4, 2)).flatten(0, 1), part.flatten()[:, None])[:, 0].view(*shape, 2)
+    order = torch.rand(*shape, PARTS, generator=generator, device=device).argsort(-1)
+    shuffled = values[..., :4].gather(-1, order)
+    stop = _words((*shape,), device)[..., 2:]
+    asked = torch.stack(
+        [
+            _join(markers[0], own_key, own_values),
+            _join(markers[1], units.keys[..., 0], shuffled),
+            _join(markers[2], values[..., 0], values[..., 1:5]),
+            _join(markers[3], _take_last(units.keys, part // 2), _take_last(units.relations, part % 2), pair, stop),
+        ],
+        dim=2,
+    )
+    token_ids = _choose(asked, units.kind)
+    targets = targets_of(token_ids[..., 2:], (units.kind == MANY)[..., None])
+    step = torch.arange(4, device=device)
+    inner = (step > 0) & (step < 3)
+    is_answer = inner | (units.kind != FACTS)[..., None]
+    return Questions(token_ids, targets, is_answer)
+
+
+def long_questions(units: Units, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Ask for the four keys of each unit of needles at once.
+
+    Returns
+    -------
+    token_ids : Tensor, (batch, count, 12), int64
+    targets : Tensor, (batch, count, 4, 4), int64
+        For tokens 5 to 8, the answer.
+    """
+    shape, device = units.kind.shape, units.kind.device
+    order = torch.rand(*shape, PARTS, generator=generator, device=device).argsort(-1)
+    answers = units.values[..., 0:16:4].gather(-1, order)
+    token_ids = _join(_marker("ASK", shape, device), units.keys.gather(-1, order), answers, _words(shape, device))
+    return token_ids, targets_of(answers, torch.zeros((*shape, 1), dtype=torch.bool, device=device))
+
+
+def targets_of(answers: Tensor, in_any_order: Tensor) -> Tensor:
+    """Return which tokens are right at each step: the next one, or any that has not been said.
+
+    Parameters
+    ----------
+    answers : Tensor, (..., 4), int64
+    in_any_order : Tensor, bool
+        Broadcast to ``answers``.
+
+    Returns
+    -------
+    Tensor, (..., 4, 4), int64
+        At step ``i`` the first is ``answers[i]``; -1 where there is no further one.
+    """
+    step = torch.arange(4, device=answers.device)
+    later = step[:, None] + step
+    targets = answers[..., later.clamp(max=3)]
+    return targets.where((later < 4) & (in_any_order[..., None] | (step == 0)), -1)
+
+
+def _words(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return _word_ids(device).expand(*shape, 3)
+
+
+@functools.cache
+def _word_ids(device: torch.device) -> Tensor:
+    return torch.tensor([TOKEN_IDS[word] for word in ("in", "town", ".")], device=device)
+
+
+def _marker(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.full(shape, TOKEN_IDS[name], device=device)
+
+
+def _join(*parts: Tensor) -> Tensor:
+    most = max(part.ndim for part in parts)
+    return torch.cat([part if part.ndim == most else part[..., None] for part in parts], dim=-1)
+
+
+def _choose(parts: Tensor, kind: Tensor) -> Tensor:
+    """Return ``parts[b, u, kind[b, u]]``."""
+    index = kind.view(*kind.shape, *[1] * (parts.ndim - 2)).expand(*kind.shape, 1, *parts.shape[3:])
+    return parts.gather(2, index).squeeze(2)
+
+
+def _take(values: Tensor, index: Tensor) -> Tensor:
+    """Return ``values[b, index[b, q]]``."""
+    shape = values.shape[2:]
+    return values.gather(1, index.view(*index.shape, *[1] * len(shape)).expand(*index.shape, *shape))
+
+
+def _take_last(values: Tensor, index: Tensor) -> Tensor:
+    return values.gather(-1, index[..., None])[..., 0]
