@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from flexmask.flex.run import run_flex_attention
 from flexmask.plain.block_lists import block_lists
 
 _BLOCK = 128  # FlexAttention's default, which its tiles divide
-_MOST_PAIRS = 2**24  # of blocks in one call: 256 MiB of lists, half a million tokens
+# blocks of rows and of keys that one call copies, 128 thousand tokens: what fills up the blocks of short sequences is memory too
+_MOST_BLOCKS = 1024
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -99,13 +101,20 @@ def attention_in_one_call(
     if inputs.wants_gradients():
         mask = with_gradients(mask)
     out, lse = run_flex_attention(aligned.with_fields(window=None), mask, kernel, return_lse)
-    results: list[Result] = []
-    first = 0
-    for segment in segments:
-        own = slice(first, first + segment.q_len)
-        results.append((out[:, :, own], None if lse is None else lse[:, :, own]))
-        first += -(-segment.q_len // _BLOCK) * _BLOCK
-    return results
+    # a copy of the sequences' own rows, so that nobody keeps the rows that fill up their blocks
+    lengths = [segment.q_len for segment in segments]
+    own = _own_rows(lengths, out.device)
+    outs = out.index_select(2, own).split(lengths, 2)
+    lses = [None] * len(segments) if lse is None else lse.index_select(2, own).split(lengths, 2)
+    return list(zip(outs, lses, strict=True))
+
+
+def _own_rows(lengths: list[int], device: torch.device) -> Tensor:
+    """Places of the sequences' rows, one after the other, among rows that are filled up to whole blocks."""
+    filled_before = [0, *itertools.accumulate(-length % _BLOCK for length in lengths)][:-1]
+    table = _on_device([filled_before, lengths], device)
+    total = sum(lengths)
+    return torch.arange(total, device=device) + table[0].repeat_interleave(table[1], output_size=total)
 
 
 def _is_recorded() -> bool:
@@ -131,8 +140,13 @@ def _table(segments: list[Segment], device: torch.device) -> _Blocks:
             rows.append((segment.query.start + start, segment.query.stop, position + start, first + segment.kv_len, first))
         for start in range(0, segment.kv_len, _BLOCK):
             keys.append((segment.key.start + start, segment.key.stop, 0, 0, 0))
-    table = torch.tensor([*rows, *keys], dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    table = _on_device([*rows, *keys], device)
     return _Blocks(table[: len(rows), :4], table[len(rows) :, :2], table[: len(rows), 4])
+
+
+def _on_device(table: list[Any], device: torch.device) -> Tensor:
+    """The table in int32, without a wait."""
+    return torch.tensor(table, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _mask(blocks: _Blocks, window: int | None) -> BlockMask:
@@ -163,14 +177,14 @@ def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
 
 
 def _calls(segments: list[Segment]) -> list[list[Segment]]:
-    """Segments by call, so that the lists of each stay within `_MOST_PAIRS`, unless one segment alone exceeds it."""
+    """Segments by call, so that each copies no more than `_MOST_BLOCKS`, unless one segment alone exceeds that."""
     calls: list[list[Segment]] = []
-    q_blocks = kv_blocks = 0
+    blocks = 0
     for segment in segments:
-        more = (-(-segment.q_len // _BLOCK), -(-segment.kv_len // _BLOCK))
-        if not calls or (q_blocks + more[0]) * (kv_blocks + more[1]) > _MOST_PAIRS:
+        more = -(-segment.q_len // _BLOCK) + -(-segment.kv_len // _BLOCK)
+        if not calls or blocks + more > _MOST_BLOCKS:
             calls.append([])
-            q_blocks = kv_blocks = 0
+            blocks = 0
         calls[-1].append(segment)
-        q_blocks, kv_blocks = q_blocks + more[0], kv_blocks + more[1]
+        blocks += more
     return calls

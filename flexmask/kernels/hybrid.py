@@ -12,7 +12,7 @@ from flexmask.base.visibility import block_visibility, token_validity
 from flexmask.config import FlexPrefillConfig
 from flexmask.kernels.block_lists import block_lists
 from flexmask.kernels.last_rows import last_rows_lines
-from flexmask.kernels.pooling import block_means, split_means
+from flexmask.kernels.pooling import split_means
 from flexmask.kernels.representative import block_sums, packed_rows
 from flexmask.kernels.row_evidence import row_blocks, row_coverage
 from flexmask.kernels.vertical_slash import kept_mass, line_mass, row_norms
@@ -39,9 +39,8 @@ def search(
     lines = last_rows_lines(line_mass(sums, norms, packed, edges.candidates, largest=True), gamma, config)
 
     # all rows: their attention to the means of the key blocks, and the blocks kept of it
-    means = block_means(inputs.key, None if tokens.filled else tokens.key_valid, None, block_size)
-    halves = split_means(means, inputs.query.dtype)
-    blocks = row_blocks(inputs, halves, tokens, edges, gamma, config)
+    means = split_means(inputs.key, None if tokens.filled else tokens.key_valid, block_size)
+    blocks = row_blocks(inputs, means, tokens, edges, gamma, config)
 
     *lists, keep = block_lists(lines, blocks, seen_edges, inputs, block_size, with_keep)
     if not with_stats:
@@ -55,6 +54,6 @@ def search(
         lines.number[0].clone(),  # an operator's results must not share memory
         lines.number[1].clone(),
         kept_mass(keep, rows, sums, norms, block_size) / rows.taken.sum(-1).clamp(min=1)[:, None],
-        row_coverage(inputs, halves, tokens, edges, keep, config),
+        row_coverage(inputs, means, tokens, edges, keep, config),
     )
     return SearchResult(BlockLists(*lists), keep, stats)

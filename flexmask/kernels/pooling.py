@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask._torch import computed_once
 from flexmask.base.visibility import num_blocks
 
 # bits of a float32 that the dtype holds as well
@@ -19,7 +18,8 @@ def _means_kernel(
     tokens,  # (batch, heads, length, head_dim), any strides
     valid,  # (batch or 1, length) int8, read if HAS_VALID
     wanted,  # (batch, heads) bool, read if HAS_WANTED
-    means,  # (batch, heads, num_blocks, head_dim) float32
+    means,  # (batch, heads, num_blocks, head_dim) float32; of tokens' dtype, and only the first digits, if SPLIT
+    low_means,  # the rest of the means, written if SPLIT
     stride_batch,
     stride_head,
     stride_token,
@@ -34,6 +34,8 @@ def _means_kernel(
     TILE: tl.constexpr,
     HAS_VALID: tl.constexpr,
     HAS_WANTED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FIRST_DIGITS: tl.constexpr,
 ):
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -59,7 +61,12 @@ def _means_kernel(
             total += tl.sum(x.to(tl.float32), 0)
             count += tl.sum(present.to(tl.int32), 0)
         total = total / tl.maximum(count, 1).to(tl.float32)
-        tl.store(means + (head * blocks + block) * HEAD_DIM + dims, total, mask=dims < HEAD_DIM)
+        place = (head * blocks + block) * HEAD_DIM + dims
+        if SPLIT:
+            high = (total.to(tl.int32, bitcast=True) & FIRST_DIGITS).to(tl.float32, bitcast=True)
+            tl.store(low_means + place, (total - high).to(low_means.dtype.element_ty), mask=dims < HEAD_DIM)
+            total = high
+        tl.store(means + place, total.to(means.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_size: int) -> Tensor:
@@ -82,13 +89,38 @@ def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_si
         (batch, heads, num_blocks, head_dim) float32.
     """
     batch, heads, length, head_dim = x.shape
-    blocks = num_blocks(length, block_size)
-    means = x.new_empty((batch, heads, blocks, head_dim), dtype=torch.float32)
+    means = x.new_empty((batch, heads, num_blocks(length, block_size), head_dim), dtype=torch.float32)
+    _launch(x, valid, wanted, means, None, block_size)
+    return means
+
+
+def split_means(x: Tensor, valid: Tensor | None, block_size: int) -> tuple[Tensor, Tensor]:
+    """Block means as the kernel of the row evidence multiplies them.
+
+    In float16 and bfloat16 a mean is the sum of two halves, its first digits and the rest, which hold twice the digits; in
+    float32 both tensors are the means. The arguments are those of `block_means`.
+    """
+    if x.dtype == torch.float32:
+        means = block_means(x, valid, None, block_size)
+        return means, means
+    batch, heads, length, head_dim = x.shape
+    shape = (batch, heads, num_blocks(length, block_size), head_dim)
+    means, low_means = x.new_empty(shape), x.new_empty(shape)
+    _launch(x, valid, None, means, low_means, block_size)
+    return means, low_means
+
+
+def _launch(
+    x: Tensor, valid: Tensor | None, wanted: Tensor | None, means: Tensor, low_means: Tensor | None, block_size: int
+) -> None:
+    batch, heads, blocks, head_dim = means.shape
+    length = x.shape[2]
     _means_kernel[(blocks, batch * heads)](
         x,
         means if valid is None else valid.to(torch.int8).contiguous(),
         means if wanted is None else wanted,
         means,
+        means if low_means is None else low_means,
         *x.stride(),
         0 if valid is None or valid.shape[0] == 1 else length,
         heads,
@@ -100,17 +132,7 @@ def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_si
         TILE=min(32, block_size & -block_size),
         HAS_VALID=valid is not None,
         HAS_WANTED=wanted is not None,
+        SPLIT=low_means is not None,
+        FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1),
         num_warps=1,
     )
-    return means
-
-
-def split_means(means: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Key means as the kernel multiplies them: in float16 and bfloat16 a mean and the rest of it, which hold twice the digits.
-
-    The first digits are cut off bit by bit: Inductor leaves out a rounding to half precision whose result goes on in float32.
-    """
-    if dtype == torch.float32:
-        return means, means
-    high = (means.view(torch.int32) & _FIRST_DIGITS[dtype]).view(torch.float32)
-    return computed_once(high.to(dtype)), computed_once((means - high).to(dtype))

@@ -113,63 +113,71 @@ def _block_sums_kernel(
     )
     keys = key + batch.to(tl.int64) * key_stride_batch + kv_head.to(tl.int64) * key_stride_head
 
+    # a key block in parts, each of which rescales the sums of those before it
+    PARTS: tl.constexpr = BLOCK_SIZE // KEYS
     first_block = tl.program_id(1) * BLOCKS_PER_PROGRAM
+    last_block = tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_kv_blocks)
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    by_phase = tl.zeros([TILE], tl.float32)
+    after = tl.zeros([TILE], tl.float32)
     chunk_highest = tl.full([TILE], float("-inf"), tl.float32)
     chunk_total = tl.zeros([TILE], tl.float32)
-    for block in range(first_block, tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_kv_blocks)):
-        highest = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        by_phase = tl.zeros([TILE], tl.float32)
-        after = tl.zeros([TILE], tl.float32)
-        for start in tl.static_range(0, BLOCK_SIZE, KEYS):
-            key_phase = start + tl.arange(0, KEYS)
-            column = block * BLOCK_SIZE + key_phase
-            k = tl.load(
-                keys + column[None, :].to(tl.int64) * key_stride_token + dims[:, None].to(tl.int64) * key_stride_dim,
-                mask=(column[None, :] < kv_len) & (dims[:, None] < HEAD_DIM),
-                other=0.0,
-            )
-            score = tl.dot(q, k, input_precision="ieee")
-            if HAS_SOFTCAP:
-                score = soft_capped(score * scale, softcap)
-            if ((block + 1) * BLOCK_SIZE > lowest_position) | some_not_taken | PADDED | HAS_WINDOW:
-                # what stands in keys that are not valid does not matter, NaN included
-                distance = row_position[:, None] - column[None, :]
-                visible = (distance >= 0) & (column < filled)[None, :] & row_taken[:, None]
-                if HAS_WINDOW:
-                    visible = visible & (distance < window)
-                if PADDED:
-                    valid = tl.load(key_valid + batch.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0) != 0
-                    visible = visible & valid[None, :]
-                score = tl.where(visible, score, float("-inf"))
-            higher = tl.maximum(highest, tl.max(score, 1) * to_log2)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink = tl.exp2(highest - base)
-            weight = tl.exp2(score * to_log2 - base[:, None])
-            phase = key_phase[None, :].to(tl.float32)
-            total = total * shrink + tl.sum(weight, 1)
-            by_phase = by_phase * shrink + tl.sum(weight * phase, 1)
-            after = after * shrink + tl.sum(weight * tl.maximum(row_phase[:, None] - phase, 0.0), 1)
-            highest = higher
-        # the mean lead is after - before
-        before = tl.maximum(after - (row_phase * total - by_phase), 0.0)
-        place = ((head * num_kv_blocks + block) * BLOCK_SIZE + slot) * 4
-        if ONE_STORE:
-            # of four stores, each would convert the layout of its values
-            four = tl.join(tl.join(highest, after / BLOCK_SIZE), tl.join(total, before / BLOCK_SIZE))
-            tl.store(
-                sums + place[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
-                four,
-            )
-        else:
-            tl.store(sums + place, highest)
-            tl.store(sums + place + 1, total)
-            tl.store(sums + place + 2, after / BLOCK_SIZE)
-            tl.store(sums + place + 3, before / BLOCK_SIZE)
-        higher = tl.maximum(chunk_highest, highest)
+    for part in range(first_block * PARTS, last_block * PARTS):
+        block = part // PARTS
+        key_phase = (part % PARTS) * KEYS + tl.arange(0, KEYS)
+        column = block * BLOCK_SIZE + key_phase
+        k = tl.load(
+            keys + column[None, :].to(tl.int64) * key_stride_token + dims[:, None].to(tl.int64) * key_stride_dim,
+            mask=(column[None, :] < kv_len) & (dims[:, None] < HEAD_DIM),
+            other=0.0,
+        )
+        score = tl.dot(q, k, input_precision="ieee")
+        if HAS_SOFTCAP:
+            score = soft_capped(score * scale, softcap)
+        if ((block + 1) * BLOCK_SIZE > lowest_position) | some_not_taken | PADDED | HAS_WINDOW:
+            # what stands in keys that are not valid does not matter, NaN included
+            distance = row_position[:, None] - column[None, :]
+            visible = (distance >= 0) & (column < filled)[None, :] & row_taken[:, None]
+            if HAS_WINDOW:
+                visible = visible & (distance < window)
+            if PADDED:
+                valid = tl.load(key_valid + batch.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0) != 0
+                visible = visible & valid[None, :]
+            score = tl.where(visible, score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, 1) * to_log2)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        chunk_total = chunk_total * tl.exp2(chunk_highest - base) + total * tl.exp2(highest - base)
-        chunk_highest = higher
+        shrink = tl.exp2(highest - base)
+        weight = tl.exp2(score * to_log2 - base[:, None])
+        phase = key_phase[None, :].to(tl.float32)
+        total = total * shrink + tl.sum(weight, 1)
+        by_phase = by_phase * shrink + tl.sum(weight * phase, 1)
+        after = after * shrink + tl.sum(weight * tl.maximum(row_phase[:, None] - phase, 0.0), 1)
+        highest = higher
+        if part % PARTS == PARTS - 1:
+            # the mean lead is after - before
+            before = tl.maximum(after - (row_phase * total - by_phase), 0.0)
+            place = ((head * num_kv_blocks + block) * BLOCK_SIZE + slot) * 4
+            if ONE_STORE:
+                # of four stores, each would convert the layout of its values
+                four = tl.join(tl.join(highest, after / BLOCK_SIZE), tl.join(total, before / BLOCK_SIZE))
+                tl.store(
+                    sums + place[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
+                    four,
+                )
+            else:
+                tl.store(sums + place, highest)
+                tl.store(sums + place + 1, total)
+                tl.store(sums + place + 2, after / BLOCK_SIZE)
+                tl.store(sums + place + 3, before / BLOCK_SIZE)
+            higher = tl.maximum(chunk_highest, highest)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            chunk_total = chunk_total * tl.exp2(chunk_highest - base) + total * tl.exp2(highest - base)
+            chunk_highest = higher
+            highest = tl.full([TILE], float("-inf"), tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+            by_phase = tl.zeros([TILE], tl.float32)
+            after = tl.zeros([TILE], tl.float32)
     place = ((head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_SIZE + slot) * 2
     if ONE_STORE:
         tl.store(chunks + place[:, None] + tl.arange(0, 2)[None, :], tl.join(chunk_highest, chunk_total))
@@ -178,18 +186,17 @@ def _block_sums_kernel(
         tl.store(chunks + place + 1, chunk_total)
 
 
-def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int) -> int:
-    """Stages of the loop over key blocks: three, or as many as fit into shared memory.
+def _pipeline_stages(keys: int, tile: int, padded_dim: int, itemsize: int) -> int:
+    """Stages of the loop over tiles of keys: three, or as many as fit into shared memory; every stage but one takes a tile.
 
-    The loop over the tiles of a key block is unrolled, and Triton buffers each of its loads apart: every stage but one takes the
-    keys of a whole block. The number of stages changes no result, so that one rule does for all GPUs of a kind.
+    The number of stages changes no result, so that one rule does for all GPUs of a kind.
     """
     if torch.version.hip is not None:
         return 1  # 64 KiB of shared memory
     row = padded_dim * itemsize
     buffered = _SHARED_MEMORY - 2048 - tile * row
-    # by comparisons: block_size may be symbolic in a trace, and the number of stages must not be
-    return 3 if 2 * block_size * row <= buffered else 2 if block_size * row <= buffered else 1
+    # by comparisons: keys may be symbolic in a trace, and the number of stages must not be
+    return 3 if 2 * keys * row <= buffered else 2 if keys * row <= buffered else 1
 
 
 def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, block_size: int) -> BlockSums:
@@ -213,7 +220,7 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
     num_chunks = triton.cdiv(blocks, BLOCKS_PER_PROGRAM)
     chunks = query.new_empty(batch * num_heads * num_chunks * block_size * 2, dtype=torch.float32)
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    padded_dim, keys = max(16, triton.next_power_of_2(head_dim)), min(64, tile)
     grid = (groups * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
         query,
@@ -236,7 +243,7 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
         PADDED_DIM=padded_dim,
         BLOCK_SIZE=block_size,
         TILE=tile,
-        KEYS=min(64, tile),
+        KEYS=keys,
         GROUPS=groups,
         BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM,
         HAS_SOFTCAP=softcap is not None,
@@ -245,6 +252,6 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
         # Triton's layouts of matrix products on RDNA GPUs do not convert to that of the joined values
         ONE_STORE=torch.version.hip is None,
         num_warps=8 if tile == 128 else 4,
-        num_stages=_pipeline_stages(block_size, tile, padded_dim, query.element_size()),
+        num_stages=_pipeline_stages(keys, tile, padded_dim, query.element_size()),
     )
     return BlockSums(sums, chunks)

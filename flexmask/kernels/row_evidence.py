@@ -28,10 +28,14 @@ _COLUMNS = 32
 
 @triton.jit
 def _scores(
-    q, means, low_means, columns, last_valid_keys, counts, positions, taken, dims, num_kv_blocks, max_distance, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_HALF: tl.constexpr, HAS_TF32: tl.constexpr,
+    q, means, low_means, columns, at_edge, last_valid_keys, counts, positions, taken, dims, num_kv_blocks, max_distance, scale,
+    softcap, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_HALF: tl.constexpr,
+    HAS_TF32: tl.constexpr,
 ):  # fmt: skip
-    """Scores of rows with key means in powers of two, weighed by the number of keys; -inf where a row sees nothing."""
+    """Scores of rows with key means in powers of two, weighed by the number of keys; -inf where a row sees nothing.
+
+    Most tiles are not `at_edge`: every row sees all of their key blocks, which are whole.
+    """
     exists = columns < num_kv_blocks
     place = columns[None, :] * HEAD_DIM + dims[:, None]
     there = exists[None, :] & (dims < HEAD_DIM)[:, None]
@@ -44,12 +48,16 @@ def _scores(
     score *= scale
     if HAS_SOFTCAP:
         score = soft_capped(score, softcap)
-    last_valid_key = tl.load(last_valid_keys + columns, mask=exists, other=0)[None, :]
-    count = tl.load(counts + columns, mask=exists, other=0)
-    score = score * 1.4426950408889634 + tl.log2(tl.maximum(count, 1).to(tl.float32))[None, :]
-    own = (positions // BLOCK_SIZE)[:, None]
-    sees = (columns[None, :] == own) | ((columns[None, :] < own) & (positions[:, None] - last_valid_key < max_distance))
-    return tl.where(sees & taken[:, None] & exists[None, :], score, float("-inf"))
+    weight = tl.log2((columns * 0 + BLOCK_SIZE).to(tl.float32))
+    if at_edge:
+        weight = tl.log2(tl.maximum(tl.load(counts + columns, mask=exists, other=0), 1).to(tl.float32))
+    score = score * 1.4426950408889634 + weight[None, :]
+    if at_edge:
+        last_valid_key = tl.load(last_valid_keys + columns, mask=exists, other=0)[None, :]
+        own = (positions // BLOCK_SIZE)[:, None]
+        sees = (columns[None, :] == own) | ((columns[None, :] < own) & (positions[:, None] - last_valid_key < max_distance))
+        score = tl.where(sees & taken[:, None] & exists[None, :], score, float("-inf"))
+    return score
 
 
 @triton.jit
@@ -135,14 +143,21 @@ def _evidence_kernel(
     row_to = tl.where(here, tl.load(row_edges + q_block, mask=here, other=0) // BLOCK_SIZE + 1, 0)
     at = (key_head * GROUPS + group_head) * num_q_blocks + q_block
     to = tl.max(row_to, 0)
-    begin = tl.maximum(tl.load(row_edges + rows_stride + first_q_block) - max_distance, 0) // BLOCK_SIZE
+    first_row = tl.load(row_edges + rows_stride + first_q_block)
+    begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
+    # key blocks before this one are whole, and every row here stands behind them
+    inner_to = first_row // BLOCK_SIZE
+    if PADDED | (tl.min((taken | (group_head_of >= GROUPS)).to(tl.int32), 0) == 0):
+        inner_to = 0
+    last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
 
     highest = tl.full([LINES * ROWS], float("-inf"), tl.float32)
     total = tl.zeros([LINES * ROWS], tl.float32)
     for start in range(begin, to, COLUMNS):
+        at_edge = (start + COLUMNS > inner_to) | (last_row - start * BLOCK_SIZE >= max_distance)
         score = _scores(
-            q, mean_rows, low_mean_rows, start + tl.arange(0, COLUMNS), key_edges, key_edges + 2 * keys_stride, positions,
-            taken, dims, num_kv_blocks, max_distance, scale, softcap,
+            q, mean_rows, low_mean_rows, start + tl.arange(0, COLUMNS), at_edge, key_edges, key_edges + 2 * keys_stride,
+            positions, taken, dims, num_kv_blocks, max_distance, scale, softcap,
             HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, IS_HALF=IS_HALF, HAS_TF32=HAS_TF32,
         )  # fmt: skip
         higher = tl.maximum(highest, tl.max(score, 1))
@@ -162,9 +177,10 @@ def _evidence_kernel(
     # the products once more: cheaper than to write the scores and read them back
     for start in range(begin, to, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
+        at_edge = (start + COLUMNS > inner_to) | (last_row - start * BLOCK_SIZE >= max_distance)
         score = _scores(
-            q, mean_rows, low_mean_rows, columns, key_edges, key_edges + 2 * keys_stride, positions,
-            taken, dims, num_kv_blocks, max_distance, scale, softcap,
+            q, mean_rows, low_mean_rows, columns, at_edge, key_edges, key_edges + 2 * keys_stride,
+            positions, taken, dims, num_kv_blocks, max_distance, scale, softcap,
             HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, IS_HALF=IS_HALF, HAS_TF32=HAS_TF32,
         )  # fmt: skip
         p = tl.exp2(score - base[:, None]) * factor[:, None]

@@ -57,17 +57,29 @@ def test_one_call_for_all_dense_sequences_is_dense_attention(device, scores):
     assert_close(out, torch.cat(expected, 2)[0].transpose(0, 1))
 
 
-def test_calls_are_cut_where_their_lists_would_grow(monkeypatch):
-    monkeypatch.setattr("flexmask.flex.packed._MOST_PAIRS", 12)
+def test_calls_are_cut_where_their_copies_would_grow(monkeypatch):
+    monkeypatch.setattr("flexmask.flex.packed._MOST_BLOCKS", 7)
     segments = [each for each in segments_of(bounds_of(Q_LENS), bounds_of(K_LENS), sum(Q_LENS), sum(K_LENS)) if each.q_len]
     calls = _calls(segments)
     assert [segment for call in calls for segment in call] == segments
     for call in calls:
-        blocks = [
-            sum(-(-length // 128) for length in lengths) for lengths in zip(*((x.q_len, x.kv_len) for x in call), strict=True)
-        ]
-        assert blocks[0] * blocks[1] <= 12 or len(call) == 1
+        assert sum(-(-length // 128) for each in call for length in (each.q_len, each.kv_len)) <= 7 or len(call) == 1
     assert [len(call) for call in calls] == [1, 1, 1, 2, 1]
+
+
+def test_results_hold_no_more_than_their_rows(monkeypatch):
+    """In copies every short sequence fills up a block; nobody may keep those."""
+    monkeypatch.setattr("flexmask.flex.packed.run_flex_attention", lambda inputs, *rest: (inputs.query, inputs.query[..., 0]))
+    lengths = (40, 7, 130, 1)
+    query, *rest = pack(lengths, lengths)[0]
+    inputs = attention_inputs(*(x.transpose(0, 1)[None] for x in (query, *rest)))
+    bounds = bounds_of(lengths)
+    results = attention_in_one_call(inputs, segments_of(bounds, bounds, bounds[-1], bounds[-1]), "triton", return_lse=True)
+    assert torch.equal(torch.cat([out for out, _ in results], 2)[0].transpose(0, 1), query)
+    for out, lse in results:
+        assert lse is not None
+        assert out.untyped_storage().nbytes() == query.numel() * 4
+        assert lse.untyped_storage().nbytes() == query[..., 0].numel() * 4
 
 
 @pytest.mark.gpu
