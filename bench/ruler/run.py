@@ -155,28 +155,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     log.write(device=where, torch=torch.__version__, transformers=transformers.__version__, dtype=str(model.dtype))
     for length, task, drawn, method in cells(options, list(lms)):
-        keys = [{"model": name, "task": task, "length": length, "method": method, "prompt": prompt} for prompt in drawn]
-        keys = [key for key in keys if not log.has(**key)]
-        if not keys:
+        cell = {"model": name, "task": task, "length": length, "method": method}
+        missing = [prompt for prompt in drawn if not log.has(**cell, prompt=prompt)]
+        if not missing:
             continue
         if time.monotonic() > stop:
             print("out of time; the same command goes on", flush=True)
             return
-        rows = judge(lms[method], prompts.load(task, length), task, length, [key["prompt"] for key in keys], options.chat)
-        for key, row in zip(keys, rows, strict=True):
-            log.write(**key, **row)
-        score = sum(row["score"] for row in rows) / len(rows)
-        print(
-            name,
-            task,
-            length,
-            method,
-            f"{len(rows)} prompts",
-            round(score, 3),
-            rows[0]["density"],
-            rows[0]["seconds"],
-            flush=True,
-        )
+        rows = judge(lms[method], prompts.load(task, length), task, length, missing, options.chat)
+        for prompt, row in zip(missing, rows, strict=True):
+            log.write(**cell, prompt=prompt, **row)
+        score = round(sum(row["score"] for row in rows) / len(rows), 3)
+        print(*cell.values(), f"{len(rows)} prompts", score, rows[0]["density"], rows[0]["seconds"], flush=True)
 
 
 if __name__ == "__main__":
