@@ -77,7 +77,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.vllm.impl", "integrations.vllm.builder"),
     ("integrations.vllm.backends",),
     ("integrations.huggingface",),
-    ("integrations.lm_eval.arguments", "integrations.lm_eval.batches", "integrations.lm_eval.densities"),
+    (
+        "integrations.lm_eval.arguments",
+        "integrations.lm_eval.batches",
+        "integrations.lm_eval.densities",
+        "integrations.lm_eval.greedy",
+    ),
     ("integrations.lm_eval.model",),
     ("integrations.lm_eval",),
     ("integrations.*",),

@@ -89,8 +89,8 @@ def test_everything_kept_answers_as_the_harness_does(task, request, monkeypatch)
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     shared = {"pretrained": loaded, "tokenizer": path, "device": "cpu"}
     prompts = Prompts({"pretrained": path, "num_samples": 2}).load(task, 1024)
-    dense, kept, sparse = (
-        judge(kind(**shared, **options), prompts, task, 1024, 1)
+    (dense,), (kept,), (sparse,) = (
+        judge(kind(**shared, **options), prompts, task, 1024, [1])
         for kind, options in ((HFLM, {}), (FlexPrefillLM, KEEP_ALL), (FlexPrefillLM, SPARSE))
     )
     assert (kept["answer"], kept["score"], kept["density"]) == (dense["answer"], dense["score"], 1)
@@ -98,22 +98,43 @@ def test_everything_kept_answers_as_the_harness_does(task, request, monkeypatch)
     assert 0 <= sparse["score"] <= 1
 
 
-def rows(method, scores, density):
-    common = {"model": "m", "task": "t", "length": 4096, "method": method, "density": density}
+def rows(method, scores, density, answer=""):
+    common = {"model": "m", "task": "t", "length": 4096, "method": method, "density": density, "answer": answer}
     return [{**common, "prompt": prompt, "score": score} for prompt, score in scores.items()]
 
 
-def test_table_compares_methods_on_the_same_prompts(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    found = rows("dense", {0: 1, 1: 1, 2: 0, 3: 1}, 1.0) + rows("sparse", {0: 1, 1: 0, 2: 0}, 0.25)
-    path.write_text("\n".join(json.dumps(row) for row in [{"device": "CPU"}, *found]))
-    table.main([str(path)])
-    printed = capsys.readouterr().out.splitlines()[2:]
-    assert printed[0].startswith("| m | 4,096 | t | 3 | dense | 1.00 | 66.7 (21 to 94)")
-    path.write_text("\n".join(json.dumps(row) for row in rows("dense", {0: 1, 1: 0}, 1.0) + rows("sparse", {0: 1, 1: 0}, 0.5)))
-    table.main([str(path)])
-    assert capsys.readouterr().out.strip().endswith("| none in 2 |")
-    assert printed[1].startswith("|  |  |  |  | sparse | 0.25 | 33.3 (6 to 79) | -33.3 (-100 to +0)")
+@pytest.fixture
+def printed(tmp_path, capsys):
+    def show(*found):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in [{"device": "CPU"}, *(row for each in found for row in each)]))
+        table.main([str(path)])
+        return capsys.readouterr().out.splitlines()[2:]
+
+    return show
+
+
+def test_table_compares_methods_on_the_same_prompts(printed):
+    dense, sparse = printed(rows("dense", {0: 1, 1: 1, 2: 1, 3: 0}, 1.0), rows("sparse", {0: 1, 1: 0, 2: 0}, 0.25))
+    assert dense.startswith("| m | 4,096 | t | 3 | dense | 1.00 | 100.0 (44 to 100)")
+    assert sparse.startswith("|  |  |  |  | sparse | 0.25 | 33.3 (6 to 79) | -66.7 (-100 to +0)")
+    assert printed(rows("dense", {0: 1, 1: 1}, 1.0), rows("sparse", {0: 1, 1: 1}, 0.5))[1].endswith("| none in 2 |")
+
+
+def test_table_does_not_score_a_task_that_the_dense_model_fails(printed):
+    scores = dict(enumerate([1, 1, 1, 0]))
+    assert printed(rows("dense", scores, 1.0), rows("sparse", {**scores, 0: 0}, 0.5))[1].endswith(
+        "| 50.0 (15 to 85) | not scored |"
+    )
+
+
+def test_table_leaves_out_a_density_that_was_not_measured(printed):
+    assert "| sparse |  | 100.0" in printed(rows("dense", {0: 1}, 1.0), rows("sparse", {0: 1}, None))[1]
+
+
+def test_table_counts_equal_answers_where_everything_was_kept(printed):
+    kept = [*rows("everything kept", {0: 0}, 1.0, "a"), *rows("everything kept", {1: 0}, 1.0, "other")]
+    assert printed(rows("dense", {0: 0, 1: 0}, 1.0, "a"), kept)[-1] == "t, 4,096: 1 of 2 answers the same"
 
 
 def test_intervals_of_shares_and_of_scores():

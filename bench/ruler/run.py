@@ -2,8 +2,9 @@
 
 ``python -m bench.ruler.run --model FOLDER --out FILE.jsonl`` runs the six RULER tasks that need no download, ``--tasks
 retriever_needles`` the retriever's own. The same command goes on where an earlier one stopped. Prompts go in rounds over tasks
-and methods, so that a run cut short still compares all methods on the same prompts. ``python -m bench.ruler.table FILE`` makes
-the table.
+and methods, so that a run cut short still compares all methods on the same prompts; those of a round run in batches.
+``python -m bench.ruler.table FILE`` makes the table, ``--against hf`` a run that compares the harness's ``hf`` model with
+"flexprefill" where that keeps every block.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "hybrid .95": {"selection": "hybrid", "gamma": 0.95},
     "hybrid .9": {"selection": "hybrid", "gamma": 0.9},
     "coverage .95": {"selection": "coverage", "gamma": 0.95},
+    "xattention .9": {"method": "xattention", "method_options": {"threshold": 0.9}},
 }
+KEEP_ALL = {"everything kept": {"selection": "hybrid", "gamma": 1.0, "min_budget": 2**20}}
 
 
 class Log:
@@ -79,27 +82,32 @@ class Prompts:
         return self._loaded[task, length]
 
 
-def judge(lm: Any, loaded: Any, task: str, length: int, prompt: int) -> dict[str, Any]:
-    """Score of one prompt, the model's answer, and the density of its prefill."""
+def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], chat: bool = False) -> list[dict[str, Any]]:
+    """Score of each prompt, the model's answer, and the mean density of their prefills; None where none was measured."""
     if isinstance(lm, FlexPrefillLM):
         lm.densities = Densities()
     start = time.monotonic()
-    sample = evaluate(lm=lm, task_dict=loaded, samples={task: [prompt]}, log_samples=True, bootstrap_iters=0)["samples"][task][0]
-    seconds = time.monotonic() - start
-    assert sample["doc_id"] == prompt
-    score = sample[str(length)] if str(length) in sample else sample["exact_match"]
+    results: Any = evaluate(
+        lm=lm, task_dict=loaded, samples={task: list(prompts)}, log_samples=True, bootstrap_iters=0, apply_chat_template=chat
+    )
+    seconds = round((time.monotonic() - start) / len(prompts), 3)
     density = lm.densities.summary()["density"] if isinstance(lm, FlexPrefillLM) else 1.0
-    return {"score": score, "density": density, "answer": sample["filtered_resps"][0], "seconds": round(seconds, 2)}
+    found = {}
+    for sample in results["samples"][task]:
+        score = sample[str(length)] if str(length) in sample else sample["exact_match"]
+        answer = sample["filtered_resps"][0]
+        found[sample["doc_id"]] = {"score": score, "density": density, "answer": answer, "seconds": seconds}
+    assert sorted(found) == sorted(prompts)
+    return [found[prompt] for prompt in prompts]
 
 
-def cells(options: argparse.Namespace) -> Iterator[tuple[int, str, int, str]]:
-    """Length, task, prompt and method, in rounds of a few prompts."""
-    methods = [DENSE, *METHODS] if options.methods is None else options.methods.split(",")
+def cells(options: argparse.Namespace, methods: Sequence[str]) -> Iterator[tuple[int, str, list[int], str]]:
+    """Length, task, prompts and method, in rounds of a few prompts."""
     for first in range(0, options.prompts, options.round):
+        prompts = list(range(first, min(first + options.round, options.prompts)))
         for length in options.lengths:
             for task in options.tasks:
-                for prompt in range(first, min(first + options.round, options.prompts)):
-                    yield from ((length, task, prompt, method) for method in methods)
+                yield from ((length, task, prompts, method) for method in methods)
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -111,11 +119,27 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=OFFLINE, help="RULER's six without download")
     parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[4096], help="4096")
     parser.add_argument("--methods", help=f"some of {DENSE},{','.join(METHODS)}; all")
+    parser.add_argument("--against", choices=["hf"], help="compare dense with everything kept instead")
     parser.add_argument("--prompts", type=int, default=500, help="of each task and length (500, as RULER has)")
     parser.add_argument("--round", type=int, default=1, help="prompts of a task before the next task (1)")
-    parser.add_argument("--minutes", type=float, default=600.0, help="no new prompt after that (600)")
+    parser.add_argument("--batch", type=int, default=1, help="prompts that run together (1)")
+    parser.add_argument("--chat", action="store_true", help="with the chat template")
+    parser.add_argument("--minutes", type=float, default=600.0, help="no new round after that (600)")
     parser.add_argument("--dtype", default="auto", help="of the weights (auto)")
     return parser.parse_args(arguments)
+
+
+def models(options: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """The harness's models by method, dense first, all of them around one model."""
+    shared = {"pretrained": model, "tokenizer": AutoTokenizer.from_pretrained(options.model), "batch_size": options.batch}
+    # room for a chat template, and for RULER's tasks that fill the length with the prompt alone
+    shared["max_length"] = max(options.lengths) + 512
+    known = KEEP_ALL if options.against else METHODS
+    chosen = [DENSE, *known] if options.methods is None else options.methods.split(",")
+    return {
+        method: HFLM(**shared) if method == DENSE else FlexPrefillLM(**shared, **known[method], dense_below=0)
+        for method in chosen
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,22 +150,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
     model = loaded.to(device).eval()
-    shared = {"pretrained": model, "tokenizer": AutoTokenizer.from_pretrained(options.model), "batch_size": 1}
-    ways = {method: {**chosen, "dense_below": 0} for method, chosen in METHODS.items()}
-    lms = {DENSE: HFLM(**shared), **{method: FlexPrefillLM(**shared, **way) for method, way in ways.items()}}
+    lms = models(options, model)
     prompts = Prompts({"pretrained": options.model, "num_samples": options.prompts})
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     log.write(device=where, torch=torch.__version__, transformers=transformers.__version__, dtype=str(model.dtype))
-    for length, task, prompt, method in cells(options):
-        key = {"model": name, "task": task, "length": length, "method": method, "prompt": prompt}
-        if log.has(**key):
+    for length, task, drawn, method in cells(options, list(lms)):
+        cell = {"model": name, "task": task, "length": length, "method": method}
+        missing = [prompt for prompt in drawn if not log.has(**cell, prompt=prompt)]
+        if not missing:
             continue
         if time.monotonic() > stop:
             print("out of time; the same command goes on", flush=True)
             return
-        row = judge(lms[method], prompts.load(task, length), task, length, prompt)
-        log.write(**key, **row)
-        print(*key.values(), row["score"], row["density"], row["seconds"], flush=True)
+        rows = judge(lms[method], prompts.load(task, length), task, length, missing, options.chat)
+        for prompt, row in zip(missing, rows, strict=True):
+            log.write(**cell, prompt=prompt, **row)
+        score = round(sum(row["score"] for row in rows) / len(rows), 3)
+        print(*cell.values(), f"{len(rows)} prompts", score, rows[0]["density"], rows[0]["seconds"], flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Only prompts that every method has run count, so that methods are compared on the same ones. Scores are in percent with 95%
 intervals: Wilson's where each prompt is right or wrong, else from a bootstrap over prompts. The last column is
-the paired difference to dense attention with its bootstrap interval.
+the paired difference to dense attention with its bootstrap interval. Where the dense model itself fails, differences say
+nothing: below 80% a task is shown and not scored.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy as np
 from bench.retriever.right_padding import interval
 
 DENSE = "dense"
+KEPT = "everything kept"
+_PASSES = 0.8  # the least dense score at which a task is scored
 _DRAWS = 10_000
 
 
@@ -26,7 +29,8 @@ class Cell(NamedTuple):
     """One method on one task and length."""
 
     scores: np.ndarray  # (prompts,)
-    density: float
+    density: float | None  # None where it was not measured
+    answers: list[str]
 
 
 Group = tuple[str, int, str]  # model, length, task
@@ -45,11 +49,18 @@ def cells(rows: Iterable[dict[str, Any]]) -> dict[Group, dict[str, Cell]]:
             result[group] = {
                 method: Cell(
                     np.array([prompts[each]["score"] for each in common], dtype=float),
-                    float(np.mean([prompts[each]["density"] for each in common])),
+                    mean_density([prompts[each]["density"] for each in common]),
+                    [prompts[each].get("answer", "") for each in common],
                 )
                 for method, prompts in methods.items()
             }
     return result
+
+
+def mean_density(densities: Sequence[float | None]) -> float | None:
+    """Mean over prompts, if all of them have one."""
+    known = [each for each in densities if each is not None]
+    return float(np.mean(known)) if len(known) == len(densities) else None
 
 
 def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
@@ -82,10 +93,21 @@ def lines(found: dict[Group, dict[str, Cell]]) -> list[str]:
         for method, cell in methods.items():
             low, high = score_interval(cell.scores)
             score = f"{100 * cell.scores.mean():.1f} ({100 * low:.0f} to {100 * high:.0f})"
-            change = "" if method == DENSE else difference(cell.scores - dense)
+            change = difference(cell.scores - dense) if dense.mean() >= _PASSES or method == KEPT else "not scored"
             named = (model, f"{length:,}", task, str(len(dense))) if method == DENSE else ("", "", "", "")
-            table.append("| " + " | ".join((*named, method, f"{cell.density:.2f}", score, change)) + " |")
+            density = "" if cell.density is None else f"{cell.density:.2f}"
+            table.append("| " + " | ".join((*named, method, density, score, "" if method == DENSE else change)) + " |")
     return table
+
+
+def same_answers(found: dict[Group, dict[str, Cell]]) -> list[str]:
+    """A line for each task run with everything kept: in how many prompts the answer is the dense one, letter by letter."""
+    result = []
+    for (_, length, task), methods in found.items():
+        if KEPT in methods:
+            pairs = list(zip(methods[KEPT].answers, methods[DENSE].answers, strict=True))
+            result.append(f"{task}, {length:,}: {sum(one == other for one, other in pairs)} of {len(pairs)} answers the same")
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -94,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("files", type=Path, nargs="+", help="what bench.ruler.run wrote")
     files = parser.parse_args(arguments).files
     rows = (json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines())
-    print("\n".join(lines(cells(rows))))
+    found = cells(rows)
+    print("\n".join([*lines(found), *same_answers(found)]))
 
 
 if __name__ == "__main__":

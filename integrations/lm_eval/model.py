@@ -19,6 +19,7 @@ from flexmask.integrations.blocks import OpenBlock, checked, model_settings, war
 from flexmask.integrations.lm_eval.arguments import check_known, split_arguments
 from flexmask.integrations.lm_eval.batches import row_lengths, rows_alike
 from flexmask.integrations.lm_eval.densities import Densities
+from flexmask.integrations.lm_eval.greedy import decode, decodes_greedily, ends_of
 from flexmask.integrations.models import check_servable, unwrapped
 from flexmask.integrations.registration import register
 from flexmask.integrations.run import FlexPrefillRun
@@ -142,9 +143,7 @@ class FlexPrefillLM(HFLM):
 
     def _masked_logits(self, inps: Tensor, lengths: Sequence[int]) -> Tensor:
         mask = torch.arange(inps.shape[1], device=inps.device) < torch.tensor(lengths, device=inps.device)[:, None]
-        dtype = self.mixed_precision_dtype
-        autocast = nullcontext() if dtype is None else torch.autocast(device_type=self.device.type, dtype=dtype)
-        with torch.no_grad(), autocast, self._sparse(lengths):
+        with torch.no_grad(), self._autocast(), self._sparse(lengths):
             return self.model(inps, attention_mask=mask.long()).logits
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
@@ -152,15 +151,41 @@ class FlexPrefillLM(HFLM):
         mask = generation_kwargs.pop("attention_mask", torch.ones_like(context))
         lengths = mask.sum(1).tolist()
         found: list[Tensor] = [context] * len(lengths)
-        for rows in rows_alike(lengths, self.settings, padded_left=True, on_cpu=self.device.type == "cpu"):
+        greedily = self.model is self._inner and decodes_greedily(self._inner, generation_kwargs)
+        for rows in rows_alike(lengths, self.settings, padded_left=not greedily, on_cpu=self.device.type == "cpu"):
             own = [lengths[row] for row in rows]
             cut = context.shape[1] - max(own)
-            options = {**generation_kwargs, "attention_mask": mask[rows, cut:]}
-            with self._sparse(own):
-                part = super()._model_generate(context[rows, cut:], max_length - cut, stop, **options)
+            if greedily and len(set(own)) > 1:
+                prompts = [context[row, context.shape[1] - lengths[row] :] for row in rows]
+                added = self._decode(prompts, max_length - context.shape[1], stop)
+                part: Any = [torch.cat([context[row, cut:], tokens]) for row, tokens in zip(rows, added, strict=True)]
+            else:
+                options = {**generation_kwargs, "attention_mask": mask[rows, cut:]}
+                with self._sparse(own):
+                    part = super()._model_generate(context[rows, cut:], max_length - cut, stop, **options)
             for row, tokens in zip(rows, part, strict=True):
                 found[row] = torch.cat([context[row, :cut], tokens])
         return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=self.tokenizer.pad_token_id)
+
+    def _decode(self, prompts: Sequence[Tensor], limit: int, stop: Sequence[str]) -> list[Tensor]:
+        """Tokens that follow prompts of unequal length, up to the model's own end, one of the strings, or `limit`."""
+        ends = ends_of(self._inner)
+        # a string may be spelt by other tokens than its own, as the harness's criterion allows for
+        reach = max((len(self.tokenizer.encode(each, add_special_tokens=False)) + 2 for each in stop), default=0)
+
+        def is_done(tokens: list[int]) -> bool:
+            if tokens[-1] in ends:
+                return True
+            text = self.tokenizer.decode(tokens[-reach:]) if stop else ""
+            return any(each in text for each in stop)
+
+        with self._autocast():
+            found = decode(self._inner, prompts, limit, is_done, self._sparse([len(each) for each in prompts]))
+        return [torch.tensor(tokens, device=prompts[0].device) for tokens in found]
+
+    def _autocast(self) -> Any:
+        dtype = self.mixed_precision_dtype
+        return nullcontext() if dtype is None else torch.autocast(device_type=self.device.type, dtype=dtype)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the entries that the harness writes into the results' ``config``."""

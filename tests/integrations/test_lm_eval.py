@@ -18,12 +18,13 @@ from lm_eval.api.registry import get_model
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from bench.retriever.task import make_prompt, text_of
 from flexmask.integrations.lm_eval import FlexPrefillLM
 from flexmask.integrations.lm_eval.arguments import split_arguments
 from flexmask.integrations.lm_eval.batches import row_lengths, rows_alike
+from flexmask.integrations.lm_eval.greedy import decodes_greedily
 from flexmask.integrations.settings import PrefillSettings
 from tests.integrations.common import KEEP_ALL, MARKS
 from tests.repository import ROOT
@@ -204,9 +205,52 @@ def test_generation_of_a_padded_batch_would_keep_other_blocks(loaded, monkeypatc
     texts = [prompt.text() for prompt in prompts()]
     alone, together = (make(FlexPrefillLM, loaded, size, **SPARSE) for size in (1, 8))
     generated(alone, texts)
+    monkeypatch.setattr("flexmask.integrations.lm_eval.model.decodes_greedily", lambda *_: False)
     monkeypatch.setattr("flexmask.integrations.lm_eval.model.rows_alike", lambda lengths, *_, **__: [list(range(len(lengths)))])
     generated(together, texts)
     assert alone.densities.summary() != together.densities.summary()
+
+
+def test_greedy_prompts_of_unequal_length_are_decoded_together(loaded, monkeypatch):
+    from flexmask.integrations.lm_eval import model
+
+    batches = []
+
+    def recorded(model, prompts, *rest):
+        batches.append(len(prompts))
+        return decode(model, prompts, *rest)
+
+    decode = model.decode
+    monkeypatch.setattr(model, "decode", recorded)
+    lm = make(FlexPrefillLM, loaded, 8, **SPARSE)
+    texts = [prompt.text() for prompt in prompts()]
+    generated(lm, texts)
+    assert batches == [8]
+    generated(lm, texts, do_sample=True, temperature=1.0)
+    generated(lm, texts[:2], num_beams=2)
+    assert batches == [8]
+
+
+def test_what_plain_greedy_decoding_does_not_serve(loaded):
+    assert decodes_greedily(loaded, {"do_sample": False, "temperature": 0.0})
+    for options in (
+        {"do_sample": True},
+        {"temperature": 0.7},
+        {"num_beams": 2},
+        {"repetition_penalty": 1.1},
+        {"num_return_sequences": 2},
+    ):
+        assert not decodes_greedily(loaded, options)
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    for window, greedily in ((None, True), (16, False)):
+        config.sliding_window = window
+        assert decodes_greedily(MistralForCausalLM(config), {}) == greedily
+    penalized = MistralForCausalLM(config)
+    penalized.config.sliding_window = None
+    penalized.generation_config.repetition_penalty = 1.2
+    assert not decodes_greedily(penalized, {})
 
 
 def test_stop_strings_and_ends_of_unequal_length_come_out_as_the_harness_has_them(loaded):

@@ -1,0 +1,134 @@
+"""Greedy decoding of a batch of prompts of unequal length, after a prefill in which each keeps the blocks that it keeps alone.
+
+``generate`` pads on the left, which moves a prompt against the grid of blocks, so that sparse prompts would have to go one by
+one. Here a batch is padded on the right: its rows begin where blocks begin. The tokens that follow go behind the padding, masked
+and at their own positions. Rows that are done leave the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# what a generation config may hold, and the harness ask for, without touching greedy decoding
+_ENDS = {"bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens"}
+_SAMPLING = {
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "num_return_sequences",
+}
+_TOLD = {"transformers_version", "_from_model_config", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
+_NEEDED = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
+
+
+def decodes_greedily(model: Any, options: Mapping[str, Any]) -> bool:
+    """True if `decode` gives what the model's ``generate`` with these options gives.
+
+    It stays with plain greedy decoding over a cache that keeps every token: no beams, no penalties, no sliding windows.
+
+    Parameters
+    ----------
+    model
+        A causal language model of transformers, without wrappers.
+    options
+        What ``generate`` would get besides the prompts and the place to stop.
+    """
+    if options.get("do_sample") or (options.get("do_sample") is None and options.get("temperature", 0.0) != 0.0):
+        return False
+    changed = {name for name, value in model.generation_config.to_diff_dict().items() if value is not None}
+    if (changed | set(options)) - _ENDS - _SAMPLING - _TOLD or options.get("num_return_sequences", 1) != 1:
+        return False
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or []
+    slides = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
+    if slides or getattr(text, "attention_chunk_size", None) or any(kind != "full_attention" for kind in kinds):
+        return False
+    return set(inspect.signature(model.forward).parameters) >= _NEEDED
+
+
+def ends_of(model: Any) -> set[int]:
+    """The tokens at which the model's ``generate`` stops."""
+    found = model.generation_config.eos_token_id
+    return set() if found is None else {found} if isinstance(found, int) else set(found)
+
+
+@torch.no_grad()
+def decode(
+    model: Any,
+    prompts: Sequence[Tensor],
+    limit: int,
+    is_done: Callable[[list[int]], bool],
+    prefill: AbstractContextManager[Any],
+) -> list[list[int]]:
+    """Continue each prompt by its most likely tokens.
+
+    Parameters
+    ----------
+    model
+        One that `decodes_greedily`.
+    prompts
+        Token ids, (length,) each, on the model's device.
+    limit
+        Tokens to add at most, at least 1.
+    is_done
+        Tells from the tokens added so far whether a prompt needs no more.
+    prefill
+        The block in which the prompts are read; decoding runs outside.
+
+    Returns
+    -------
+    list of lists
+        The tokens added, by prompt.
+    """
+    found: list[list[int]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))
+    done: set[int] = set()
+    logits, cache, mask = _read(model, prompts, prefill)
+    positions = mask.sum(1)
+    while True:
+        chosen = logits.argmax(-1)
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            if row not in done:
+                found[row].append(token)
+                if len(found[row]) == limit or is_done(found[row]):
+                    done.add(row)
+        going = [index for index, row in enumerate(rows) if row not in done]
+        if not going:
+            return found
+        if 4 * len(going) <= 3 * len(rows):  # copying the cache for every row that ends would cost more than it saves
+            left = torch.tensor(going, device=mask.device)
+            cache.batch_select_indices(left)
+            chosen, mask, positions = chosen[left], mask[left], positions[left]
+            rows = [rows[index] for index in going]
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+        logits = model(
+            input_ids=chosen[:, None],
+            attention_mask=mask,
+            position_ids=positions[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[:, -1]
+        positions = positions + 1
+
+
+def _read(model: Any, prompts: Sequence[Tensor], prefill: AbstractContextManager[Any]) -> tuple[Tensor, Any, Tensor]:
+    """Logits after each prompt (batch, vocab_size), the cache, and the mask of the prompts (batch, length)."""
+    lengths = torch.tensor([len(each) for each in prompts], device=prompts[0].device)
+    padded = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
+    mask = (torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]).long()
+    last = (lengths - 1).unique()  # logits of every token of every prompt would not fit
+    with prefill:
+        read = model(input_ids=padded, attention_mask=mask, logits_to_keep=last, use_cache=True)
+    own = torch.searchsorted(last, lengths - 1)
+    return read.logits[torch.arange(len(prompts), device=own.device), own], read.past_key_values, mask
