@@ -51,8 +51,8 @@ def search(
         torch.zeros(keep.shape[:2], dtype=torch.bool, device=keep.device),
         torch.full(keep.shape[:2], float("nan"), dtype=torch.float32, device=keep.device),
         keep.sum((-2, -1)).float() / visible.sum((-2, -1)).clamp(min=1)[:, None],
-        lines.number[0].clone(),  # an operator's results must not share memory
-        lines.number[1].clone(),
+        lines.kept[0].sum(-1),
+        lines.kept[1].sum(-1),
         kept_mass(keep, rows, sums, norms, block_size) / rows.taken.sum(-1).clamp(min=1)[:, None],
         row_coverage(inputs, means, tokens, edges, keep, config),
     )
