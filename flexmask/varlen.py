@@ -50,7 +50,7 @@ def flexprefill_attention_varlen(
 
     The layout and the names are those of flash-attn's ``flash_attn_varlen_func`` with ``causal=True``. Each sequence gets what
     `flexprefill_attention` gives it alone: long ones their own masks, one after the other; those that run dense go together, on
-    GPUs in one FlexAttention call.
+    GPUs in FlexAttention calls that they share.
 
     Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 3, sequence by sequence.
 

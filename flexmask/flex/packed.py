@@ -1,4 +1,4 @@
-"""Dense attention of packed sequences: in one FlexAttention call on GPUs, one SDPA call a sequence on CPUs."""
+"""Dense attention of packed sequences: in shared FlexAttention calls on GPUs, one SDPA call a sequence on CPUs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def dense_attention_packed(
     """Dense attention of each segment to itself, (1, num_heads, q_len, v_head_dim), with its log-sum-exp if wanted.
 
     On CPUs SDPA serves them one by one, which no single call beat there (docs/packed.md). On GPUs a call a sequence is
-    launch-bound where sequences are short: those with more than a row share one FlexAttention call.
+    launch-bound where sequences are short: those with more than a row share FlexAttention calls.
 
     Parameters
     ----------

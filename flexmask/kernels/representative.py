@@ -14,24 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask._torch import computed_once
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.visibility import num_blocks
 from flexmask.kernels.scores import soft_capped
 
 BLOCKS_PER_PROGRAM = 16
 # what a program may have of shared memory on the consumer GPUs (compute capability 8.6, 8.9, 12.0), the least of NVIDIA's
 _SHARED_MEMORY = 101_376
-
-
-def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
-    """The representative rows as kernels read them, (batch or 1, 1 + block_size) int32.
-
-    First the position of query row 0, `offset` (batch or 1,), then the rows of query, -1 where there are fewer.
-    """
-    rows_taken = torch.where(rows.taken, rows.row, -1)
-    return computed_once(torch.cat([offset.unsqueeze(-1).expand(rows_taken.shape[0], 1), rows_taken], -1).int())
 
 
 class BlockSums(NamedTuple):
@@ -113,71 +102,63 @@ def _block_sums_kernel(
     )
     keys = key + batch.to(tl.int64) * key_stride_batch + kv_head.to(tl.int64) * key_stride_head
 
-    # a key block in parts, each of which rescales the sums of those before it
-    PARTS: tl.constexpr = BLOCK_SIZE // KEYS
     first_block = tl.program_id(1) * BLOCKS_PER_PROGRAM
-    last_block = tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_kv_blocks)
-    highest = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    by_phase = tl.zeros([TILE], tl.float32)
-    after = tl.zeros([TILE], tl.float32)
     chunk_highest = tl.full([TILE], float("-inf"), tl.float32)
     chunk_total = tl.zeros([TILE], tl.float32)
-    for part in range(first_block * PARTS, last_block * PARTS):
-        block = part // PARTS
-        key_phase = (part % PARTS) * KEYS + tl.arange(0, KEYS)
-        column = block * BLOCK_SIZE + key_phase
-        k = tl.load(
-            keys + column[None, :].to(tl.int64) * key_stride_token + dims[:, None].to(tl.int64) * key_stride_dim,
-            mask=(column[None, :] < kv_len) & (dims[:, None] < HEAD_DIM),
-            other=0.0,
-        )
-        score = tl.dot(q, k, input_precision="ieee")
-        if HAS_SOFTCAP:
-            score = soft_capped(score * scale, softcap)
-        if ((block + 1) * BLOCK_SIZE > lowest_position) | some_not_taken | PADDED | HAS_WINDOW:
-            # what stands in keys that are not valid does not matter, NaN included
-            distance = row_position[:, None] - column[None, :]
-            visible = (distance >= 0) & (column < filled)[None, :] & row_taken[:, None]
-            if HAS_WINDOW:
-                visible = visible & (distance < window)
-            if PADDED:
-                valid = tl.load(key_valid + batch.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0) != 0
-                visible = visible & valid[None, :]
-            score = tl.where(visible, score, float("-inf"))
-        higher = tl.maximum(highest, tl.max(score, 1) * to_log2)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(highest - base)
-        weight = tl.exp2(score * to_log2 - base[:, None])
-        phase = key_phase[None, :].to(tl.float32)
-        total = total * shrink + tl.sum(weight, 1)
-        by_phase = by_phase * shrink + tl.sum(weight * phase, 1)
-        after = after * shrink + tl.sum(weight * tl.maximum(row_phase[:, None] - phase, 0.0), 1)
-        highest = higher
-        if part % PARTS == PARTS - 1:
-            # the mean lead is after - before
-            before = tl.maximum(after - (row_phase * total - by_phase), 0.0)
-            place = ((head * num_kv_blocks + block) * BLOCK_SIZE + slot) * 4
-            if ONE_STORE:
-                # of four stores, each would convert the layout of its values
-                four = tl.join(tl.join(highest, after / BLOCK_SIZE), tl.join(total, before / BLOCK_SIZE))
-                tl.store(
-                    sums + place[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
-                    four,
-                )
-            else:
-                tl.store(sums + place, highest)
-                tl.store(sums + place + 1, total)
-                tl.store(sums + place + 2, after / BLOCK_SIZE)
-                tl.store(sums + place + 3, before / BLOCK_SIZE)
-            higher = tl.maximum(chunk_highest, highest)
+    for block in range(first_block, tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_kv_blocks)):
+        highest = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        by_phase = tl.zeros([TILE], tl.float32)
+        after = tl.zeros([TILE], tl.float32)
+        for start in tl.static_range(0, BLOCK_SIZE, KEYS):
+            key_phase = start + tl.arange(0, KEYS)
+            column = block * BLOCK_SIZE + key_phase
+            k = tl.load(
+                keys + column[None, :].to(tl.int64) * key_stride_token + dims[:, None].to(tl.int64) * key_stride_dim,
+                mask=(column[None, :] < kv_len) & (dims[:, None] < HEAD_DIM),
+                other=0.0,
+            )
+            score = tl.dot(q, k, input_precision="ieee")
+            if HAS_SOFTCAP:
+                score = soft_capped(score * scale, softcap)
+            if ((block + 1) * BLOCK_SIZE > lowest_position) | some_not_taken | PADDED | HAS_WINDOW:
+                # what stands in keys that are not valid does not matter, NaN included
+                distance = row_position[:, None] - column[None, :]
+                visible = (distance >= 0) & (column < filled)[None, :] & row_taken[:, None]
+                if HAS_WINDOW:
+                    visible = visible & (distance < window)
+                if PADDED:
+                    valid = tl.load(key_valid + batch.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0) != 0
+                    visible = visible & valid[None, :]
+                score = tl.where(visible, score, float("-inf"))
+            higher = tl.maximum(highest, tl.max(score, 1) * to_log2)
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            chunk_total = chunk_total * tl.exp2(chunk_highest - base) + total * tl.exp2(highest - base)
-            chunk_highest = higher
-            highest = tl.full([TILE], float("-inf"), tl.float32)
-            total = tl.zeros([TILE], tl.float32)
-            by_phase = tl.zeros([TILE], tl.float32)
-            after = tl.zeros([TILE], tl.float32)
+            shrink = tl.exp2(highest - base)
+            weight = tl.exp2(score * to_log2 - base[:, None])
+            phase = key_phase[None, :].to(tl.float32)
+            total = total * shrink + tl.sum(weight, 1)
+            by_phase = by_phase * shrink + tl.sum(weight * phase, 1)
+            after = after * shrink + tl.sum(weight * tl.maximum(row_phase[:, None] - phase, 0.0), 1)
+            highest = higher
+        # the mean lead is after - before
+        before = tl.maximum(after - (row_phase * total - by_phase), 0.0)
+        place = ((head * num_kv_blocks + block) * BLOCK_SIZE + slot) * 4
+        if ONE_STORE:
+            # of four stores, each would convert the layout of its values
+            four = tl.join(tl.join(highest, after / BLOCK_SIZE), tl.join(total, before / BLOCK_SIZE))
+            tl.store(
+                sums + place[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
+                four,
+            )
+        else:
+            tl.store(sums + place, highest)
+            tl.store(sums + place + 1, total)
+            tl.store(sums + place + 2, after / BLOCK_SIZE)
+            tl.store(sums + place + 3, before / BLOCK_SIZE)
+        higher = tl.maximum(chunk_highest, highest)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        chunk_total = chunk_total * tl.exp2(chunk_highest - base) + total * tl.exp2(highest - base)
+        chunk_highest = higher
     place = ((head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_SIZE + slot) * 2
     if ONE_STORE:
         tl.store(chunks + place[:, None] + tl.arange(0, 2)[None, :], tl.join(chunk_highest, chunk_total))
@@ -186,17 +167,18 @@ def _block_sums_kernel(
         tl.store(chunks + place + 1, chunk_total)
 
 
-def _pipeline_stages(keys: int, tile: int, padded_dim: int, itemsize: int) -> int:
-    """Stages of the loop over tiles of keys: three, or as many as fit into shared memory; every stage but one takes a tile.
+def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int) -> int:
+    """Stages of the loop over key blocks: three, or as many as fit into shared memory.
 
-    The number of stages changes no result, so that one rule does for all GPUs of a kind.
+    The loop over the tiles of a key block is unrolled, and Triton buffers each of its loads apart: every stage but one takes the
+    keys of a whole block. The number of stages changes no result, so that one rule does for all GPUs of a kind.
     """
     if torch.version.hip is not None:
         return 1  # 64 KiB of shared memory
     row = padded_dim * itemsize
     buffered = _SHARED_MEMORY - 2048 - tile * row
-    # by comparisons: keys may be symbolic in a trace, and the number of stages must not be
-    return 3 if 2 * keys * row <= buffered else 2 if keys * row <= buffered else 1
+    # by comparisons: block_size may be symbolic in a trace, and the number of stages must not be
+    return 3 if 2 * block_size * row <= buffered else 2 if block_size * row <= buffered else 1
 
 
 def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, block_size: int) -> BlockSums:
@@ -207,7 +189,7 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
     inputs
         The problem.
     rows
-        (batch or 1, 1 + block_size) int32, from `packed_rows`.
+        (batch or 1, 1 + block_size) int32, from `edges_and_rows`.
     key_valid
         (batch, kv_len) bool where there is padding, else None: every filled key is valid.
     """
@@ -220,7 +202,7 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
     num_chunks = triton.cdiv(blocks, BLOCKS_PER_PROGRAM)
     chunks = query.new_empty(batch * num_heads * num_chunks * block_size * 2, dtype=torch.float32)
-    padded_dim, keys = max(16, triton.next_power_of_2(head_dim)), min(64, tile)
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
     grid = (groups * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
         query,
@@ -243,7 +225,7 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
         PADDED_DIM=padded_dim,
         BLOCK_SIZE=block_size,
         TILE=tile,
-        KEYS=keys,
+        KEYS=min(64, tile),
         GROUPS=groups,
         BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM,
         HAS_SOFTCAP=softcap is not None,
@@ -252,6 +234,6 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
         # Triton's layouts of matrix products on RDNA GPUs do not convert to that of the joined values
         ONE_STORE=torch.version.hip is None,
         num_warps=8 if tile == 128 else 4,
-        num_stages=_pipeline_stages(keys, tile, padded_dim, query.element_size()),
+        num_stages=_pipeline_stages(block_size, tile, padded_dim, query.element_size()),
     )
     return BlockSums(sums, chunks)

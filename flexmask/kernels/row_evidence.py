@@ -309,6 +309,5 @@ def _launch(
         PADDED=tokens.padded,
         MEASURE="held" in written,
         num_warps=4,
-        # what fits into the shared memory of consumer GPUs
-        num_stages=3 if padded_dim <= 128 else 2,
+        num_stages=2,
     )
