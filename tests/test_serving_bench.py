@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from bench.serving import table
+from bench.serving import engine, table
 from bench.serving.compilations import Compilations
 from bench.serving.engine import serving_options
 from bench.serving.first_token import parse, random_density
@@ -46,12 +46,31 @@ def test_what_is_compiled_is_counted():
 def test_density_of_random_blocks_is_the_one_asked_for(rows):
     options = parse(["--model", "m", "--density", "0.5", "--device", "cpu", "--json", "out"])
     # the first block and the diagonal are kept besides
-    assert 0.5 < random_density(4096, rows, options) < 0.62
+    assert 0.5 < random_density(4096, rows, 0.5, options) < 0.62
 
 
 def test_options_are_what_a_user_would_write():
     given = ["--model", "m", "--json", "out", "--dense-below", "0"]
     assert serving_options(parse([*given, "--stock"])) is None
     assert serving_options(parse([*given, "--gamma", "0.8"])) == {"gamma": 0.8, "selection": "coverage", "dense_below": 0}
-    forced = {"method": "random_blocks", "method_options": {"density": 0.1}, "dense_below": 0}
-    assert serving_options(parse([*given, "--density", "0.1"])) == forced
+    forced = {"method": "random_blocks", "method_options": {"density": 0.1}, "max_mask_bytes": 2**31, "dense_below": 0}
+    assert serving_options(parse([*given, "--density", "0.1", "0.3"])) == forced
+    capped = {"gamma": 0.9, "min_budget": 512, "max_budget": 512, "selection": "coverage", "dense_below": 0}
+    assert serving_options(parse([*given, "--budget", "512"])) == capped
+
+
+def test_one_engine_serves_several_densities(monkeypatch):
+    monkeypatch.setattr(engine, "_SHARE", {})
+    monkeypatch.setattr("flexmask.block_masks.MASKS", {})
+    engine.offer_random_blocks()
+    from flexmask.block_masks import MASKS
+
+    query = torch.zeros(1, 1, 2048, 16)
+
+    def kept():
+        mask = MASKS["random_blocks"](query, query, density=0.1)
+        return int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
+
+    few = kept()
+    engine.set_density(1.0)
+    assert kept() == 16 * 17 // 2 > few
