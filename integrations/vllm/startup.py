@@ -14,6 +14,7 @@ from flexmask.integrations.vllm.attend import attend
 from flexmask.integrations.vllm.counters import COUNTERS
 from flexmask.integrations.vllm.layers import SparseLayer
 from flexmask.integrations.vllm.options import ServingOptions
+from flexmask.integrations.vllm.pages import gathered_bytes
 from flexmask.integrations.vllm.warm_sizes import warm_sizes
 
 # vLLM's logging shows what is below its own name
@@ -88,7 +89,10 @@ def reserve(
 ) -> None:
     """Make the largest call while vLLM measures its peak memory, so that the cache leaves room."""
     for layer in _variants(layers):
+        # what gathering takes is free again before attention; not told apart, to be on the safe side
+        rows = torch.empty(gathered_bytes(layer.num_kv_heads, size[1], layer.head_dim, dtype), dtype=torch.uint8, device=device)
         call_of_size(layer, size, device, dtype, count_density)
+        del rows
     torch.cuda.synchronize(device)
 
 
