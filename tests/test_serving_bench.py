@@ -67,7 +67,7 @@ def test_options_are_what_a_user_would_write():
     assert serving_options(parse([*given, "--gamma", "0.8"])) == {"gamma": 0.8, "selection": "coverage", "dense_below": 0}
     forced = {"method": "random_blocks", "method_options": {"density": 0.1}, "max_mask_bytes": 2**31, "dense_below": 0}
     assert serving_options(parse([*given, "--density", "0.1", "0.3"])) == forced
-    capped = {"gamma": 0.9, "min_budget": 512, "max_budget": 512, "selection": "coverage", "dense_below": 0}
+    capped = {"gamma": 0.9, "min_budget": 512, "max_budget": 512, "tau": 0.0, "selection": "coverage", "dense_below": 0}
     assert serving_options(parse([*given, "--budget", "512"])) == capped
 
 

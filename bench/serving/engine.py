@@ -38,7 +38,8 @@ def serving_options(options: argparse.Namespace) -> dict[str, Any] | None:
         return {"method": RANDOM_BLOCKS, **forced, "dense_below": options.dense_below}
     kept = {"gamma": options.gamma}
     if options.budget:
-        kept |= {"min_budget": options.budget, "max_budget": options.budget}
+        # random weights would make every head query-aware, with blocks besides the lines
+        kept |= {"min_budget": options.budget, "max_budget": options.budget, "tau": 0.0}
     return {**kept, "selection": options.selection, "dense_below": options.dense_below}
 
 
