@@ -71,7 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations.inspection_calls",),
     ("integrations.vllm.versions", "integrations.vllm.options", "integrations.vllm.plan", "integrations.vllm.pages"),
     ("integrations.vllm.layers", "integrations.vllm.step", "integrations.vllm.counters", "integrations.vllm.cpu_pages"),
-    ("integrations.vllm.attend", "integrations.vllm.cpu_impl"),
+    ("integrations.vllm.attend", "integrations.vllm.cpu_impl", "integrations.vllm.warm_sizes"),
     ("integrations.vllm.startup",),
     ("integrations.vllm.engine",),
     ("integrations.vllm.impl", "integrations.vllm.builder"),

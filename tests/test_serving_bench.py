@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from bench.serving import table
+from bench.serving import engine, table
 from bench.serving.compilations import Compilations
 from bench.serving.engine import serving_options
 from bench.serving.first_token import parse, random_density
@@ -33,6 +33,18 @@ def test_table_compares_with_the_stock_backend_at_the_same_length(tmp_path, caps
     assert "| 4 x 32k, 8 more each | sparse | 1,500 | 1.50x |" in written
 
 
+def test_kernels_are_told_by_kind(tmp_path, capsys):
+    names = {"nvjet_tst_128x256": 3000.0, "flash::FlashAttnFwdSm90": 1400.0, "void at::native::scan<int>": 60.0}
+    kernels = {**names, "void at::native::direct_copy_kernel": 40.0, "triton_red_fused_add": 300.0}
+    profile = {**ENGINE, "prompt_tokens": 32768, "method": "sparse", "kernels_ms": kernels, "all_kernels_ms": 5000.0}
+    memory = {**ROW, "method": "sparse", "seconds": 1.0, "peak_gb": 50.0, "profiled_gb": 32.5, "cache_gb": 18.0}
+    (tmp_path / "serving-x.jsonl").write_text("\n".join(map(json.dumps, [profile, memory])), encoding="utf-8")
+    table.main(["--results", str(tmp_path)])
+    written = capsys.readouterr().out
+    assert "| 32k | sparse | 1,400 ms | 3,000 ms | 40 ms | 60 ms | 500 ms | 5,000 ms |" in written
+    assert "| 32.0 of 32.5 GB |" in written
+
+
 def test_what_is_compiled_is_counted():
     called = torch.compile(lambda x: x + 1, backend="eager")
     with Compilations() as first:
@@ -46,12 +58,31 @@ def test_what_is_compiled_is_counted():
 def test_density_of_random_blocks_is_the_one_asked_for(rows):
     options = parse(["--model", "m", "--density", "0.5", "--device", "cpu", "--json", "out"])
     # the first block and the diagonal are kept besides
-    assert 0.5 < random_density(4096, rows, options) < 0.62
+    assert 0.5 < random_density(4096, rows, 0.5, options) < 0.62
 
 
 def test_options_are_what_a_user_would_write():
     given = ["--model", "m", "--json", "out", "--dense-below", "0"]
     assert serving_options(parse([*given, "--stock"])) is None
     assert serving_options(parse([*given, "--gamma", "0.8"])) == {"gamma": 0.8, "selection": "coverage", "dense_below": 0}
-    forced = {"method": "random_blocks", "method_options": {"density": 0.1}, "dense_below": 0}
-    assert serving_options(parse([*given, "--density", "0.1"])) == forced
+    forced = {"method": "random_blocks", "method_options": {"density": 0.1}, "max_mask_bytes": 2**31, "dense_below": 0}
+    assert serving_options(parse([*given, "--density", "0.1", "0.3"])) == forced
+    capped = {"gamma": 0.9, "min_budget": 512, "max_budget": 512, "tau": 0.0, "selection": "coverage", "dense_below": 0}
+    assert serving_options(parse([*given, "--budget", "512"])) == capped
+
+
+def test_one_engine_serves_several_densities(monkeypatch):
+    monkeypatch.setattr(engine, "_SHARE", {})
+    monkeypatch.setattr("flexmask.block_masks.MASKS", {})
+    engine.offer_random_blocks()
+    from flexmask.block_masks import MASKS
+
+    query = torch.zeros(1, 1, 2048, 16)
+
+    def kept():
+        mask = MASKS["random_blocks"](query, query, density=0.1)
+        return int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
+
+    few = kept()
+    engine.set_density(1.0)
+    assert kept() == 16 * 17 // 2 > few

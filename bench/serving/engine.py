@@ -8,6 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
 from bench.measure.random_blocks import random_blocks_mask
 from bench.prompts.models import SHAPES
 
@@ -29,10 +32,15 @@ def serving_options(options: argparse.Namespace) -> dict[str, Any] | None:
     """What a user would write under "flexmask", None for the stock backend."""
     if options.stock:
         return None
-    if options.density is not None:
-        # random weights have no density of their own worth a figure
-        return {"method": RANDOM_BLOCKS, "method_options": {"density": options.density}, "dense_below": options.dense_below}
-    return {"gamma": options.gamma, "selection": options.selection, "dense_below": options.dense_below}
+    if options.density:
+        # random weights have no density of their own worth a figure. FlexPrefill's own search takes less memory a head
+        forced = {"method_options": {"density": options.density[0]}, "max_mask_bytes": 2**31}
+        return {"method": RANDOM_BLOCKS, **forced, "dense_below": options.dense_below}
+    kept = {"gamma": options.gamma}
+    if options.budget:
+        # random weights would make every head query-aware, with blocks besides the lines
+        kept |= {"min_budget": options.budget, "max_budget": options.budget, "tau": 0.0}
+    return {**kept, "selection": options.selection, "dense_below": options.dense_below}
 
 
 def shape_folder(shape: str, folder: Path, layers: int | None) -> str:
@@ -61,6 +69,8 @@ def make_engine(options: argparse.Namespace, most_tokens: int, folder: Path) -> 
     from vllm import LLM
 
     offer_random_blocks()
+    if not on_cpu and options.tensor_parallel == 1:
+        _note_profiled_peak()
     own = (
         {"model": options.model}
         if options.model
@@ -98,15 +108,51 @@ def offer_random_blocks() -> None:
     """
     from flexmask.block_masks import MASKS
 
-    MASKS[RANDOM_BLOCKS] = random_blocks_mask
+    MASKS[RANDOM_BLOCKS] = _random_blocks
 
 
-def described(options: argparse.Namespace) -> str:
+# instead of the option, once it is set
+_SHARE: dict[str, float] = {}
+
+
+def set_density(density: float) -> None:
+    """Let random blocks have this density from now on: one engine serves all of them."""
+    _SHARE["density"] = density
+
+
+def _random_blocks(query: Tensor, key: Tensor, *, density: float, **options: Any) -> BlockMask:
+    return random_blocks_mask(query, key, density=_SHARE.get("density", density), **options)
+
+
+PROFILED: dict[str, float] = {}
+
+
+def _note_profiled_peak() -> None:
+    """Keep the memory of torch's at most while vLLM measured it, before the cache was there: what its accounting goes by."""
+    import torch
+
+    try:
+        from vllm.v1.worker.gpu_worker import Worker
+    except ImportError:
+        return
+    measured = Worker.determine_available_memory
+
+    def determine_available_memory(worker: Any) -> Any:
+        available = measured(worker)
+        PROFILED["gb"] = torch.cuda.max_memory_allocated() / 1e9
+        return available
+
+    Worker.determine_available_memory = determine_available_memory
+
+
+def described(options: argparse.Namespace, density: float | None = None) -> str:
     """Name the attention in a table."""
     if options.stock:
         return "stock"
-    if options.density is not None:
-        return f"random blocks, {options.density:g}"
+    if density is not None:
+        return f"random blocks, {density:g}"
+    if options.budget:
+        return f"FlexPrefill, {options.budget:,} tokens"
     return f"FlexPrefill, gamma {options.gamma:g}"
 
 

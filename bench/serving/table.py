@@ -18,6 +18,16 @@ from bench.reporting.tables import markdown_table, share, thousands, times
 Row = dict[str, Any]
 _ENGINE = ("device", "vllm", "model", "layers", "gpus")
 _KEY = (*_ENGINE, "method", "prompt_tokens", "chunk", "at_once")
+# by a word in the kernel's name, the first that is found; eager kernels are the plug-in's, vLLM's own are compiled
+_KERNELS = {
+    "attention": ("flash", "triton_tem"),
+    "linear layers": ("gemm", "nvjet", "cublas"),
+    "copies": ("memcpy", "direct_copy"),
+    "masks": (
+        *("at::", "distribution", "memset", "_block_sums", "_pooled", "_digit_pass", "_means_", "_lists_", "_lines_"),
+        *("_pattern_", "_chosen_", "_ties_", "_estimate_", "_row_norms", "_evidence", "_last_rows"),
+    ),
+}
 HEAD = """# Serving
 
 `python -m bench.serving.table > bench/SERVING.md` writes this file. [bench/README.md](README.md#serving) says how to measure,
@@ -27,7 +37,7 @@ HEAD = """# Serving
 
 def latest(rows: Iterable[Row]) -> list[Row]:
     """The last row of each key, in the order of the first ones."""
-    return list({tuple(row.get(name) for name in _KEY): row for row in rows}.values())
+    return list({(*(row.get(name) for name in _KEY), "kernels_ms" in row): row for row in rows}.values())
 
 
 def first_token_tables(rows: Sequence[Row]) -> list[str]:
@@ -40,6 +50,7 @@ def first_token_tables(rows: Sequence[Row]) -> list[str]:
         lines += [f"## {model}{of_layers}, {gpus} x {device}, vLLM {release}", ""]
         lines += _first_tokens([row for row in own if "first_seconds" in row])
         lines += _throughput([row for row in own if "tokens_per_second" in row])
+        lines += _kernels([row for row in own if "kernels_ms" in row])
     return lines
 
 
@@ -54,10 +65,21 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
         gain = times(dense / row["seconds"]) if dense and row["method"] != "stock" else "-"
         chunk = thousands(row["chunk"]) if row["chunk"] else "whole"
         peak = "-" if row.get("peak_gb") is None else f"{row['peak_gb']:.1f} GB"
+        if row.get("profiled_gb") and row.get("cache_gb"):
+            peak = f"{row['peak_gb'] - row['cache_gb']:.1f} of {row['profiled_gb']:.1f} GB"
         first = f"{row['first_seconds']:.3f} s, {row['compiled_by_first']}"
         length = thousands(row["prompt_tokens"])
         cells.append([length, chunk, row["method"], share(row.get("density")), f"{row['seconds']:.3f} s", gain, first, peak])
-    head = ["prompt", "chunks", "attention", "density", "first token", "stock / this", "first request, compiled", "peak"]
+    head = [
+        "prompt",
+        "chunks",
+        "attention",
+        "density",
+        "first token",
+        "stock / this",
+        "first request, compiled",
+        "peak (without cache, of what vLLM measured)",
+    ]
     return markdown_table(head, cells) if cells else []
 
 
@@ -70,6 +92,25 @@ def _throughput(rows: Sequence[Row]) -> list[str]:
         asked = f"{row['at_once']} x {thousands(row['prompt_tokens'])}, {row['new_tokens']} more each"
         cells.append([asked, row["method"], f"{row['tokens_per_second']:,.0f}", gain])
     return markdown_table(["prompts at once", "attention", "tokens/s", "this / stock"], cells) if cells else []
+
+
+def by_kind(row: Row) -> dict[str, float]:
+    """Milliseconds of a prefill's kernels by kind, those that are not named in the row under "rest"."""
+    found = dict.fromkeys([*_KERNELS, "rest"], 0.0)
+    for name, milliseconds in row["kernels_ms"].items():
+        kind = next((kind for kind, words in _KERNELS.items() if any(word in name.lower() for word in words)), "rest")
+        found[kind] += milliseconds
+    found["rest"] += row["all_kernels_ms"] - sum(found.values())
+    return found
+
+
+def _kernels(rows: Sequence[Row]) -> list[str]:
+    cells = []
+    for row in rows:
+        kinds = by_kind(row)
+        numbers = [f"{kinds[kind]:,.0f} ms" for kind in kinds]
+        cells.append([thousands(row["prompt_tokens"]), row["method"], *numbers, f"{row['all_kernels_ms']:,.0f} ms"])
+    return markdown_table(["prompt", "attention", *_KERNELS, "rest", "all kernels"], cells) if cells else []
 
 
 def agreement_table(rows: Sequence[Row]) -> list[str]:

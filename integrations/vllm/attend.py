@@ -38,8 +38,8 @@ def attend(
         The density, or None.
     """
     settings = layer.settings
-    # contiguous, as the warm-up has them: the memory layout is a part of what is compiled
-    tensors = (query.transpose(0, 1).contiguous()[None], key[None], value[None])
+    # rows without gaps, as the warm-up has them: the memory layout is a part of what is compiled. The output comes in the same
+    tensors = (query.contiguous().transpose(0, 1)[None], key[None], value[None])
     scores: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window, "sinks": sinks}
     if settings.method != "flexprefill":
         run = {"backend": settings.backend, "dense_below": 0, "max_mask_bytes": settings.max_mask_bytes}

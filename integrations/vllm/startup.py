@@ -14,12 +14,11 @@ from flexmask.integrations.vllm.attend import attend
 from flexmask.integrations.vllm.counters import COUNTERS
 from flexmask.integrations.vllm.layers import SparseLayer
 from flexmask.integrations.vllm.options import ServingOptions
-from flexmask.warmup import MANY_BLOCKS
+from flexmask.integrations.vllm.pages import gathered_bytes
+from flexmask.integrations.vllm.warm_sizes import warm_sizes
 
 # vLLM's logging shows what is below its own name
 _log = logging.getLogger("vllm.flexmask")
-# tokens, as in flexmask.warmup: two lengths, so that what is static in a first call is not in the next
-_LENGTHS = (1100, 2300)
 
 
 def roles_line(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str) -> str:
@@ -75,17 +74,10 @@ def log_counters() -> None:
 def warm_up(
     layers: Iterable[SparseLayer], largest: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> float:
-    """Compile what the layers' calls need, once for each variant, by calls like those of requests; gives the seconds it took.
-
-    Of those that are long, none is larger than the `largest` of the engine, in rows and in tokens.
-    """
+    """Compile what the layers' calls need, once for each variant, by calls like those of requests; gives the seconds it took."""
     start = time.perf_counter()
     for layer in _variants(layers):
-        sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)]  # a whole prompt, a chunk
-        if device.type == "cuda":
-            longest = [min(blocks * layer.config.block_size, largest[1]) for blocks in MANY_BLOCKS]
-            sizes += [(min(rows, largest[0]), length) for length in longest for rows in (length, length // 2)]
-        for size in dict.fromkeys(sizes):
+        for size in warm_sizes(layer, largest, device):
             call_of_size(layer, size, device, dtype, count_density)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -95,9 +87,12 @@ def warm_up(
 def reserve(
     layers: Iterable[SparseLayer], size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> None:
-    """Make the largest call while vLLM measures its peak memory, so that the cache leaves room. CUDA only, not run so far."""
+    """Make the largest call while vLLM measures its peak memory, so that the cache leaves room."""
     for layer in _variants(layers):
+        # what gathering takes is free again before attention; not told apart, to be on the safe side
+        rows = torch.empty(gathered_bytes(layer.num_kv_heads, size[1], layer.head_dim, dtype), dtype=torch.uint8, device=device)
         call_of_size(layer, size, device, dtype, count_density)
+        del rows
     torch.cuda.synchronize(device)
 
 

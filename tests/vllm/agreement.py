@@ -81,6 +81,11 @@ def rows(runs):
             compare("sparse and stock", runs["sparse"][asked], stock[asked], asked)
     if "two_ranks" in runs and "by_head" in runs:
         compare("two ranks and one", runs["two_ranks"]["whole"], runs["by_head"]["whole"], "whole")
+    if "keep_all_on_two" in runs and "stock_on_two" in runs:
+        for asked in ("odd_chunks", "mixed"):
+            compare("two GPUs, keep_all and stock", runs["keep_all_on_two"][asked], runs["stock_on_two"][asked], asked)
+    if "stock_on_two" in runs and stock:
+        compare("stock on two GPUs and on one", runs["stock_on_two"]["odd_chunks"], stock["odd_chunks"], "odd_chunks")
     for name, engine in (("whole", "sparse"), ("chunks", "sparse"), ("odd_chunks", "sparse"), ("by_head", "by_head")):
         if "adapter" in runs and engine in runs:
             ours = runs[engine]["whole" if name == "by_head" else name][0]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,10 @@ from tests.repository import ROOT
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory):
-    """Run a program of this folder with its arguments, once a session, and give what it wrote."""
+    """Run a program of this folder with its arguments, once a session, and give what it wrote.
+
+    FLEXMASK_VLLM_ANSWERS names a folder with what engines on a GPU wrote before, under their names.
+    """
     pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
     from tests.vllm.engine_run import ENVIRONMENT
 
@@ -22,6 +26,10 @@ def written(tmp_path_factory):
 
     def run(program, *arguments):
         named = (program, *arguments)
+        before = os.environ.get("FLEXMASK_VLLM_ANSWERS")
+        if before and arguments[-1:] == ("cuda",):
+            name = arguments[0] if program == "engine_run" else "adapter"
+            return json.loads((Path(before) / f"{name}.json").read_text(encoding="utf-8"))
         if named not in made:
             out = folder / f"{'-'.join(named)}.json"
             log = out.with_suffix(".log")

@@ -37,6 +37,9 @@ BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 ENGINES = {"stock": None, "keep_all": KEEP_ALL, "sparse": SPARSE, "by_head": BY_HEAD, "two_ranks": BY_HEAD}
 # by Inductor, which makes the memory-measuring run come before the builder
 ENGINES["compiled"] = KEEP_ALL
+# the same two over two GPUs, in chunks of 777
+ENGINES |= {"stock_on_two": None, "keep_all_on_two": KEEP_ALL}
+ON_TWO = ("two_ranks", "stock_on_two", "keep_all_on_two")
 # Gemma 2 with random weights: every other layer has a sliding window, all have a soft cap
 ENGINES |= {"windows_stock": None, "windows": KEEP_ALL}
 
@@ -59,7 +62,7 @@ def main(name: str, *device_and_out: str) -> None:
     options = ENGINES[name]
     environment, given = on_cuda(options) if device == ["cuda"] else on_cpu(name, options)
     os.environ.update(environment)
-    if name != "two_ranks":
+    if name not in ON_TWO:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -70,16 +73,18 @@ def main(name: str, *device_and_out: str) -> None:
         **given,
         seed=0,
         max_model_len=2048 if windows else MOST_TOKENS,
-        max_num_batched_tokens=MOST_TOKENS,
+        max_num_batched_tokens=777 if name.endswith("_on_two") else MOST_TOKENS,
         max_num_seqs=8,
         block_size=PAGE,
         num_gpu_blocks_override=PAGES,
         additional_config={} if options is None else {"flexmask": options},
-        **({"tensor_parallel_size": 2} if name == "two_ranks" else {"distributed_executor_backend": "uni"}),
+        **({"tensor_parallel_size": 2} if name in ON_TWO else {"distributed_executor_backend": "uni"}),
     )
     asked = Asked(llm)
     if windows:
         results = asked.with_windows()
+    elif name.endswith("_on_two"):
+        results = asked.on_two()
     elif name in ("by_head", "two_ranks"):
         results = asked.by_head()
     else:
@@ -108,6 +113,12 @@ class Asked:
 
     def by_head(self):
         return {"whole": self.whole()}
+
+    def on_two(self):
+        """As `odd_chunks` and `mixed`, where the scheduler is another process's."""
+        mixed = [prompt(length, seed=length) for length in (40, 90, 2500, 1300, 200)]
+        answers = {"odd_chunks": self.generate([prompt(3000, seed=3)], prompt_logprobs=0)}
+        return {**answers, "mixed": self.generate(mixed, tokens=12, prompt_logprobs=0)}
 
     def with_windows(self):
         import random

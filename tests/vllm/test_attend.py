@@ -11,10 +11,13 @@ from flexmask.integrations.vllm.attend import attend
 from flexmask.integrations.vllm.counters import Counters
 from flexmask.integrations.vllm.layers import sparse_layer
 from flexmask.integrations.vllm.plan import plan_step
-from flexmask.integrations.vllm.startup import warm_up
+from flexmask.integrations.vllm.startup import call_of_size, warm_up
+from flexmask.integrations.vllm.warm_sizes import grouped_sizes, heads_together, warm_sizes
 
 GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2}
 OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0}
+# from some hundred tokens on the masks of all heads are not made at a time
+FEW_HEADS = {"block_size": 32, "max_mask_bytes": 400_000}
 METHOD = {"method": "streaming_llm", "method_options": {"window_blocks": 2}, "block_size": 32}
 
 
@@ -27,15 +30,64 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
     with torch.inference_mode():
         assert warm_up([layer, layer], (600, 2000), torch.device("cpu"), torch.float32, True) > 0
         compiled = counters["stats"]["unique_graphs"]
-        for rows in (150, 420):
+        for rows in (150, 420, 32):  # a chunk, a prompt, a chunk of one block
             query, key, value = torch.randn(rows, 4, 32), torch.randn(2, 420, 32), torch.randn(2, 420, 32)
-            batch = (query.transpose(0, 1).contiguous()[None], key[None], value[None])
+            batch = (query.transpose(0, 1)[None], key[None], value[None])
 
             out, density = attend(layer, query, key, value, count_density=True)
             expected, stats = flexprefill_attention(*batch, scale=0.2, dense_below=0, return_stats=True, **OPTIONS)
             torch.testing.assert_close(out.transpose(0, 1), expected[0])
             torch.testing.assert_close(density, stats.density.mean())
             assert density < 0.9
+    assert counters["stats"]["unique_graphs"] == compiled
+
+
+def test_sizes_of_the_warm_up():
+    # blocks of 64 can be fewer rows than FlexAttention's main kernel takes
+    layer = sparse_layer(0, GIVEN, PrefillSettings.from_options(block_size=64), 0, 1)
+    short = [size for size in warm_sizes(layer, (4096, 8192), torch.device("cpu")) if size[0] < 128]
+    assert short == [(64, 1100), (127, 1100)]
+    layer = sparse_layer(0, GIVEN, PrefillSettings.from_options(block_size=64, dense_below=100), 0, 1)
+    assert (127, 127) in warm_sizes(layer, (4096, 8192), torch.device("cpu"))
+    layer = sparse_layer(0, GIVEN, PrefillSettings.from_options(), 0, 1)
+    assert min(warm_sizes(layer, (4096, 8192), torch.device("cpu"))) == (128, 1100)
+    assert grouped_sizes(layer, (4096, 8192), torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize("largest", [(2048, 2048), (512, 2048)])
+def test_every_number_of_heads_that_goes_together_is_warmed_up_twice(largest):
+    layer = sparse_layer(0, GIVEN, PrefillSettings.from_options(**FEW_HEADS), 0, 1)
+    sizes, cpu = grouped_sizes(layer, largest, torch.device("cpu")), torch.device("cpu")
+    found = [(heads_together(layer, size, cpu), size[0] == size[1]) for size in sizes]
+    reached = set()
+    for tokens in range(160, largest[1] + 1, 32):
+        for size in ((tokens, tokens), (min(largest[0], tokens - 64), tokens)):
+            heads = heads_together(layer, size, cpu)
+            if size[0] <= largest[0] and heads < 4:
+                reached.add((heads, size[0] == size[1]))
+    assert len(reached) >= 2
+    for kind in reached:
+        assert found.count(kind) >= 2
+        first, second = (size for size, same in zip(sizes, found, strict=True) if same == kind)
+        assert first[0] != second[0]
+        assert first[1] != second[1]
+
+
+@pytest.mark.attention
+@pytest.mark.slow
+def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
+    from torch._dynamo.utils import counters
+
+    layer = sparse_layer(0, GIVEN, PrefillSettings.from_options(**{**OPTIONS, **FEW_HEADS}), 0, 1)
+    cpu, largest = torch.device("cpu"), (1024, 1024)
+    with torch.inference_mode():
+        warm_up([layer], largest, cpu, torch.float32, True)
+        for size in grouped_sizes(layer, largest, cpu):
+            call_of_size(layer, size, cpu, torch.float32, True)
+        compiled = counters["stats"]["unique_graphs"]
+        for size in ((1024, 1024), (800, 1024), (900, 900)):
+            assert heads_together(layer, size, cpu) < 4
+            call_of_size(layer, size, cpu, torch.float32, True)
     assert counters["stats"]["unique_graphs"] == compiled
 
 

@@ -64,10 +64,10 @@ def test_a_planted_fault_is_caught(fault, stock, keep_all, rounding):
 def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(asked, adapter, sparse, stock, rounding):
     pairs = zip(sparse[asked][0]["prompt_logprobs"], adapter[asked]["prompt_logprobs"], strict=True)
     found = summary([abs(a - b) for a, b in pairs])
-    # a rounded score can change which blocks are kept
-    assert found["mean"] <= 4 * rounding["mean"]
+    # rounding amplified: a score that rounds differently changes which blocks are kept
+    assert found["mean"] <= 5 * rounding["mean"]
     assert sparse[asked][0]["tokens"][0] == adapter[asked]["token"]
-    assert summary(differences(stock[asked], sparse[asked]))["mean"] > 4 * found["mean"]
+    assert summary(differences(stock[asked], sparse[asked]))["mean"] > 2 * found["mean"]
 
 
 def test_requests_compile_nothing(keep_all, sparse, stock):

@@ -19,13 +19,15 @@ def rows():
     return tuple(torch.randn(HEADS, 48, DIM) for _ in range(2))
 
 
-@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+@pytest.mark.parametrize("order", ["heads first", "tokens first", "pages apart"])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_pages_of_a_gpu_cache(order, tokens, rows):
     shape = (PAGES, HEADS, PAGE, 2 * DIM)
     cache = torch.full(shape, float("nan"))
     if order == "tokens first":
         cache = torch.full((PAGES, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
+    if order == "pages apart":  # another layer's page between two
+        cache = torch.full((PAGES, 2, PAGE, HEADS, 2 * DIM), float("nan"))[:, 1].transpose(1, 2)
     for token in range(tokens):
         cache[TABLE[token // PAGE], :, token % PAGE] = torch.cat([each[:, token] for each in rows], -1)
     places = Places(TABLE, tokens)

@@ -1,0 +1,79 @@
+"""Sizes of the calls that compile everything before the first request: rows of a chunk, and tokens up to its end."""
+
+from __future__ import annotations
+
+import torch
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.block_masks import MASKS
+from flexmask.flex.head_groups import head_bytes, head_groups
+from flexmask.gallery import heads_at_once
+from flexmask.integrations.vllm.layers import SparseLayer
+from flexmask.warmup import MANY_BLOCKS
+
+Size = tuple[int, int]
+# tokens, as in flexmask.warmup: two lengths, so that what is static in a first call is not in the next
+_LENGTHS = (1100, 2300)
+# rows: FlexAttention compiles shorter calls by themselves
+_SHORT = 128
+# lengths that are looked at for how many heads go together
+_STEPS = 64
+
+
+def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
+    """The calls, of which none that is long is larger than the `largest` of the engine: whole prompts and chunks of each kind."""
+    sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)] + _short_sizes(layer)
+    if device.type == "cuda":
+        longest = [min(blocks * layer.config.block_size, largest[1]) for blocks in MANY_BLOCKS]
+        sizes += [(min(rows, largest[0]), length) for length in longest for rows in (length, length // 2)]
+        sizes += grouped_sizes(layer, largest, device)
+    return list(dict.fromkeys(sizes))
+
+
+def _short_sizes(layer: SparseLayer) -> list[Size]:
+    """A chunk of one block, whose size torch takes as a constant, and chunks below `_SHORT`, as far as a plan lets them run."""
+    block = layer.config.block_size
+    rows = [block] if block >= _SHORT else [block, _SHORT - 1]
+    whole = [(each, each) for each in rows if each >= layer.settings.break_even]
+    return [(each, _LENGTHS[0]) for each in rows] + whole
+
+
+def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
+    """Two calls for each number of heads that `max_mask_bytes` makes of long calls, of whole prompts and of chunks.
+
+    Two, since what is compiled in a first call is for its very size.
+    """
+    block, (most_rows, most_tokens) = layer.config.block_size, largest
+    found: dict[tuple[int, bool], list[Size]] = {}
+    step = max(most_tokens // _STEPS, 2 * block)
+    for tokens in range(most_tokens, 4 * block, -step):
+        whole = [(tokens, tokens)] if tokens <= most_rows else []
+        for size in (*whole, (min(most_rows, tokens - 2 * block), tokens)):
+            heads = heads_together(layer, size, device)
+            if heads < layer.num_heads:
+                found.setdefault((heads, size[0] == tokens), []).append(size)
+    # not the ends, so that a shorter call is of the same kind
+    middle = [sizes[(len(sizes) - 1) // 2] for sizes in found.values()]
+    return [call for rows, tokens in middle for call in ((rows, tokens), _shorter(rows, tokens, block))]
+
+
+def _shorter(rows: int, tokens: int, block: int) -> Size:
+    """A call of the same kind, its chunk's rows and tokens a different number of blocks less."""
+    return (rows - block, tokens - block) if rows == tokens else (rows - 2 * block, tokens - block)
+
+
+def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:
+    """Query heads whose masks are made at a time in a call of this size."""
+    rows, tokens = size
+    one = torch.empty(1, dtype=torch.bfloat16, device=device)
+    query = one.expand(1, layer.num_heads, rows, layer.head_dim)
+    key = one.expand(1, layer.num_kv_heads, tokens, layer.head_dim)
+    inputs = AttentionInputs(query, key, key, layer.scale, layer.softcap, layer.window)
+    settings = layer.settings
+    if settings.method == "flexprefill":
+        at_once = settings.max_mask_bytes // head_bytes(inputs, layer.config)
+    else:
+        method = MASKS[settings.method] if isinstance(settings.method, str) else settings.method
+        at_once = heads_at_once(method, inputs, layer.config.block_size, settings.max_mask_bytes, settings.method_options)
+    group = head_groups(1, layer.num_heads, layer.num_kv_heads, at_once)[0]
+    return group.query.stop - group.query.start
