@@ -29,7 +29,7 @@ from bench.retriever.answers import decode_answers, prefill
 from bench.retriever.task import Prompt, make_prompt
 from flexmask import FlexPrefillConfig, FlexPrefillStats
 from flexmask.integrations.huggingface import FlexPrefillRun, flexprefill
-from flexmask.integrations.settings import CONFIG_KEY
+from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings
 from flexmask.plot import plot_block_mask
 
 MOST_QUESTIONS = 16
@@ -224,6 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"FlexPrefill with gamma {config.gamma:g}, tau {config.tau:g}, a floor of {config.min_budget:,} tokens.\n",
         flush=True,
     )
+    dense_below = PrefillSettings().break_even
+    if options.prompt_tokens < dense_below:
+        print(f"Shorter than dense_below, {dense_below:,} tokens: FlexPrefill runs this prompt dense.\n", flush=True)
     # advice from torch's compiler to its own users
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
     blocks = {"FlexPrefill": flexprefill(model, config=config, collect_masks=True)}

@@ -109,6 +109,7 @@ def test_short_prompt_says_that_it_ran_dense(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "A prompt of 100 tokens with 3 needles" in printed
     assert printed.count("ran dense: a short prompt") == 2
+    assert "Shorter than dense_below, 16,384 tokens: FlexPrefill runs this prompt dense." in printed
     assert "of 3" in printed
     assert "tuned" not in printed
     assert not picture.exists()

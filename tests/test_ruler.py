@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from bench.fidelity import smollm, texts
+from bench.retriever.task import make_prompt
 from bench.retriever.vocabulary import make_tokenizer
 from bench.ruler import smollm_folder, table
 from tests.integrations.common import KEEP_ALL
@@ -98,6 +99,26 @@ def test_everything_kept_answers_as_the_harness_does(task, request, monkeypatch)
     assert 0 <= sparse["score"] <= 1
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_density_of_a_method_without_statistics_is_counted_in_its_masks(monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM
+
+    from bench.ruler.run import density_of_masks
+    from flexmask.integrations.lm_eval import FlexPrefillLM
+
+    path = str(ROOT / "bench" / "retriever" / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    options = {"pretrained": loaded, "tokenizer": path, "device": "cpu", "block_size": 32, "dense_below": 0}
+    text = make_prompt(800, 8, 1, seed=0).text()
+    # 800 tokens are 25 blocks: one of the sink, three of the window
+    window = FlexPrefillLM(**options, method="streaming_llm", method_options={"sink_blocks": 1, "window_blocks": 3})
+    assert density_of_masks(window, [text]) == pytest.approx((1 + 2 + 3 + 4 * 22) / (25 * 26 / 2), abs=1e-4)
+    assert density_of_masks(FlexPrefillLM(**options, method="causal"), [text, text]) == 1
+
+
 def rows(method, scores, density, answer=""):
     common = {"model": "m", "task": "t", "length": 4096, "method": method, "density": density, "answer": answer}
     return [{**common, "prompt": prompt, "score": score} for prompt, score in scores.items()]
@@ -123,9 +144,8 @@ def test_table_compares_methods_on_the_same_prompts(printed):
 
 def test_table_does_not_score_a_task_that_the_dense_model_fails(printed):
     scores = dict(enumerate([1, 1, 1, 0]))
-    assert printed(rows("dense", scores, 1.0), rows("sparse", {**scores, 0: 0}, 0.5))[1].endswith(
-        "| 50.0 (15 to 85) | not scored |"
-    )
+    (line,) = printed(rows("dense", scores, 1.0), rows("sparse", {**scores, 0: 0}, 0.5))
+    assert line == "| m | 4,096 | t | 4 | dense | 1.00 | 75.0 (30 to 95) | not scored |"
 
 
 def test_table_leaves_out_a_density_that_was_not_measured(printed):

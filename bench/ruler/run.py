@@ -25,19 +25,21 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.ruler.table import DENSE, PASSES
+from flexmask.integrations.huggingface import flexprefill
 from flexmask.integrations.lm_eval import FlexPrefillLM
 from flexmask.integrations.lm_eval.densities import Densities
 
 # haystacks of repeated noise or made-up words; the others download essays, SQuAD or HotpotQA
 OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 TASKS = Path(__file__).parents[1] / "tasks"
-DENSE = "dense"
 METHODS: dict[str, dict[str, Any]] = {
     "hybrid .95": {"selection": "hybrid", "gamma": 0.95},
     "hybrid .9": {"selection": "hybrid", "gamma": 0.9},
     "coverage .95": {"selection": "coverage", "gamma": 0.95},
     "xattention .9": {"method": "xattention", "method_options": {"threshold": 0.9}},
 }
+MASKS = 4  # prompts of a round whose masks are counted, for methods without statistics
 KEEP_ALL = {"everything kept": {"selection": "hybrid", "gamma": 1.0, "min_budget": 2**20}}
 
 
@@ -47,7 +49,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self._path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known = {self._key(row) for row in map(json.loads, lines) if "task" in row}
+        self._scores = {self._key(row): row["score"] for row in map(json.loads, lines) if "task" in row}
 
     @staticmethod
     def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -55,10 +57,17 @@ class Log:
 
     def has(self, **row: Any) -> bool:
         """True if there is a line for this prompt."""
-        return self._key(row) in self._known
+        return self._key(row) in self._scores
+
+    def mean(self, **cell: Any) -> float | None:
+        """Mean score over the prompts of a model's task, length and method."""
+        found = [score for key, score in self._scores.items() if key[:-1] == self._key({**cell, "prompt": 0})[:-1]]
+        return sum(found) / len(found) if found else None
 
     def write(self, **row: Any) -> None:
         """Add a line."""
+        if "task" in row:
+            self._scores[self._key(row)] = row["score"]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -83,7 +92,7 @@ class Prompts:
 
 
 def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], chat: bool = False) -> list[dict[str, Any]]:
-    """Score of each prompt, the model's answer, and the mean density of their prefills; None where none was measured."""
+    """Score of each prompt, the model's answer, and the mean density of their prefills."""
     if isinstance(lm, FlexPrefillLM):
         lm.densities = Densities()
     start = time.monotonic()
@@ -91,9 +100,12 @@ def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], 
         lm=lm, task_dict=loaded, samples={task: list(prompts)}, log_samples=True, bootstrap_iters=0, apply_chat_template=chat
     )
     seconds = round((time.monotonic() - start) / len(prompts), 3)
+    samples = results["samples"][task]
     density = lm.densities.summary()["density"] if isinstance(lm, FlexPrefillLM) else 1.0
+    if density is None:
+        density = density_of_masks(lm, [sample["arguments"][0][0] for sample in samples[:MASKS]])
     found = {}
-    for sample in results["samples"][task]:
+    for sample in samples:
         score = sample[str(length)] if str(length) in sample else sample["exact_match"]
         answer = sample["filtered_resps"][0]
         found[sample["doc_id"]] = {"score": score, "density": density, "answer": answer, "seconds": seconds}
@@ -101,9 +113,25 @@ def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], 
     return [found[prompt] for prompt in prompts]
 
 
+@torch.no_grad()
+def density_of_masks(lm: FlexPrefillLM, texts: Sequence[str]) -> float:
+    """Mean density of a method that gives no statistics, from its masks on a few prompts."""
+    shares = []
+    for text in texts:
+        ids = torch.tensor([lm.tok_encode(text)], device=lm.device)
+        with flexprefill(lm.model, config=lm.settings, collect_masks=True) as run:
+            lm.model(ids, use_cache=False, logits_to_keep=1)
+        for (mask,) in run.masks.values():
+            assert mask is not None
+            counts = mask.kv_num_blocks if mask.full_kv_num_blocks is None else mask.kv_num_blocks + mask.full_kv_num_blocks
+            blocks = counts.shape[-1]
+            shares.append(counts.sum(-1).float().mean() / (blocks * (blocks + 1) / 2))
+    return round(float(torch.stack(shares).mean()), 4)
+
+
 def cells(options: argparse.Namespace, methods: Sequence[str]) -> Iterator[tuple[int, str, list[int], str]]:
     """Length, task, prompts and method, in rounds of a few prompts."""
-    for first in range(0, options.prompts, options.round):
+    for first in range(options.first, options.prompts, options.round):
         prompts = list(range(first, min(first + options.round, options.prompts)))
         for length in options.lengths:
             for task in options.tasks:
@@ -121,9 +149,11 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", help=f"some of {DENSE},{','.join(METHODS)}; all")
     parser.add_argument("--against", choices=["hf"], help="compare dense with everything kept instead")
     parser.add_argument("--prompts", type=int, default=500, help="of each task and length (500, as RULER has)")
+    parser.add_argument("--first", type=int, default=0, help="the prompt to begin with, where several processes share a task (0)")
     parser.add_argument("--round", type=int, default=1, help="prompts of a task before the next task (1)")
     parser.add_argument("--batch", type=int, default=1, help="prompts that run together (1)")
     parser.add_argument("--chat", action="store_true", help="with the chat template")
+    parser.add_argument("--skip-failing", action="store_true", help="leave out tasks that the dense model fails (under 80%%)")
     parser.add_argument("--minutes", type=float, default=600.0, help="no new round after that (600)")
     parser.add_argument("--dtype", default="auto", help="of the weights (auto)")
     return parser.parse_args(arguments)
@@ -157,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for length, task, drawn, method in cells(options, list(lms)):
         cell = {"model": name, "task": task, "length": length, "method": method}
         missing = [prompt for prompt in drawn if not log.has(**cell, prompt=prompt)]
-        if not missing:
+        dense = log.mean(**{**cell, "method": DENSE})
+        if not missing or (options.skip_failing and method != DENSE and dense is not None and dense < PASSES):
             continue
         if time.monotonic() > stop:
             print("out of time; the same command goes on", flush=True)

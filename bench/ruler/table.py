@@ -3,7 +3,7 @@
 Only prompts that every method has run count, so that methods are compared on the same ones. Scores are in percent with 95%
 intervals: Wilson's where each prompt is right or wrong, else from a bootstrap over prompts. The last column is
 the paired difference to dense attention with its bootstrap interval. Where the dense model itself fails, differences say
-nothing: below 80% a task is shown and not scored.
+nothing: below 80% a task is named with its dense score, and no method is scored on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.retriever.right_padding import interval
 
 DENSE = "dense"
 KEPT = "everything kept"
-_PASSES = 0.8  # the least dense score at which a task is scored
+PASSES = 0.8  # the least dense score at which a task is scored
 _DRAWS = 10_000
 
 
@@ -45,7 +45,7 @@ def cells(rows: Iterable[dict[str, Any]]) -> dict[Group, dict[str, Cell]]:
     result = {}
     for group, methods in found.items():
         common = sorted(set.intersection(*(set(prompts) for prompts in methods.values())))
-        if common and DENSE in methods and len(methods) > 1:
+        if common and DENSE in methods:
             result[group] = {
                 method: Cell(
                     np.array([prompts[each]["score"] for each in common], dtype=float),
@@ -90,13 +90,16 @@ def lines(found: dict[Group, dict[str, Cell]]) -> list[str]:
     table = ["| model | tokens | task | prompts | method | density | score | minus dense |", "|---|---|---|---|---|---|---|---|"]
     for (model, length, task), methods in found.items():
         dense = methods[DENSE].scores
+        scored = dense.mean() >= PASSES or KEPT in methods
         for method, cell in methods.items():
+            if method != DENSE and not scored:
+                continue
             low, high = score_interval(cell.scores)
             score = f"{100 * cell.scores.mean():.1f} ({100 * low:.0f} to {100 * high:.0f})"
-            change = difference(cell.scores - dense) if dense.mean() >= _PASSES or method == KEPT else "not scored"
+            change = difference(cell.scores - dense) if method != DENSE else "" if scored else "not scored"
             named = (model, f"{length:,}", task, str(len(dense))) if method == DENSE else ("", "", "", "")
             density = "" if cell.density is None else f"{cell.density:.2f}"
-            table.append("| " + " | ".join((*named, method, density, score, "" if method == DENSE else change)) + " |")
+            table.append("| " + " | ".join((*named, method, density, score, change)) + " |")
     return table
 
 

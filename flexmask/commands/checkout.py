@@ -22,24 +22,25 @@ Checkout = Annotated[
 
 
 def demo(context: typer.Context, checkout: Checkout = None, as_json: Json = False) -> None:
-    """Answer questions about a long prompt with a small trained model: dense attention, FlexPrefill, tuned gammas.
+    """Try it: a small model answers questions on 16k tokens.
 
-    What `make demo` runs. All other words go to it: flexmask demo -- --help.
+    With dense attention, with FlexPrefill, and with tuned gammas. What `make demo` runs. All other words go to it:
+    flexmask demo -- --help.
     """
     _start("bench.demo", context.args, checkout, as_json)
 
 
 def bench(context: typer.Context, checkout: Checkout = None, as_json: Json = False) -> None:
-    """Measure one part of the speed report: latency, breakeven, stages, memory, compile, long.
+    """Measure one part of the speed report.
 
-    What `make bench PART=...` runs; it stops by itself, and the same command goes on. All other words go to it:
-    flexmask bench latency --minutes 5.
+    Parts: latency, breakeven, stages, memory, compile, long. What `make bench PART=...` runs; it stops by itself, and the same
+    command goes on. All other words go to it: flexmask bench latency --minutes 5.
     """
     _start("bench.parts", context.args, checkout, as_json)
 
 
 def fidelity(context: typer.Context, checkout: Checkout = None, as_json: Json = False) -> None:
-    """Measure what selections lose on real texts and on needles.
+    """Measure what selections lose on texts and needles.
 
     What python -m bench.fidelity.run runs. All other words go to it: flexmask fidelity -- --help.
     """

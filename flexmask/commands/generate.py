@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexmask.commands.errors import option_errors
-from flexmask.commands.loading import load_config, load_model, read_text, token_ids
+from flexmask.commands.loading import load_config, load_model, read_text, remark_if_short, token_ids
 from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Model, Prompt, Selection, Set, Settings, settings_from
 from flexmask.commands.output import Json, Output
 
@@ -31,7 +31,9 @@ def generate(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt with dense attention and with FlexPrefill: tokens, time to first token, density.
+    """Continue a prompt, dense and sparse, side by side.
+
+    Compares tokens, time to first token and density.
 
     Both generate one token first, unmeasured, at the prompt's own length: what compiles compiles there. Decoding is greedy.
     Without settings those in the model's config.json hold, else the library's defaults.
@@ -45,6 +47,7 @@ def generate(
             chosen.check_layers(getattr(config.get_text_config(), "num_hidden_layers", sys.maxsize))
     loaded, tokenizer = load_model(model, output, device, dtype)
     ids = token_ids(tokenizer, text, chat=chat)
+    remark_if_short(output, loaded, chosen, ids.shape[1])
     from flexmask.integrations.side_by_side import side_by_side
 
     with output.progress(f"generating from {ids.shape[1]:,} tokens") as advance:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from flexmask.commands.errors import needs, option_errors, usage_error
-from flexmask.commands.loading import load_model, read_text, token_ids
+from flexmask.commands.loading import load_model, read_text, remark_if_short, token_ids
 from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Model, Prompt, Selection, Set, Settings, settings_from
 from flexmask.commands.output import Json, Output
 
@@ -35,9 +35,10 @@ def inspect(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Prefill a prompt and write a report: density, patterns, distances and coverage of every head, time by stage, masks.
+    """Write a report on one prompt: what every head keeps.
 
-    The report is one HTML page that loads nothing from elsewhere. For a few heads it shows the mask over their true attention.
+    Density, patterns, distances and coverage of every head, time by stage, masks. The report is one HTML page that loads nothing
+    from elsewhere. For a few heads it shows the mask over their true attention.
     A prompt shorter than dense_below (16,384 tokens) runs dense: --dense-below 0 makes it sparse.
     """
     output = Output(as_json)
@@ -56,6 +57,7 @@ def inspect(
         usage_error(f"{out} is not a folder", "--out")
     loaded, tokenizer = load_model(model, output, device, dtype)
     ids = token_ids(tokenizer, text, tokens)
+    remark_if_short(output, loaded, chosen, ids.shape[1])
 
     from flexmask.integrations.inspection import inspect_prefill
     from flexmask.report.write import write_report
@@ -72,7 +74,7 @@ def inspect(
         output.line(f"layer {head.layer}, head {head.head} ({head.why}): {head.attention_kept:.1%} of its attention kept")
     if not found.heads:
         which = "every layer" if layers is None else f"every layer of {layers}"
-        output.remark(f"{which} ran dense, so that there are no masks to show; --dense-below 0 makes short prompts sparse")
+        output.remark(f"{which} ran dense, so that there are no masks to show")
     output.line(f"report: {page}")
     output.result({"report": str(page), **found.to_dict()})
 

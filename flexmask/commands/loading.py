@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from flexmask.integrations.settings import PrefillSettings
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -47,6 +49,15 @@ def load_model(model: str, output: Output, device: str | None = None, dtype: str
             raise _not_a_model(model, error) from error
         ready = (loaded if placed else loaded.to(chosen)).eval()
     return ready, tokenizer
+
+
+def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSettings | None, tokens: int) -> None:
+    """Say, before the wait, that a prompt is so short that it runs dense; without `settings` by the model's own."""
+    from flexmask.integrations.blocks import model_settings
+
+    dense_below = (settings or model_settings(model, None, None, {})).break_even
+    if tokens < dense_below:
+        output.remark(f"{tokens:,} tokens < dense_below {dense_below:,}: all of it runs dense. --dense-below 0 makes it sparse.")
 
 
 def chosen_device(device: str | None) -> str:
@@ -121,11 +132,14 @@ def _local(model: str) -> bool:
         if not (path / "config.json").is_file():
             usage_error(f"{model} is not a model: it has no config.json", "--model")
         return True
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    # a name on the hub is one word, or owner/name; a folder that is there owns no models
+    in_a_folder = "/" in model and path.parent.is_dir()
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
         usage_error(f"no folder {model}", "--model")
     return False
 
 
 def _not_a_model(model: str, error: Exception) -> CommandError:
     lines = str(error).strip().splitlines()
-    return CommandError(f"cannot load {model}: {lines[0] if lines else type(error).__name__}")
+    why = lines[0] if lines else type(error).__name__
+    return CommandError(f"cannot load {model}: {'' if Path(model).is_dir() else 'no folder here, and on the hub: '}{why}")

@@ -43,10 +43,10 @@ def run(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Start another program that knows attn_implementation="flexprefill".
+    """Start another program with FlexPrefill registered.
 
-    Options of FlexPrefill stand before MODULE; they go before what a model's config.json holds. All words after MODULE are the
-    program's own. Its exit code is the command's.
+    It then knows attn_implementation="flexprefill". Options of FlexPrefill stand before MODULE; they go before what a model's
+    config.json holds. All words after MODULE are the program's own. Its exit code is the command's.
     """
     chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
     if name not in NAMES:

@@ -40,10 +40,11 @@ def tune(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Find a gamma for every head on your own text, for a target density or error.
+    """Find a gamma for every head on your own text.
 
-    One dense prefill a text, with every head's output compared at every gamma. Measurements are written after each layer to
-    OUT.measured: an interrupted run goes on from there, and another target on the same texts takes no new measurement.
+    The target is a density or an error. One dense prefill a text, with every head's output compared at every gamma. Measurements
+    are written after each layer to OUT.measured: an interrupted run goes on from there, and another target on the same texts
+    takes no new measurement.
     """
     output = Output(as_json)
     if (density is None) == (error is None):

@@ -36,9 +36,9 @@ class FlexPrefillLM(HFLM):
 
     A prompt's scores do not depend on its batch. The harness pads log-likelihood batches on the right and says nothing of it, so
     the padding mask is made here; a batch is split where rows would get other blocks than alone: short rows, which
-    `dense_below` keeps dense, from long ones, and in generation, which pads on the left, long prompts whose lengths differ by
-    other than a multiple of the block. So prompts that run sparse are mostly generated for one by one, which costs decoding its
-    batch and the prefill nothing.
+    `dense_below` keeps dense, from long ones. Greedy generation pads on the right and decodes a batch together. All other
+    generation pads on the left as the harness does, where long prompts whose lengths differ by other than a multiple of the block
+    go one by one, which costs decoding its batch and the prefill nothing.
 
     The results' ``config`` hold ``flexmask``: its version, the options, and the mean density, by prompt length too.
 

@@ -17,8 +17,10 @@ pytestmark = MARKS[0]
 
 def test_short_prompt_runs_dense_and_says_so(flexmask, folder, prompt, tmp_path):
     out = tmp_path / "report"
-    said = flexmask("inspect", "--model", folder, "--prompt", prompt, "--out", out).stdout
+    result = flexmask("inspect", "--model", folder, "--prompt", prompt, "--out", out)
+    said = result.stdout
     assert "530 tokens < dense_below" in said
+    assert "530 tokens < dense_below 16,384: all of it runs dense" in result.stderr.partition("report:")[0]
     assert f"report: {out / 'report.html'}" in said
     assert {path.name for path in out.iterdir()} == {"report.html", "inspection.json", "density.png", "patterns.png"}
 

@@ -53,7 +53,9 @@ def tokenizer_of(folder):
 
 
 def test_generate_says_that_a_short_prompt_ran_dense(flexmask, folder, prompt):
-    shown = flexmask("generate", "--model", folder, "--prompt", "-", "--max-new-tokens", "3", input=prompt.read_text()).stdout
+    result = flexmask("generate", "--model", folder, "--prompt", "-", "--max-new-tokens", "3", input=prompt.read_text())
+    shown = result.stdout
+    assert "530 tokens < dense_below 16,384: all of it runs dense. --dense-below 0 makes it sparse." in result.stderr
     assert "all 2 layers ran dense: 530 tokens < dense_below 16384" in shown
     assert "All new tokens are the same." in shown
     assert "blocks kept          100%" in shown
@@ -85,6 +87,8 @@ def test_first_different_token_is_found():
     ("words", "said"),
     [
         (("--model", "nowhere/at/all", "--prompt", "{prompt}"), "'--model': no folder nowhere/at/all"),
+        (("--model", "{folder}/typo", "--prompt", "{prompt}"), "'--model': no folder {folder}/typo"),
+        (("--model", "docs/typo", "--prompt", "{prompt}"), "'--model': no folder docs/typo"),
         (("--model", "{empty}", "--prompt", "{prompt}"), "is not a model: it has no config.json"),
         (("--model", "{prompt}", "--prompt", "{prompt}"), "'--model': no folder"),
         (("--model", "{folder}", "--prompt", "{empty}/none.txt"), "none.txt: No such file"),
@@ -94,7 +98,8 @@ def test_first_different_token_is_found():
         (("--model", "{folder}", "--prompt", "{prompt}", "--chat"), "'--chat': the model's tokenizer has no chat template"),
     ],
 )
-def test_generate_refuses(flexmask, folder, prompt, tmp_path, words, said):
+def test_generate_refuses(flexmask, folder, prompt, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(ROOT)
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "binary.bin").write_bytes(b"\xff\xfe\x00")

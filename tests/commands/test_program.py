@@ -42,6 +42,12 @@ def test_every_command_is_documented_with_its_options(flexmask):
         assert {option for option in options if option not in section + shared} == set(), command
 
 
+def test_list_of_commands_is_whole_on_a_narrow_terminal(flexmask):
+    shown = flexmask("--help", env={"COLUMNS": "80"}).stdout.partition("Commands")[2]
+    assert "doctor" in shown
+    assert "..." not in shown
+
+
 def test_exit_codes_are_documented():
     text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     codes = {value for name, value in vars(exit_codes).items() if name.isupper()}
