@@ -64,7 +64,7 @@ def test_an_option_is_compared_with_its_own_selection_not_with_itself(measure):
 
 def test_areas_need_settings_on_both_sides(measure):
     assert np.isnan(compare.area(measure, curves.CURVES["xattention"])[0])
-    assert compare.area(measure, HYBRID)[0] == pytest.approx(0.1 * np.log(0.35 / 0.15) / 0.2, rel=0.05)
+    assert compare.area(measure, HYBRID)[0] == pytest.approx(0.1 * np.log(0.3 / 0.18) / 0.12, rel=0.05)
     assert [line.split(" | ")[0] for line in compare.areas_table([measure])[3:-1]] == ["| hybrid"]
 
 
