@@ -72,8 +72,7 @@ def ablations(found: Sequence[Measure], results: Results) -> list[str]:
     lines = [
         "## Defaults and ablations",
         "",
-        "Each option's error over that of the same selection with its defaults, at the same density; of the loss, their",
-        "difference. Bold: better by more than the interval.",
+        (FOLDER / "ablations.md").read_text(encoding="utf-8").rstrip(),
     ]
     return [*lines, *table] if len(table) >= _WITH_A_ROW else []
 
