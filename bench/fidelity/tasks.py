@@ -25,21 +25,27 @@ def lengths_of(rows: Rows) -> list[int]:
     return sorted({int(item.rpartition("/")[2]) for item in rows.get("dense", {})})
 
 
+def score(row: dict[str, float]) -> float:
+    """RULER's own: the share of an answer's tokens that are right, mean over prompts."""
+    return row.get("parts", row["right"] / row["n"])
+
+
 def scored(rows: Rows, tokens: int) -> list[str]:
     """Tasks of a length that dense attention solves."""
-    found = rows.get("dense", {}).items()
-    return [item for item, row in found if item.endswith(f"/{tokens}") and row["right"] >= SCORED * row["n"]]
+    return [item for item, row in rows.get("dense", {}).items() if item.endswith(f"/{tokens}") and score(row) >= SCORED]
 
 
 def average(rows: Rows, name: str, items: Sequence[str]) -> str:
-    """Share of right answers with Wilson's interval of all prompts together, and the mean density; "" unless every task ran."""
+    """Mean score with the interval of all prompts together, and the mean density; "" unless every task ran."""
     found = rows.get(name, {})
     if not items or any(item not in found for item in items):
         return ""
-    right, n = (sum(found[item][figure] for item in items) for figure in ("right", "n"))
-    low, high = statistics.wilson(right, n)
-    density = sum(found[item]["density"] for item in items) / len(items)
-    return f"{right / n:.1%} [{100 * low:.1f}, {100 * high:.1f}] at {short(density)}"
+    each = [found[item] for item in items]
+    mean = sum(map(score, each)) / len(each)
+    # of right answers, which are harder to get than parts of one: no narrower than the score's own
+    low, high = statistics.wilson(mean * sum(row["n"] for row in each), sum(row["n"] for row in each))
+    density = sum(row["density"] for row in each) / len(each)
+    return f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}] at {short(density)}"
 
 
 def averages_table(rows: Rows) -> list[str]:
@@ -62,7 +68,7 @@ def by_task_table(rows: Rows) -> list[str]:
             if length != str(tokens):
                 continue
             low, high = statistics.wilson(dense["right"], dense["n"])
-            whole = f"{dense['right']} of {dense['n']} [{short(low)}, {short(high)}]"
+            whole = f"{dense['right']} of {dense['n']} [{short(low)}, {short(high)}]; {100 * score(dense):.1f}"
             rest = (
                 [answers(rows[name].get(item)) for name in methods]
                 if item in known
@@ -77,7 +83,9 @@ def answers(row: dict[str, float] | None) -> str:
     if row is None:
         return ""
     low, high = statistics.wilson(int(row["right"]), int(row["n"]))
-    return f"{row['right']:.0f} of {row['n']:.0f} [{short(low)}, {short(high)}] at {short(row['density'])}"
+    return (
+        f"{row['right']:.0f} of {row['n']:.0f} [{short(low)}, {short(high)}]; {100 * score(row):.1f} at {short(row['density'])}"
+    )
 
 
 def main_table(path: Path = PATH) -> list[str]:
@@ -86,8 +94,9 @@ def main_table(path: Path = PATH) -> list[str]:
     if "dense" not in rows:
         return []
     return [
-        "RULER's task types, answered by the model of [ruler_model/](ruler_model/README.md) that was trained on them: right",
-        f"answers, mean over the tasks that dense attention solves in {SCORED:.0%} of the prompts or more, and the density.",
+        "Ten task types, answered by the model of [ruler_model/](ruler_model/README.md) that was trained on them: RULER's score,",
+        f"the share of an answer that is right, mean over the tasks that dense attention scores {100 * SCORED:.0f} or more at, and",
+        "the density.",
         *averages_table(rows),
     ]
 
@@ -95,4 +104,5 @@ def main_table(path: Path = PATH) -> list[str]:
 def details(path: Path = PATH) -> list[str]:
     """Task by task; nothing where the bed was not measured."""
     rows = read_rows(file_of_bed("tasks", path=path), "tasks", "task")
-    return ["## RULER's task types one by one", *by_task_table(rows)] if "dense" in rows else []
+    title = "## RULER's task types one by one"
+    return [title, "", "Whole answers right; RULER's score, at the density.", *by_task_table(rows)] if "dense" in rows else []
