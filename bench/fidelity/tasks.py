@@ -95,8 +95,8 @@ def main_table(path: Path = PATH) -> list[str]:
         return []
     return [
         "Ten task types, answered by the model of [ruler_model/](ruler_model/README.md) that was trained on them: RULER's score,",
-        f"the share of an answer that is right, mean over the tasks that dense attention scores {100 * SCORED:.0f} or more at, and",
-        "the density.",
+        f"the share of an answer that is right, mean over the tasks at which dense attention scores {100 * SCORED:.0f} or more,",
+        "and the density.",
         *averages_table(rows),
     ]
 
