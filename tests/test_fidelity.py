@@ -200,7 +200,7 @@ def test_tuned_settings_are_measured_at_equal_density(tmp_path, monkeypatch, cap
     tuned.main(arguments)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     ways = ["gamma 0.7", "tuned to gamma 0.7", "tuned by loss to gamma 0.7"]
-    assert [(row["text"], row["method"]) for row in rows] == [(text, way) for text in named["test"] for way in ways]
+    assert [(row["text"], row["method"]) for row in rows] == [(text, way) for way in ways for text in named["test"]]
     assert all(0 < row["density"] <= 1 and row["absd"] > 0 for row in rows)
     assert "2 texts" in capsys.readouterr().out
     tuned.main(arguments)

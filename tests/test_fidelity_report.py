@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from bench.fidelity import compare, curves, heads, measures, results, sections, statistics, times
+from bench.fidelity import compare, curves, glance, heads, measures, results, sections, statistics, tasks, times
 from bench.fidelity.measures import Measure
 
 HYBRID = curves.CURVES["hybrid"]
@@ -64,7 +64,7 @@ def test_an_option_is_compared_with_its_own_selection_not_with_itself(measure):
 
 def test_areas_need_settings_on_both_sides(measure):
     assert np.isnan(compare.area(measure, curves.CURVES["xattention"])[0])
-    assert compare.area(measure, HYBRID)[0] == pytest.approx(0.1 * np.log(0.35 / 0.15) / 0.2, rel=0.05)
+    assert compare.area(measure, HYBRID)[0] == pytest.approx(0.1 * np.log(0.3 / 0.18) / 0.12, rel=0.05)
     assert [line.split(" | ")[0] for line in compare.areas_table([measure])[3:-1]] == ["| hybrid"]
 
 
@@ -136,3 +136,51 @@ def test_heads_that_another_method_serves_better_are_counted():
         "more with no fewer in 1."
     ]
     assert heads.worst_table(found)[3] == "| 1, 1 | .400 at .200 | .300 at .200 |"
+
+
+def test_tasks_are_scored_where_dense_attention_solves_them(tmp_path):
+    def row(method, task, right, parts, density=1.0):
+        return {"bed": "tasks", "method": method, "task": task, "right": right, "n": 20, "parts": parts, "density": density}
+
+    sparse = "hybrid:gamma=0.9"
+    rows = [row("dense", "single/4096", 20, 1.0), row("dense", "tracking/4096", 15, 0.9), row("dense", "common/4096", 2, 0.5)]
+    rows += [
+        row(sparse, "single/4096", 19, 0.95, 0.1),
+        row(sparse, "tracking/4096", 10, 0.85, 0.3),
+        row(sparse, "common/4096", 0, 0),
+    ]
+    rows += [row("causal", "single/4096", 20, 1.0)]  # ran on one task alone: no average
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    path = tmp_path / "fidelity-gpu.jsonl"
+    counts = results.add([raw], path)
+    assert counts == {tmp_path / "fidelity-tasks-gpu.jsonl": len(rows)}
+    found = [line for line in tasks.main_table(path) if line.startswith("| ")]
+    low, high = (100 * end for end in statistics.wilson(0.9 * 40, 40))
+    assert found == [
+        "| method | 4k, 2 tasks |",
+        "| dense | 95.0 [83.5, 98.6] at 1.000 |",
+        f"| hybrid, gamma 0.9 | 90.0 [{low:.1f}, {high:.1f}] at .200 |",
+    ]
+    by_task = [line for line in tasks.details(path) if line.startswith("| ")]
+    assert by_task[1].endswith("| 19 of 20 [.764, .991]; 95.0 at .100 |")
+    assert by_task[3].startswith("| common | 4k | 2 of 20") and by_task[3].endswith("| not scored |")
+    assert tasks.main_table(tmp_path / "fidelity-none.jsonl") == tasks.details(tmp_path / "fidelity-none.jsonl") == []
+
+
+def test_needles_name_the_fewest_blocks_that_find_all():
+    found = results.Results()
+    for gamma, right, density in ((0.6, 23, 0.1), (0.8, 24, 0.2), (0.9, 24, 0.3)):
+        found.needles[f"hybrid:gamma={gamma}"] = dict.fromkeys(compare.TASKS, (density, right, 24))
+    found.needles["xattention:threshold=0.9"] = dict.fromkeys(compare.TASKS, (0.4, 1, 24))
+    found.needles["xattention:threshold=0.8"] = {"16384/1": (0.1, 24, 24)}  # not asked the others
+    assert [line for line in glance.needles(found) if line.startswith("| ")][1:] == [
+        "| hybrid | .200 | 69 of 72 at .100 | 72 of 72 at .300 |",
+        "| XAttention | none | 3 of 72 at .400 | 3 of 72 at .400 |",
+    ]
+
+
+def test_the_first_table_has_density_at_equal_error(measure):
+    rows = [line for line in glance.equal_error([measure]) if line.startswith("| ")]
+    assert rows[0] == "| method | abs d .300 | abs d .200 |"
+    assert rows[1].startswith("| hybrid | ")

@@ -28,6 +28,8 @@ from bench.fidelity.run import Log, read_methods
 from bench.fidelity.sparse_model import attending, prepare
 
 _QUARTERS = 4
+# numbers in the largest tensors: so many heads at a time
+_NUMBERS = 2**25
 
 
 class Kept(NamedTuple):
@@ -42,7 +44,7 @@ def kept_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, keep
     """Mass and error of causal attention under choices of blocks, in float32.
 
     Attention under any choice is a sum over its blocks, so that the softmax of a query block is computed once for all choices.
-    The largest tensor holds the values of one query block by key block: ``tokens * v_head_dim``.
+    The largest tensors hold the scores and the values of one query block by key block: ``tokens * max(size, v_head_dim)`` a head.
 
     Parameters
     ----------
@@ -58,25 +60,29 @@ def kept_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, keep
     size, group = tokens // num_blocks, num_heads // key.shape[0]
     error = torch.empty(choices, num_heads, device=query.device)
     mass = torch.empty(choices, num_heads, tokens, device=query.device)
-    for head in range(num_heads):
-        keys, values = key[head // group].float(), value[head // group].float()
-        wrong, whole = torch.zeros(choices, device=query.device), torch.zeros((), device=query.device)
+    at_a_time = max(1, _NUMBERS // (tokens * max(size, value.shape[-1])))
+    for heads in torch.arange(num_heads, device=query.device).split(at_a_time):
+        queries, keys, values = query[heads], key[heads // group].float(), value[heads // group].float()
+        wrong = torch.zeros(choices, len(heads), device=query.device)
+        whole = torch.zeros(len(heads), device=query.device)
         for block in range(num_blocks):
             rows, seen = slice(block * size, (block + 1) * size), (block + 1) * size
-            scores = query[head, rows].float() @ keys[:seen].mT * scale
+            scores = queries[:, rows].float() @ keys[:, :seen].mT * scale
             later = torch.ones(size, seen, dtype=torch.bool, device=query.device).triu(1 + block * size)
-            weights = scores.masked_fill_(later, float("-inf")).softmax(-1).unflatten(1, (block + 1, size))
-            by_block = weights.sum(-1)  # (rows, blocks)
-            sums = torch.bmm(weights.transpose(0, 1), values[:seen].unflatten(0, (block + 1, size)))  # (blocks, rows, v_head_dim)
-            chosen = keep[:, head, block, : block + 1].float()
-            mass[:, head, rows] = chosen @ by_block.mT
-            out = (chosen @ sums.flatten(1)).unflatten(1, (size, -1))
+            weights = scores.masked_fill_(later, float("-inf")).softmax(-1).unflatten(-1, (block + 1, size))
+            by_block = weights.sum(-1)  # (heads, rows, blocks)
+            # (heads, blocks, rows, v_head_dim)
+            sums = weights.transpose(1, 2) @ values[:, :seen].unflatten(1, (block + 1, size))
+            chosen = keep[:, heads, block, : block + 1].float().transpose(0, 1)  # (heads, choices, blocks)
+            held = chosen @ by_block.mT  # (heads, choices, rows)
+            mass[:, heads, rows] = held.transpose(0, 1)
+            out = (chosen @ sums.flatten(2)).unflatten(2, (size, -1))
             # a row whose kept attention is no number in float32 gives zero
-            out = out / mass[:, head, rows].clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-            dense = sums.sum(0)
-            wrong += (out - dense).square().sum((1, 2))
-            whole += dense.square().sum()
-        error[:, head] = (wrong / whole).sqrt()
+            out = out / held.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+            dense = sums.sum(1)
+            wrong += (out - dense.unsqueeze(1)).square().sum((2, 3)).T
+            whole += dense.square().sum((1, 2))
+        error[:, heads] = (wrong / whole).sqrt()
     density = keep.sum((2, 3)) / (num_blocks * (num_blocks + 1) / 2)
     quarters = torch.stack([part.mean(-1) for part in mass.tensor_split(_QUARTERS, -1)], -1)
     return Kept(density, quarters, error)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench.fidelity import statistics
+from bench.fidelity.compare import AREA
 from bench.fidelity.curves import CURVES, NAMES, OTHERS, between, short, shown_name
 from bench.fidelity.measures import common_texts
 from bench.reporting.tables import markdown_table
@@ -23,8 +24,6 @@ from flexmask.plot import plot_frontier
 
 FIGURES = ("density", "mass", "worst_mass", "output_error")
 DENSITY, ERROR = 0, 3
-# densities over which areas are taken: those that all but a fixed window are used at
-AREA = (0.15, 0.35)
 DRAWN = ("hybrid", "coverage", "xattention", "flash_prefill", "streaming_llm", "oracle")
 
 

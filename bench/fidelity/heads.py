@@ -96,6 +96,7 @@ def beaten(found: dict[str, dict[str, Any]]) -> list[str]:
         error, density = (np.array(found[name][each]) for each in ("output_error_by_head", "density_by_head"))
         better, worse = (error < ours) & (density <= kept), (error > ours) & (density >= kept)
         layers = ", ".join(str(layer) for layer in better.sum(1).argsort()[::-1][:3])
-        fewer = f"errs less with no more blocks in {better.sum()} of {better.size} heads (most of them in layers {layers})"
+        where = f" (most of them in layers {layers})" if better.any() else ""
+        fewer = f"errs less with no more blocks in {better.sum()} of {better.size} heads{where}"
         lines.append(f"- {shown_name(name.partition(' ')[2])} {fewer}, more with no fewer in {worse.sum()}.")
     return lines

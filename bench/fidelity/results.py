@@ -14,14 +14,14 @@ from bench.fidelity.texts import NUM_TOKENS
 
 PATH = Path(__file__).parents[1] / "results" / "fidelity-nvidia-h200.jsonl"
 TEXT_FIGURES = ("density", "dloss", "absd")
-BEDS = ("texts", "needles", "attention", "patterns", "chunks", "tuned")
+BEDS = ("texts", "needles", "tasks", "attention", "patterns", "chunks", "tuned")
 # methods whose figures by head are kept
 HEADS = (
     *("hybrid:gamma=0.9", "coverage:gamma=0.9", "published:gamma=0.9", "xattention:threshold=0.9"),
     *("flash_prefill:alpha=0.05", "oracle:gamma=0.9", "streaming_llm:sink_blocks=1,window_blocks=16"),
 )
 _KEPT = (
-    *("bed", "method", "text", "task", "density", "dloss", "absd", "loss", "loss_quarters", "right", "n", "uncompiled"),
+    *("bed", "method", "text", "task", "density", "dloss", "absd", "loss", "loss_quarters", "right", "n", "parts", "uncompiled"),
     *("mass", "mass_quarters", "worst_mass", "worst_head", "output_error"),
 )
 _DIGITS = 5

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.fidelity import attention_report, compare, draw, heads, measures, statistics, times
-from bench.fidelity.curves import CURVES, between, short, signed
+from bench.fidelity import attention_report, compare, draw, glance, heads, measures, statistics, tasks, times
+from bench.fidelity.curves import CURVES, between, short, shown_name, signed
 from bench.fidelity.measures import Measure
 from bench.fidelity.results import PATH, Results, file_of_bed
 from bench.fidelity.run import read_methods
@@ -27,19 +27,41 @@ def all_measures(results: Results, texts: Sequence[str], path: Path = PATH) -> l
     return [*measures.of_texts(results, texts), *measures.of_attention(attention)]
 
 
+def main_tables(found: Sequence[Measure], results: Results, path: Path = PATH) -> list[str]:
+    """Language modelling, retrieval, and heads: one table each, and the pictures."""
+    low, high = compare.AREA
+    ruler = tasks.main_table(path)
+    return [
+        "## Language modelling: blocks for an equal error",
+        "",
+        "The density at which a method's error on the texts falls to a value, and the multiple of hybrid's density there.",
+        *glance.equal_error(found[:2]),
+        *draw.linked("fidelity-abs-d.png"),
+        "",
+        "## Retrieval: blocks that find the needle",
+        "",
+        "Three tasks of 24 prompts; densities are means over them.",
+        *glance.needles(results),
+        *(["## Retrieval: RULER's task types", "", *ruler] if ruler else []),
+        "## Attention: errors of heads at equal density",
+        "",
+        "Means over all heads of SmolLM2, on dense attention's own queries and keys, so that no error adds to another.",
+        *glance.heads(found),
+        f"Mean of the error over densities of {low:g} to {high:g}, of methods whose settings reach both ends:",
+        *compare.areas_table(found),
+        *draw.linked("fidelity-output-error.png", "fidelity-areas.png"),
+    ]
+
+
 def equal_density(found: Sequence[Measure], results: Results) -> list[str]:
     """Every setting of every other method against hybrid's curve, and areas."""
     others = [setting for name, settings in CURVES.items() if name != "hybrid" for setting in settings]
-    low, high = compare.AREA
     return [
         "## Errors at equal density",
         "",
         "Each setting's error over that of hybrid at the same density; of the loss, their difference. Bold: better than hybrid",
         "by more than the interval. A dash: hybrid's settings do not reach that density.",
         *compare.equal_density_table(found, results, [*others, "moa"], CURVES["hybrid"]),
-        f"Mean of the error over densities of {low:g} to {high:g}, of methods whose settings reach both ends:",
-        *compare.areas_table(found),
-        *draw.linked("fidelity-abs-d.png", "fidelity-output-error.png", "fidelity-areas.png"),
     ]
 
 
@@ -50,8 +72,7 @@ def ablations(found: Sequence[Measure], results: Results) -> list[str]:
     lines = [
         "## Defaults and ablations",
         "",
-        "Each option's error over that of the same selection with its defaults, at the same density; of the loss, their",
-        "difference. Bold: better by more than the interval.",
+        (FOLDER / "ablations.md").read_text(encoding="utf-8").rstrip(),
     ]
     return [*lines, *table] if len(table) >= _WITH_A_ROW else []
 
@@ -139,6 +160,27 @@ def by_head(path: Path = PATH) -> list[str]:
     title = "Heads whose output errs most under hybrid selection:"
     pictures = draw.linked("fidelity-densities.png", "fidelity-distances.png", "fidelity-patterns.png")
     return ["## By layer and head", "", *heads.beaten(figures), "", title, *heads.worst_table(figures), *pictures]
+
+
+def lengths(path: Path = PATH) -> list[str]:
+    """The same texts, read at half the length."""
+    tokens = 8192
+    file = file_of_bed("texts", tokens, path)
+    rows = measures.read_rows(file, "texts")
+    texts = measures.common_texts({name: by for name, by in rows.items() if name != "dense"})
+    if not texts:
+        return []
+    weights = statistics.bootstrap_weights(texts)
+    table = []
+    for name in (setting for settings in CURVES.values() for setting in settings):
+        by = rows.get(name, {})
+        if set(texts) <= set(by):
+            draws = weights @ np.array([[by[text][figure] for figure in FIGURES] for text in texts])
+            shown = zip(range(len(FIGURES)), (short, signed, short), strict=True)
+            cells = [f"{show(draws[0, at])} {between(*statistics.interval(draws[1:, at]), show)}" for at, show in shown]
+            table.append([shown_name(name), *cells])
+    head = ("method", "density", "change of loss", "abs d")
+    return [f"## The texts' first {tokens:,} tokens, without YaRN", *markdown_table(head, table)]
 
 
 def attention(path: Path = PATH) -> list[str]:

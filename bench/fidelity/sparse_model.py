@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from flexmask._torch import block_mask_from_lists
+from flexmask.flex.backend import kernel_options
 
 _method: Callable[[Tensor, Tensor, float], Tensor] | None = None
 _look: Callable[[Tensor, Tensor, Tensor, float], None] | None = None
@@ -39,7 +40,8 @@ def block_mask(keep: Tensor, tokens: int) -> BlockMask:
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, scale: float) -> Tensor:
     """Attention to the kept blocks; key and value have as many heads as query."""
     if query.is_cuda:
-        return _compiled(query, key, value, block_mask=block_mask(keep, query.shape[2]), scale=scale)
+        options: Any = kernel_options("triton", query.shape[2] // keep.shape[-1], query.shape[3], query.dtype)
+        return _compiled(query, key, value, block_mask=block_mask(keep, query.shape[2]), scale=scale, kernel_options=options)
     size = query.shape[2] // keep.shape[-1]
     seen = keep.repeat_interleave(size, -2).repeat_interleave(size, -1).tril()
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)

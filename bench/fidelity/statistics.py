@@ -46,7 +46,7 @@ def ratio(column: np.ndarray, base: np.ndarray) -> tuple[float, float]:
     return interval(np.where(unknown, -np.inf, draws))[0], interval(np.where(unknown, np.inf, draws))[1]
 
 
-def wilson(right: int, n: int) -> tuple[float, float]:
+def wilson(right: float, n: int) -> tuple[float, float]:
     """95% interval of a share (Wilson's)."""
     share, z2 = right / n, _Z * _Z
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)

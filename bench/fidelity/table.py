@@ -12,14 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.fidelity import draw, sections, statistics
+from bench.fidelity import draw, sections, statistics, tasks
 from bench.fidelity import results as measured
+from bench.fidelity.compare import TASKS
 from bench.fidelity.curves import CURVES, GAMMAS, NAMES, OTHERS, between, bounded, prototype, short, shown_name, signed
 from bench.fidelity.results import Results
 
 OUT = Path(__file__).parents[1] / "FIDELITY.md"
-INTRODUCTION = Path(__file__).parent / "introduction.md"
-TASKS = {"16384/1": "one needle, 16k", "16384/64": "one of 64, 16k", "32768/1": "one needle, 32k"}
+# what the tables say, and how they were made
+INTRODUCTION, METHOD = (Path(__file__).parent / name for name in ("introduction.md", "measured.md"))
+LONG_TASKS = {
+    **{"32768/8": "one of 8, 32k", "32768/64": "one of 64, 32k", "65536/64": "one of 64, 64k"},
+    **{"131072/1": "one needle, 128k", "131072/64": "one of 64, 128k"},
+}
 # columns of a method's figures, and the errors that methods are compared at
 DLOSS, ABSD = 1, 2
 TARGETS = {DLOSS: (0.12, 0.08, 0.05, 0.03), ABSD: (0.32, 0.3, 0.25, 0.2, 0.17, 0.14)}
@@ -63,16 +68,16 @@ def texts_table(results: Results, texts: Sequence[str], weights: np.ndarray) -> 
     return lines
 
 
-def needles_table(results: Results, texts: Sequence[str]) -> list[str]:
+def needles_table(results: Results, texts: Sequence[str], asked: dict[str, str]) -> list[str]:
     """The retriever's answers by task, with the density there."""
-    lines = [f"| method | {' | '.join(TASKS.values())} |", "|---|" + "---|" * len(TASKS)]
+    lines = [f"| method | {' | '.join(asked.values())} |", "|---|" + "---|" * len(asked)]
     settings = [name for curve in curves_of(results, texts).values() for name in curve]
     for name in ["dense", *settings, *OTHERS[1:]]:
         found = results.needles.get(name, {})
-        if not any(task in found for task in TASKS):
+        if not any(task in found for task in asked):
             continue
         cells = ["dense" if name == "dense" else shown_name(name)]
-        for task in TASKS:
+        for task in asked:
             if task not in found:
                 cells.append("")
                 continue
@@ -109,24 +114,17 @@ def equal_error_table(results: Results, texts: Sequence[str], draws: int, figure
     return lines
 
 
-def introduction(core_measured: bool) -> str:
-    """The report's first words; without those on the prototype once the core's own rows are there."""
-    parts = INTRODUCTION.read_text(encoding="utf-8").rstrip().split("\n- ")
-    return "\n- ".join(part for part in parts if not (core_measured and part.startswith("**Prototype")))
-
-
 def test_texts(results: Results) -> list[str]:
     """The texts that no setting was chosen on."""
     return sorted(text for text in results.texts["causal"] if text.startswith("test/"))
 
 
-def report(results: Results, path: Path = measured.PATH) -> str:
-    """The report's text."""
-    texts = test_texts(results)
-    weights = statistics.bootstrap_weights(texts)
-    lines = [introduction(core_measured=results.on(CURVES["hybrid"][0], texts) is not None)]
-    lines += ["", "## Twelve test texts", "", *texts_table(results, texts, weights)]
-    lines += ["", "## Needles", "", *needles_table(results, texts)]
+def details(results: Results, texts: Sequence[str]) -> list[str]:
+    """Every row on texts and needles, and density at equal error."""
+    lines = ["## Every setting on the twelve texts", "", *texts_table(results, texts, statistics.bootstrap_weights(texts))]
+    lines += ["", "## Every setting on needles", "", *needles_table(results, texts, TASKS)]
+    if any(task in found for found in results.needles.values() for task in LONG_TASKS):
+        lines += ["", "More distractors, and longer prompts:", "", *needles_table(results, texts, LONG_TASKS)]
     lines += ["", "## Density at equal error", "", "Equal mean absolute change of a log-probability (abs d):", ""]
     lines += equal_error_table(results, texts, statistics.DRAWS, ABSD, TARGETS[ABSD])
     lines += ["", "Equal change of the loss:", ""]
@@ -134,10 +132,19 @@ def report(results: Results, path: Path = measured.PATH) -> str:
     for kind, name in (("prose", "prose"), ("python", "Python sources")):
         lines += ["", f"Equal change of the loss on {name} alone:", ""]
         lines += equal_error_table(results, [text for text in texts if f"/{kind}/" in text], 0, DLOSS, TARGETS[DLOSS])
+    return lines
+
+
+def report(results: Results, path: Path = measured.PATH) -> str:
+    """The report's text: what the tables say, the main ones, one part a question, then every row."""
+    texts = test_texts(results)
     found = sections.all_measures(results, texts, path)
-    parts = [sections.equal_density(found, results), sections.time(found), sections.ablations(found, results)]
-    parts += [sections.fixed_budget(found, results), sections.chunks(results, path), sections.chunks_by_head(found, results)]
-    parts += [sections.tuned(results, path), sections.attention(path), sections.by_head(path)]
+    lines = [INTRODUCTION.read_text(encoding="utf-8").rstrip()]
+    parts = [sections.main_tables(found, results, path), sections.time(found), sections.tuned(results, path)]
+    parts += [sections.ablations(found, results), sections.fixed_budget(found, results), sections.chunks(results, path)]
+    parts += [sections.chunks_by_head(found, results), sections.by_head(path), [METHOD.read_text(encoding="utf-8").rstrip()]]
+    parts += [tasks.details(path), details(results, texts), sections.equal_density(found, results)]
+    parts += [sections.lengths(path), sections.attention(path)]
     for part in filter(None, parts):
         lines += ["", *part]
     text = "\n".join(lines).rstrip() + "\n"

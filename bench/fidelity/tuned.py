@@ -28,24 +28,30 @@ from flexmask.integrations.tune import GAMMAS
 FIGURES = ("density", "dloss", "absd")
 
 
-def ways(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, PrefillSettings]:
-    """One gamma for all heads, and the two kinds of tuned settings at its density, for every gamma."""
+def uniform(options: argparse.Namespace) -> dict[str, PrefillSettings]:
+    """One gamma for all heads, for every gamma."""
+    return {f"gamma {gamma:g}": PrefillSettings.from_options(gamma=gamma, **shared(options)) for gamma in options.gammas}
+
+
+def tuned(model: PreTrainedModel, options: argparse.Namespace, name: str, gradient: bool) -> dict[str, PrefillSettings]:
+    """Settings with a gamma for every head, at the density of each gamma on the texts that they were tuned on."""
     chosen = list(texts.load("tune").values())[: options.tuned_on]
     prompts = [torch.tensor(ids[: options.tokens], device=model.device) for ids in chosen]
+    path = options.out.with_suffix(f".{name.replace(' ', '-')}.json")
+    gammas = sorted({*GAMMAS["hybrid"], *options.gammas})
+    result = tune(model, prompts, density=1.0, gammas=gammas, gradient=gradient, resume=path, **shared(options))
     found: dict[str, PrefillSettings] = {}
-    shared: dict[str, Any] = {"selection": "hybrid", "dense_below": 0, "block_size": options.block_size}
     for gamma in options.gammas:
-        found[f"gamma {gamma:g}"] = PrefillSettings.from_options(gamma=gamma, **shared)
-    for name, gradient in (("tuned", False), ("tuned by loss", True)):
-        path = options.out.with_suffix(f".{name.replace(' ', '-')}.json")
-        gammas = sorted({*GAMMAS["hybrid"], *options.gammas})
-        result = tune(model, prompts, density=1.0, gammas=gammas, gradient=gradient, resume=path, **shared)
-        for gamma in options.gammas:
-            density = next(kept for uniform, kept, _ in result.uniform if uniform == gamma)
-            tuned = result.at(density=density)
-            print(f"{name} to the density of gamma {gamma:g}: {density:.3f}, error {tuned.error:.3g}", flush=True)
-            found[f"{name} to gamma {gamma:g}"] = replace(tuned.settings, dense_below=0)
+        density = next(kept for uniform, kept, _ in result.uniform if uniform == gamma)
+        at = result.at(density=density)
+        print(f"{name} to the density of gamma {gamma:g}: {density:.3f}, error {at.error:.3g}", flush=True)
+        found[f"{name} to gamma {gamma:g}"] = replace(at.settings, dense_below=0)
     return found
+
+
+def shared(options: argparse.Namespace) -> dict[str, Any]:
+    """What all settings have in common."""
+    return {"selection": "hybrid", "dense_below": 0, "block_size": options.block_size}
 
 
 def measure(model: PreTrainedModel, chosen: dict[str, Any], settings: dict[str, PrefillSettings], log: Log) -> None:
@@ -105,11 +111,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     yarn = max(1.0, options.tokens / 8192)
     model = smollm.load(options.gguf or smollm.packaged(), yarn, dtype).to(device)
-    settings = ways(model, options)
     log = Log(options.out)
-    chosen = list(texts.load("test").items())[: options.texts]
-    measure(model, {name: torch.tensor(ids[: options.tokens], device=device) for name, ids in chosen}, settings, log)
-    print(table(log.rows(), list(settings)))
+    chosen = {
+        name: torch.tensor(ids[: options.tokens], device=device)
+        for name, ids in list(texts.load("test").items())[: options.texts]
+    }
+    names: list[str] = []
+    # each is measured before the next is made, so that a run which ends early leaves whole curves
+    for make in (
+        lambda: uniform(options),
+        lambda: tuned(model, options, "tuned", gradient=False),
+        lambda: tuned(model, options, "tuned by loss", gradient=True),
+    ):
+        settings = make()
+        measure(model, chosen, settings, log)
+        names += settings
+    print(table(log.rows(), names))
 
 
 if __name__ == "__main__":
