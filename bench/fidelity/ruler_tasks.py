@@ -75,6 +75,8 @@ def measure_tasks(
                 failed.add((name, tokens))
                 continue
             figures = {"density": kept, "right": right, "n": count, "parts": parts}
+            if method is not None and not method.compiled:
+                figures["uncompiled"] = True
             log.write(bed="tasks", method=name, task=item, **figures, seconds=round(time.monotonic() - start, 3))
 
 
