@@ -303,6 +303,7 @@ def test_bed_counts_answers_of_every_method(tmp_path):
     methods, out = tmp_path / "methods.txt", tmp_path / "out.jsonl"
     methods.write_text("streaming_llm:sink_blocks=1,window_blocks=1\nhybrid:gamma=0.9,min_budget=-1\n")
     common = ["tasks", "--methods", str(methods), "--out", str(out), "--ruler-model", str(tmp_path / "model"), "--prompts", "3"]
+    common += ["--uncompiled"]
     run([*common, "--lengths", "512", "--tasks", "tracking,common"])
     run([*common, "--lengths", "512", "--tasks", "tracking,common"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -313,8 +314,22 @@ def test_bed_counts_answers_of_every_method(tmp_path):
     assert [row["n"] for row in rows if "error" not in row] == [3] * 4
     assert {row["density"] for row in rows if row["method"] == "dense"} == {1.0}
     assert all(row["density"] < 1 and 0 <= row["parts"] <= 1 for row in rows if row["method"] == names[1])
+    assert all(("uncompiled" in row) == (row["method"] == names[1]) for row in rows if "error" not in row)
     # a method that failed is left out at that length, and tried again by the next run
     assert [row["task"] for row in rows if "error" in row] == ["tracking/512"] * 2
+    methods.write_text(names[1])
+    run([*common, "--lengths", "640", "--tasks", "single", "--without-dense"])
+    last = json.loads(out.read_text().splitlines()[-1])
+    assert (last["method"], last["task"]) == (names[1], "single/640")
+    assert sum("single/640" in line for line in out.read_text().splitlines()) == 1
+
+
+def test_weights_in_the_tree_stay_small():
+    files = list((evaluate.MODEL.parents[1]).glob("*/model/*.safetensors"))
+    sizes = [file.stat().st_size for file in files]
+    assert sizes
+    assert max(sizes) <= 14e6
+    assert sum(sizes) <= 28e6
 
 
 def test_table_has_every_task(capsys):
