@@ -4,7 +4,9 @@ Tests run in any order and in several processes: each starts from the same rando
 The results of the table of transformers' models come together here, from all workers.
 """
 
+import contextlib
 import os
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -111,3 +113,22 @@ def matmul_precision():
 def cuda():
     """The GPU, for tests marked `gpu`."""
     return torch.device("cuda")
+
+
+@pytest.fixture
+def nothing_waits(cuda):
+    """A context in which whatever makes the host wait for the GPU raises."""
+
+    @contextlib.contextmanager
+    def context():
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings():
+                # torch says once in a process that this mode is a prototype, after it is set
+                warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+                torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    return context

@@ -143,19 +143,15 @@ def test_gammas_stay_numbers_in_size(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [tuple, torch.tensor], ids=["tuple", "tensor"])
-def test_nothing_waits_for_the_gpu(cuda, form):
+def test_nothing_waits_for_the_gpu(cuda, nothing_waits, form):
     query, key = (x.to(cuda) for x in inputs(700))
     gamma = form(GAMMAS)
     gamma = gamma.to(cuda) if isinstance(gamma, Tensor) else gamma
     flexprefill_mask(query, key, gamma, block_size=64, min_budget=0)  # compiles, which may wait
     other = gamma.roll(1) if isinstance(gamma, Tensor) else gamma[1:] + gamma[:1]
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for each in (gamma, other):
             mask = flexprefill_mask(query, key, each, block_size=64, min_budget=0)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     expected = flexprefill_mask(
         query.cpu(), key.cpu(), other.cpu() if isinstance(other, Tensor) else other, block_size=64, min_budget=0
     )

@@ -95,9 +95,11 @@ def published_selection(
     flat = pooled.flatten(2)
     ordered, order = flat.sort(dim=-1, descending=True, stable=True)
     share = gamma.unsqueeze(-1)
+    # every sum goes back to its block before it meets gamma: Inductor 2.11 cannot fuse the comparison into a long running sum
+    sums = running_sums(ordered, gamma.dtype)
+    sums = torch.zeros_like(sums).scatter(-1, order, sums)
     # at gamma 1 rounding must not decide
-    within = (running_sums(ordered, gamma.dtype) <= share * blocks) | (share >= 1)
-    query_aware = torch.zeros_like(within).scatter(-1, order, within).unflatten(-1, (blocks, blocks))
+    query_aware = ((sums <= share * blocks) | (share >= 1)).unflatten(-1, (blocks, blocks))
     return PublishedSelection(
         _top(vertical, num_vertical),
         _top(slash, num_slash),

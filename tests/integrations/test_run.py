@@ -225,7 +225,7 @@ def test_statistics_are_copied_once():
 
 
 @pytest.mark.gpu
-def test_statistics_on_a_gpu():
+def test_statistics_on_a_gpu(nothing_waits):
     run = FlexPrefillRun(max_calls=2)
     names = [name for name in vars(stats_of(0)) if name != "dense"]
     host = FlexPrefillRun(max_calls=2)
@@ -234,11 +234,8 @@ def test_statistics_on_a_gpu():
         with torch.cuda.device(0):
             torch.cuda.synchronize()
             on_gpu = FlexPrefillStats(**{name: getattr(stats, name).cuda() for name in names})
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with nothing_waits():
                 run.record(0, on_gpu, None, None, call, CallSize(1, 100, 100))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
         host.record(0, stats, None, None, call, CallSize(1, 100, 100))
     assert without_nan(run.rows()) == without_nan(host.rows())
     assert run.summary().density == pytest.approx(host.summary().density)

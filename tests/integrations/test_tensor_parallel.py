@@ -91,4 +91,4 @@ def test_two_gpus_give_what_one_gives(tmp_path, tokens, dtype, cuda):
     else:  # in which rounding may choose other blocks where some are left out
         assert apart["whole"].max() < 2 * apart["dense"].max()
         assert apart["whole"].mean() < 2 * apart["dense"].mean()
-    assert run.stats[1][0].density.max() < 1
+    assert run.stats[1][0].density.min() < 1
