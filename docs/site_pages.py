@@ -26,6 +26,7 @@ PAGES = (
     "bench/REPORT.md",
     "bench/RULER.md",
     "bench/retriever/README.md",
+    "bench/ruler_model/README.md",
     "block_masks/README.md",
     "integrations/MODELS.md",
     "integrations/README.md",

@@ -28,6 +28,7 @@ PAGES = (
     "integrations/README.md",
     "bench/README.md",
     "bench/retriever/README.md",
+    "bench/ruler_model/README.md",
 )
 _BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 _NEEDS = re.compile(r"# needs: (?P<what>\S.*)")

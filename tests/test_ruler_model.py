@@ -15,6 +15,7 @@ from bench.retriever.vocabulary import TOKENS as RETRIEVER_TOKENS
 from bench.ruler_model import evaluate, train
 from bench.ruler_model.batches import make_batch
 from bench.ruler_model.forward import hidden_states
+from bench.ruler_model.lists import list_rows
 from bench.ruler_model.prompts import IN_ANY_ORDER, TASKS, make_prompts
 from bench.ruler_model.rows import TASKS as TRAINED
 from bench.ruler_model.vocabulary import END_OF_VALUES, FIRST_VALUE, TOKENS
@@ -95,16 +96,16 @@ def test_wrong_prompts_are_refused(task, tokens, message):
         make_prompts(task, tokens, 1)
 
 
-@pytest.mark.parametrize("num_tokens", [512, 2048])
-def test_rows_ask_what_stands_before(num_tokens):
-    rows = make_batch(12, num_tokens, torch.Generator().manual_seed(1), seed=5)
-    assert rows.token_ids.shape == (12, num_tokens)
+@pytest.mark.parametrize(("num_tokens", "count"), [(512, 9), (2048, 9)])
+def test_rows_ask_what_stands_before(num_tokens, count):
+    rows = make_batch(count * num_tokens, num_tokens, torch.Generator().manual_seed(1), seed=5, list_share=0)[0]
+    assert rows.token_ids.shape == (count, num_tokens)
     asked = Counter()
     for row, question in rows.is_answer.any(-1).nonzero().tolist():
         text, positions = words(rows.token_ids[row]), rows.positions[row, question].tolist()
         is_answer, targets = rows.is_answer[row, question].tolist(), rows.targets[row, question]
         task = TRAINED[int(rows.task[row, question])]
-        start = positions[0] - {"multi_query": 4, "common": 0, "frequent": 0}.get(task, 1)
+        start = positions[0] - {"multi_query": 4}.get(task, 1)
         steps = [step for step in range(4) if is_answer[step]]
         found = solve(text[:start], text[start : positions[steps[0]] + 1])
         said = [text[positions[step] + 1] for step in steps]
@@ -115,12 +116,80 @@ def test_rows_ask_what_stands_before(num_tokens):
             assert allowed == (found - set(said[: steps.index(step)]) if isinstance(found, set) else {word})
         assert found == (set(said) if isinstance(found, set) else said)
         asked[task] += 1
-    assert set(asked) == set(TRAINED)
+    assert set(asked) == set(TRAINED) - {"common", "frequent"}
     assert (rows.is_answer.any(-1) | ~rows.is_first).all()
 
 
+@pytest.mark.parametrize("num_tokens", [512, 2048])
+def test_lists_ask_for_words_that_no_earlier_question_says(num_tokens):
+    rows = list_rows(24, num_tokens, torch.Generator().manual_seed(4), seed=9)
+    assert rows.token_ids.shape == (24, num_tokens)
+    at_the_end = Counter()
+    for row in range(24):
+        text, written = words(rows.token_ids[row]), set()
+        number = 4 if TRAINED[int(rows.task[row, 0])] == "common" else 3
+        marker = "COMMON" if number == 4 else "FREQUENT"
+        listed, before = [], 0
+        for question in range(rows.positions.shape[1]):
+            start = int(rows.positions[row, question, 0])
+            listed += text[before:start]
+            before = start
+            if text[start] != marker:
+                assert not rows.is_answer[row, question].any()
+                continue
+            counts = Counter(word for word in listed if word != "<bos>").most_common(number + 1)
+            found = {word for word, _ in counts[:number]}
+            is_answer, targets = rows.is_answer[row, question].tolist(), rows.targets[row, question]
+            if any(is_answer):
+                assert counts[number - 1][1] > counts[number][1]
+            last = question == rows.positions.shape[1] - 1
+            given = max(step for step in range(4) if is_answer[step]) if any(is_answer) else 0
+            for step in range(number):
+                if is_answer[step]:
+                    allowed = {TOKENS[index] for index in targets[step].tolist() if index >= 0}
+                    assert allowed == found - set(text[start + 1 : start + 1 + step])
+                    assert not allowed & written
+            said = text[start + 1 : start + 1 + (number if last else given)]
+            written |= set(said)
+            before = start + 1 + len(said)
+            if last and rows.is_first[row, question]:
+                assert is_answer[:number] == [True] * number
+                assert marker not in text[:start]
+                at_the_end[marker] += 1
+    assert set(at_the_end) == {"COMMON", "FREQUENT"}
+
+
+def test_lists_have_exact_counts():
+    prompts = make_prompts("common", 1024, 3)
+    for ids, answer in zip(prompts.token_ids, prompts.answers, strict=True):
+        counts = Counter(ids[1:-1].tolist())
+        often = [counts.pop(word) for word in answer.tolist()]
+        assert len(counts) == 64
+        assert min(often) >= 97
+        assert max(counts.values()) <= 10
+    prompts = make_prompts("frequent", 1024, 3)
+    for ids, answer in zip(prompts.token_ids, prompts.answers, strict=True):
+        counts = Counter(ids[1:-1].tolist()).most_common(4)
+        assert [word for word, _ in counts[:3]] == answer.tolist()
+        for rank, (_, count) in enumerate(counts, 1):
+            assert abs(count - 1024 * 0.6083 / rank**2) <= 3
+
+
+@pytest.mark.parametrize("num_tokens", [512, 2048, 8192])
+@pytest.mark.parametrize("share", [0, 0.5, 0.75])
+def test_batches_have_the_same_number_of_tokens(num_tokens, share):
+    sizes = set()
+    for seed in range(6):
+        batch = make_batch(16384, num_tokens, torch.Generator().manual_seed(seed), seed, share)
+        sizes.add(sum(rows.token_ids.numel() for rows in batch))
+        tokens = [rows.token_ids.shape[1] for rows in batch]
+        assert tokens[0] == num_tokens >= max(tokens)
+        assert (len(batch) > 1) == (share > 0)
+    assert sizes == {16384}
+
+
 def test_first_questions_are_asked_once():
-    rows = make_batch(8, 1024, torch.Generator().manual_seed(2), seed=5)
+    rows = make_batch(6 * 1024, 1024, torch.Generator().manual_seed(2), seed=5, list_share=0)[0]
     for row in range(6):
         text = words(rows.token_ids[row])
         at = [positions[0] for positions, first in zip(rows.positions[row].tolist(), rows.is_first[row], strict=True) if first]
@@ -131,10 +200,10 @@ def test_first_questions_are_asked_once():
 def test_forward_is_that_of_transformers():
     torch.manual_seed(0)
     model = train.start_model(2, None)
-    ids = torch.randint(0, len(TOKENS), (2, 40))
+    batch = [torch.randint(0, len(TOKENS), shape) for shape in ((2, 40), (1, 16), (3, 64))]
     with torch.no_grad():
-        expected = model.model(input_ids=ids).last_hidden_state.flatten(0, 1)
-        torch.testing.assert_close(hidden_states(model, ids, compiled=False), expected, atol=1e-4, rtol=1e-4)
+        expected = torch.cat([model.model(input_ids=ids).last_hidden_state.flatten(0, 1) for ids in batch])
+        torch.testing.assert_close(hidden_states(model, batch, compiled=False), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_positions_in_training_are_those_of_a_loaded_model(tmp_path):
@@ -163,21 +232,28 @@ def test_start_from_the_retriever_changes_nothing_at_first():
 def test_loss_of_a_sure_and_right_model_is_zero(monkeypatch):
     """Positions, targets and the order of the tokens: hidden states that point at the next token answer everything."""
     trainer = train.TasksTrainer(torch.device("cpu"), 0, 1, None, False, 0.25)
-    rows = make_batch(16, 1024, torch.Generator().manual_seed(3), seed=5)
+    batch = make_batch(32768, 1024, torch.Generator().manual_seed(3), seed=5)
+    assert len(batch) == 3
     width = trainer.model.config.hidden_size
     torch.manual_seed(0)
     weight = torch.nn.functional.normalize(torch.randn(trainer.model.config.vocab_size, width), dim=1)
     trainer.model.lm_head.weight.data = weight
-    following = rows.token_ids.roll(-1, 1).flatten()
-    monkeypatch.setattr(train, "hidden_states", lambda *args: 200 * weight[following])
-    loss, measures = trainer.loss_by_task(rows)
+    following = []
+    for rows in batch:
+        right = rows.token_ids.roll(-1, 1)
+        row = torch.arange(len(right))[:, None, None].expand_as(rows.positions)[rows.is_answer]
+        right[row, rows.positions[rows.is_answer]] = rows.targets[..., 0][rows.is_answer]
+        following.append(right.flatten())
+    monkeypatch.setattr(train, "hidden_states", lambda *args: 200 * weight[torch.cat(following)])
+    loss, measures = trainer.loss_by_task(batch)
     right, asked, losses, tokens = measures.T
     assert loss < 1e-3
     assert torch.equal(right, asked)
-    assert (tokens > 0).all()
+    assert (asked > 0).all()
     assert (losses < 1e-3 * tokens).all()
-    monkeypatch.setattr(train, "hidden_states", lambda *args: 200 * weight[rows.token_ids.flatten()])
-    assert trainer.loss_by_task(rows)[1][:, 0].sum() == 0
+    same = torch.cat([rows.token_ids.flatten() for rows in batch])
+    monkeypatch.setattr(train, "hidden_states", lambda *args: 200 * weight[same])
+    assert trainer.loss_by_task(batch)[1][:, 0].sum() == 0
 
 
 @pytest.mark.parametrize(
@@ -227,6 +303,7 @@ def test_bed_counts_answers_of_every_method(tmp_path):
     methods, out = tmp_path / "methods.txt", tmp_path / "out.jsonl"
     methods.write_text("streaming_llm:sink_blocks=1,window_blocks=1\nhybrid:gamma=0.9,min_budget=-1\n")
     common = ["tasks", "--methods", str(methods), "--out", str(out), "--ruler-model", str(tmp_path / "model"), "--prompts", "3"]
+    common += ["--uncompiled"]
     run([*common, "--lengths", "512", "--tasks", "tracking,common"])
     run([*common, "--lengths", "512", "--tasks", "tracking,common"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -237,8 +314,22 @@ def test_bed_counts_answers_of_every_method(tmp_path):
     assert [row["n"] for row in rows if "error" not in row] == [3] * 4
     assert {row["density"] for row in rows if row["method"] == "dense"} == {1.0}
     assert all(row["density"] < 1 and 0 <= row["parts"] <= 1 for row in rows if row["method"] == names[1])
+    assert all(("uncompiled" in row) == (row["method"] == names[1]) for row in rows if "error" not in row)
     # a method that failed is left out at that length, and tried again by the next run
     assert [row["task"] for row in rows if "error" in row] == ["tracking/512"] * 2
+    methods.write_text(names[1])
+    run([*common, "--lengths", "640", "--tasks", "single", "--without-dense"])
+    last = json.loads(out.read_text().splitlines()[-1])
+    assert (last["method"], last["task"]) == (names[1], "single/640")
+    assert sum("single/640" in line for line in out.read_text().splitlines()) == 1
+
+
+def test_weights_in_the_tree_stay_small():
+    files = list((evaluate.MODEL.parents[1]).glob("*/model/*.safetensors"))
+    sizes = [file.stat().st_size for file in files]
+    assert sizes
+    assert max(sizes) <= 14e6
+    assert sum(sizes) <= 28e6
 
 
 def test_table_has_every_task(capsys):

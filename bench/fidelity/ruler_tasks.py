@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from bench.fidelity.methods import Method
 from bench.ruler_model.prompts import Prompts, make_prompts
+from flexmask.block_masks import MASKS
 
 FIRST_SEED = 90_000
 _BATCH_TOKENS = 131072
@@ -75,6 +76,8 @@ def measure_tasks(
                 failed.add((name, tokens))
                 continue
             figures = {"density": kept, "right": right, "n": count, "parts": parts}
+            if method is not None and method.name in MASKS and not method.compiled:
+                figures["uncompiled"] = True
             log.write(bed="tasks", method=name, task=item, **figures, seconds=round(time.monotonic() - start, 3))
 
 

@@ -185,6 +185,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to it")
     parser.add_argument("--minutes", type=float, default=6.0, help="no new measurement after that (6)")
     parser.add_argument("--uncompiled", action="store_true", help="make the gallery's masks by plain operations: no compilation")
+    parser.add_argument("--without-dense", action="store_true", help="leave dense attention to another run (tasks)")
     parser.add_argument("--use", choices=("tune", "test"), default="test", help="texts to choose settings on, or to test them on")
     parser.add_argument("--tokens", type=int, default=texts.NUM_TOKENS, help="of each text, a multiple of 128 (texts)")
     parser.add_argument("--texts", type=int, help="only the first ones (texts)")
@@ -229,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tasks = options.tasks.split(",") if options.tasks else ruler_prompts.TASKS
             lengths = [int(length) for length in options.lengths.split(",")]
             plan = [(task, length, options.prompts) for length in lengths for task in tasks]
-            measure_tasks(model, {DENSE: None, **named}, plan, answers, log, stop)
+            reference: dict[str, Method | None] = {} if options.without_dense else {DENSE: None}
+            measure_tasks(model, reference | named, plan, answers, log, stop)
         else:
             measure_needles(model, named, options.tasks.split(",") if options.tasks else TASKS, options.prompts, log, stop)
     print(f"{options.bed}: {time.monotonic() - begun:.0f} s, {len(named)} methods", flush=True)

@@ -1,8 +1,9 @@
-"""Lists of words, and the question for the most frequent ones.
+"""Lists of words, and the question for the most frequent ones, after RULER's two tasks.
 
-A list is a row of value tokens. ``COMMON`` asks for the four words that are ten times as frequent as every other one,
-``FREQUENT`` for the three most frequent of a list in which the word of rank ``r`` has a share proportional to ``1 / r**2``
-(RULER's zeta distribution); the answers may come in any order. What is right is counted on the tokens of the row.
+A list is a row of value tokens. ``COMMON`` asks for the four words that are ten times as frequent as every other one (RULER:
+ten words, 30 times each among words that occur 3 times), ``FREQUENT`` for the three most frequent of a list in which the word
+of rank ``r`` has a share proportional to ``1 / r**2`` (RULER's zeta distribution). As there, counts are exact and the words
+shuffled; the answers may come in any order.
 """
 
 import random
@@ -12,69 +13,63 @@ from torch import Tensor
 
 from bench.ruler_model.rows import TASKS, Rows
 from bench.ruler_model.units import targets_of
-from bench.ruler_model.vocabulary import END_OF_VALUES, FIRST_VALUE, NUM_VALUES, TOKEN_IDS
+from bench.ruler_model.vocabulary import FIRST_VALUE, NUM_VALUES, TOKEN_IDS
 
 COMMON_WORDS, FREQUENT_WORDS = 4, 3
+TOKENS_A_WORD = 16
 _TIMES = 10
 _MOST_WORDS = 1000
+_RANKS = 1024
+_NO_WORD = _RANKS - 1
 _QUESTION_TOKENS = 5
 
 
-def draw_words(batch: int, num_words: int, is_common: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw lists of words, (batch, num_words) int64.
+def other_words(num_tokens: int) -> int:
+    """Return how many uncommon words a list of ``COMMON`` has: RULER's number at that length, but at most 1,000."""
+    return min(max(num_tokens // TOKENS_A_WORD, 8), _MOST_WORDS)
+
+
+def draw_ranks(num_words: int, others: Tensor, is_common: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw shuffled lists of ranks, (batch, num_words) int64; rank 0 is the most frequent word.
 
     Parameters
     ----------
-    batch, num_words : int
+    num_words : int
+    others : Tensor, (batch,), int64
+        Uncommon words of each list of ``COMMON``, at most 1,000.
     is_common : Tensor, (batch,), bool
         Lists for ``COMMON``; the others are for ``FREQUENT``.
     generator : torch.Generator
     """
-    device = generator.device
-    rare = min(max(num_words // 3, 8), _MOST_WORDS)
-    draw = torch.rand(batch, num_words, generator=generator, device=device, dtype=torch.float64)
-    of_common = draw * (COMMON_WORDS * _TIMES + rare)
-    extra = COMMON_WORDS + (of_common - COMMON_WORDS * _TIMES).long()
-    ranks = (of_common / _TIMES).long().where(of_common < COMMON_WORDS * _TIMES, extra)
+    device, batch = generator.device, len(is_common)
+    order = torch.rand(batch, num_words, generator=generator, device=device).argsort(1)
+    draw = (order.double() + 0.5) / num_words
+    often = COMMON_WORDS * _TIMES
+    of_common = draw * (often + others[:, None])
+    ranks = (of_common / _TIMES).long().where(of_common < often, COMMON_WORDS + (of_common - often).long())
     shares = torch.arange(1, _MOST_WORDS + 1, device=device, dtype=torch.float64) ** -2
     zeta = torch.searchsorted((shares / shares.sum()).cumsum(0), draw).clamp(max=_MOST_WORDS - 1)
-    ranks = ranks.where(is_common[:, None], zeta)
-    words = torch.rand(batch, NUM_VALUES, generator=generator, device=device).argsort(1)
-    return FIRST_VALUE + words.gather(1, ranks)
+    return ranks.where(is_common[:, None], zeta)
 
 
-def most_frequent(token_ids: Tensor, is_common: Tensor) -> tuple[Tensor, Tensor]:
-    """Count words.
-
-    Parameters
-    ----------
-    token_ids : Tensor, (batch, num_tokens), int64
-        Tokens that are no values do not count.
-    is_common : Tensor, (batch,), bool
-
-    Returns
-    -------
-    answers : Tensor, (batch, 4), int64
-        The most frequent words; for ``FREQUENT`` the last one is not of the answer.
-    is_clear : Tensor, (batch,), bool
-        False if the last word of the answer is no more frequent than the next one.
-    """
-    counts = torch.zeros(token_ids.shape[0], END_OF_VALUES + 64, device=token_ids.device)
-    counts.scatter_add_(1, token_ids, torch.ones_like(token_ids, dtype=torch.float32))
-    top = counts[:, FIRST_VALUE:END_OF_VALUES].topk(COMMON_WORDS + 1, dim=1)
-    drops = top.values[:, :-1] > top.values[:, 1:]
-    is_clear = torch.where(is_common, drops[:, COMMON_WORDS - 1], drops[:, FREQUENT_WORDS - 1])
-    return FIRST_VALUE + top.indices[:, :COMMON_WORDS], is_clear
+def draw_words(batch: int, generator: torch.Generator) -> Tensor:
+    """Draw the word of every rank, (batch, 1024) int64."""
+    order = torch.rand(batch, NUM_VALUES, generator=generator, device=generator.device).argsort(1)
+    return FIRST_VALUE + order[:, :_RANKS]
 
 
 def list_rows(batch: int, num_tokens: int, generator: torch.Generator, seed: int) -> Rows:
-    """Draw rows that are one list each, with a question at the end and in half of the rows two more on the way.
+    """Draw rows that are one list each, with a question at the end and in three quarters of them more on the way.
+
+    A question on the way has the first words of the answer and breaks off; they are the same in all questions of a row, and
+    the next one, which is asked for, stands nowhere but in the list: no question can be answered from an earlier one.
+    Uncommon words are a sixth to a 24th as many as tokens.
 
     Parameters
     ----------
     batch : int
     num_tokens : int
-        Length of a row in tokens.
+        Length of a row in tokens, at least 128.
     generator : torch.Generator
     seed : int
         Draws where the earlier questions stand, on the host.
@@ -84,51 +79,87 @@ def list_rows(batch: int, num_tokens: int, generator: torch.Generator, seed: int
     Rows
     """
     device = generator.device
-    is_common = torch.rand(batch, generator=generator, device=device) < 0.5
-    tokens = draw_words(batch, num_tokens, is_common, generator)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, device=device)
+
+    is_common = uniform(batch) < 0.5
+    others = (num_tokens / (6 * 4 ** uniform(batch))).long().clamp(8, _MOST_WORDS)
+    ranks = draw_ranks(num_tokens, others, is_common, generator)
+    words = draw_words(batch, generator)
+    tokens = words.gather(1, ranks)
     tokens[:, 0] = TOKEN_IDS["<bos>"]
-    has_more = torch.rand(batch, generator=generator, device=device) < 0.5
-    at = random.Random(seed)
-    starts = [int(num_tokens * at.uniform(0.3, 0.6)), int(num_tokens * at.uniform(0.62, 0.9)), num_tokens - _QUESTION_TOKENS]
+    ranks[:, 0] = _NO_WORD
+
+    starts = _places(num_tokens, random.Random(seed))
+    last = torch.where(is_common, COMMON_WORDS, FREQUENT_WORDS) - 1
+    answers = _ordered(words[:, :COMMON_WORDS], is_common, uniform(batch, COMMON_WORDS), uniform(batch, 1) < 0.75)
+    # How many words of the answer the questions on the way have: mostly two of FREQUENT's three, the third is the hard one.
+    given = (uniform(batch) * (last + 1)).long()
+    given = given.where(is_common | (uniform(batch) < 0.25), last)
+    has_more = uniform(batch) < 0.75
     markers = torch.where(is_common, TOKEN_IDS["COMMON"], TOKEN_IDS["FREQUENT"])
-    stop = torch.full_like(markers, TOKEN_IDS["."])
-    targets, clear = [], []
+    question = torch.cat([markers[:, None], answers], dim=1)
+    step = torch.arange(_QUESTION_TOKENS, device=device)
     for start in starts:
-        answers, is_clear = most_frequent(tokens[:, :start], is_common)
-        is_there = is_clear & (has_more | (start == starts[-1]))
-        answers = shuffle(answers, is_common, generator)
-        answers[:, 3] = answers[:, 3].where(is_common, stop)
-        question = torch.cat([markers[:, None], answers], dim=1)
-        part = tokens[:, start : start + _QUESTION_TOKENS]
-        part.copy_(question.where(is_there[:, None], part))
-        targets.append(word_targets(answers, is_common))
-        clear.append(is_there)
-    is_there = torch.stack(clear, dim=1)
-    step = torch.arange(4, device=device)
-    is_answer = is_there[..., None] & ((step < FREQUENT_WORDS) | is_common[:, None, None])
-    position = (torch.tensor(starts)[:, None] + torch.arange(4)).to(device, non_blocking=True)
+        written = step <= (last + 1)[:, None] if start == starts[-1] else (step <= given[:, None]) & has_more[:, None]
+        part = slice(start, start + _QUESTION_TOKENS)
+        tokens[:, part] = question.where(written, tokens[:, part])
+        ranks[:, part] = ranks[:, part].masked_fill(written, _NO_WORD)
+
+    is_last = torch.arange(len(starts), device=device) == len(starts) - 1
+    is_there = _is_clear(ranks, starts, last) & (has_more[:, None] | is_last)
+    earlier = is_there.cumsum(1) > 1
+    step, given, last = step[:COMMON_WORDS], given[:, None, None], last[:, None, None]
+    # Of words that an earlier question of the row has, nothing is to be learned.
+    is_asked = (step <= last) & (step >= given * earlier[..., None]) & ((step <= given) | is_last[:, None])
+    targets = word_targets(answers, is_common)
     task = torch.where(is_common, TASKS.index("common"), TASKS.index("frequent"))
+    positions = torch.tensor(starts)[:, None] + torch.arange(COMMON_WORDS)
     return Rows(
         token_ids=tokens,
-        positions=position.expand(batch, -1, -1),
-        targets=torch.stack(targets, dim=1),
-        is_answer=is_answer,
+        positions=positions.to(device, non_blocking=True).expand(batch, -1, -1),
+        targets=targets[:, None].expand(-1, len(starts), -1, -1),
+        is_answer=is_there[..., None] & is_asked,
         task=task[:, None].expand(-1, len(starts)),
-        is_first=is_there & (is_there.cumsum(1) == 1),
+        is_first=is_there & is_last & ~has_more[:, None],
     )
 
 
-def shuffle(answers: Tensor, is_common: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw another order of the words of each answer; the fourth of ``FREQUENT`` stays."""
-    rank = torch.rand(answers.shape, generator=generator, device=answers.device)
-    rank[:, 3] = rank[:, 3].where(is_common, 2.0)
-    return answers.gather(1, rank.argsort(1))
+def _places(num_tokens: int, draw: random.Random) -> list[int]:
+    """Where questions begin: on the way, one in each equal part of the second half, and the last one."""
+    count = 3 if num_tokens < 1024 else 6 if num_tokens < 8192 else 12
+    room = num_tokens // 2 // count - 2 * _QUESTION_TOKENS
+    on_the_way = [num_tokens // 2 + index * (num_tokens // 2 // count) + draw.randrange(room) for index in range(count)]
+    return [*on_the_way, num_tokens - _QUESTION_TOKENS]
+
+
+def _ordered(words: Tensor, is_common: Tensor, draw: Tensor, by_count: Tensor) -> Tensor:
+    """Return the words of each answer in the order of ``draw``, or ``FREQUENT``'s by count; a dot is the fourth of three."""
+    rank = torch.arange(COMMON_WORDS, device=words.device).expand_as(words)
+    draw = rank.where(by_count & ~is_common[:, None], draw)
+    draw = draw.where(is_common[:, None] | (rank < FREQUENT_WORDS), COMMON_WORDS)
+    words = words.where(is_common[:, None] | (rank < FREQUENT_WORDS), TOKEN_IDS["."])
+    return words.gather(1, draw.argsort(1))
+
+
+def _is_clear(ranks: Tensor, starts: list[int], last: Tensor) -> Tensor:
+    """Return whether each word of the answer outnumbers every other word before each question, (batch, questions)."""
+    batch, num_tokens = ranks.shape
+    ends = torch.tensor(starts).to(ranks.device, non_blocking=True)
+    part = (torch.arange(num_tokens, device=ranks.device)[:, None] >= ends).sum(1)
+    counts = torch.zeros(batch, (len(starts) + 1) * _RANKS, device=ranks.device)
+    counts.scatter_add_(1, part * _RANKS + ranks, torch.ones_like(ranks, dtype=torch.float32))
+    counts = counts.view(batch, -1, _RANKS)[:, :-1, :_NO_WORD].cumsum(1)
+    is_answer = torch.arange(_NO_WORD, device=ranks.device) <= last[:, None, None]
+    fewest = counts.masked_fill(~is_answer, torch.inf).amin(-1)
+    return fewest > counts.masked_fill(is_answer, -1).amax(-1)
 
 
 def word_targets(answers: Tensor, is_common: Tensor) -> Tensor:
     """Return what is right at each step: any word of the answer that has not been said, (batch, 4, 4)."""
     targets = targets_of(answers, torch.ones_like(is_common)[:, None])
     # of three words, the fourth is not said
-    step = torch.arange(4, device=answers.device)
+    step = torch.arange(COMMON_WORDS, device=answers.device)
     beyond = (step[:, None] + step >= FREQUENT_WORDS) & (step[:, None] < FREQUENT_WORDS)
     return targets.masked_fill(beyond & ~is_common[:, None, None], -1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bench.retriever.task import draw_short_sentences, make_haystack
-from bench.ruler_model.lists import COMMON_WORDS, FREQUENT_WORDS, draw_words, most_frequent
+from bench.ruler_model.lists import COMMON_WORDS, FREQUENT_WORDS, draw_ranks, draw_words, other_words
 from bench.ruler_model.units import CHAIN, FACTS, MANY, NEEDLES, PARTS, draw_units, long_questions, short_questions
 from bench.ruler_model.vocabulary import TOKEN_IDS
 
@@ -138,12 +138,9 @@ def _lookups(task: str, num_tokens: int, count: int, generator: torch.Generator)
 
 def _lists(task: str, num_tokens: int, count: int, generator: torch.Generator) -> Prompts:
     is_common = torch.full((count,), task == "common", device=generator.device)
-    tokens = draw_words(count, num_tokens, is_common, generator)
+    others = torch.full((count,), other_words(num_tokens), device=generator.device)
+    words = draw_words(count, generator)
+    tokens = words.gather(1, draw_ranks(num_tokens, others, is_common, generator))
     tokens[:, 0] = TOKEN_IDS["<bos>"]
     tokens[:, -1] = TOKEN_IDS["COMMON" if task == "common" else "FREQUENT"]
-    answers, is_clear = most_frequent(tokens, is_common)
-    # Where two words tie for the last place, the second one gives way to the first.
-    last = COMMON_WORDS if task == "common" else FREQUENT_WORDS
-    tokens[:, 1] = tokens[:, 1].where(is_clear, answers[:, last - 1])
-    answers, _ = most_frequent(tokens, is_common)
-    return Prompts(task, tokens, answers[:, :last])
+    return Prompts(task, tokens, words[:, : COMMON_WORDS if task == "common" else FREQUENT_WORDS])

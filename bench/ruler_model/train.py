@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class TasksTrainer(Trainer):
     compiled : bool
         Compile what is not attention.
     list_share : float
-        Share of rows that are lists.
+        Share of the tokens that are lists.
     """
 
     def __init__(
@@ -100,38 +101,36 @@ class TasksTrainer(Trainer):
         """Take one optimizer step; return for each task (right answers, answers, loss, tokens), (tasks, 4), on the device."""
         seed = self.seed * 10_000_000 + self.step_count * self.processes + self.rank
         self.generator.manual_seed(seed)
-        rows = make_batch(max(1, batch_tokens // num_tokens), num_tokens, self.generator, seed, self.list_share)
-        loss, measures = self.loss_by_task(rows)
+        batch = make_batch(batch_tokens, num_tokens, self.generator, seed, self.list_share)
+        loss, measures = self.loss_by_task(batch)
         self.descend(loss, rate)
         return measures
 
-    def loss_by_task(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def loss_by_task(self, batch: list[Rows]) -> tuple[Tensor, Tensor]:
         """Return the mean over tasks of the mean loss of an answer token, and what ``step`` returns.
 
         The loss is that of the probability of all tokens that are right. Tokens that are never an answer keep their output
         weights, as in the retriever's training.
         """
-        hidden = hidden_states(self.model, rows.token_ids, self.compiled)
-        starts = rows.token_ids.shape[1] * torch.arange(rows.token_ids.shape[0], device=hidden.device)
-        index = (rows.positions + starts[:, None, None]).flatten()
+        hidden = hidden_states(self.model, [rows.token_ids for rows in batch], self.compiled)
+        asked = _questions(batch)
         weight = self.model.lm_head.weight
         values = slice(FIRST_VALUE, END_OF_VALUES)
         weight = torch.cat([weight[:FIRST_VALUE].detach(), weight[values], weight[END_OF_VALUES:].detach()])
-        logits = linear(hidden[index], weight).float()  # (questions * 4, vocab_size)
-        targets = rows.targets.flatten(0, 2)
+        logits = linear(hidden[asked.positions.flatten()], weight).float()  # (questions * 4, vocab_size)
+        targets = asked.targets.flatten(0, 1)
         right = logits.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, -torch.inf).logsumexp(1)
         losses = logits.logsumexp(1) - right
-        is_answer = rows.is_answer.flatten()
-        task = rows.task.flatten()
-        sums = _sum_by_task(losses * is_answer, task.repeat_interleave(4))
-        tokens = _sum_by_task(is_answer.float(), task.repeat_interleave(4))
+        is_answer = asked.is_answer.flatten()
+        sums = _sum_by_task(losses * is_answer, asked.task.repeat_interleave(4))
+        tokens = _sum_by_task(is_answer.float(), asked.task.repeat_interleave(4))
         there = tokens > 0
         loss = (sums / tokens.clamp(min=1)).sum() / there.sum()
         with torch.no_grad():
             is_right = (logits.argmax(1)[:, None] == targets).any(1) | ~is_answer
             is_right = is_right.view(-1, 4).all(1)
-            first = rows.is_first.flatten()
-            measures = [_sum_by_task((is_right & first).float(), task), _sum_by_task(first.float(), task), sums, tokens]
+            right_first, first = (is_right & asked.is_first).float(), asked.is_first.float()
+            measures = [_sum_by_task(right_first, asked.task), _sum_by_task(first, asked.task), sums, tokens]
         return loss, torch.stack(measures, dim=1).detach()
 
     def share_gradients(self) -> None:
@@ -156,6 +155,21 @@ class TasksTrainer(Trainer):
             torch.distributed.broadcast(shared, 0)
             return shared.item()
         return seconds
+
+
+def _questions(batch: list[Rows]) -> Rows:
+    """Return the questions of all rows, without their axis of rows; positions are those in one row of all tokens."""
+    joined: dict[str, list[Tensor]] = {field.name: [] for field in fields(Rows)}
+    before = 0
+    for rows in batch:
+        count, num_tokens = rows.token_ids.shape
+        starts = before + num_tokens * torch.arange(count, device=rows.token_ids.device)
+        before += rows.token_ids.numel()
+        flat = {name: getattr(rows, name).flatten(0, 1) for name in joined}
+        flat["positions"] = (rows.positions + starts[:, None, None]).flatten(0, 1)
+        for name, parts in joined.items():
+            parts.append(flat[name])
+    return Rows(**{name: torch.cat(parts) for name, parts in joined.items()})
 
 
 def _sum_by_task(values: Tensor, task: Tensor) -> Tensor:
@@ -235,7 +249,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--batch-tokens", type=int, default=131072, help="tokens per step and process")
     parser.add_argument("--rate", type=float, default=2e-3, help="largest learning rate")
-    parser.add_argument("--lists", type=float, default=0.25, help="share of the rows that are lists of words")
+    parser.add_argument("--lists", type=float, default=0.5, help="share of the tokens that are lists of words, in quarters")
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, help="steps")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
