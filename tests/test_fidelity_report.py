@@ -184,3 +184,13 @@ def test_the_first_table_has_density_at_equal_error(measure):
     rows = [line for line in glance.equal_error([measure]) if line.startswith("| ")]
     assert rows[0] == "| method | abs d .300 | abs d .200 |"
     assert rows[1].startswith("| hybrid | ")
+
+
+def test_methods_that_ran_out_of_time_are_left_out():
+    def row(error):
+        return {"density": 0.2, "output_error": error, "mass": 0.9}
+
+    rows = {"hybrid:gamma=0.9": {text: row(0.1) for text in TEXTS}, "moa": {TEXTS[0]: row(0.2)}}
+    output, lost = measures.of_attention(rows)
+    assert list(output.figures) == list(lost.figures) == ["hybrid:gamma=0.9"]
+    assert output.figures["hybrid:gamma=0.9"].tolist() == [[0.2, 0.1]] * 3

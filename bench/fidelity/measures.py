@@ -63,6 +63,7 @@ def of_attention(rows: Rows) -> list[Measure]:
     texts = common_texts(rows)
     if not texts:
         return []
+    rows = {name: by for name, by in rows.items() if set(texts) <= set(by)}
     output = {name: np.array([[by[text]["density"], by[text]["output_error"]] for text in texts]) for name, by in rows.items()}
     lost = {
         name: np.array([[by[text]["density"], max(1e-6, 1 - by[text]["mass"])] for text in texts]) for name, by in rows.items()

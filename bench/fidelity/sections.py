@@ -132,6 +132,7 @@ def tuned(results: Results, path: Path = PATH) -> list[str]:
             continue
         weights = statistics.bootstrap_weights(texts)
         table = []
+        rows = {name: by for name, by in rows.items() if set(texts) <= set(by)}
         drawn = {name: weights @ np.array([[by[text][each] for each in FIGURES] for text in texts]) for name, by in rows.items()}
         for name, draws in drawn.items():
             uniform = drawn[name[name.index("gamma") :]]
