@@ -104,6 +104,12 @@ def test_rows_by_top_p_hold_their_share():
     assert torch.allclose(mass.sum(-1), torch.ones(()), atol=1e-5)
 
 
+def test_missing_file_of_methods_is_wrong_usage(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(["texts", "--methods", str(tmp_path / "none.txt"), "--out", str(tmp_path / "rows.jsonl")])
+    assert "--methods: no file" in capsys.readouterr().err
+
+
 def test_unknown_method_is_refused():
     with pytest.raises(ValueError, match=r"a method must be one of causal, .*hybrid"):
         methods.parse("hybird:gamma=0.9")

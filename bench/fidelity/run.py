@@ -198,7 +198,10 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retriever", type=Path, default=model, help="its folder (needles)")
     model = Path(__file__).parents[1] / "ruler_model" / "model"
     parser.add_argument("--ruler-model", type=Path, default=model, help="its folder (tasks)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not options.methods.is_file():
+        parser.error(f"--methods: no file {options.methods}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
