@@ -123,13 +123,6 @@ def computed_once(tensor: Tensor) -> Tensor:
     return tensor.as_strided(tensor.shape, tensor.stride())
 
 
-def computed_together(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, of one dtype, as views of a single one: what Inductor computes in passing takes it one kernel for all."""
-    together = computed_once(torch.cat([tensor.flatten() for tensor in tensors]))
-    parts = together.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
 def options_for_launches() -> dict[str, Any] | None:
     """Options of torch.compile for a function that launches Triton kernels of ours.
 

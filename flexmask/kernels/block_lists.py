@@ -18,8 +18,8 @@ _TILE = 128
 @triton.jit
 def _lists_kernel(
     kept,  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
-    active,  # (batch, num_heads) bool: heads that add blocks, read if HAS_ACTIVE
-    chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, read in heads that add blocks if HAS_CHOSEN
+    active,  # (batch, num_heads) bool: heads that add blocks
+    chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, read in active heads if HAS_CHOSEN
     rows,  # edges, see PackedEdges
     keys,
     partial_count,  # (batch, num_heads, num_q_blocks) int32
@@ -40,7 +40,6 @@ def _lists_kernel(
     window,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr,
     HAS_CHOSEN: tl.constexpr,
     WRITE_KEEP: tl.constexpr,
     TILE: tl.constexpr,
@@ -58,9 +57,7 @@ def _lists_kernel(
     key_edges = keys + batch * keys_stride_batch
     vertical = kept + head * num_kv_blocks
     slash = vertical + kept_stride
-    adds_blocks = True
-    if HAS_ACTIVE:
-        adds_blocks = tl.load(active + head) != 0
+    adds_blocks = tl.load(active + head) != 0
 
     line = (head * num_q_blocks + row) * num_kv_blocks
     lane = tl.arange(0, TILE)
@@ -121,7 +118,7 @@ def block_lists(
     Parameters
     ----------
     lines
-        Key blocks and block diagonals to keep, and which heads add blocks; None: all.
+        Key blocks and block diagonals to keep, and which heads add blocks.
     blocks
         (batch, num_heads, num_q_blocks, num_kv_blocks) int8: the blocks that those heads add, or None.
     edges
@@ -139,7 +136,7 @@ def block_lists(
     shared = edges.rows.shape[1] == 1
     _lists_kernel[(num_q_blocks, batch * num_heads)](
         kept,
-        kept if lines.adds_blocks is None else lines.adds_blocks,
+        lines.adds_blocks,
         kept if blocks is None else blocks,
         edges.rows,
         edges.keys,
@@ -161,7 +158,6 @@ def block_lists(
         kv_len if window is None else window,
         BLOCK_SIZE=block_size,
         HAS_WINDOW=window is not None,
-        HAS_ACTIVE=lines.adds_blocks is not None,
         HAS_CHOSEN=blocks is not None,
         WRITE_KEEP=keep is not None,
         TILE=_TILE,

@@ -13,10 +13,10 @@ from flexmask.config import FlexPrefillConfig
 from flexmask.kernels.block_lists import block_lists
 from flexmask.kernels.last_rows import last_rows_lines
 from flexmask.kernels.pooling import split_means
-from flexmask.kernels.representative import block_sums
+from flexmask.kernels.representative import block_sums, packed_rows
 from flexmask.kernels.row_evidence import row_blocks, row_coverage
 from flexmask.kernels.vertical_slash import kept_mass, line_mass, row_norms
-from flexmask.kernels.visibility import edges_and_rows, packed_edges
+from flexmask.kernels.visibility import packed_edges
 
 
 def search(
@@ -26,14 +26,14 @@ def search(
     block_size, lengths = config.block_size, (inputs.query.shape[2], inputs.key.shape[2])
     # blocks are chosen by `tokens`; `seen` has those that do not decide as well
     tokens = seen = token_validity(*lengths, inputs.offset, inputs.deciding_tokens(), inputs.key)
-    rows = representative_rows(config.index_queries, tokens, block_size)
-    edges, packed = edges_and_rows(tokens, rows, block_size, inputs.window)
-    seen_edges = edges
+    edges = seen_edges = packed_edges(tokens, block_size, inputs.window)
     if inputs.deciding is not None:
         seen = token_validity(*lengths, inputs.offset, None, inputs.key)
         seen_edges = packed_edges(seen, block_size, inputs.window)
 
     # the last rows: their attention by key block and by block diagonal (S), and the lines kept of it
+    rows = representative_rows(config.index_queries, tokens, block_size)
+    packed = packed_rows(rows, tokens.offset)
     sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)
     norms = row_norms(sums)
     lines = last_rows_lines(line_mass(sums, norms, packed, edges.candidates, largest=True), gamma, config)

@@ -18,8 +18,8 @@ _TILE = 64
 class LastRowsLines(NamedTuple):
     """The lines of each head."""
 
+    adds_blocks: Tensor  # (batch, num_heads) bool, True
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
-    adds_blocks: None = None  # every head adds blocks of its own
 
 
 @triton.jit
@@ -27,6 +27,7 @@ def _last_rows_kernel(
     lines,  # (2, batch, num_heads, num_kv_blocks) float32: the largest share by key block, and S; -1: no candidate
     gamma,  # (num_heads,) float64
     kept,  # (2, batch, num_heads, num_kv_blocks) int8
+    adds_blocks,  # (batch, num_heads) bool
     lines_stride,  # between the families
     num_heads,
     num_kv_blocks,
@@ -40,6 +41,8 @@ def _last_rows_kernel(
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = line < num_kv_blocks
     dropped = 1.0 - tl.load(gamma + head % num_heads)
+    # the same from every program of a head
+    tl.store(adds_blocks + head, True)
 
     # places in descending order, equal ones by lower index; NaN counts as 0, and drops nothing below
     largest = tl.load(lines + row + line, mask=inside, other=-1.0)
@@ -73,11 +76,13 @@ def last_rows_lines(lines: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> 
         The floor, half of which each family takes.
     """
     _, batch, num_heads, blocks = lines.shape
+    adds_blocks = lines.new_empty((batch, num_heads), dtype=torch.bool)
     kept = lines.new_empty(lines.shape, dtype=torch.int8)
     _last_rows_kernel[(triton.cdiv(blocks, _TILE), batch * num_heads)](
         lines,
         gamma,
         kept,
+        adds_blocks,
         batch * num_heads * blocks,
         num_heads,
         blocks,
@@ -86,4 +91,4 @@ def last_rows_lines(lines: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> 
         DIAGONAL=hybrid_rule.DIAGONAL,
         TILE=_TILE,
     )
-    return LastRowsLines(kept)
+    return LastRowsLines(adds_blocks, kept)

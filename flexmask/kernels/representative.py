@@ -14,13 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask._torch import computed_once
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.visibility import num_blocks
 from flexmask.kernels.scores import soft_capped
 
 BLOCKS_PER_PROGRAM = 16
 # what a program may have of shared memory on the consumer GPUs (compute capability 8.6, 8.9, 12.0), the least of NVIDIA's
 _SHARED_MEMORY = 101_376
+
+
+def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
+    """The representative rows as kernels read them, (batch or 1, 1 + block_size) int32.
+
+    First the position of query row 0, `offset` (batch or 1,), then the rows of query, -1 where there are fewer.
+    """
+    rows_taken = torch.where(rows.taken, rows.row, -1)
+    return computed_once(torch.cat([offset.unsqueeze(-1).expand(rows_taken.shape[0], 1), rows_taken], -1).int())
 
 
 class BlockSums(NamedTuple):
@@ -189,7 +200,7 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
     inputs
         The problem.
     rows
-        (batch or 1, 1 + block_size) int32, from `edges_and_rows`.
+        (batch or 1, 1 + block_size) int32, from `packed_rows`.
     key_valid
         (batch, kv_len) bool where there is padding, else None: every filled key is valid.
     """

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask._torch import computed_once
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows, representative_rows
 from flexmask.base.search_result import BlockLists, SearchResult
@@ -22,9 +21,9 @@ from flexmask.kernels.pattern import Lines, estimated_scores, pattern_and_lines
 from flexmask.kernels.pooling import block_means
 from flexmask.kernels.query_aware import pooled_map
 from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
-from flexmask.kernels.representative import BlockSums, block_sums
+from flexmask.kernels.representative import BlockSums, block_sums, packed_rows
 from flexmask.kernels.vertical_slash import RowNorms, kept_mass, line_mass, row_norms
-from flexmask.kernels.visibility import PackedEdges, edges_and_rows, packed_edges, packed_rows
+from flexmask.kernels.visibility import PackedEdges, packed_edges
 
 
 class RepresentativeMass(NamedTuple):
@@ -46,21 +45,17 @@ def search(
     block_size, lengths = config.block_size, (inputs.query.shape[2], inputs.key.shape[2])
     # blocks are chosen by `tokens`; `seen` has those that do not decide as well
     tokens = seen = token_validity(*lengths, inputs.offset, inputs.deciding_tokens(), inputs.key)
-    rows = representative_rows(config.index_queries, tokens, block_size)
-    edges, packed = edges_and_rows(tokens, rows, block_size, inputs.window)
-    seen_edges = edges
+    edges = seen_edges = packed_edges(tokens, block_size, inputs.window)
     if inputs.deciding is not None:
         seen = token_validity(*lengths, inputs.offset, None, inputs.key)
         seen_edges = packed_edges(seen, block_size, inputs.window)
     key_means = block_means(inputs.key, None if tokens.filled else tokens.key_valid, None, block_size)
 
     # step 1: attention of the representative rows, and its mass by key block (V) and by block diagonal (S)
-    mass = _representative_mass(rows, packed, inputs, tokens, edges, block_size)
+    mass = _representative_mass(config.index_queries, inputs, tokens, edges, block_size)
     pattern = mass
     if config.pattern_queries != config.index_queries:
-        rows = representative_rows(config.pattern_queries, tokens, block_size)
-        packed = computed_once(packed_rows(rows, tokens.offset))
-        pattern = _representative_mass(rows, packed, inputs, tokens, edges, block_size)
+        pattern = _representative_mass(config.pattern_queries, inputs, tokens, edges, block_size)
 
     # steps 2 and 3a: the pattern of each head, and its verticals and slashes
     estimate = estimated_scores(inputs, key_means, pattern.packed, edges.last_valid_key, block_size)
@@ -79,9 +74,11 @@ def search(
 
 
 def _representative_mass(
-    rows: RepresentativeRows, packed: Tensor, inputs: AttentionInputs, tokens: Tokens, edges: PackedEdges, block_size: int
+    which: str, inputs: AttentionInputs, tokens: Tokens, edges: PackedEdges, block_size: int
 ) -> RepresentativeMass:
-    """V and S of the representative rows, and the intermediates that the statistics need."""
+    """V and S of the "last" or "middle" rows, and the intermediates that the statistics need."""
+    rows = representative_rows(which, tokens, block_size)
+    packed = packed_rows(rows, tokens.offset)
     sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)
     norms = row_norms(sums)
     return RepresentativeMass(rows, packed, sums, norms, line_mass(sums, norms, packed, edges.candidates))

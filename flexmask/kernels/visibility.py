@@ -1,7 +1,4 @@
-"""Block edges and representative rows as kernels read them, and which blocks see which.
-
-The Triton side of `flexmask.base.visibility`.
-"""
+"""Block edges as kernels read them, and which blocks see which: the Triton side of `flexmask.base.visibility`."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask._torch import computed_together
 from flexmask.base.candidate_lines import candidate_lines
-from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.visibility import Tokens, block_edges, valid_keys
 
 
@@ -49,22 +44,6 @@ def packed_edges(tokens: Tokens, block_size: int, window: int | None) -> PackedE
     rows = (edges.last_row, edges.first_row, edges.first_valid_row, edges.own_first, edges.own_last, whole_to)
     keys = (edges.last_valid_key, edges.keys_whole, valid_keys(tokens, block_size), *candidate_lines(tokens, block_size, window))
     return PackedEdges(torch.stack([x.int() for x in rows]), torch.stack([x.int() for x in keys]))
-
-
-def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
-    """The representative rows as kernels read them, (batch or 1, 1 + block_size) int32.
-
-    First the position of query row 0, `offset` (batch or 1,), then the rows of query, -1 where there are fewer.
-    """
-    rows_taken = torch.where(rows.taken, rows.row, -1)
-    return torch.cat([offset.unsqueeze(-1).expand(rows_taken.shape[0], 1), rows_taken], -1).int()
-
-
-def edges_and_rows(tokens: Tokens, rows: RepresentativeRows, block_size: int, window: int | None) -> tuple[PackedEdges, Tensor]:
-    """`packed_edges` and `packed_rows`, for which one launch does where nothing is padded."""
-    edges, packed = packed_edges(tokens, block_size, window), packed_rows(rows, tokens.offset)
-    of_rows, of_keys, packed = computed_together(edges.rows, edges.keys, packed)
-    return PackedEdges(of_rows, of_keys), packed
 
 
 @triton.jit

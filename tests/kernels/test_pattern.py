@@ -19,7 +19,8 @@ from tests.kernels.support import DEVICE, HALF, LAYOUTS, by_head, float64, in_la
 pytest.importorskip("triton")
 
 from flexmask.kernels.pattern import estimated_scores, pattern_and_lines
-from flexmask.kernels.visibility import packed_edges, packed_rows
+from flexmask.kernels.representative import packed_rows
+from flexmask.kernels.visibility import packed_edges
 
 
 def assert_scores_as_expected(query, key, tokens, block_size, window):

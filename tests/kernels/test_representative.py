@@ -14,9 +14,8 @@ from tests.kernels.support import HALF, LAYOUTS, in_layout, normal, tokens_of
 
 pytest.importorskip("triton")
 
-from flexmask.kernels.representative import block_sums
+from flexmask.kernels.representative import block_sums, packed_rows
 from flexmask.kernels.vertical_slash import line_mass, row_norms
-from flexmask.kernels.visibility import packed_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
