@@ -56,6 +56,10 @@ def source(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
+    weights = folder / "bench" / "ruler_model" / "model"  # as in a checkout; neither kind of package may take them
+    weights.mkdir(parents=True)
+    (weights / "model.safetensors").write_bytes(b"weights")
+    (weights.parent / "__init__.py").touch()
     return folder
 
 
@@ -109,6 +113,13 @@ def version() -> str:
     import flexmask
 
     return flexmask.__version__
+
+
+def test_sdist_holds_no_trained_model(sdist):
+    with tarfile.open(sdist) as archive:
+        names = archive.getnames()
+    assert any(name.endswith("/flexmask/__init__.py") for name in names)
+    assert not [name for name in names if "/bench" in name or name.endswith(".safetensors")]
 
 
 def test_sdist_builds_the_same_wheel(wheel, sdist, tmp_path):

@@ -1,7 +1,7 @@
 """Measure the model with dense attention: ``python -m bench.ruler_model.evaluate --out FILE.jsonl``.
 
 Writes a line of JSON for each task and length as it goes, and goes on where an earlier run stopped; then prints the table.
-An answer is right if all its tokens are; ``parts`` is the share of right tokens.
+An answer is right if all its tokens are; ``parts`` is the share of right tokens, RULER's score.
 """
 
 import argparse
@@ -67,14 +67,15 @@ def rows_of(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def table(found: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of tasks by lengths: the share of right answers and its interval."""
+    """Return the lines of a table of tasks by lengths: percent of right answers with the interval, and of right tokens."""
     lengths = sorted({tokens for _, tokens in found})
     lines = ["| task | " + " | ".join(f"{tokens:,}" for tokens in lengths) + " |", "| --- " * (len(lengths) + 1) + "|"]
     for task in TASKS:
         cells = []
         for row in (found.get((task, tokens)) for tokens in lengths):
             low, high = row["interval"] if row else (0.0, 0.0)
-            cells.append(f"{row['right'] / row['prompts']:.1%} [{100 * low:.0f}, {100 * high:.0f}]" if row else "-")
+            whole = f"{100 * row['right'] / row['prompts']:.1f} [{100 * low:.0f}, {100 * high:.0f}]" if row else "-"
+            cells.append(f"{whole}; {100 * row['parts']:.1f}" if row else whole)
         lines.append(f"| {task} | " + " | ".join(cells) + " |")
     return lines
 
