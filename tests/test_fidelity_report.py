@@ -72,6 +72,13 @@ def test_time_is_mask_and_kernel(measure, tmp_path):
     rows = [
         {"tokens": 32768, "times": {"dense": {"wall_ms": 10.0}, "mask hybrid 0.9": {"wall_ms": 1.0}}},
         {"tokens": 32768, "method": "xattention", "times": {"dense": {"wall_ms": 10.0}, "mask xattention": {"wall_ms": 3.0}}},
+        {
+            **{"tokens": 32768, "method": "hip", "density": 0.25},
+            "times": {
+                "dense": {"wall_ms": 10.0, "graph_ms": 8.0},
+                **{"mask hip": {"wall_ms": 2.0, "graph_ms": 1.0}, "call hip": {"wall_ms": 5.0, "graph_ms": 4.0}},
+            },
+        },
         {"tokens": 32768, "kernel": [[0.5, {"wall_ms": 5.5}], [0.1, {"wall_ms": 1.5}], [0.7, {"error": "E"}]]},
     ]
     path = tmp_path / "rows.jsonl"
@@ -83,8 +90,10 @@ def test_time_is_mask_and_kernel(measure, tmp_path):
     assert np.isnan(length.density_for("hybrid 0.9", 1.1))
     lines = times.lines(measure, path)
     # at 30% of dense hybrid has 2 ms for blocks, xattention none
-    assert "| hybrid | 1 (10.0%) | - | - | - | .707 at .150 |" in lines
-    assert any(line.startswith("| XAttention | 3 (30.0%) | - | - | - | - |") for line in lines)
+    assert any(line.startswith("| hybrid | 1 (10.0%) | - | .707 at .150 | ") for line in lines)
+    assert any(line.startswith("| XAttention | 3 (30.0%) | - | - | ") for line in lines)
+    # whole calls, by their graphs; a method without a call has no row there
+    assert [line for line in lines if line.startswith("| HiP-block | .250")] == ["| HiP-block | .250 | 1 (12.5%) | 4 (2.0x) |"]
     assert times.lines(measure, tmp_path / "none.jsonl") == []
 
 
