@@ -72,6 +72,13 @@ def test_time_is_mask_and_kernel(measure, tmp_path):
     rows = [
         {"tokens": 32768, "times": {"dense": {"wall_ms": 10.0}, "mask hybrid 0.9": {"wall_ms": 1.0}}},
         {"tokens": 32768, "method": "xattention", "times": {"dense": {"wall_ms": 10.0}, "mask xattention": {"wall_ms": 3.0}}},
+        {
+            **{"tokens": 32768, "method": "hip", "density": 0.25},
+            "times": {
+                "dense": {"wall_ms": 10.0, "graph_ms": 8.0},
+                **{"mask hip": {"wall_ms": 2.0, "graph_ms": 1.0}, "call hip": {"wall_ms": 5.0, "graph_ms": 4.0}},
+            },
+        },
         {"tokens": 32768, "kernel": [[0.5, {"wall_ms": 5.5}], [0.1, {"wall_ms": 1.5}], [0.7, {"error": "E"}]]},
     ]
     path = tmp_path / "rows.jsonl"
@@ -83,8 +90,10 @@ def test_time_is_mask_and_kernel(measure, tmp_path):
     assert np.isnan(length.density_for("hybrid 0.9", 1.1))
     lines = times.lines(measure, path)
     # at 30% of dense hybrid has 2 ms for blocks, xattention none
-    assert "| hybrid | 1 (10.0%) | - | - | - | .707 at .150 |" in lines
-    assert any(line.startswith("| XAttention | 3 (30.0%) | - | - | - | - |") for line in lines)
+    assert any(line.startswith("| hybrid | 1 (10.0%) | - | .707 at .150 | ") for line in lines)
+    assert any(line.startswith("| XAttention | 3 (30.0%) | - | - | ") for line in lines)
+    # whole calls, by their graphs; a method without a call has no row there
+    assert [line for line in lines if line.startswith("| HiP-block | .250")] == ["| HiP-block | .250 | 1 (12.5%) | 4 (2.0x) |"]
     assert times.lines(measure, tmp_path / "none.jsonl") == []
 
 
@@ -144,6 +153,7 @@ def test_tasks_are_scored_where_dense_attention_solves_them(tmp_path):
 
     sparse = "hybrid:gamma=0.9"
     rows = [row("dense", "single/4096", 20, 1.0), row("dense", "tracking/4096", 15, 0.9), row("dense", "common/4096", 2, 0.5)]
+    rows += [row("dense", "facts/4096", 20, 1.0), row(sparse, "facts/4096", 20, 1.0, 0.2)]  # no lookup of a value
     rows += [
         row(sparse, "single/4096", 19, 0.95, 0.1),
         row(sparse, "tracking/4096", 10, 0.85, 0.3),
@@ -156,11 +166,19 @@ def test_tasks_are_scored_where_dense_attention_solves_them(tmp_path):
     counts = results.add([raw], path)
     assert counts == {tmp_path / "fidelity-tasks-gpu.jsonl": len(rows)}
     found = [line for line in tasks.main_table(path) if line.startswith("| ")]
-    low, high = (100 * end for end in statistics.wilson(0.9 * 40, 40))
+
+    def averaged(name, scores, density):
+        mean = sum(scores) / len(scores)
+        low, high = (100 * end for end in statistics.wilson(mean * 20 * len(scores), 20 * len(scores)))
+        return f"| {name} | {100 * mean:.1f} [{low:.1f}, {high:.1f}] at {density} |"
+
     assert found == [
+        "| method | 4k, 3 tasks |",
+        averaged("dense", (1, 0.9, 1), "1.000"),
+        averaged("hybrid, gamma 0.9", (0.95, 0.85, 1), ".200"),
         "| method | 4k, 2 tasks |",
-        "| dense | 95.0 [83.5, 98.6] at 1.000 |",
-        f"| hybrid, gamma 0.9 | 90.0 [{low:.1f}, {high:.1f}] at .200 |",
+        averaged("dense", (1, 0.9), "1.000"),
+        averaged("hybrid, gamma 0.9", (0.95, 0.85), ".200"),
     ]
     by_task = [line for line in tasks.details(path) if line.startswith("| ")]
     assert by_task[1].endswith("| 19 of 20 [.764, .991]; 95.0 at .100 |")

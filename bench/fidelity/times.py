@@ -19,7 +19,7 @@ from bench.reporting.tables import markdown_table, ms, thousands
 PATH = Path(__file__).parents[1] / "results" / "selections-nvidia-h200.jsonl"
 # masks of the table's methods, as bench.selections names them; the mask's time hardly depends on the setting
 MASKS = {"hybrid": "hybrid 0.9", "coverage": "coverage 0.9", "published": "reference 0.9"}
-SHARES = (0.1, 0.15, 0.2, 0.3)  # of dense attention's time
+SHARES = (0.2, 0.3, 0.5, 0.75)  # of dense attention's time
 
 
 @dataclass
@@ -34,11 +34,14 @@ class Length:
         By name.
     kernel
         (density, time) of the attention kernel alone, by rising density.
+    calls
+        Methods with their defaults: density, and times of dense attention, mask and call as CUDA graphs.
     """
 
     dense: float = 0.0
     masks: dict[str, float] = field(default_factory=dict)
     kernel: list[tuple[float, float]] = field(default_factory=list)
+    calls: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
 
     def law(self) -> tuple[float, float]:
         """Time of the kernel as ``fixed + slope * density``, least squares of relative errors."""
@@ -70,6 +73,10 @@ def read(path: Path = PATH) -> dict[int, Length]:
                 length.dense = times["wall_ms"]
             elif name.startswith("mask "):
                 length.masks[name.removeprefix("mask ")] = times["wall_ms"]
+        name = row.get("method", "")
+        graphs = [row.get("times", {}).get(each, {}).get("graph_ms") for each in ("dense", f"mask {name}", f"call {name}")]
+        if "density" in row and None not in graphs:
+            length.calls[name] = (row["density"], *graphs)
         length.kernel += sorted((density, times["wall_ms"]) for density, times in row.get("kernel", []) if "wall_ms" in times)
     return {tokens: length for tokens, length in sorted(found.items()) if length.kernel and length.dense}
 
@@ -122,12 +129,31 @@ def equal_error_table(measure: Measure, lengths: dict[int, Length], targets: Seq
     return markdown_table(("method", *titles), rows)
 
 
+def calls_table(tokens: int, length: Length) -> list[str]:
+    """Whole calls of the gallery with their defaults, in milliseconds as CUDA graphs."""
+    rows = []
+    for name, (density, dense, mask, call) in sorted(length.calls.items(), key=lambda item: item[1][0]):
+        rows.append([NAMES[name], short(density), f"{ms(mask)} ({mask / dense:.1%})", f"{ms(call)} ({dense / call:.1f}x)"])
+    return markdown_table((f"defaults, {thousands(tokens)}", "density", "mask, ms (of dense)", "call, ms (faster)"), rows)
+
+
 def lines(measure: Measure, path: Path = PATH) -> list[str]:
     """The report's part on time; none if the kernel was not timed."""
     lengths: dict[int, Any] = read(path) if path.exists() else {}
     if not lengths:
         return []
-    made = laws(lengths)
+    opening = (
+        "Masks and the kernel (backend Triton) at Llama-3.1-8B's shape on the report's mixture; errors are those on the texts."
+    )
+    made = [
+        opening,
+        *laws(lengths),
+        f"{measure.name} at the density for which mask and kernel leave room in a share of dense's time:",
+    ]
     for tokens, length in lengths.items():
         made += equal_time_table(measure, tokens, length)
-    return [*made, *equal_error_table(measure, lengths, (0.3, 0.25, 0.2))]
+    made += ["Mask and kernel at equal error, and how many times as fast as dense attention:"]
+    made += equal_error_table(measure, lengths, (0.3, 0.25, 0.2))
+    timed = [calls_table(tokens, length) for tokens, length in lengths.items() if length.calls]
+    intro = "Whole calls with the methods' defaults, which say nothing about error, as CUDA graphs on the backend FLASH:"
+    return [*made, *([intro] if timed else []), *(line for table in timed for line in table)]
