@@ -23,19 +23,29 @@ def hybrid_cases(**fixed):
 def test_equals_the_reference():
     tally, densities = Tally(), []
 
-    @settings(max_examples=80)
-    @given(hybrid_cases() | cases(**HYBRID, row_stride=8) | sparse_cases(**HYBRID, row_stride=4))
-    def run(case):
+    def compare(case):
         result, expected = case.search(), case.reference()
         assert_well_formed(result)
         assert_same_blocks(result, expected)
         tally.add_decisions(expected)
         assert_same_statistics(result, expected)
-        densities.extend(expected.density.flatten().tolist())
+        return expected.density.flatten().tolist()
+
+    @settings(max_examples=50)
+    @given(hybrid_cases() | cases(**HYBRID, row_stride=8))
+    def run(case):
+        compare(case)
+
+    # drawn apart: in forty runs they had 32 to 83% of sparse heads, any calls together with them 4 to 55%
+    @settings(max_examples=30)
+    @given(sparse_cases(**HYBRID, row_stride=4))
+    def run_sparse(case):
+        densities.extend(compare(case))
 
     run()
+    run_sparse()
     tally.check()
-    assert sum(0 < density < 0.9 for density in densities) > 0.1 * len(densities)
+    assert sum(0 < density < 0.9 for density in densities) > 0.15 * len(densities)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmask.base import hybrid_rule
 from flexmask.config import FlexPrefillConfig
 
-_TILE = 64
+_TILE = 32
 
 
 class LastRowsLines(NamedTuple):
