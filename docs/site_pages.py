@@ -25,6 +25,7 @@ PAGES = (
     "bench/README.md",
     "bench/REPORT.md",
     "bench/RULER.md",
+    "bench/SERVING.md",
     "bench/retriever/README.md",
     "bench/ruler_model/README.md",
     "block_masks/README.md",

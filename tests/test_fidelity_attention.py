@@ -111,8 +111,8 @@ def test_the_report_has_means_areas_and_a_picture(tmp_path):
     assert (
         "| XAttention, threshold 0.9 | .300 [.300, .300] | .900 [.900, .900] | .500 [.500, .500] | .200 [.190, .210] |" in report
     )
-    # a straight line from .32 at a density of .18 to .2 at .3
-    assert "| XAttention | .260 |" in report
+    # from .4 * .5 ** .4 = .303 at a density of .18 to .2 at .3, straight in the logarithm
+    assert "| XAttention | .248 |" in report
     sheet = (tmp_path / "report" / "attention.csv").read_text().splitlines()
     assert sheet[2].split(",")[:5] == ["xattention:threshold=0.9", "0.3", "0.9", "0.5", "0.2"]
     assert (tmp_path / "report" / "attention.png").stat().st_size > 10_000
@@ -120,5 +120,7 @@ def test_the_report_has_means_areas_and_a_picture(tmp_path):
 
 def test_no_area_where_the_settings_do_not_reach():
     assert attention_report.area(np.array([0.2, 0.5]), np.array([0.3, 0.1])) is None
-    # .26 at a density of .18, .2 at .3
-    assert attention_report.area(np.array([0.5, 0.1]), np.array([0.1, 0.3])) == pytest.approx(0.23)
+    # straight in the logarithm: the mean of .3 * 3 ** -((d - .1) / .4)
+    at = np.linspace(0.18, 0.3, 21)
+    expected = (0.3 * 3 ** ((0.1 - at) / 0.4)).mean()
+    assert attention_report.area(np.array([0.5, 0.1]), np.array([0.1, 0.3])) == pytest.approx(expected)

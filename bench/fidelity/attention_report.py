@@ -38,13 +38,13 @@ def read(paths: Sequence[Path]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def area(density: np.ndarray, error: np.ndarray, low: float = AREA[0], high: float = AREA[1]) -> float | None:
-    """Mean of the error over the densities from `low` to `high`, linear between settings; None where they do not reach both."""
+    """Mean of the error over the densities from `low` to `high`, linear in the logarithm between settings; None out of reach."""
     order = density.argsort()
     density, error = density[order], error[order]
     if len(density) < 2 or density[0] > low or density[-1] < high:
         return None
-    at = np.linspace(low, high, 101)
-    return float(np.interp(at, density, error).mean())
+    at = np.linspace(low, high, 21)
+    return float(np.exp(np.interp(at, density, np.log(np.maximum(error, 1e-9)))).mean())
 
 
 def report(rows: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], list[list[Any]], dict[str, list[tuple[float, float]]]]:

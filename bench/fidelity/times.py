@@ -31,7 +31,7 @@ class Length:
     dense
         Dense attention.
     masks
-        By name.
+        By name, as shares of dense attention's time in the same row: other runs differ.
     kernel
         (density, time) of the attention kernel alone, by rising density.
     calls
@@ -49,16 +49,20 @@ class Length:
         slope, fixed = np.polyfit(density, taken, 1, w=1 / taken)
         return float(fixed), float(slope)
 
+    def mask(self, name: str) -> float:
+        """A mask's time next to this `dense`; NaN if it was not timed."""
+        return self.masks.get(name, np.nan) * self.dense
+
     def call(self, name: str, density: np.ndarray) -> np.ndarray:
         """Mask and kernel of a method that keeps so many blocks."""
         densities, taken = np.array(self.kernel).T
         kernel = np.interp(density, densities, taken, left=np.nan, right=np.nan)
-        return np.asarray(self.masks.get(name, np.nan) + kernel)
+        return np.asarray(self.mask(name) + kernel)
 
     def density_for(self, name: str, total: float) -> float:
         """Density with which the whole call takes `total`; NaN if the mask alone takes longer or nothing so slow was timed."""
         density, taken = np.array(self.kernel).T
-        return float(np.interp(total - self.masks.get(name, np.nan), taken, density, left=np.nan, right=np.nan))
+        return float(np.interp(total - self.mask(name), taken, density, left=np.nan, right=np.nan))
 
 
 def read(path: Path = PATH) -> dict[int, Length]:
@@ -72,7 +76,7 @@ def read(path: Path = PATH) -> dict[int, Length]:
             if name == "dense":
                 length.dense = times["wall_ms"]
             elif name.startswith("mask "):
-                length.masks[name.removeprefix("mask ")] = times["wall_ms"]
+                length.masks[name.removeprefix("mask ")] = times["wall_ms"] / row["times"]["dense"]["wall_ms"]
         name = row.get("method", "")
         graphs = [row.get("times", {}).get(each, {}).get("graph_ms") for each in ("dense", f"mask {name}", f"call {name}")]
         if "density" in row and None not in graphs:
@@ -104,7 +108,7 @@ def equal_time_table(measure: Measure, tokens: int, length: Length) -> list[str]
             density = length.density_for(mask, share * length.dense)
             found = at_densities(measure, settings, density)
             cells.append(f"{short(found[0])} at {short(density)}" if np.isfinite(found[0]) else "-")
-        rows.append([NAMES[name], f"{ms(length.masks[mask])} ({length.masks[mask] / length.dense:.1%})", *cells])
+        rows.append([NAMES[name], f"{ms(length.mask(mask))} ({length.masks[mask]:.1%})", *cells])
     titles = (f"{share:.0%} of dense" for share in SHARES)
     return markdown_table((f"method, {thousands(tokens)}", "mask, ms (of dense)", *titles), rows)
 
