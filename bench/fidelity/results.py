@@ -70,7 +70,7 @@ def rows_of(path: Path, beds: Collection[str] = ("texts", "needles")) -> list[di
 
 
 def file_of_bed(bed: str, tokens: int | None = None, path: Path = PATH) -> Path:
-    """Where the rows of a bed lie: those of whole texts and of needles in `path`, others next to it."""
+    """The file of a bed's rows: `path` for whole texts and needles, one next to it for the others."""
     if bed == "needles" or (bed == "texts" and tokens in (None, NUM_TOKENS)):
         return path
     part = bed if tokens in (None, NUM_TOKENS) else f"{bed}-{tokens}"

@@ -24,7 +24,7 @@ Answer = Callable[[PreTrainedModel, Method | None, Tensor], tuple[Tensor, float]
 
 
 class Log(Protocol):
-    """Where measurements go."""
+    """Takes measurements, and knows those of earlier runs."""
 
     def has(self, method: str, item: str) -> bool:
         """True if an earlier run measured it."""

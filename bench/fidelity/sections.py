@@ -154,7 +154,7 @@ def time(found: Sequence[Measure]) -> list[str]:
 
 
 def by_head(path: Path = PATH) -> list[str]:
-    """Where our selection loses."""
+    """Heads in which another method errs less than ours."""
     figures = heads.read(path)
     if heads.OURS not in figures:
         return []

@@ -24,7 +24,7 @@ SHARES = (0.2, 0.3, 0.5, 0.75)  # of dense attention's time
 
 @dataclass
 class Length:
-    """What was timed at one length, in milliseconds of plain calls.
+    """Times at one length, in milliseconds of plain calls.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ def read(path: Path = PATH) -> dict[int, Length]:
 
 
 def laws(lengths: dict[int, Length]) -> list[str]:
-    """How the kernel's time follows from density."""
+    """The kernel's time by density, and a line through it."""
     rows: list[list[str]] = []
     for tokens, length in lengths.items():
         fixed, slope = length.law()

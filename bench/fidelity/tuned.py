@@ -50,7 +50,7 @@ def tuned(model: PreTrainedModel, options: argparse.Namespace, name: str, gradie
 
 
 def shared(options: argparse.Namespace) -> dict[str, Any]:
-    """What all settings have in common."""
+    """Options that all settings share."""
     return {"selection": "hybrid", "dense_below": 0, "block_size": options.block_size}
 
 

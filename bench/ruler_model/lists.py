@@ -127,7 +127,7 @@ def list_rows(batch: int, num_tokens: int, generator: torch.Generator, seed: int
 
 
 def _places(num_tokens: int, draw: random.Random) -> list[int]:
-    """Where questions begin: on the way, one in each equal part of the second half, and the last one."""
+    """First tokens of questions: one in each equal part of the second half, and the last one."""
     count = 3 if num_tokens < 1024 else 6 if num_tokens < 8192 else 12
     room = num_tokens // 2 // count - 2 * _QUESTION_TOKENS
     on_the_way = [num_tokens // 2 + index * (num_tokens // 2 // count) + draw.randrange(room) for index in range(count)]

@@ -22,7 +22,7 @@ from bench.ruler_model.units import (
 )
 
 TASKS = ("single", "multi_value", "tracking", "facts", "multi_query", "common", "frequent")
-"""What training tells apart; the first four in the order of the kinds of units."""
+"""The tasks that training tells apart; the first four in the order of the kinds of units."""
 
 MULTI_QUERY = TASKS.index("multi_query")
 MIN_TOKENS = 1 + 16 * SLOT_TOKENS

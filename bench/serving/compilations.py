@@ -1,4 +1,4 @@
-"""What is compiled while something runs: graphs by torch.compile, and kernels by Triton."""
+"""Counts compilations while something runs: graphs by torch.compile, and kernels by Triton."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ RANDOM_BLOCKS = "random_blocks"
 
 
 def serving_options(options: argparse.Namespace) -> dict[str, Any] | None:
-    """What a user would write under "flexmask", None for the stock backend."""
+    """Options as a user would write them under "flexmask"; None for the stock backend."""
     if options.stock:
         return None
     if options.density:
@@ -38,7 +38,7 @@ def serving_options(options: argparse.Namespace) -> dict[str, Any] | None:
         return {"method": RANDOM_BLOCKS, **forced, "dense_below": options.dense_below}
     kept = {"gamma": options.gamma}
     if options.budget:
-        # random weights would make every head query-aware, with blocks besides the lines
+        # random weights would make every head query-aware, which adds blocks to the lines
         kept |= {"min_budget": options.budget, "max_budget": options.budget, "tau": 0.0}
     return {**kept, "selection": options.selection, "dense_below": options.dense_below}
 

@@ -116,7 +116,7 @@ def _kernels(rows: Sequence[Row]) -> list[str]:
 
 
 def agreement_table(rows: Sequence[Row]) -> list[str]:
-    """How far the engines' answers are apart."""
+    """Differences between the engines' answers."""
     cells = []
     for row in rows:
         numbers = [f"{row[name]:.1e}" for name in ("mean", "p99", "most")]
