@@ -75,7 +75,8 @@ def tune(
         Weigh errors by the prompt's next-token loss L: ``sum over tokens t of (dL/do_t . (o_gamma,t - o_t))^2`` / scored tokens,
         in squared nats, from one backward pass. At most 4,096 evenly spaced tokens are scored. Takes the memory of training
         without gradients of weights (less where the model's activations are checkpointed), and q, k, v of all layers at
-        once. Default False, for that memory's sake; for language models True chooses better.
+        once. Default False, for that memory's sake; on the language model of ``bench/FIDELITY.md`` True chooses
+        better.
     attention_mask
         (batch, length), nonzero = token, for an `input_ids` that is one tensor: what is not a token is cut out.
     resume

@@ -24,7 +24,7 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
     kept
         Pointer to `size` int8 to write.
     share
-        float64; 1 and more keep every candidate up to the cap, less than 0 none beyond the floor.
+        float64; 1 and more keep every candidate up to the cap.
     cap, floor
         Numbers of entries; the floor comes last. Fewer candidates than the floor are all kept.
 

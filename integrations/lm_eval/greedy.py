@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # what a generation config may hold, and the harness ask for, without touching greedy decoding
-_ENDS = {"bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens"}
+_ENDS = {"bos_token_id", "eos_token_id", "pad_token_id", "max_length"}
 _SAMPLING = {
     "do_sample",
     "temperature",
@@ -47,7 +47,9 @@ def decodes_greedily(model: Any, options: Mapping[str, Any]) -> bool:
     if options.get("do_sample") or (options.get("do_sample") is None and options.get("temperature", 0.0) != 0.0):
         return False
     changed = {name for name, value in model.generation_config.to_diff_dict().items() if value is not None}
-    if (changed | set(options)) - _ENDS - _SAMPLING - _TOLD or options.get("num_return_sequences", 1) != 1:
+    if changed - _ENDS - _SAMPLING - _TOLD or set(options) - _SAMPLING - {"use_cache"}:
+        return False
+    if options.get("num_return_sequences", 1) != 1:
         return False
     text = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or []
@@ -91,6 +93,8 @@ def decode(
     list of lists
         The tokens added, by prompt.
     """
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1 token; got {limit}: a prompt is as long as max_length")
     found: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))
     done: set[int] = set()

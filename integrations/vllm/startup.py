@@ -87,7 +87,7 @@ def warm_up(
 def reserve(
     layers: Iterable[SparseLayer], size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> None:
-    """Make the largest call while vLLM measures its peak memory, so that the cache leaves room."""
+    """Make the largest call while vLLM measures its peak memory, so that the cache leaves room; on CUDA only."""
     for layer in _variants(layers):
         # what gathering takes is free again before attention; not told apart, to be on the safe side
         rows = torch.empty(gathered_bytes(layer.num_kv_heads, size[1], layer.head_dim, dtype), dtype=torch.uint8, device=device)

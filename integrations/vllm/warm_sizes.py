@@ -31,7 +31,7 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
 
 
 def _short_sizes(layer: SparseLayer) -> list[Size]:
-    """A chunk of one block, whose size torch takes as a constant, and chunks below `_SHORT`, as far as a plan lets them run."""
+    """A chunk of one block, whose size torch takes as a constant, and chunks below `_SHORT`; prompts that a plan lets run."""
     block = layer.config.block_size
     rows = [block] if block >= _SHORT else [block, _SHORT - 1]
     whole = [(each, each) for each in rows if each >= layer.settings.break_even]
@@ -59,7 +59,7 @@ def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> li
 
 def _shorter(rows: int, tokens: int, block: int) -> Size:
     """A call of the same kind, its chunk's rows and tokens a different number of blocks less."""
-    return (rows - block, tokens - block) if rows == tokens else (rows - 2 * block, tokens - block)
+    return (rows - block, tokens - block) if rows == tokens else (max(rows - 2 * block, rows // 2), tokens - block)
 
 
 def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:

@@ -239,6 +239,8 @@ def test_what_plain_greedy_decoding_does_not_serve(loaded):
         {"num_beams": 2},
         {"repetition_penalty": 1.1},
         {"num_return_sequences": 2},
+        {"eos_token_id": 5},
+        {"max_new_tokens": 3},
     ):
         assert not decodes_greedily(loaded, options)
     config = MistralConfig(
@@ -251,6 +253,10 @@ def test_what_plain_greedy_decoding_does_not_serve(loaded):
     penalized.config.sliding_window = None
     penalized.generation_config.repetition_penalty = 1.2
     assert not decodes_greedily(penalized, {})
+    short = MistralForCausalLM(penalized.config)
+    assert decodes_greedily(short, {})
+    short.generation_config.max_new_tokens = 3
+    assert not decodes_greedily(short, {})
 
 
 def test_stop_strings_and_ends_of_unequal_length_come_out_as_the_harness_has_them(loaded):

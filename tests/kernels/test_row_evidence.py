@@ -80,3 +80,19 @@ def test_any_strides(layout):
 def test_half_precision(dtype):
     query, key = (3 * normal(1, 4, 130, 64)).to(dtype), normal(1, 2, 130, 64, seed=1).to(dtype)
     compare(query, key, FlexPrefillConfig(block_size=16, selection="hybrid", row_stride=4), [0.5, 0.6, 0.7, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "dtype", "scores"),
+    [
+        ((2, 2), (700, 700), torch.float32, {}),
+        ((6, 2), (650, 700), torch.float32, {"window": 640, "softcap": 4.0}),
+        ((6, 2), (700, 704), torch.float16, {}),
+    ],
+    ids=["whole", "window, soft cap, chunk", "half precision"],
+)
+def test_tiles_that_every_row_sees_whole(heads, lengths, dtype, scores):
+    # from 33 key blocks on there are tiles far from every edge
+    query, key = (3 * normal(1, heads[0], lengths[0], 32)).to(dtype), normal(1, heads[1], lengths[1], 32, seed=1).to(dtype)
+    config = FlexPrefillConfig(block_size=16, row_stride=4, selection="hybrid")
+    compare(query, key, config, [0.5 + 0.4 * head / heads[0] for head in range(heads[0])], **scores)

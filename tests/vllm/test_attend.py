@@ -54,7 +54,7 @@ def test_sizes_of_the_warm_up():
     assert grouped_sizes(layer, (4096, 8192), torch.device("cpu")) == []
 
 
-@pytest.mark.parametrize("largest", [(2048, 2048), (512, 2048)])
+@pytest.mark.parametrize("largest", [(2048, 2048), (512, 2048), (64, 2048)])
 def test_every_number_of_heads_that_goes_together_is_warmed_up_twice(largest):
     layer = sparse_layer(0, GIVEN, PrefillSettings.from_options(**FEW_HEADS), 0, 1)
     sizes, cpu = grouped_sizes(layer, largest, torch.device("cpu")), torch.device("cpu")

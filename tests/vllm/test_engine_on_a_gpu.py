@@ -71,4 +71,4 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(asked, adapter, sp
 
 
 def test_requests_compile_nothing(keep_all, sparse, stock):
-    assert keep_all["compiled_by_requests"] == sparse["compiled_by_requests"] == stock["compiled_by_requests"]
+    assert [each["compiled_by_requests"] for each in (keep_all, sparse, stock)] == [0, 0, 0]
