@@ -2,8 +2,9 @@
 
 ``python -m bench.fidelity.run texts --methods bench/fidelity/methods_test.txt --out FILE.jsonl``: SmolLM2-135M on the texts of
 ``texts.npz`` (``--use tune`` for those that settings were chosen on), every token's log-probability against dense attention.
-``python -m bench.fidelity.run needles ...``: the trained retriever's answers, prefilled by the method and decoded dense. The same
-command goes on where an earlier one stopped. Figures worth keeping come from a GPU; ``--tokens 2048`` runs on a CPU.
+``python -m bench.fidelity.run needles ...``: the trained retriever's answers, prefilled by the method and decoded dense.
+``python -m bench.fidelity.run tasks ...``: the same with RULER's task types, answered by the model of ``bench/ruler_model``. The
+same command goes on where an earlier one stopped. Figures worth keeping come from a GPU; ``--tokens 2048`` runs on a CPU.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def bench(context: typer.Context, checkout: Checkout = None, as_json: Json = Fal
 
 
 def fidelity(context: typer.Context, checkout: Checkout = None, as_json: Json = False) -> None:
-    """Measure what selections lose on texts and needles.
+    """Measure what selections lose on texts, needles and tasks.
 
     What python -m bench.fidelity.run runs. All other words go to it: flexmask fidelity -- --help.
     """
