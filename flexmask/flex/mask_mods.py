@@ -38,10 +38,13 @@ def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
     `keep` is (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool.
     """
     shared = keep.shape[1] == 1
-    keep = captured(keep)
+    # a dimension less: torch 2.5 reads a number among the indices of a mask_mod on the host, which fails there
+    keep = captured(keep.squeeze(1) if shared else keep)
     side = captured_int(block_size, keep.device)
 
     def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return keep[b, 0 if shared else h, q_idx // side, kv_idx // side] & visible(b, h, q_idx, kv_idx)
+        q_block, kv_block = q_idx // side, kv_idx // side
+        own = keep[b, q_block, kv_block] if shared else keep[b, h, q_block, kv_block]
+        return own & visible(b, h, q_idx, kv_idx)
 
     return named(kept, f"kept and {visible.__name__}")
