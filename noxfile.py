@@ -46,6 +46,7 @@ NOT_ABOUT_TORCH = (
     "tests/test_plot.py",
     "tests/test_readme.py",
     "tests/test_release.py",
+    "tests/test_serving_bench.py",
     "tests/test_side_folders.py",
     "tests/test_wheel.py",
 )
