@@ -20,7 +20,7 @@ from flexmask.flex.backend import BACKENDS, chosen_backend
 from flexmask.flex.dense import dense_attention, runs_dense
 from flexmask.flex.sparse import HeadPlan
 from flexmask.flex.sparse import sparse_attention as attention_by_groups
-from flexmask.method import PAIR_BYTES, Method
+from flexmask.gallery_method import PAIR_BYTES, Method
 
 
 def sparse_attention(

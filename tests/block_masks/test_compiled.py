@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexmask import compilation
-from flexmask import method as core
+from flexmask import gallery_method as core
 from flexmask.block_masks import MASKS
 from tests.block_masks.gallery import SPARSE
 from tests.cases import structured_inputs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask import method as core
+from flexmask import gallery_method as core
 from flexmask.block_masks import MASKS
 from tests.block_masks.definitions import DEFINITIONS, make_call
 from tests.block_masks.gallery import SPARSE

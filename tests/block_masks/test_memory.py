@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmask import method as core
+from flexmask import gallery_method as core
 from flexmask.block_masks import MASKS
 
 TOKENS, HEADS, HEAD_DIM = 131072, 32, 64
