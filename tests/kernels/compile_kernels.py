@@ -1,8 +1,8 @@
 """Compile the kernels for GPUs that need not be there, and report the shared memory that each takes.
 
 ``python -m tests.kernels.compile_kernels tight|choice|all TARGET...`` in a process without the interpreter. "choice" compiles
-every kernel, for a few problems; "tight" only those that hold tiles of keys, where they come closest to a limit; "all" those for
-every head_dim, block size and dtype. Writes a line of JSON for each kernel and its compile-time constants.
+every kernel, for a few problems; "tight" only those that hold tiles of keys, where they come closest to a limit; "all" every
+kernel for every head_dim, block size and dtype. Writes a line of JSON for each kernel and its compile-time constants.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class Problem(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     rich: bool = False  # with padding, window, soft cap and a largest budget
     map_size: str = "small"
+    groups: int = 2  # query heads of a key head
+    row_stride: int = 8
+    length: int = 1024  # of queries; one that 16 does not divide keeps Triton from vectorizing
 
 
 class Variant(NamedTuple):
@@ -60,11 +63,31 @@ class Variant(NamedTuple):
 
 # the kernels that hold tiles of keys, and the problems that bring them closest to a limit
 WITH_TILES = ("_block_sums_kernel", "_pooled_map_kernel", "_evidence_kernel")
-TIGHT = [Problem(128, 128, rich=True), Problem(256, 128), Problem(256, 64, torch.float32)]
+TIGHT = [Problem(128, 128, rich=True, row_stride=16), Problem(256, 128), Problem(256, 64, torch.float32)]
 # every kernel, and dims that are no power of two
-CHOICE = [Problem(rich=True), Problem(map_size="medium"), Problem(map_size="large"), Problem(80, 128), *TIGHT, Problem(128, 256)]
+CHOICE = [
+    Problem(rich=True, row_stride=16),
+    Problem(map_size="medium"),
+    Problem(map_size="large"),
+    Problem(80, 128),
+    *TIGHT,
+    Problem(128, 256),
+]
+SIZES = [*itertools.product((256, 192, 128, 96, 64, 80), (128, 64, 256))]
 ALL = [
-    Problem(*sizes) for sizes in itertools.product((256, 128, 64, 192, 96, 80), (64, 128, 256), (torch.bfloat16, torch.float32))
+    *(
+        Problem(*sizes, dtype, rich, row_stride=16 if rich else 8)
+        for dtype, sizes, rich in itertools.product((torch.bfloat16, torch.float32, torch.float16), SIZES, (False, True))
+    ),
+    # most rows in a query block, and other numbers of heads, length and blocks
+    *(
+        Problem(*sizes, dtype, row_stride=sizes[1] // 32)
+        for dtype, sizes in itertools.product((torch.bfloat16, torch.float32), SIZES)
+    ),
+    *(Problem(128, 128, groups=groups) for groups in (1, 4, 7, 8, 16)),
+    *(Problem(128, 128, dtype, rich, length=1001) for dtype in (torch.bfloat16, torch.float32) for rich in (False, True)),
+    *(Problem(128, block_size, rich=rich, row_stride=16) for block_size in (16, 32, 48, 96, 192, 240) for rich in (False, True)),
+    *(Problem(64, sizes, rich=rich, map_size=size) for sizes in (64, 128, 256) for rich in (False, True) for size in MAPS),
 ]
 
 
@@ -92,13 +115,13 @@ def launched(problem: Problem) -> dict[str, Variant]:
 
     JITFunction.run = record
     query_aware_top_p.SMALL_MAP, query_aware_top_p.MEDIUM_MAP = MAPS[problem.map_size]
-    head_dim, block_size, dtype, rich, _ = problem
-    q_len, kv_len = 1024, 2048 if rich else 1024
-    query, key = torch.empty(2, 4, q_len, head_dim, dtype=dtype), torch.empty(2, 2, kv_len, head_dim, dtype=dtype)
+    head_dim, block_size, dtype, rich, _, groups, row_stride, q_len = problem
+    kv_len = 2 * q_len if rich else q_len
+    query, key = torch.empty(2, 2 * groups, q_len, head_dim, dtype=dtype), torch.empty(2, 2, kv_len, head_dim, dtype=dtype)
     scores = (0.1, 3.0, 500, torch.ones(2, kv_len, dtype=torch.bool)) if rich else (0.1,)
     most = 3 * block_size if rich else None
     number = torch.tensor(0.5, dtype=torch.float64)
-    hybrid = {"selection": "hybrid", "row_stride": 16 if rich else 8, "max_budget": None}
+    hybrid = {"selection": "hybrid", "row_stride": row_stride, "max_budget": None}
     for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, hybrid):
         options: dict[str, Any] = {"block_size": block_size, "min_budget": block_size, "max_budget": most, **rule}
         config = FlexPrefillConfig(0.5, 0.5, **options)
@@ -106,8 +129,8 @@ def launched(problem: Problem) -> dict[str, Variant]:
     return found
 
 
-def shared_memory(variant: Variant, target: str) -> int:
-    """Bytes of shared memory of a kernel, from Triton's stages up to the one that lays it out."""
+def shared_memory(variant: Variant, target: str, last_stage: str = "llir") -> int:
+    """Bytes of shared memory of a kernel, from Triton's stages up to the one that lays it out, or up to a later one."""
     name, arch = target.split("_") if "_" in target else ("", target)
     gpu = GPUTarget("cuda", int(arch), 32) if name else GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     source, backend = ASTSource(*variant[:4]), make_backend(gpu)
@@ -119,8 +142,10 @@ def shared_memory(variant: Variant, target: str) -> int:
     backend.add_stages(stages, options, source.language)
     module = source.make_ir(gpu, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
     metadata = {"target": gpu, **options.__dict__}
-    for stage in ("ttir", "ttgir", "llir"):
-        module = stages[stage](module, metadata)
+    for stage, lower in stages.items():
+        module = lower(module, metadata)
+        if stage == last_stage:
+            break
     return int(metadata["shared"])
 
 
@@ -131,7 +156,7 @@ def main(targets: list[str], which: str) -> None:
         for problem in {"tight": TIGHT, "choice": CHOICE, "all": ALL}[which]:
             for name, variant in launched(problem).items():
                 kernel = variant.kernel.fn.__name__
-                if name in done or (which != "choice" and kernel not in WITH_TILES):
+                if name in done or (which == "tight" and kernel not in WITH_TILES):
                     continue
                 done.add(name)
                 result = {"target": target, "kernel": kernel, "problem": str(problem), "shared": None, "error": None}
