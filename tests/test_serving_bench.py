@@ -11,6 +11,7 @@ from bench.serving import engine, table
 from bench.serving.compilations import Compilations
 from bench.serving.engine import serving_options
 from bench.serving.first_token import parse, random_density
+from flexmask.config import FlexPrefillConfig
 
 ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1}
 ROW = {**ENGINE, "prompt_tokens": 32768, "chunk": None, "first_seconds": 3.0, "compiled_by_first": 0, "peak_gb": 4.0}
@@ -70,6 +71,11 @@ def test_options_are_what_a_user_would_write():
     assert serving_options(parse([*given, "--density", "0.1", "0.3"])) == forced
     capped = {"gamma": 0.9, "min_budget": 512, "max_budget": 512, "tau": 0.0, "selection": "coverage", "dense_below": 0}
     assert serving_options(parse([*given, "--budget", "512"])) == capped
+    hybrid = {"gamma": 0.9, "min_budget": 512, "selection": "hybrid", "dense_below": 0}
+    options = parse([*given, "--budget", "512", "--selection", "hybrid"])
+    assert serving_options(options) == hybrid
+    assert engine.described(options) == "FlexPrefill, hybrid, 512 tokens"
+    FlexPrefillConfig(**{name: value for name, value in hybrid.items() if name != "dense_below"})
 
 
 def test_one_engine_serves_several_densities(monkeypatch):

@@ -37,7 +37,10 @@ def serving_options(options: argparse.Namespace) -> dict[str, Any] | None:
         forced = {"method_options": {"density": options.density[0]}, "max_mask_bytes": 2**31}
         return {"method": RANDOM_BLOCKS, **forced, "dense_below": options.dense_below}
     kept = {"gamma": options.gamma}
-    if options.budget:
+    if options.budget and options.selection == "hybrid":
+        # which takes no cap; what random weights attend to is nowhere enough for its thresholds
+        kept |= {"min_budget": options.budget}
+    elif options.budget:
         # random weights would make every head query-aware, which adds blocks to the lines
         kept |= {"min_budget": options.budget, "max_budget": options.budget, "tau": 0.0}
     return {**kept, "selection": options.selection, "dense_below": options.dense_below}
@@ -151,9 +154,8 @@ def described(options: argparse.Namespace, density: float | None = None) -> str:
         return "stock"
     if density is not None:
         return f"random blocks, {density:g}"
-    if options.budget:
-        return f"FlexPrefill, {options.budget:,} tokens"
-    return f"FlexPrefill, gamma {options.gamma:g}"
+    kept = f"{options.budget:,} tokens" if options.budget else f"gamma {options.gamma:g}"
+    return f"FlexPrefill, {kept}" if options.selection == "coverage" else f"FlexPrefill, {options.selection}, {kept}"
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

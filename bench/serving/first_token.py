@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     how.add_argument(
         "--density", type=float, nargs="+", default=[], help="force these with random blocks, one if over several GPUs"
     )
-    how.add_argument("--budget", type=int, help="FlexPrefill with this budget in tokens as its floor and its cap")
+    how.add_argument("--budget", type=int, help="FlexPrefill with this budget in tokens as its floor and, unless hybrid, its cap")
     parser.add_argument("--gamma", type=float, default=0.9)
     parser.add_argument("--selection", default="coverage")
     parser.add_argument("--dense-below", type=int, default=16384)
