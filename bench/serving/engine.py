@@ -98,6 +98,8 @@ def make_engine(options: argparse.Namespace, most_tokens: int, folder: Path) -> 
         max_num_seqs=max(options.at_once, 2),
         # each prompt is prefilled as often as it is asked
         enable_prefix_caching=False,
+        # throughput comes with the times of every request
+        disable_log_stats=not options.at_once,
         tensor_parallel_size=options.tensor_parallel,
         additional_config={} if ours is None else {"flexmask": ours},
         **({"distributed_executor_backend": "uni"} if options.tensor_parallel == 1 else {}),
