@@ -11,16 +11,18 @@ from bench.serving import engine, table
 from bench.serving.compilations import Compilations
 from bench.serving.engine import serving_options
 from bench.serving.first_token import parse, random_density
+from flexmask.config import FlexPrefillConfig
 
 ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1}
 ROW = {**ENGINE, "prompt_tokens": 32768, "chunk": None, "first_seconds": 3.0, "compiled_by_first": 0, "peak_gb": 4.0}
 BATCH = {**ENGINE, "prompt_tokens": 32768, "at_once": 4, "new_tokens": 8}
+LATENCIES = {"first_token_seconds": [1.0, 4.0, 2.0], "seconds_a_token_after": [0.01, 0.03, 0.02]}
 ROWS = [
     {**ROW, "method": "sparse", "seconds": 9.0, "density": 0.2},
     {**ROW, "method": "stock", "seconds": 2.0, "density": None},
     {**ROW, "method": "sparse", "seconds": 0.8, "density": 0.2},  # measured again
     {**BATCH, "method": "stock", "tokens_per_second": 1000.0},
-    {**BATCH, "method": "sparse", "tokens_per_second": 1500.0},
+    {**BATCH, "method": "sparse", "tokens_per_second": 1500.0, **LATENCIES},
 ]
 
 
@@ -30,7 +32,8 @@ def test_table_compares_with_the_stock_backend_at_the_same_length(tmp_path, caps
     written = capsys.readouterr().out
     assert "| 32k | whole | sparse | 0.200 | 0.800 s | 2.50x | 3.000 s, 0 | 4.0 GB |" in written
     assert "9.000 s" not in written
-    assert "| 4 x 32k, 8 more each | sparse | 1,500 | 1.50x |" in written
+    assert "| 4 x 32k, 8 more each | sparse | 1,500 | 1.50x | 2.00 s, 4.00 s | 20.0 ms |" in written
+    assert "| 4 x 32k, 8 more each | stock | 1,000 | - | - | - |" in written
 
 
 def test_kernels_are_told_by_kind(tmp_path, capsys):
@@ -70,6 +73,11 @@ def test_options_are_what_a_user_would_write():
     assert serving_options(parse([*given, "--density", "0.1", "0.3"])) == forced
     capped = {"gamma": 0.9, "min_budget": 512, "max_budget": 512, "tau": 0.0, "selection": "coverage", "dense_below": 0}
     assert serving_options(parse([*given, "--budget", "512"])) == capped
+    hybrid = {"gamma": 0.9, "min_budget": 512, "selection": "hybrid", "dense_below": 0}
+    options = parse([*given, "--budget", "512", "--selection", "hybrid"])
+    assert serving_options(options) == hybrid
+    assert engine.described(options) == "FlexPrefill, hybrid, 512 tokens"
+    FlexPrefillConfig(**{name: value for name, value in hybrid.items() if name != "dense_below"})
 
 
 def test_one_engine_serves_several_densities(monkeypatch):

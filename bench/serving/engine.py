@@ -37,7 +37,10 @@ def serving_options(options: argparse.Namespace) -> dict[str, Any] | None:
         forced = {"method_options": {"density": options.density[0]}, "max_mask_bytes": 2**31}
         return {"method": RANDOM_BLOCKS, **forced, "dense_below": options.dense_below}
     kept = {"gamma": options.gamma}
-    if options.budget:
+    if options.budget and options.selection == "hybrid":
+        # which takes no cap; what random weights attend to is nowhere enough for its thresholds
+        kept |= {"min_budget": options.budget}
+    elif options.budget:
         # random weights would make every head query-aware, which adds blocks to the lines
         kept |= {"min_budget": options.budget, "max_budget": options.budget, "tau": 0.0}
     return {**kept, "selection": options.selection, "dense_below": options.dense_below}
@@ -95,6 +98,8 @@ def make_engine(options: argparse.Namespace, most_tokens: int, folder: Path) -> 
         max_num_seqs=max(options.at_once, 2),
         # each prompt is prefilled as often as it is asked
         enable_prefix_caching=False,
+        # throughput comes with the times of every request
+        disable_log_stats=not options.at_once,
         tensor_parallel_size=options.tensor_parallel,
         additional_config={} if ours is None else {"flexmask": ours},
         **({"distributed_executor_backend": "uni"} if options.tensor_parallel == 1 else {}),
@@ -151,9 +156,8 @@ def described(options: argparse.Namespace, density: float | None = None) -> str:
         return "stock"
     if density is not None:
         return f"random blocks, {density:g}"
-    if options.budget:
-        return f"FlexPrefill, {options.budget:,} tokens"
-    return f"FlexPrefill, gamma {options.gamma:g}"
+    kept = f"{options.budget:,} tokens" if options.budget else f"gamma {options.gamma:g}"
+    return f"FlexPrefill, {kept}" if options.selection == "coverage" else f"FlexPrefill, {options.selection}, {kept}"
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     how.add_argument(
         "--density", type=float, nargs="+", default=[], help="force these with random blocks, one if over several GPUs"
     )
-    how.add_argument("--budget", type=int, help="FlexPrefill with this budget in tokens as its floor and its cap")
+    how.add_argument("--budget", type=int, help="FlexPrefill with this budget in tokens as its floor and, unless hybrid, its cap")
     parser.add_argument("--gamma", type=float, default=0.9)
     parser.add_argument("--selection", default="coverage")
     parser.add_argument("--dense-below", type=int, default=16384)
@@ -73,15 +73,15 @@ def prompts(options: argparse.Namespace, tokens: int, number: int) -> list[list[
     return [random.Random(seed).choices(range(1000, vocabulary), k=tokens) for seed in range(number)]
 
 
-def generate(llm: Any, asked: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds until all are done, and their tokens."""
+def generate(llm: Any, asked: list[list[int]], new_tokens: int) -> tuple[float, list[Any]]:
+    """Seconds until all are done, and vLLM's outputs."""
     from vllm import SamplingParams
 
     given = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": each} for each in asked], given, use_tqdm=False)
     seconds = time.perf_counter() - start
-    return seconds, [list(each.outputs[0].token_ids) for each in outputs]
+    return seconds, outputs
 
 
 def random_density(tokens: int, rows: int, density: float, options: argparse.Namespace) -> float:
@@ -160,10 +160,15 @@ def profile(llm: Any, options: argparse.Namespace, tokens: int, row: dict[str, A
 def throughput(llm: Any, options: argparse.Namespace, tokens: int, row: dict[str, Any]) -> dict[str, Any]:
     """Measure several prompts at a time with the tokens after them."""
     asked = prompts(options, tokens, options.at_once)
-    seconds, _ = generate(llm, asked, options.new_tokens)
+    seconds, outputs = generate(llm, asked, options.new_tokens)
     total = options.at_once * (tokens + options.new_tokens)
     fields = {"prompt_tokens": tokens, "at_once": options.at_once, "new_tokens": options.new_tokens}
-    return {**row, **fields, "seconds": seconds, "tokens_per_second": total / seconds}
+    # what `vllm bench serve` tells of requests that all come at once
+    times = [each.metrics for each in outputs]
+    first = [each.first_token_latency for each in times]
+    after = [(each.last_token_ts - each.first_token_ts) / max(each.num_generation_tokens - 1, 1) for each in times]
+    latencies = {"first_token_seconds": first, "seconds_a_token_after": after}
+    return {**row, **fields, "seconds": seconds, "tokens_per_second": total / seconds, **latencies}
 
 
 def measure_all(llm: Any, options: argparse.Namespace, common: dict[str, Any], density: float | None) -> Iterator[dict[str, Any]]:

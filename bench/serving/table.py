@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,12 @@ def _throughput(rows: Sequence[Row]) -> list[str]:
         dense = stock.get((row["prompt_tokens"], row["at_once"]))
         gain = times(row["tokens_per_second"] / dense) if dense and row["method"] != "stock" else "-"
         asked = f"{row['at_once']} x {thousands(row['prompt_tokens'])}, {row['new_tokens']} more each"
-        cells.append([asked, row["method"], f"{row['tokens_per_second']:,.0f}", gain])
-    return markdown_table(["prompts at once", "attention", "tokens/s", "this / stock"], cells) if cells else []
+        first, after = row.get("first_token_seconds"), row.get("seconds_a_token_after")
+        waited = f"{statistics.median(first):.2f} s, {max(first):.2f} s" if first else "-"
+        later = f"{statistics.median(after) * 1e3:.1f} ms" if after else "-"
+        cells.append([asked, row["method"], f"{row['tokens_per_second']:,.0f}", gain, waited, later])
+    head = ["prompts at once", "attention", "tokens/s", "this / stock", "first token: median, last", "each token after: median"]
+    return markdown_table(head, cells) if cells else []
 
 
 def by_kind(row: Row) -> dict[str, float]:

@@ -20,6 +20,16 @@ def runs_dense(q_len: int, tokens: int, dense_below: int, least_rows: int = 2) -
     return q_len < least_rows or tokens < dense_below
 
 
+def sdpa_serves(inputs: AttentionInputs, return_lse: bool) -> bool:
+    """Decide if SDPA takes the problem as it is, without a map of visible keys: whole prompts and single rows."""
+    all_tokens = inputs.window is None and inputs.attention_mask is None and inputs.offset is None
+    return all_tokens and inputs.query.shape[2] in (1, inputs.key.shape[2]) and not _is_written_out(inputs, return_lse)
+
+
+def _is_written_out(inputs: AttentionInputs, return_lse: bool) -> bool:
+    return inputs.softcap is not None or inputs.sinks is not None or return_lse
+
+
 def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention to every visible key: SDPA where it can, else written out in float32.
 
@@ -42,9 +52,8 @@ def _dense_attention(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor,
     assert value is not None
     batch, num_heads, q_len = query.shape[:3]
     kv_len = key.shape[2]
-    written_out = inputs.softcap is not None or inputs.sinks is not None or return_lse
-    all_tokens = inputs.window is None and inputs.attention_mask is None
-    if inputs.offset is None and q_len in (1, kv_len) and all_tokens and not written_out:
+    written_out = _is_written_out(inputs, return_lse)
+    if sdpa_serves(inputs, return_lse):
         causal = q_len > 1  # a single row at the end sees every key
         gqa = num_heads != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=inputs.scale, enable_gqa=gqa), None

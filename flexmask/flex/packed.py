@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import block_mask_from_lists, captured, named
 from flexmask.base.inputs import HEAD_DIMS, AttentionInputs
 from flexmask.flex.block_mask import with_gradients
-from flexmask.flex.dense import dense_attention
+from flexmask.flex.dense import dense_attention, sdpa_serves
 from flexmask.flex.mask_mods import MaskMod
 from flexmask.flex.run import run_flex_attention
 from flexmask.plain.block_lists import block_lists
@@ -67,13 +67,10 @@ def dense_attention_packed(
     assert value is not None
     served = query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS
     together = query.is_cuda and served and not _is_recorded()
-    shared = [number for number, segment in enumerate(segments) if together and segment.q_len > 1]
-    if len(shared) < 2:
-        shared = []
     done: dict[int, Result] = {}
-    for part in _calls([segments[number] for number in shared]):
+    for numbers in _shared_calls(inputs, segments, return_lse) if together else ():
+        part = [segments[number] for number in numbers]
         kernel = "flash" if backend == "flash" else "triton"
-        numbers = shared[len(done) : len(done) + len(part)]
         done.update(zip(numbers, attention_in_one_call(inputs, part, kernel, return_lse), strict=True))
     return [
         done[number] if number in done else dense_attention(segment.of(inputs), return_lse)
@@ -176,15 +173,20 @@ def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
     return named(own_sequence, "own_sequence")
 
 
-def _calls(segments: list[Segment]) -> list[list[Segment]]:
-    """Segments by call, so that each copies no more than `_MOST_BLOCKS`, unless one segment alone exceeds that."""
-    calls: list[list[Segment]] = []
+def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
+    """Sequences by call, by number, so that each copies no more than `_MOST_BLOCKS`, unless one sequence alone exceeds that.
+
+    Left out are single rows, and sequences with a call to themselves that SDPA takes without a copy.
+    """
+    calls: list[list[int]] = []
     blocks = 0
-    for segment in segments:
+    shared = [number for number, segment in enumerate(segments) if segment.q_len > 1]
+    for number in shared if len(shared) > 1 else ():
+        segment = segments[number]
         more = -(-segment.q_len // _BLOCK) + -(-segment.kv_len // _BLOCK)
         if not calls or blocks + more > _MOST_BLOCKS:
             calls.append([])
             blocks = 0
-        calls[-1].append(segment)
+        calls[-1].append(number)
         blocks += more
-    return calls
+    return [call for call in calls if len(call) > 1 or not sdpa_serves(segments[call[0]].of(inputs), return_lse)]

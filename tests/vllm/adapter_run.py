@@ -10,7 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from flexmask.integrations.huggingface import flexprefill
-from tests.vllm.engine_run import BY_HEAD, MODEL, SPARSE, prompt
+from tests.vllm.engine_run import ENGINES, MODEL, prompt
+
+# as `engine_run` asks: the length and the seed of a prompt, and its chunks
+QUESTIONS = (("whole", 3001, 0, 3001), ("chunks", 5000, 2, 2048), ("odd_chunks", 3000, 3, 777))
 
 
 @torch.no_grad()
@@ -29,17 +32,15 @@ def main(*device_and_out):
     *device, out = device_and_out
     device, dtype = ("cuda", torch.bfloat16) if device == ["cuda"] else ("cpu", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).to(device).eval()
-    results = {}
-    for name, options, length, seed, chunk in (
-        ("whole", SPARSE, 3001, 0, 3001),
-        ("chunks", SPARSE, 5000, 2, 2048),
-        ("odd_chunks", SPARSE, 3000, 3, 777),
-        ("by_head", BY_HEAD, 3001, 0, 3001),
-    ):
-        with flexprefill(model, **options) as run:
-            prompt_logprobs, token = log_probabilities(model, prompt(length, seed), chunk)
-        densities = [float(each.density.mean()) for calls in run.stats.values() for each in calls]
-        results[name] = {"prompt_logprobs": prompt_logprobs, "token": token, "densities": densities}
+    results: dict[str, dict[str, object]] = {}
+    for engine in ("sparse", "hybrid", "by_head"):
+        options = ENGINES[engine].options
+        for asked, length, seed, chunk in QUESTIONS if engine != "by_head" else QUESTIONS[:1]:
+            with flexprefill(model, **options) as run:
+                prompt_logprobs, token = log_probabilities(model, prompt(length, seed), chunk)
+            densities = [float(each.density.mean()) for calls in run.stats.values() for each in calls]
+            answer = {"prompt_logprobs": prompt_logprobs, "token": token, "densities": densities}
+            results.setdefault(engine, {})[asked] = answer
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 

@@ -54,56 +54,71 @@ def summary(found):
     return {"mean": sum(ordered) / len(ordered), "p99": ordered[int(0.99 * (len(ordered) - 1))], "most": ordered[-1]}
 
 
+# engines that keep everything, and the stock ones that they are compared with
+_EVERYTHING = {"keep_all": "stock", "compiled": "stock", "graphs": "stock", "triton": "triton_stock"}
+# engines of random models, and what the engine's own kernel serves alone
+_OTHERS = {"windows": ("whole", "odd_chunks"), "sinks": ("whole", "odd_chunks"), "fp8": ("odd_chunks", "mixed")}
+_SPARSE = ("sparse", "graphs_sparse", "hybrid")
+
+
+def row(name, asked, left, right):
+    """One row: two lists of answers compared."""
+    agree, total = same_tokens(left, right)
+    return {"compared": name, "asked": asked, "tokens_alike": agree, "tokens": total, **summary(differences(left, right))}
+
+
 def rows(runs):
     """One row a comparison, of the engines that are there."""
     made = []
 
-    def add(name, asked, alike, found):
-        made.append({"compared": name, "asked": asked, "tokens_alike": alike[0], "tokens": alike[1], **summary(found)})
+    def compare(ours, theirs, questions, name=None):
+        if ours in runs and theirs in runs:
+            made.extend(row(name or f"{ours} and {theirs}", each, runs[ours][each], runs[theirs][each]) for each in questions)
 
-    def compare(name, left, right, asked):
-        agree, total = same_tokens(left, right)
-        made.append(
-            {"compared": name, "asked": asked, "tokens_alike": agree, "tokens": total, **summary(differences(left, right))}
-        )
+    for name in ("stock", "triton_stock"):
+        if name in runs:
+            made.append(row(f"{name} in other chunks", "chunks", runs[name]["chunks"], runs[name]["rechunked"]))
+    for name, stock in _EVERYTHING.items():
+        compare(name, stock, SAME)
+        for fault, results in runs.get(name, {}).get("faults", {}).items():
+            made.append(row(f"planted fault {fault} and stock", "odd_chunks", results, runs[stock]["odd_chunks"]))
+    compare("triton_stock", "stock", ("whole", "odd_chunks"))
+    for name, questions in _OTHERS.items():
+        stock = runs.get(f"{name}_stock")
+        if stock and "whole" in stock:
+            made.append(row(f"{name}_stock in other chunks", "whole", stock["whole"][:1], stock["odd_chunks"]))
+        compare(name, f"{name}_stock", questions)
+    compare("keep_all_on_two", "stock_on_two", ("odd_chunks", "mixed"))
+    compare("stock_on_two", "stock", ("odd_chunks",))
+    compare("two_ranks", "by_head", ("whole",))
+    for name in _SPARSE:
+        compare(name, "stock", ("whole", "chunks", "odd_chunks"))
+    compare("graphs_sparse", "sparse", ("whole", "chunks", "odd_chunks", "mixed"))
+    return made + _adapter_rows(runs)
 
-    stock = runs.get("stock")
-    if stock:
-        compare("stock in other chunks", stock["chunks"], stock["rechunked"], "chunks")
-    for name in ("keep_all", "compiled"):
-        if stock and name in runs:
-            for asked in SAME:
-                compare(f"{name} and stock", runs[name][asked], stock[asked], asked)
-            for fault, results in runs[name].get("faults", {}).items():
-                compare(f"planted fault {fault} and stock", results, stock["odd_chunks"], "odd_chunks")
-    if stock and "sparse" in runs:
-        for asked in ("whole", "chunks", "odd_chunks"):
-            compare("sparse and stock", runs["sparse"][asked], stock[asked], asked)
-    if "two_ranks" in runs and "by_head" in runs:
-        compare("two ranks and one", runs["two_ranks"]["whole"], runs["by_head"]["whole"], "whole")
-    if "keep_all_on_two" in runs and "stock_on_two" in runs:
-        for asked in ("odd_chunks", "mixed"):
-            compare("two GPUs, keep_all and stock", runs["keep_all_on_two"][asked], runs["stock_on_two"][asked], asked)
-    if "stock_on_two" in runs and stock:
-        compare("stock on two GPUs and on one", runs["stock_on_two"]["odd_chunks"], stock["odd_chunks"], "odd_chunks")
-    for name, engine in (("whole", "sparse"), ("chunks", "sparse"), ("odd_chunks", "sparse"), ("by_head", "by_head")):
-        if "adapter" in runs and engine in runs:
-            ours = runs[engine]["whole" if name == "by_head" else name][0]
-            theirs = runs["adapter"][name]
+
+def _adapter_rows(runs):
+    made = []
+    for engine, questions in (*((each, ("whole", "chunks", "odd_chunks")) for each in _SPARSE), ("by_head", ("whole",))):
+        for asked in questions if "adapter" in runs and engine in runs else ():
+            ours, theirs = runs[engine][asked][0], runs["adapter"][engine.removeprefix("graphs_")][asked]
+            alike = int(ours["tokens"][0] == theirs["token"])
             found = [abs(a - b) for a, b in zip(ours["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)]
-            add(f"{engine} and adapter", name, (int(ours["tokens"][0] == theirs["token"]), 1), found)
+            told = {"compared": f"{engine} and adapter", "asked": asked, "tokens_alike": alike, "tokens": 1}
+            made.append({**told, **summary(found)})
     return made
 
 
 def main(folder, out):
     runs = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))}
     with Path(out).open("w", encoding="utf-8") as file:
-        for row in rows(runs):
-            file.write(json.dumps(row) + "\n")
-            numbers = f"mean {row['mean']:.2e}  p99 {row['p99']:.2e}  most {row['most']:.2e}"
-            print(f"{row['compared']:45} {row['asked']:12} tokens {row['tokens_alike']}/{row['tokens']}  {numbers}")
+        for each in rows(runs):
+            file.write(json.dumps(each) + "\n")
+            numbers = f"mean {each['mean']:.2e}  p99 {each['p99']:.2e}  most {each['most']:.2e}"
+            print(f"{each['compared']:45} {each['asked']:12} tokens {each['tokens_alike']}/{each['tokens']}  {numbers}")
     for name, run in runs.items():
         print(name, run.get("backends"), run.get("counters"), "compiled by requests:", run.get("compiled_by_requests"))
+        print(name, run.get("roles"))
 
 
 if __name__ == "__main__":

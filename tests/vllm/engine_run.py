@@ -9,7 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.vllm import random_models
 
 MODEL = "bench/retriever/model"
 ENVIRONMENT = {
@@ -34,62 +38,86 @@ PAGES = 264
 KEEP_ALL = {"gamma": 1.0, "block_size": 64, "dense_below": 0}
 SPARSE = {"gamma": 0.9, "block_size": 64, "min_budget": 128, "dense_below": 0}
 BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
-ENGINES = {"stock": None, "keep_all": KEEP_ALL, "sparse": SPARSE, "by_head": BY_HEAD, "two_ranks": BY_HEAD}
-# by Inductor, which makes the memory-measuring run come before the builder
-ENGINES["compiled"] = KEEP_ALL
-# the same two over two GPUs, in chunks of 777
-ENGINES |= {"stock_on_two": None, "keep_all_on_two": KEEP_ALL}
-ON_TWO = ("two_ranks", "stock_on_two", "keep_all_on_two")
-# Gemma 2 with random weights: every other layer has a sliding window, all have a soft cap
-ENGINES |= {"windows_stock": None, "windows": KEEP_ALL}
 
 
-def on_cpu(name, options):
+class Engine(NamedTuple):
+    """An engine's options of flexmask (None: the stock backend), its questions, its model, and what vLLM gets besides."""
+
+    options: dict[str, Any] | None
+    asks: str = "all"
+    model: Callable[[Path], str] | None = None  # writes one; None: the retriever
+    ranks: int = 1
+    kernel: str = "FLASH_ATTN"
+    arguments: Mapping[str, Any] = {}
+
+
+# graphs of steps of this size and below, which the default takes from the number of requests
+_GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
+ENGINES = {
+    "stock": Engine(None),
+    "keep_all": Engine(KEEP_ALL, "all_and_faults"),
+    "sparse": Engine(SPARSE),
+    "hybrid": Engine({**SPARSE, "selection": "hybrid"}, "sparsely"),
+    "by_head": Engine(BY_HEAD, "by_head"),
+    # by Inductor, which makes the memory-measuring run come before the builder
+    "compiled": Engine(KEEP_ALL, arguments={"enforce_eager": False}),
+    # on a GPU: chunks in graphs that are larger than they are
+    "graphs": Engine(KEEP_ALL, arguments=_GRAPHS),
+    "graphs_sparse": Engine(SPARSE, "sparsely", arguments=_GRAPHS),
+    "triton_stock": Engine(None, kernel="TRITON_ATTN"),
+    "triton": Engine({**KEEP_ALL, "kernel": "TRITON_ATTN"}),
+    # over two GPUs, in chunks of 777
+    "two_ranks": Engine(BY_HEAD, "by_head", ranks=2),
+    "stock_on_two": Engine(None, "in_777s", ranks=2),
+    "keep_all_on_two": Engine(KEEP_ALL, "in_777s", ranks=2),
+    # every other layer has a sliding window, and all have a soft cap, or sinks
+    "windows_stock": Engine(None, "of_random_model", random_models.gemma),
+    "windows": Engine(KEEP_ALL, "of_random_model", random_models.gemma),
+    "sinks_stock": Engine(None, "of_random_model", random_models.gpt_oss),
+    "sinks": Engine(KEEP_ALL, "of_random_model", random_models.gpt_oss),
+    # what the plug-in leaves to the engine
+    "fp8_stock": Engine(None, "in_777s", arguments={"kv_cache_dtype": "fp8"}),
+    "fp8": Engine(KEEP_ALL, "in_777s", arguments={"kv_cache_dtype": "fp8"}),
+    # refused on a GPU
+    "latent": Engine(KEEP_ALL, "of_random_model", random_models.deepseek, arguments={"load_format": "dummy"}),
+}
+
+SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
+
+
+def on_cpu(options):
     """Environment and arguments of an engine on a CPU: in float32, eager, the plug-in put in by an environment variable."""
     environment = ENVIRONMENT if options is None else {**ENVIRONMENT, "FLEXMASK_VLLM_CPU": "1"}
-    return environment, {"dtype": "float32", "enforce_eager": name != "compiled"}
+    return environment, {"dtype": "float32", "enforce_eager": True}
 
 
-def on_cuda(options):
+def on_cuda(options, kernel):
     """The same on a GPU: in bfloat16, compiled and with CUDA graphs, the plug-in chosen by name, so that several engines fit."""
-    backend = "FLASH_ATTN" if options is None else "CUSTOM"
+    backend = kernel if options is None else "CUSTOM"
     memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
     return ON_CUDA, {"dtype": "bfloat16", "attention_backend": backend, **memory}
 
 
 def main(name: str, *device_and_out: str) -> None:
     *device, out = device_and_out
-    options = ENGINES[name]
-    environment, given = on_cuda(options) if device == ["cuda"] else on_cpu(name, options)
+    engine = ENGINES[name]
+    options = engine.options
+    environment, given = on_cuda(options, engine.kernel) if device == ["cuda"] else on_cpu(options)
     os.environ.update(environment)
-    if name not in ON_TWO:
+    if engine.ranks == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    windows = name.startswith("windows")
-    llm = LLM(
-        random_gemma(Path(out).with_suffix(".model")) if windows else MODEL,
-        skip_tokenizer_init=windows,
-        **given,
-        seed=0,
-        max_model_len=2048 if windows else MOST_TOKENS,
-        max_num_batched_tokens=777 if name.endswith("_on_two") else MOST_TOKENS,
-        max_num_seqs=8,
-        block_size=PAGE,
-        num_gpu_blocks_override=PAGES,
-        additional_config={} if options is None else {"flexmask": options},
-        **({"tensor_parallel_size": 2} if name in ON_TWO else {"distributed_executor_backend": "uni"}),
-    )
-    asked = Asked(llm)
-    if windows:
-        results = asked.with_windows()
-    elif name.endswith("_on_two"):
-        results = asked.on_two()
-    elif name in ("by_head", "two_ranks"):
-        results = asked.by_head()
-    else:
-        results = asked.all(faults=name == "keep_all")
-    results["backends"] = asked.backends()
+    given |= {"distributed_executor_backend": "uni"} if engine.ranks == 1 else {"tensor_parallel_size": engine.ranks}
+    if engine.model is not None:
+        given |= {"model": engine.model(Path(out).with_suffix(".model")), "skip_tokenizer_init": True, "max_model_len": 2048}
+    common = {"model": MODEL, "max_model_len": MOST_TOKENS, "seed": 0, "max_num_seqs": 8, "block_size": PAGE}
+    common |= {"max_num_batched_tokens": 777 if engine.asks == "in_777s" else MOST_TOKENS, "num_gpu_blocks_override": PAGES}
+    common |= {"additional_config": {} if options is None else {"flexmask": options}}
+    asked = Asked(LLM(**{**common, **given, **engine.arguments}))
+    results = {**getattr(asked, engine.asks)(), "backends": asked.backends(), "roles": asked.roles()}
+    # of this process
+    results.setdefault("counters", counted())
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
@@ -99,32 +127,33 @@ class Asked:
     def __init__(self, llm):
         self.llm = llm
 
-    def all(self, faults):
-        compiled = compilations()
-        results = {
-            name: getattr(self, name)()
-            for name in ("whole", "chunks", "rechunked", "odd_chunks", "mixed", "short", "prefix_hits", "preempted", "aborted")
-        }
-        results["compiled_by_requests"] = compilations() - compiled
-        results["counters"] = counted()
-        if faults:
-            results["faults"] = {"another_page": self.with_another_page(), "offset_off_by_one": self.with_offset_off_by_one()}
-        return results
+    def all(self):
+        return self.counted((*SPARSELY, "rechunked", "short", "prefix_hits", "preempted", "aborted"))
+
+    def all_and_faults(self):
+        faults = {"another_page": self.with_another_page, "offset_off_by_one": self.with_offset_off_by_one}
+        return {**self.all(), "faults": {name: ask() for name, ask in faults.items()}}
+
+    def sparsely(self):
+        return self.counted(SPARSELY)
+
+    def counted(self, questions):
+        """Answers, and how much the requests compiled and counted."""
+        before = compilations()
+        results = {name: getattr(self, name)() for name in questions}
+        return {**results, "compiled_by_requests": compilations() - before, "counters": counted()}
 
     def by_head(self):
         return {"whole": self.whole()}
 
-    def on_two(self):
-        """As `odd_chunks` and `mixed`, where the scheduler is another process's."""
+    def in_777s(self):
+        """As `odd_chunks` and `mixed`, for an engine whose steps are that small from the start."""
         mixed = [prompt(length, seed=length) for length in (40, 90, 2500, 1300, 200)]
         answers = {"odd_chunks": self.generate([prompt(3000, seed=3)], prompt_logprobs=0)}
         return {**answers, "mixed": self.generate(mixed, tokens=12, prompt_logprobs=0)}
 
-    def with_windows(self):
-        import random
-
-        drawn = random.Random(0)
-        tokens = [drawn.randrange(4, 500) for _ in range(1500)]
+    def of_random_model(self):
+        tokens = random_models.prompt(1500)
         whole = self.generate([tokens, tokens[:700]], prompt_logprobs=0, detokenize=False)
         self.budget(333)
         return {"whole": whole, "odd_chunks": self.generate([tokens], prompt_logprobs=0, detokenize=False)}
@@ -141,6 +170,15 @@ class Asked:
         """The attention backends of the engine's layers in this process, by full name."""
         layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         return sorted({each.get_attn_backend().full_cls_name()[1] for each in layers if hasattr(each, "get_attn_backend")})
+
+    def roles(self):
+        """Of each layer in this process: window, sinks and soft cap where it is sparse, else the reason."""
+        from flexmask.integrations.vllm.engine import engine_of
+
+        def told(role):
+            return role if isinstance(role, str) else {"window": role.window, "sinks": role.has_sinks, "softcap": role.softcap}
+
+        return {name: told(role) for name, role in engine_of(self.llm.llm_engine.vllm_config).roles.items()}
 
     def generate(self, prompts, tokens=4, **options):
         from vllm import SamplingParams
@@ -248,20 +286,6 @@ class Asked:
             return self.odd_chunks()
         finally:
             builder.plan_step = right
-
-
-def random_gemma(folder):
-    """The folder of a small Gemma 2 whose weights are large enough for its soft cap to matter."""
-    import torch
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 512}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 2}
-    scores = {"sliding_window": 200, "attn_logit_softcapping": 5.0, "max_position_embeddings": MOST_TOKENS}
-    torch.manual_seed(0)
-    model = Gemma2ForCausalLM(Gemma2Config(**shape, **heads, **scores, initializer_range=0.2))
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def prompt(length, seed=0):

@@ -6,12 +6,27 @@ the same prompt comes in other chunks.
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from tests.vllm.agreement import SAME, differences, same_tokens, summary
 
 pytest.importorskip("vllm", reason="needs vLLM for CUDA")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+# answers of engines that ran before need no GPU here
+_GPUS = 2 if os.environ.get("FLEXMASK_VLLM_ANSWERS") else torch.cuda.device_count()
+over_two = pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
+# engines that keep everything, and the stock one of the same kernel
+EVERYTHING = [("keep_all", "stock"), ("graphs", "stock"), ("triton", "triton_stock")]
+
+
+@pytest.fixture
+def run(written):
+    return lambda name: written("engine_run", name, "cuda")
 
 
 @pytest.fixture
@@ -22,11 +37,6 @@ def stock(written):
 @pytest.fixture
 def keep_all(written):
     return written("engine_run", "keep_all", "cuda")
-
-
-@pytest.fixture
-def sparse(written):
-    return written("engine_run", "sparse", "cuda")
 
 
 @pytest.fixture
@@ -46,13 +56,58 @@ def test_the_plug_in_serves(keep_all, stock):
     assert keep_all["counters"]["sparse"] > 3001 + 1700 + 5000 + 3000
 
 
-@pytest.mark.parametrize("asked", SAME)
-def test_gamma_one_gives_the_stock_backend_s_answers(asked, stock, keep_all, rounding):
-    agree, total = same_tokens(stock[asked], keep_all[asked])
+def same_but_for_rounding(stock, ours, rounding):
+    agree, total = same_tokens(stock, ours)
     assert agree == total
-    found = summary(differences(stock[asked], keep_all[asked]))
+    found = summary(differences(stock, ours))
     assert found["mean"] <= 2 * rounding["mean"]
     assert found["most"] <= 2 * rounding["most"]
+
+
+@pytest.mark.parametrize("asked", SAME)
+@pytest.mark.parametrize(("ours", "stock_name"), EVERYTHING)
+def test_gamma_one_gives_the_stock_backend_s_answers(ours, stock_name, asked, run, rounding):
+    same_but_for_rounding(run(stock_name)[asked], run(ours)[asked], rounding)
+
+
+def test_the_option_names_the_kernel(run):
+    assert run("triton")["backends"] == ["SparseTritonAttention"]
+    assert run("triton")["counters"]["sparse"] == run("keep_all")["counters"]["sparse"]
+
+
+@pytest.mark.parametrize("name", ["windows", "sinks"])
+def test_windows_soft_caps_and_sinks_are_served(name, run):
+    stock, ours = run(f"{name}_stock"), run(name)
+    rounding = summary(differences(stock["whole"][:1], stock["odd_chunks"]))
+    for asked in ("whole", "odd_chunks"):
+        same_but_for_rounding(stock[asked], ours[asked], rounding)
+    assert [role["window"] for role in ours["roles"].values()] == [200, None] * 2
+    assert {(role["softcap"], role["sinks"]) for role in ours["roles"].values()} == {
+        (5.0, False) if name == "windows" else (None, True)
+    }
+    # all of 1,500 and 700 tokens, and of 1,500 in chunks of 333, whose last has more than a block
+    assert (ours["counters"]["sparse"], ours["counters"]["dense"]) == (3700, 0)
+
+
+@pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
+def test_a_cache_of_fp8_is_left_to_the_engine(asked, run):
+    stock, ours = run("fp8_stock"), run("fp8")
+    assert max(differences(stock[asked], ours[asked])) == 0
+    assert set(ours["roles"].values()) == {"a cache of fp8"}
+
+
+@over_two
+@pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
+def test_two_gpus_give_the_answers_of_two_stock_ones(asked, run, rounding):
+    same_but_for_rounding(run("stock_on_two")[asked], run("keep_all_on_two")[asked], rounding)
+
+
+@over_two
+def test_two_gpus_share_heads_and_gammas(run, rounding):
+    one, two = run("by_head")["whole"], run("two_ranks")["whole"]
+    assert summary(differences(one, two))["mean"] <= 5 * rounding["mean"]
+    # with one gamma for all, other blocks are kept
+    assert summary(differences(one, run("sparse")["whole"]))["mean"] > 2 * summary(differences(one, two))["mean"]
 
 
 @pytest.mark.parametrize("fault", ["another_page", "offset_off_by_one"])
@@ -61,14 +116,16 @@ def test_a_planted_fault_is_caught(fault, stock, keep_all, rounding):
 
 
 @pytest.mark.parametrize("asked", ["whole", "chunks", "odd_chunks"])
-def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(asked, adapter, sparse, stock, rounding):
-    pairs = zip(sparse[asked][0]["prompt_logprobs"], adapter[asked]["prompt_logprobs"], strict=True)
-    found = summary([abs(a - b) for a, b in pairs])
+@pytest.mark.parametrize("name", ["sparse", "graphs_sparse", "hybrid"])
+def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapter, run, stock, rounding):
+    ours, theirs = run(name)[asked], adapter[name.removeprefix("graphs_")][asked]
+    found = summary([abs(a - b) for a, b in zip(ours[0]["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)])
     # rounding amplified: a score that rounds differently changes which blocks are kept
     assert found["mean"] <= 5 * rounding["mean"]
-    assert sparse[asked][0]["tokens"][0] == adapter[asked]["token"]
-    assert summary(differences(stock[asked], sparse[asked]))["mean"] > 2 * found["mean"]
+    assert ours[0]["tokens"][0] == theirs["token"]
+    assert summary(differences(stock[asked], ours))["mean"] > 2 * found["mean"]
 
 
-def test_requests_compile_nothing(keep_all, sparse, stock):
-    assert [each["compiled_by_requests"] for each in (keep_all, sparse, stock)] == [0, 0, 0]
+@pytest.mark.parametrize("name", ["stock", "keep_all", "sparse", "hybrid", "graphs", "graphs_sparse", "triton"])
+def test_requests_compile_nothing(name, run):
+    assert run(name)["compiled_by_requests"] == 0

@@ -1,0 +1,54 @@
+"""Small models with random weights that have what the retriever lacks: sliding windows, soft caps, sinks, latent attention."""
+
+from __future__ import annotations
+
+import random
+
+_VOCABULARY = 512
+_SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": _VOCABULARY, "max_position_embeddings": 8192}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_WINDOW = 200
+
+
+def prompt(length):
+    """Token ids of such a model."""
+    return random.Random(0).choices(range(4, _VOCABULARY - 12), k=length)
+
+
+def gemma(folder):
+    """A Gemma 2 whose weights are large enough for its soft cap to matter; every other layer has a window."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    heads = {**_HEADS, "head_dim": 32, "query_pre_attn_scalar": 2, "intermediate_size": 96}
+    scores = {"sliding_window": _WINDOW, "attn_logit_softcapping": 5.0, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    Gemma2ForCausalLM(Gemma2Config(**_SHAPE, **heads, **scores)).save_pretrained(folder)
+    return str(folder)
+
+
+def gpt_oss(folder):
+    """A gpt-oss whose sinks take a good part of the attention; every other layer has a window, and every token both experts."""
+    import torch
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    heads = {**_HEADS, "head_dim": 64, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(**_SHAPE, **heads, sliding_window=_WINDOW, initializer_range=0.2))
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, 5.0, 1.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def deepseek(folder):
+    """The config of a DeepSeek V2, whose attention is multi-head latent, without weights."""
+    from transformers import DeepseekV2Config
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 64}
+    ranks = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    config = DeepseekV2Config(**_SHAPE, **heads, **ranks, first_k_dense_replace=4, n_routed_experts=4, n_group=1, topk_group=1)
+    config.architectures = ["DeepseekV2ForCausalLM"]
+    config.save_pretrained(folder)
+    return str(folder)
