@@ -104,6 +104,31 @@ def test_rows_by_top_p_hold_their_share():
     assert torch.allclose(mass.sum(-1), torch.ones(()), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["streaming_llm:sink_blocks=1,window_blocks=2", "hybrid:gamma=0.7,min_budget=128"])
+def test_last_rows_may_see_everything(name):
+    query, key = inputs("random")
+    plain, full = (methods.parse(name + more)(query, key, 0.125) for more in ("", ",full_rows=2"))
+    causal = torch.ones_like(plain).tril()
+    assert torch.equal(full[:, :, :-2], plain[:, :, :-2])
+    assert torch.equal(full[:, :, -2:], causal[:, :, -2:])
+    assert not torch.equal(full, plain)
+
+
+def test_thresholds_that_go_by_an_even_share():
+    query, key = inputs("random")  # spread out evenly over most blocks
+    kept = {
+        options: methods.parse(f"rule:rho=0.1,vert=0,window=1{options}")(query, key, 0.125).float().mean((0, 1))
+        for options in ("", ",least_even=1.5", ",most_even=0.5")
+    }
+    plain, dropped, more = kept.values()
+    rows = plain.shape[-1]
+    short, long = slice(3, 8), slice(12, rows)  # even shares over, and below, the threshold of .1
+    assert dropped[short].sum() < 0.8 * plain[short].sum()
+    assert torch.equal(dropped[15:], plain[15:])
+    assert more[long].sum() > 1.2 * plain[long].sum()
+    assert torch.equal(more[:5], plain[:5])
+
+
 def test_missing_file_of_methods_is_wrong_usage(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(["texts", "--methods", str(tmp_path / "none.txt"), "--out", str(tmp_path / "rows.jsonl")])

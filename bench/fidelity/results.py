@@ -22,6 +22,7 @@ HEADS = (
 )
 _KEPT = (
     *("bed", "method", "text", "task", "density", "dloss", "absd", "loss", "loss_quarters", "right", "n", "parts", "uncompiled"),
+    *("answer_tokens", "first", "each"),
     *("mass", "mass_quarters", "worst_mass", "worst_head", "output_error"),
 )
 _DIGITS = 5
@@ -80,8 +81,9 @@ def file_of_bed(bed: str, tokens: int | None = None, path: Path = PATH) -> Path:
 def add(files: Iterable[Path], path: Path = PATH) -> dict[Path, int]:
     """Put the rows of a run's files into `path` and the files next to it, rounded; returns how many each holds.
 
-    A row of the same method and text or task is replaced, unless it has fewer prompts. Figures by head go, as means over the
-    texts of these files, to the file of `heads_path`.
+    A row of the same method and text or task, from the same prompt on, is replaced, unless it has fewer prompts; one without
+    each prompt's answer gives way to one with them. Figures by head go, as means over the texts of these files, to the file of
+    `heads_path`.
     """
     new: dict[Path, list[dict[str, Any]]] = {}
     by_head: dict[str, list[dict[str, Any]]] = {}
@@ -93,8 +95,8 @@ def add(files: Iterable[Path], path: Path = PATH) -> dict[Path, int]:
     for target, rows in new.items():
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in [*(rows_of(target, BEDS) if target.exists() else []), *rows]:
-            key = (row["bed"], row["method"], row.get("text", row.get("task")))
-            if row.get("n", 0) >= merged.get(key, {}).get("n", 0):
+            key = (row["bed"], row["method"], row.get("text", row.get("task")), row.get("first", 0))
+            if _worth(row) >= _worth(merged.get(key, {})):
                 merged[key] = row
         lines = [json.dumps({name: _rounded(row[name]) for name in _KEPT if name in row}) for row in merged.values()]
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -102,6 +104,11 @@ def add(files: Iterable[Path], path: Path = PATH) -> dict[Path, int]:
     if by_head:
         _write_heads(by_head, heads_path(path))
     return counts
+
+
+def _worth(row: dict[str, Any]) -> tuple[bool, int]:
+    """Prompts of a row, those first that are known one by one."""
+    return "each" in row, row.get("n", 0)
 
 
 def heads_path(path: Path = PATH) -> Path:

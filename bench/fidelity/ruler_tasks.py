@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +23,20 @@ _BATCH_TOKENS = 131072
 Answer = Callable[[PreTrainedModel, Method | None, Tensor], tuple[Tensor, float]]
 
 
+class Cell(NamedTuple):
+    """Prompts of a task and length: `count` of them from number `first` on. Every run draws the same prompt for a number."""
+
+    task: str
+    tokens: int
+    count: int
+    first: int = 0
+
+
 class Log(Protocol):
     """Takes measurements, and knows those of earlier runs."""
 
-    def has(self, method: str, item: str) -> bool:
-        """True if an earlier run measured it."""
+    def has(self, method: str, item: str, number: int | None = None) -> bool:
+        """True if an earlier run measured it, from this prompt on."""
 
     def write(self, **row: Any) -> None:
         """Add a line."""
@@ -36,7 +45,7 @@ class Log(Protocol):
 def measure_tasks(
     model: PreTrainedModel,
     methods: dict[str, Method | None],
-    plan: Sequence[tuple[str, int, int]],
+    plan: Sequence[Cell],
     answer: Answer,
     log: Log,
     stop: float,
@@ -48,7 +57,7 @@ def measure_tasks(
     model : PreTrainedModel
     methods : dict
         By name; None is dense attention.
-    plan : sequence of (task, tokens, prompts)
+    plan : sequence of Cell
         Tokens of a prompt are a multiple of 128.
     answer : callable
         Four greedy tokens after each prompt, (batch, 4), and the density of the prefill.
@@ -57,43 +66,53 @@ def measure_tasks(
         No new measurement after this ``time.monotonic()``.
     """
     failed = set()
-    for task, tokens, count in plan:
+    for cell in plan:
         drawn: list[Prompts] = []
+        item = f"{cell.task}/{cell.tokens}"
         for name, method in methods.items():
-            item = f"{task}/{tokens}"
-            if log.has(name, item) or (name, tokens) in failed:
+            if log.has(name, item, cell.first) or (name, cell.tokens) in failed:
                 continue
             if time.monotonic() > stop:
                 print("out of time before", name, item, flush=True)
                 return
-            drawn = drawn or _draw(task, tokens, count, model.device)
+            drawn = drawn or _draw(cell, model.device)
             start = time.monotonic()
             try:
-                right, parts, kept = _answered(model, method, drawn, answer)
+                each, kept = _answered(model, method, drawn, answer)
             except Exception as error:  # one method that fails must not end the run
                 print("FAILED", name, item, repr(error)[:500], flush=True)
                 log.write(bed="tasks", method=name, task=item, error=repr(error)[:500])
-                failed.add((name, tokens))
+                failed.add((name, cell.tokens))
                 continue
-            figures = {"density": kept, "right": right, "n": count, "parts": parts}
+            figures = {"density": kept, **counted(each, drawn[0].answers.shape[1]), "first": cell.first, "each": each}
             if method is not None and method.name in MASKS and not method.compiled:
                 figures["uncompiled"] = True
             log.write(bed="tasks", method=name, task=item, **figures, seconds=round(time.monotonic() - start, 3))
 
 
-def _draw(task: str, tokens: int, count: int, device: torch.device) -> list[Prompts]:
-    rows = max(1, _BATCH_TOKENS // tokens)
-    return [make_prompts(task, tokens, min(rows, count - at), FIRST_SEED + at, device) for at in range(0, count, rows)]
+def counted(each: str, answer_tokens: int) -> dict[str, float]:
+    """Whole answers right, prompts, and the share of right tokens, from the right tokens of each prompt."""
+    found = [int(digit) for digit in each]
+    parts = sum(found) / (answer_tokens * len(found))
+    return {"right": found.count(answer_tokens), "n": len(found), "parts": parts, "answer_tokens": answer_tokens}
 
 
-def _answered(model: PreTrainedModel, method: Method | None, drawn: list[Prompts], answer: Answer) -> tuple[int, float, float]:
-    """Right answers, the share of right tokens, and the mean density."""
-    right, parts, kept = 0, [], []
+def _draw(cell: Cell, device: torch.device) -> list[Prompts]:
+    """The cell's prompts in batches. Batches begin at fixed numbers and are drawn whole, so that a prompt goes by its number."""
+    rows, end = max(1, _BATCH_TOKENS // cell.tokens), cell.first + cell.count
+    drawn = []
+    for at in range(cell.first // rows * rows, end, rows):
+        prompts = make_prompts(cell.task, cell.tokens, rows, FIRST_SEED + at, device)
+        chosen = slice(max(0, cell.first - at), end - at)
+        drawn.append(Prompts(cell.task, prompts.token_ids[chosen], prompts.answers[chosen]))
+    return drawn
+
+
+def _answered(model: PreTrainedModel, method: Method | None, drawn: list[Prompts], answer: Answer) -> tuple[str, float]:
+    """How many tokens of each prompt's answer are right, a digit each, and the mean density."""
+    each, kept = [], []
     for prompts in drawn:
         found, share = answer(model, method, prompts.token_ids)
-        tokens = prompts.answers.shape[1]
-        each = prompts.parts_right(found)
-        right += int((each == tokens).sum())
-        parts += (each / tokens).tolist()
-        kept += [share] * len(each)
-    return right, sum(parts) / len(parts), sum(kept) / len(kept)
+        each += prompts.parts_right(found).tolist()
+        kept += [share] * len(prompts.token_ids)
+    return "".join(map(str, each)), sum(kept) / len(kept)

