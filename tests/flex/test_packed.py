@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from flexmask.base.inputs import attention_inputs
-from flexmask.flex.packed import _calls, _mask, _table, attention_in_one_call, dense_attention_packed
+from flexmask.flex.packed import _mask, _shared_calls, _table, attention_in_one_call, dense_attention_packed
 from flexmask.varlen import segments_of
-from tests.packs import K_LENS, Q_LENS, SINKS, alone, assert_close, bounds_of, one_call, pack
+from tests.packs import SINKS, alone, assert_close, bounds_of, one_call, pack
 
 
 @pytest.mark.parametrize("window", [None, 70, 270])
@@ -59,12 +59,18 @@ def test_one_call_for_all_dense_sequences_is_dense_attention(device, scores):
 
 def test_calls_are_cut_where_their_copies_would_grow(monkeypatch):
     monkeypatch.setattr("flexmask.flex.packed._MOST_BLOCKS", 7)
-    segments = [each for each in segments_of(bounds_of(Q_LENS), bounds_of(K_LENS), sum(Q_LENS), sum(K_LENS)) if each.q_len]
-    calls = _calls(segments)
-    assert [segment for call in calls for segment in call] == segments
+    inputs, q_bounds, k_bounds = pack()
+    plain = attention_inputs(*(x.transpose(0, 1)[None] for x in inputs))
+    segments = [each for each in segments_of(q_bounds, k_bounds, q_bounds[-1], k_bounds[-1]) if each.q_len]
+    capped = plain.with_fields(softcap=3.0)  # which SDPA does not serve
+    calls = _shared_calls(capped, segments, False)
+    assert [number for call in calls for number in call] == [n for n, each in enumerate(segments) if each.q_len > 1]
     for call in calls:
-        assert sum(-(-length // 128) for each in call for length in (each.q_len, each.kv_len)) <= 7 or len(call) == 1
-    assert [len(call) for call in calls] == [1, 1, 1, 2, 1]
+        lengths = [length for number in call for length in (segments[number].q_len, segments[number].kv_len)]
+        assert sum(-(-length // 128) for length in lengths) <= 7 or len(call) == 1
+    assert {len(call) for call in calls} > {1}
+    # a call to itself has nothing to share: SDPA takes the sequence without a copy
+    assert _shared_calls(plain, segments, False) == [call for call in calls if len(call) > 1]
 
 
 def test_results_hold_no_more_than_their_rows(monkeypatch):
