@@ -17,7 +17,7 @@ from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention, runs_dense
 from flexmask.flex.dense_heads import above_break_even, at_gamma_one, has_causal_kernel, query_heads, runs_of
 from flexmask.flex.head_groups import head_bytes
-from flexmask.flex.sparse import HeadPlan, sparse_attention
+from flexmask.flex.sparse import HeadPlan, attention_by_groups
 from flexmask.plain.published import check_published
 from flexmask.search import search
 from flexmask.stats import FlexPrefillStats, empty_stats, stats_of
@@ -199,7 +199,7 @@ def attention_to_kept(
 
     inputs = inputs.with_gamma(config.gamma)
     at_once = max_mask_bytes // head_bytes(inputs, config)
-    return sparse_attention(inputs, make_mask, config.block_size, at_once, backend, return_lse)
+    return attention_by_groups(inputs, make_mask, config.block_size, at_once, backend, return_lse)
 
 
 def check_dense_below(dense_below: int | None) -> int:

@@ -18,8 +18,7 @@ from flexmask.block_masks import MASKS
 from flexmask.config import FlexPrefillConfig
 from flexmask.flex.backend import BACKENDS, chosen_backend
 from flexmask.flex.dense import dense_attention, runs_dense
-from flexmask.flex.sparse import HeadPlan
-from flexmask.flex.sparse import sparse_attention as attention_by_groups
+from flexmask.flex.sparse import HeadPlan, attention_by_groups
 from flexmask.gallery_method import PAIR_BYTES, Method
 
 

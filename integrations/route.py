@@ -17,7 +17,7 @@ from flexmask.flex.dense import dense_attention, runs_dense
 from flexmask.flex.dense_heads import at_gamma_one
 from flexmask.flex.joined import joined_mask
 from flexmask.flex.packed import dense_attention_packed
-from flexmask.flex.sparse import HeadPlan, sparse_attention
+from flexmask.flex.sparse import HeadPlan, attention_by_groups
 from flexmask.gallery import heads_at_once, mask_of
 from flexmask.integrations.packed import Segments
 from flexmask.integrations.prefill_calls import CallSize
@@ -160,7 +160,7 @@ def by_method(call: PrefillCall, method: Callable[..., BlockMask], reason: str |
         return HeadPlan(made)
 
     at_once = heads_at_once(method, inputs, block_size, settings.max_mask_bytes, options)
-    out = sparse_attention(inputs, make_mask, block_size, at_once, settings.backend)[0]
+    out = attention_by_groups(inputs, make_mask, block_size, at_once, settings.backend)[0]
     stats = None if reason is None else empty_stats(inputs.query, dense=True)
     call.record(stats, joined_mask(masks, inputs) if masks else None, reason)
     return out

@@ -42,14 +42,14 @@ def test_head_groups_and_plans_by_head_see_the_heads_that_they_have_to(monkeypat
     seen = []
 
     def attend(inputs, make_mask, block_size, at_once, backend, return_lse):
-        seen.append((at_once, make_mask(inputs.placed())[0].shape))
+        seen.append((at_once, make_mask(inputs.placed())[0].shape[:2]))
         return inputs.query, None, None
 
     monkeypatch.setattr("flexmask.gallery.attention_by_groups", attend)
     for name, options in {"xattention": {}, "infllm": {}, "minference": {"plan": ((30, 50), (64, 50)) * 2}}.items():
         sparse_attention(QUERY, KEY, VALUE, name, dense_below=0, block_size=16, max_mask_bytes=1, **options)
     # infllm decides for all heads together, a plan tells them apart
-    assert seen == [(0, (2, 4, 100, 100)), (4, (2, 1, 100, 100)), (4, (2, 4, 100, 100))]
+    assert seen == [(0, (2, 4)), (4, (2, 1)), (4, (2, 4))]
 
 
 def test_flexprefill_is_flexprefill_attention():

@@ -32,7 +32,7 @@ MakeMask = Callable[[AttentionInputs], HeadPlan]
 Result = tuple[Tensor, Tensor | None, FlexPrefillStats | None]
 
 
-def sparse_attention(
+def attention_by_groups(
     inputs: AttentionInputs, make_mask: MakeMask, block_size: int, at_once: int, backend: str, return_lse: bool = False
 ) -> Result:
     """Attention under the masks that `make_mask` makes, `at_once` heads at a time.

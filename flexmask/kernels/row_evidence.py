@@ -2,6 +2,8 @@
 
 A program takes a few neighbouring query blocks and the query heads of one key head, so that they share the key means. It goes
 over the means twice, for the softmax of its rows and for their sums over the rows of a block, and writes the decision alone.
+
+Over 300 lines: one kernel and its launch. Apart from each other, the meaning of an argument and its value would be in two files.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flexmask import gallery_method as core
 from flexmask.block_masks import MASKS
-from tests.block_masks.definitions import DEFINITIONS, make_call
+from tests.block_masks.definition_call import make_call
+from tests.block_masks.definitions import DEFINITIONS
 from tests.block_masks.gallery import SPARSE
 from tests.cases import structured_inputs
 from tests.expected import by_block, seen_pairs

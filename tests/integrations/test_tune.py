@@ -1,8 +1,7 @@
-"""`tune`: its settings on the same prompt, targets, padding, saving, resuming, refusals."""
+"""`tune`: its settings on the same prompt, targets, padding, saving, refusals."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import json
@@ -20,21 +19,14 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.head_errors import head_errors
 from flexmask.integrations.settings import PrefillSettings
 from tests.integrations.common import MARKS, make_model, padded
+from tests.integrations.tune_calls import GAMMAS, OPTIONS, tuned
 
 pytestmark = MARKS
-
-GAMMAS = (0.2, 0.5, 0.8, 1.0)
-OPTIONS = {"gammas": GAMMAS, "block_size": 16, "min_budget": 0, "progress": False}
 
 
 @pytest.fixture
 def prompt(tokens):
     return tokens[:1]
-
-
-def tuned(model, tokens, **options):
-    options = {**OPTIONS, **({} if "error" in options else {"density": 0.6}), **options}
-    return flexmask_hf.tune(model, tokens, **options)
 
 
 @pytest.mark.attention
@@ -188,50 +180,6 @@ def test_the_model_is_left_as_it_was(model, prompt):
     assert model(prompt).logits.shape == expected.shape
 
 
-def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatch):
-    expected = tuned(model, tokens)
-    path, measured = tmp_path / "tune.json", []
-
-    def counted(*arguments):
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        measured.append(arguments)
-        return head_errors(*arguments)
-
-    monkeypatch.setattr(head_probe, "head_errors", counted)
-    with pytest.raises(KeyboardInterrupt):
-        tuned(model, tokens, resume=path)
-    assert json.loads(path.read_text())["complete"] == [True, False]
-    monkeypatch.setattr(head_probe, "head_errors", lambda *arguments: measured.append(arguments) or head_errors(*arguments))
-    result = tuned(model, tokens, resume=str(path))
-    assert len(measured) == 4
-    # layer 1 of the second prompt follows a layer 0 by another kernel
-    assert torch.tensor(result.curve) == pytest.approx(torch.tensor(expected.curve), abs=1e-5)
-    again = tuned(model, tokens, resume=path, density=0.7)
-    assert len(measured) == 4
-    assert again.curve == result.curve
-    assert not (tmp_path / "tune.json.part").exists()
-
-    for other, options in [
-        ("prompts", {"input_ids": tokens.flip(1)}),
-        ("gammas", {"gammas": (0.5, 1.0)}),
-        ("options", {"selection": "coverage"}),
-        ("options", {"min_budget": 64}),
-        ("model", {"model": make_model(seed=1)}),
-        ("model", {"model": with_another_epsilon(model)}),
-        ("model", {"model": copy.deepcopy(model).bfloat16()}),
-    ]:
-        with pytest.raises(ValueError, match=f"resume must be a file of the same .* is of another {other}"):
-            flexmask_hf.tune(**{"model": model, "input_ids": tokens, "density": 0.6, "resume": path, **OPTIONS, **options})
-
-
-def with_another_epsilon(model):
-    """The same weights under a config of another output."""
-    other = copy.deepcopy(model)
-    other.config.rms_norm_eps = 1e-3
-    return other
-
-
 def test_layers_are_let_go_of_one_by_one(model, prompt, monkeypatch):
     queries = []
 
@@ -244,15 +192,6 @@ def test_layers_are_let_go_of_one_by_one(model, prompt, monkeypatch):
     monkeypatch.setattr(head_probe, "head_errors", watched)
     tuned(model, prompt)
     assert len(queries) == 2
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "flexmask tune 1"}', "no JSON"])
-def test_another_file_is_not_overwritten(model, prompt, tmp_path, text):
-    path = tmp_path / "notes.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="resume must be a file that tune wrote, or none yet"):
-        tuned(model, prompt, resume=path)
-    assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -294,13 +233,3 @@ def test_wrong_arguments_are_refused(model, prompt, options, error, message):
     with pytest.raises(error, match=message):
         flexmask_hf.tune(**arguments)
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_progress_is_told_to_a_function(model, tokens, tmp_path):
-    """Layers of both prompts; after a whole measurement nothing is left to do."""
-    told = []
-    options = {"progress": lambda *step: told.append(step), "gammas": (0.5, 1.0), "resume": tmp_path / "measured.json"}
-    tuned(model, tokens, density=1.0, **options)
-    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
-    tuned(model, tokens, density=1.0, **options)
-    assert told[5:] == [(4, 4)]

@@ -1,0 +1,82 @@
+"""`tune(resume=...)`: interrupted, resumed, refused for another measurement; and the progress that is told."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import flexmask.integrations.head_probe as head_probe
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.head_errors import head_errors
+from tests.integrations.common import MARKS, make_model
+from tests.integrations.tune_calls import OPTIONS, tuned
+
+pytestmark = MARKS
+
+
+def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatch):
+    expected = tuned(model, tokens)
+    path, measured = tmp_path / "tune.json", []
+
+    def counted(*arguments):
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(arguments)
+        return head_errors(*arguments)
+
+    monkeypatch.setattr(head_probe, "head_errors", counted)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(model, tokens, resume=path)
+    assert json.loads(path.read_text())["complete"] == [True, False]
+    monkeypatch.setattr(head_probe, "head_errors", lambda *arguments: measured.append(arguments) or head_errors(*arguments))
+    result = tuned(model, tokens, resume=str(path))
+    assert len(measured) == 4
+    # layer 1 of the second prompt follows a layer 0 by another kernel
+    assert torch.tensor(result.curve) == pytest.approx(torch.tensor(expected.curve), abs=1e-5)
+    again = tuned(model, tokens, resume=path, density=0.7)
+    assert len(measured) == 4
+    assert again.curve == result.curve
+    assert not (tmp_path / "tune.json.part").exists()
+
+    for other, options in [
+        ("prompts", {"input_ids": tokens.flip(1)}),
+        ("gammas", {"gammas": (0.5, 1.0)}),
+        ("options", {"selection": "coverage"}),
+        ("options", {"min_budget": 64}),
+        ("model", {"model": make_model(seed=1)}),
+        ("model", {"model": with_another_epsilon(model)}),
+        ("model", {"model": copy.deepcopy(model).bfloat16()}),
+    ]:
+        with pytest.raises(ValueError, match=f"resume must be a file of the same .* is of another {other}"):
+            flexmask_hf.tune(**{"model": model, "input_ids": tokens, "density": 0.6, "resume": path, **OPTIONS, **options})
+
+
+def with_another_epsilon(model):
+    """The same weights under a config of another output."""
+    other = copy.deepcopy(model)
+    other.config.rms_norm_eps = 1e-3
+    return other
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "flexmask tune 1"}', "no JSON"])
+def test_another_file_is_not_overwritten(model, tokens, tmp_path, text):
+    path = tmp_path / "notes.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="resume must be a file that tune wrote, or none yet"):
+        tuned(model, tokens[:1], resume=path)
+    assert path.read_text() == text
+
+
+def test_progress_is_told_to_a_function(model, tokens, tmp_path):
+    """Layers of both prompts; after a whole measurement nothing is left to do."""
+    told = []
+    options = {"progress": lambda *step: told.append(step), "gammas": (0.5, 1.0), "resume": tmp_path / "measured.json"}
+    tuned(model, tokens, density=1.0, **options)
+    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    tuned(model, tokens, density=1.0, **options)
+    assert told[5:] == [(4, 4)]
