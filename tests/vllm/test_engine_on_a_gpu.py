@@ -96,7 +96,7 @@ def test_windows_soft_caps_and_sinks_are_served(name, run):
 def test_a_cache_of_fp8_is_left_to_the_engine(asked, run):
     stock, ours = run("fp8_stock"), run("fp8")
     assert max(differences(stock[asked], ours[asked])) == 0
-    assert set(ours["roles"].values()) == {"a cache of fp8"}
+    assert all(role.startswith("a cache of fp8") for role in ours["roles"].values())
 
 
 @over_two
