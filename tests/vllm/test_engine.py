@@ -112,6 +112,14 @@ def test_two_ranks_share_heads_and_gammas(written):
     assert distance(one, two) < 5 * NEAR
 
 
+@pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
+def test_two_ranks_give_the_stock_backend_s_answers_at_gamma_one(asked, stock, written):
+    two = written("engine_run", "keep_all_on_two")
+    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(two[asked])]
+    assert distance(stock[asked], two[asked]) < NEAR
+    assert "4 of 4 attention layers prefill sparse" in two["log"]
+
+
 def test_requests_compile_no_more_than_the_stock_backend_s(stock, keep_all, sparse):
     assert keep_all["compiled_by_requests"] == sparse["compiled_by_requests"] == stock["compiled_by_requests"]
 
