@@ -95,7 +95,7 @@ def _throughput(rows: Sequence[Row]) -> list[str]:
         asked = f"{row['at_once']} x {thousands(row['prompt_tokens'])}, {row['new_tokens']} more each"
         first, after = row.get("first_token_seconds"), row.get("seconds_a_token_after")
         waited = f"{statistics.median(first):.2f} s, {max(first):.2f} s" if first else "-"
-        later = f"{statistics.median(after) * 1e3:.1f} ms" if after else "-"
+        later = f"{statistics.median(after) * 1e3:.1f} ms" if after and row["new_tokens"] > 1 else "-"
         cells.append([asked, row["method"], f"{row['tokens_per_second']:,.0f}", gain, waited, later])
     head = ["prompts at once", "attention", "tokens/s", "this / stock", "first token: median, last", "each token after: median"]
     return markdown_table(head, cells) if cells else []

@@ -10,8 +10,8 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 def check_release(version: str) -> None:
     """Refuse a vLLM outside of the releases whose interfaces were read.
 
-    0.32 was run, on CPUs (tests/vllm). The interfaces of 0.26 and 0.33 were compared with it, from their sources: before 0.26 the
-    cache of FLASH_ATTN has another layout.
+    0.26 was run on a GPU and 0.32 on CPUs (tests/vllm); before 0.26 the cache of FLASH_ATTN has another layout. 0.33 was compared
+    with them in its sources. What lies between was neither run nor read.
 
     Raises
     ------

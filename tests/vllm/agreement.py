@@ -57,7 +57,7 @@ def summary(found):
 # engines that keep everything, and the stock ones that they are compared with
 _EVERYTHING = {"keep_all": "stock", "compiled": "stock", "graphs": "stock", "triton": "triton_stock"}
 # engines of random models, and what the engine's own kernel serves alone
-_OTHERS = {"windows": ("whole", "odd_chunks"), "sinks": ("whole", "odd_chunks"), "fp8": ("odd_chunks", "mixed")}
+_OTHERS = dict.fromkeys(("windows", "sinks", "both"), ("whole", "odd_chunks")) | {"fp8": ("odd_chunks", "mixed")}
 _SPARSE = ("sparse", "graphs_sparse", "hybrid")
 
 

@@ -75,6 +75,9 @@ ENGINES = {
     "windows": Engine(KEEP_ALL, "of_random_model", random_models.gemma),
     "sinks_stock": Engine(None, "of_random_model", random_models.gpt_oss),
     "sinks": Engine(KEEP_ALL, "of_random_model", random_models.gpt_oss),
+    # sinks in the layers with windows
+    "both_stock": Engine(None, "of_random_model", random_models.laguna),
+    "both": Engine(KEEP_ALL, "of_random_model", random_models.laguna),
     # what the plug-in leaves to the engine
     "fp8_stock": Engine(None, "in_777s", arguments={"kv_cache_dtype": "fp8"}),
     "fp8": Engine(KEEP_ALL, "in_777s", arguments={"kv_cache_dtype": "fp8"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 _VOCABULARY = 512
@@ -39,6 +40,46 @@ def gpt_oss(folder):
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, 5.0, 1.0)
     model.save_pretrained(folder)
+    return str(folder)
+
+
+def laguna(folder):
+    """A Laguna without experts, for engines that have no kernels for them: windows with sinks in every other layer.
+
+    transformers has it since releases that vLLM does not ask for: its files are written here.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, wide, dim = _SHAPE["hidden_size"], 96, 64
+    heads, kv_heads = (_HEADS[name] * dim for name in ("num_attention_heads", "num_key_value_heads"))
+    layers = range(_SHAPE["num_hidden_layers"])
+    kinds = ["sliding_attention", "full_attention"] * (len(layers) // 2)
+    config = {"model_type": "laguna", "architectures": ["LagunaForCausalLM"], "head_dim": dim, "intermediate_size": wide}
+    config |= {"gating": False, "num_experts": 0, "mlp_only_layers": list(layers), "sliding_window": _WINDOW}
+    config |= {"layer_types": kinds, "swa_attention_sink_enabled": True, "torch_dtype": "float32"}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape, mean=0.0, deviation=0.2):
+        return torch.randn(shape, generator=generator) * deviation + mean
+
+    weights = {"model.embed_tokens.weight": drawn(_VOCABULARY, hidden), "model.norm.weight": torch.ones(hidden)}
+    weights["lm_head.weight"] = drawn(_VOCABULARY, hidden)
+    for layer, kind in zip(layers, kinds, strict=True):
+        own = {"self_attn.q_proj": drawn(heads, hidden), "self_attn.o_proj": drawn(hidden, heads)}
+        own |= {f"self_attn.{name}_proj": drawn(kv_heads, hidden) for name in "kv"}
+        # scores of a good size
+        own |= {f"self_attn.{name}_norm": torch.full((dim,), 2.0) for name in "qk"}
+        own |= {f"mlp.{name}_proj": drawn(wide, hidden) for name in ("gate", "up")}
+        own |= {"mlp.down_proj": drawn(hidden, wide)}
+        own |= {f"{name}_layernorm": torch.ones(hidden) for name in ("input", "post_attention")}
+        weights |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in own.items()}
+        if kind == "sliding_attention":
+            weights[f"model.layers.{layer}.self_attn.sink"] = drawn(heads // dim, mean=5.0, deviation=1.0)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**_SHAPE, **_HEADS, **config}), encoding="utf-8")
+    save_file(weights, folder / "model.safetensors")
     return str(folder)
 
 

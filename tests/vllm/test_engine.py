@@ -52,10 +52,14 @@ def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
-def test_sliding_windows_and_soft_caps_are_the_stock_backend_s(asked, written):
-    stock, ours = (written("engine_run", name) for name in ("windows_stock", "windows"))
+@pytest.mark.parametrize("name", ["windows", "sinks"])
+def test_windows_soft_caps_and_sinks_are_the_stock_backend_s(name, asked, written):
+    stock, ours = written("engine_run", f"{name}_stock"), written("engine_run", name)
     assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(ours[asked])]
     assert distance(stock[asked], ours[asked]) < NEAR
+    assert [role["window"] for role in ours["roles"].values()] == [200, None] * 2
+    kinds = {(role["softcap"], role["sinks"]) for role in ours["roles"].values()}
+    assert kinds == {(5.0, False) if name == "windows" else (None, True)}
     assert "4 of 4 attention layers prefill sparse" in ours["log"]
 
 
@@ -79,8 +83,10 @@ def test_a_planted_fault_is_caught(fault, stock, keep_all):
 
 
 @pytest.mark.parametrize("asked", ["whole", "chunks", "odd_chunks"])
-def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(asked, adapter, sparse, stock):
-    ours, theirs = (run["prompt_logprobs"] for run in (sparse[asked][0], adapter["sparse"][asked]))
+@pytest.mark.parametrize("name", ["sparse", pytest.param("hybrid", marks=pytest.mark.slow)])
+def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapter, written, stock):
+    sparse, adapter = written("engine_run", name), adapter[name]
+    ours, theirs = (run["prompt_logprobs"] for run in (sparse[asked][0], adapter[asked]))
     differences = sorted(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     # both run other matmuls around attention; log-probabilities go down to -25
     assert sum(differences) / len(differences) < 1e-4
@@ -88,7 +94,7 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(asked, adapter, sp
     # one token of `odd_chunks` amplifies rounding: weights that differ by half a unit in the last place, with the same masks,
     # move its log-probability by .6e-3 to 3.3e-3, and all others by less than 2e-4
     assert differences[-1] < 5e-3
-    assert sparse[asked][0]["tokens"][0] == adapter["sparse"][asked]["token"]
+    assert sparse[asked][0]["tokens"][0] == adapter[asked]["token"]
     assert distance(stock[asked], sparse[asked]) > 1
 
 
@@ -104,6 +110,14 @@ def test_two_ranks_share_heads_and_gammas(written):
     one, two = (written("engine_run", name)["whole"] for name in ("by_head", "two_ranks"))
     assert [each["tokens"] for each in one] == [each["tokens"] for each in two]
     assert distance(one, two) < 5 * NEAR
+
+
+@pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
+def test_two_ranks_give_the_stock_backend_s_answers_at_gamma_one(asked, stock, written):
+    two = written("engine_run", "keep_all_on_two")
+    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(two[asked])]
+    assert distance(stock[asked], two[asked]) < NEAR
+    assert "4 of 4 attention layers prefill sparse" in two["log"]
 
 
 def test_requests_compile_no_more_than_the_stock_backend_s(stock, keep_all, sparse):

@@ -75,16 +75,19 @@ def test_the_option_names_the_kernel(run):
     assert run("triton")["counters"]["sparse"] == run("keep_all")["counters"]["sparse"]
 
 
-@pytest.mark.parametrize("name", ["windows", "sinks"])
+# of the layers with a window, and of the others: soft cap, sinks. gpt-oss ("sinks") wants kernels for experts too
+KINDS = {"windows": [(5.0, False)] * 2, "both": [(None, True), (None, False)]}
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_windows_soft_caps_and_sinks_are_served(name, run):
     stock, ours = run(f"{name}_stock"), run(name)
     rounding = summary(differences(stock["whole"][:1], stock["odd_chunks"]))
     for asked in ("whole", "odd_chunks"):
         same_but_for_rounding(stock[asked], ours[asked], rounding)
-    assert [role["window"] for role in ours["roles"].values()] == [200, None] * 2
-    assert {(role["softcap"], role["sinks"]) for role in ours["roles"].values()} == {
-        (5.0, False) if name == "windows" else (None, True)
-    }
+    roles = list(ours["roles"].values())
+    assert [role["window"] for role in roles] == [200, None] * 2
+    assert [(role["softcap"], role["sinks"]) for role in roles] == KINDS[name] * 2
     # all of 1,500 and 700 tokens, and of 1,500 in chunks of 333, whose last has more than a block
     assert (ours["counters"]["sparse"], ours["counters"]["dense"]) == (3700, 0)
 
@@ -93,7 +96,7 @@ def test_windows_soft_caps_and_sinks_are_served(name, run):
 def test_a_cache_of_fp8_is_left_to_the_engine(asked, run):
     stock, ours = run("fp8_stock"), run("fp8")
     assert max(differences(stock[asked], ours[asked])) == 0
-    assert set(ours["roles"].values()) == {"a cache of fp8"}
+    assert all(role.startswith("a cache of fp8") for role in ours["roles"].values())
 
 
 @over_two
