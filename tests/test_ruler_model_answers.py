@@ -85,7 +85,7 @@ def test_a_prompt_goes_by_its_number():
         seen.clear()
         log = Kept()
         measure_tasks(SimpleNamespace(device=torch.device("cpu")), {"dense": None}, cells, answer, log, math.inf)
-        assert [(row["first"], row["n"]) for row in log.rows] == [(cell.first, cell.count) for cell in cells]
+        assert [(row["first"], row["n"]) for row in log.rows] == [(cell.first, cell.prompts) for cell in cells]
         return torch.cat(seen)
 
     # 32,768 tokens: four prompts a batch

@@ -24,11 +24,11 @@ Answer = Callable[[PreTrainedModel, Method | None, Tensor], tuple[Tensor, float]
 
 
 class Cell(NamedTuple):
-    """Prompts of a task and length: `count` of them from number `first` on. Every run draws the same prompt for a number."""
+    """Prompts of a task and length, so many from number `first` on. Every run draws the same prompt for a number."""
 
     task: str
     tokens: int
-    count: int
+    prompts: int
     first: int = 0
 
 
@@ -99,7 +99,7 @@ def counted(each: str, answer_tokens: int) -> dict[str, float]:
 
 def _draw(cell: Cell, device: torch.device) -> list[Prompts]:
     """The cell's prompts in batches. Batches begin at fixed numbers and are drawn whole, so that a prompt goes by its number."""
-    rows, end = max(1, _BATCH_TOKENS // cell.tokens), cell.first + cell.count
+    rows, end = max(1, _BATCH_TOKENS // cell.tokens), cell.first + cell.prompts
     drawn = []
     for at in range(cell.first // rows * rows, end, rows):
         prompts = make_prompts(cell.task, cell.tokens, rows, FIRST_SEED + at, device)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.fidelity import statistics
+from bench.fidelity import paired, statistics
 from bench.fidelity.curves import short, shown_name
-from bench.fidelity.measures import Rows, read_rows
+from bench.fidelity.measures import Rows
 from bench.fidelity.results import PATH, file_of_bed
 from bench.reporting.tables import markdown_table, thousands
 
@@ -61,6 +61,64 @@ def averages_table(rows: Rows, among: Sequence[str] = ()) -> list[str]:
     return markdown_table(("method", *(f"{thousands(tokens)}, {len(items)} tasks" for tokens, items in columns.items())), shown)
 
 
+def asked(rows: Rows, name: str, tokens: int) -> list[str]:
+    """Scored tasks of a length that the method and dense attention were asked prompt by prompt; none unless all lookups were."""
+    known = [item for item in scored(rows, tokens) if all(paired.scores_of(rows, each, [item]) for each in (name, "dense"))]
+    lookups = [item for item in scored(rows, tokens) if item.rpartition("/")[0] in LOOKUPS]
+    return known if lookups and set(lookups) <= set(known) else []
+
+
+def points(found: paired.Difference) -> str:
+    """A difference in points with its interval; bold where the method scores more by more than that."""
+    text = f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+    return f"**{text}**" if found.low > 0 else text
+
+
+def against_dense_table(rows: Rows) -> list[str]:
+    """A row a method, a column a length: its score less dense attention's on the same prompts."""
+    lengths, shown = [tokens for tokens in lengths_of(rows) if asked(rows, "dense", tokens)], []
+    for name in rows:
+        cells = [_against_dense(rows, name, tokens) for tokens in lengths]
+        if name != "dense" and any(cells):
+            shown.append([shown_name(name), *cells])
+    return markdown_table(("method", *map(thousands, lengths)), shown)
+
+
+def _against_dense(rows: Rows, name: str, tokens: int) -> str:
+    items = asked(rows, name, tokens)
+    scores, dense = (paired.scores_of(rows, each, items) for each in (name, "dense"))
+    found = paired.difference(scores, dense) if scores and dense else None
+    if found is None:
+        return ""
+    density = short(paired.density_of(rows, name, items))
+    counts = f"{found.worse} worse, {found.better} better of {found.prompts} in {found.tasks} tasks"
+    return f"{points(found)} at {density}; {counts}"
+
+
+def equal_density_table(rows: Rows) -> list[str]:
+    """A row a method that is not ours, a column a length: its score less hybrid's at the same density, on the same prompts."""
+    curve = [name for name in rows if name.startswith("hybrid:gamma=") and "," not in name]
+    others = [name for name in rows if name.partition(":")[0] not in ("dense", "hybrid", "rule")]
+    lengths = [tokens for tokens in lengths_of(rows) if any(asked(rows, name, tokens) for name in curve)]
+    shown = []
+    for name in others:
+        cells = [_at_equal_density(rows, name, curve, tokens) for tokens in lengths]
+        if any(cells):
+            shown.append([shown_name(name), *cells])
+    return markdown_table(("method", *map(thousands, lengths)), shown)
+
+
+def _at_equal_density(rows: Rows, name: str, curve: Sequence[str], tokens: int) -> str:
+    items = asked(rows, name, tokens)
+    scores = paired.scores_of(rows, name, items) if items else None
+    if not scores:
+        return ""
+    density = paired.density_of(rows, name, items)
+    base = paired.at_density(rows, curve, items, density)
+    found = paired.difference(scores, base) if base else None
+    return f"{points(found)} at {short(density)}" if found else f"fewer blocks, {short(density)}"
+
+
 def by_task_table(rows: Rows) -> list[str]:
     """A row a task and length: dense attention, and the main methods where it solves the task."""
     methods = [name for name in SHOWN if name in rows]
@@ -94,7 +152,7 @@ def answers(row: dict[str, float] | None) -> str:
 
 def main_table(path: Path = PATH) -> list[str]:
     """The averages with a sentence; nothing where the bed was not measured."""
-    rows = read_rows(file_of_bed("tasks", path=path), "tasks", "task")
+    rows = paired.joined(file_of_bed("tasks", path=path))
     if "dense" not in rows:
         return []
     return [
@@ -104,11 +162,26 @@ def main_table(path: Path = PATH) -> list[str]:
         *averages_table(rows),
         "The same of the seven tasks that look values up, which more methods and settings were asked:",
         *averages_table(rows, LOOKUPS),
+        *_paired(rows),
+    ]
+
+
+def _paired(rows: Rows) -> list[str]:
+    """Both comparisons prompt by prompt; nothing where no prompt's own answer is known."""
+    if not any(asked(rows, "dense", tokens) for tokens in lengths_of(rows)):
+        return []
+    return [
+        "Against dense attention on the same prompts, in points: the mean over tasks, at the method's density, and the prompts",
+        "that score less and more. Intervals come from a bootstrap over prompts.",
+        *against_dense_table(rows),
+        "Against hybrid at the same density: each prompt's score between hybrid's settings next to it, or of its densest one",
+        "where a method keeps more. Bold: more than hybrid by more than the interval.",
+        *equal_density_table(rows),
     ]
 
 
 def details(path: Path = PATH) -> list[str]:
     """Task by task; nothing where the bed was not measured."""
-    rows = read_rows(file_of_bed("tasks", path=path), "tasks", "task")
+    rows = paired.joined(file_of_bed("tasks", path=path))
     title = "## RULER's task types one by one"
     return [title, "", "Whole answers right; RULER's score, at the density.", *by_task_table(rows)] if "dense" in rows else []

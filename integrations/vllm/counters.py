@@ -43,7 +43,7 @@ class Counters:
     def add_density(self, density: Tensor, rows: int) -> None:
         """Add the mean density of one call, weighted by its rows, without waiting for the device."""
         with self._lock:
-            weighted = density.detach().double() * rows if density.device.type != "mps" else density.detach() * rows
+            weighted = density.detach().double() * rows
             self._density = weighted if self._density is None else self._density + weighted
             self._density_rows += rows
 

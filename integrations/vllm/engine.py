@@ -70,11 +70,12 @@ class Engine:
         # draft layers that come with a model number on
         if model != own.model or (number is not None and number >= own.get_total_num_hidden_layers()):
             return DRAFT
-        if getattr(self._vllm_config.model_config, "rswa_window", None) is not None:
+        if getattr(own, "rswa_window", None) is not None:
             return "a window that leaves the prompt visible"
         reason = reason_for_stock(number, given, defaults, self.options.settings, self.dtype)
-        if reason is not None or number is None:
-            return reason or ""
+        if reason is not None:
+            return reason
+        assert number is not None
         return sparse_layer(number, given, self.options.settings, *_tensor_parallel_rank())
 
     def prepare(self, device: torch.device, in_profile: bool) -> None:
