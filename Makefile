@@ -44,7 +44,7 @@ demo: $(READY) ## dense attention and FlexPrefill on a trained model: one table,
 TESTS := -m pytest --doctest-modules --doctest-ignore-import-errors tests flexmask
 ON_CPU := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) $(TESTS) -n 2 --dist worksteal --benchmark-disable
 
-test: $(READY) ## the tests and the docstrings' examples but the slowest, on CPU without network
+test: $(READY) ## the tests and the docstrings' examples except the slowest, on CPU without network
 	$(ON_CPU) -m "not slow" $(ARGS)
 
 test-all: $(READY) ## all tests, and every transformers model by cache, padding, prefill and call; writes integrations/SUPPORT.md

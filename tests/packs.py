@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from flexmask import flexprefill_attention
+from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.packed import attention_in_one_call
 from flexmask.varlen import segments_of
@@ -58,6 +60,8 @@ SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
 
 def one_call(inputs: list[Tensor], q_bounds: list[int], k_bounds: list[int], **scores: Any) -> Tensor:
     """Dense attention of all sequences by one FlexAttention call, as on GPUs."""
+    if not (inputs[0].is_cuda or CPU_TAKES_UNBACKED_SIZES):
+        pytest.skip("this torch's C++ template miscompiles a mask of tensors of many sizes; on CPUs no call of ours needs it")
     given = attention_inputs(*(x.transpose(0, 1)[None] for x in inputs), **scores)
     segments = [each for each in segments_of(q_bounds, k_bounds, len(inputs[0]), len(inputs[1])) if each.q_len]
     kernel = "triton" if inputs[0].is_cuda else "cpu"

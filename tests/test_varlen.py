@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import pytest
@@ -201,7 +200,9 @@ def test_inside_a_compilation_bounds_are_ints(form):
         assert_close(attend(*given), flexprefill_attention_varlen(*given))
         assert counter.frame_count == 1
     else:
-        with pytest.raises(Exception, match=re.escape("must be a list or tuple of ints inside torch.compile")):
+        # torch 2.8 tells the error's type alone
+        told = "must be a list or tuple of ints inside torch.compile"
+        with pytest.raises(Exception, match=rf"{told}|ExceptionVariable\(<class 'TypeError'>\)"):
             attend(*given)
 
 
