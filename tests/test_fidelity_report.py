@@ -110,6 +110,49 @@ def test_time_is_mask_and_kernel(measure, tmp_path):
     assert times.lines(measure, tmp_path / "none.jsonl") == []
 
 
+def test_whole_calls_at_equal_error(measure, tmp_path):
+    def call(density, size=128):
+        return {"selection": "hybrid", "block_size": size, "gamma": 0.9, "density": density}
+
+    def row(backend, calls, clock="wall_ms", **taken):
+        timed = {name: {clock: milliseconds} for name, milliseconds in taken.items()}
+        return {"tokens": 32768, "backend": backend, "calls": calls, "times": {"failed": {"error": "E"}, **timed}}
+
+    of_64 = {"backend": "triton", "block_size": 64, "kernel": [[0.1, {"wall_ms": 2.5}], [0.5, {"wall_ms": 6.5}]]}
+    rows = [
+        {"tokens": 32768, "kernel": [[0.1, {"wall_ms": 1.5}], [0.5, {"wall_ms": 5.5}]]},
+        {"tokens": 32768, **of_64},
+        row("flash", {"b": call(0.25), "a": call(0.15), "c": call(0.2, 64), "failed": call(0.9)}, dense=10.0, a=2, b=4, c=1),
+        # another run on a slower machine: shares of its own dense attention
+        row("triton", {"a": call(0.15)}, dense=30.0, a=9.0),
+        row("flash", {"a": call(0.15)}, "graph_ms", dense=1.0, a=1.0),
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    length = times.read(path)[32768]
+    assert length.dense == 20.0
+    assert length.whole["hybrid", 128, "flash"] == [(0.15, 0.2), (0.25, 0.4)]
+    assert length.law("triton", 64) == pytest.approx((1.5, 10.0))
+    density, error = measure.draws(HYBRID)
+    target = float(np.exp(np.interp(0.2, density[:, 0], np.log(error[:, 0]))))
+    table = times.whole_calls_table(measure, {32768: length}, (target, 1e-5))
+    # a share of .3 of a dense attention of 20; one call alone tells nothing of another density
+    assert [line.split(" | ")[:2] for line in table if "hybrid" in line] == [["| hybrid, FLASH", "6: 3.3x [3.3, 3.3]"]]
+    assert table[3].endswith(" | - |") and len(table) == 5
+
+
+def test_every_draw_is_sorted_by_its_own_densities():
+    # on the second text the setting that is denser on average keeps less
+    figures = {"a": np.array([[0.10, 0.9], [0.40, 0.4]]), "b": np.array([[0.50, 0.2], [0.20, 0.8]])}
+    measure = Measure("abs d", ("one-0", "two-0"), figures)
+    weights = np.array([[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]])
+    density, error = measure.draws(["b", "a"], weights)
+    assert density == pytest.approx(np.array([[0.25, 0.10, 0.20], [0.35, 0.50, 0.40]]))
+    assert error == pytest.approx(np.array([[0.65, 0.9, 0.8], [0.50, 0.2, 0.4]]))
+    # between neighbours in each draw
+    assert statistics.error_at(np.full(3, 0.3), density, error, log=False) == pytest.approx([0.575, 0.55, 0.6])
+
+
 def test_rows_go_to_the_files_of_their_beds(tmp_path):
     by_head = {f"{name}_by_head": [[0.1, 0.2], [0.3, 0.4]] for name in ("density", "mass", "output_error")}
     attention = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,13 @@ import numpy as np
 from bench.fidelity import statistics
 from bench.fidelity.compare import AREA
 from bench.fidelity.curves import CURVES, NAMES, OTHERS, between, short, shown_name
-from bench.fidelity.measures import common_texts
+from bench.fidelity.measures import Rows, common_texts, read_rows
 from bench.reporting.tables import markdown_table
 from flexmask.plot import plot_frontier
 
 FIGURES = ("density", "mass", "worst_mass", "output_error")
 DENSITY, ERROR = 0, 3
 DRAWN = ("hybrid", "coverage", "xattention", "flash_prefill", "streaming_llm", "oracle")
-
-
-def read(paths: Sequence[Path]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Rows by method and text."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for path in paths:
-        for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            if row.get("bed") == "attention":
-                found.setdefault(row["method"], {})[row["text"]] = row
-    return found
 
 
 def area(density: np.ndarray, error: np.ndarray, low: float = AREA[0], high: float = AREA[1]) -> float | None:
@@ -47,7 +36,7 @@ def area(density: np.ndarray, error: np.ndarray, low: float = AREA[0], high: flo
     return float(np.exp(np.interp(at, density, np.log(np.maximum(error, 1e-9)))).mean())
 
 
-def report(rows: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], list[list[Any]], dict[str, list[tuple[float, float]]]]:
+def report(rows: Rows) -> tuple[list[str], list[list[Any]], dict[str, list[tuple[float, float]]]]:
     """The lines of the report, the rows of the CSV, and the points of each method's curve."""
     if not rows:
         raise SystemExit("the files must hold rows of bench.fidelity.attention; got none")
@@ -92,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rows", type=Path, nargs="+", help="files of bench.fidelity.attention")
     parser.add_argument("--out", type=Path, required=True, help="folder")
     options = parser.parse_args(arguments)
-    lines, sheet, curves = report(read(options.rows))
+    lines, sheet, curves = report(read_rows(options.rows, "attention"))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "attention.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     with (options.out / "attention.csv").open("w", encoding="utf-8", newline="") as file:

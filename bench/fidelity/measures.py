@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from bench.fidelity import statistics
 from bench.fidelity.results import Results
+from bench.measure.rows import read_rows as rows_of_files
 
 Rows = dict[str, dict[str, dict[str, Any]]]
 """Rows of a file by method and text"""
@@ -39,14 +39,15 @@ class Measure:
     ratio: bool = True
 
     def draws(self, settings: Iterable[str], weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Density and error of those settings that were measured, by rising density, (settings, 1 + draws) each."""
+        """Density and error of those settings that were measured, (settings, 1 + draws) each, every draw by rising density."""
         weights = statistics.bootstrap_weights(self.texts) if weights is None else weights
         found = [weights @ self.figures[name] for name in settings if name in self.figures]
         if not found:
             return np.empty((0, len(weights))), np.empty((0, len(weights)))
-        found.sort(key=lambda each: each[0, 0])
-        both = np.stack(found)
-        return both[..., 0], both[..., 1]
+        density, error = np.moveaxis(np.stack(found), -1, 0)
+        # each draw by its own densities, whose order need not be that of the means
+        order = density.argsort(0, kind="stable")
+        return np.take_along_axis(density, order, 0), np.take_along_axis(error, order, 0)
 
 
 def of_texts(results: Results, texts: Sequence[str]) -> list[Measure]:
@@ -78,11 +79,10 @@ def common_texts(rows: Rows) -> list[str]:
     return sorted(set.intersection(*(set(by) for by in kept))) if kept else []
 
 
-def read_rows(path: Path, bed: str, item: str = "text") -> Rows:
-    """Rows of a bed by method and text or task; none if there is no such file."""
+def read_rows(paths: Path | Sequence[Path], bed: str, item: str = "text") -> Rows:
+    """Rows of a bed by method and text or task; none of files that are not there."""
     found: Rows = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        row = json.loads(line)
+    for row in rows_of_files(path for path in ([paths] if isinstance(paths, Path) else paths) if path.exists()):
         if row["bed"] == bed and item in row and "error" not in row:
             found.setdefault(row["method"], {})[row[item]] = row
     return found

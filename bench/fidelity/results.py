@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bench.fidelity.texts import NUM_TOKENS
+from bench.measure.rows import read_rows
 
 PATH = Path(__file__).parents[1] / "results" / "fidelity-nvidia-h200.jsonl"
 TEXT_FIGURES = ("density", "dloss", "absd")
@@ -66,8 +67,7 @@ def read(path: Path = PATH) -> Results:
 
 def rows_of(path: Path, beds: Collection[str] = ("texts", "needles")) -> list[dict[str, Any]]:
     """Rows that hold a measurement on these beds."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["bed"] in beds and "error" not in row]
+    return [row for row in read_rows(path) if row["bed"] in beds and "error" not in row]
 
 
 def file_of_bed(bed: str, tokens: int | None = None, path: Path = PATH) -> Path:
