@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from transformers import masking_utils
@@ -17,6 +19,8 @@ OLDEST, NEWEST = (4, 54), (5, 23)
 remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 # whether some models build their own 4-D masks, whatever the mask interface says
 MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
+# whether models enter torch.autocast on the meta device, which torch refuses
+_MODELS_AUTOCAST_ON_META = transformers.__version__.startswith("4.")
 
 
 def check_release() -> None:
@@ -31,6 +35,26 @@ def check_release() -> None:
     if not OLDEST <= release <= NEWEST:
         oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
         raise ImportError(f"flexprefill serves transformers {oldest} to {newest}; got {transformers.__version__}")
+
+
+class _Autocast(torch.autocast):
+    """torch.autocast, and on the meta device that of the CPU."""
+
+    def __init__(self, device_type: str, *arguments: Any, **keywords: Any) -> None:
+        super().__init__("cpu" if device_type == "meta" else device_type, *arguments, **keywords)
+
+
+@contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Let models run on the meta device whose rotary embeddings switch autocast off: within, torch does not refuse that."""
+    if not _MODELS_AUTOCAST_ON_META:
+        yield
+        return
+    torch.autocast = _Autocast  # type: ignore[misc]  # models read it as an attribute of torch
+    try:
+        yield
+    finally:
+        torch.autocast = torch.amp.autocast_mode.autocast  # type: ignore[misc]
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
