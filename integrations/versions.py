@@ -19,8 +19,6 @@ OLDEST, NEWEST = (4, 54), (5, 23)
 remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 # whether some models build their own 4-D masks, whatever the mask interface says
 MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
-# whether models enter torch.autocast on the meta device, which torch refuses
-_MODELS_AUTOCAST_ON_META = transformers.__version__.startswith("4.")
 
 
 def check_release() -> None:
@@ -37,24 +35,32 @@ def check_release() -> None:
         raise ImportError(f"flexprefill serves transformers {oldest} to {newest}; got {transformers.__version__}")
 
 
-class _Autocast(torch.autocast):
-    """torch.autocast, and on the meta device that of the CPU."""
+_is_autocast_enabled = torch.is_autocast_enabled
+
+
+class _AutocastOnMeta(torch.autocast):
+    """torch.autocast, and for the meta device that of the CPU."""
 
     def __init__(self, device_type: str, *arguments: Any, **keywords: Any) -> None:
         super().__init__("cpu" if device_type == "meta" else device_type, *arguments, **keywords)
 
 
+def _is_autocast_enabled_on_meta(*device_type: str) -> bool:
+    return _is_autocast_enabled(*("cpu" if each == "meta" else each for each in device_type))
+
+
 @contextmanager
 def autocast_on_meta() -> Iterator[None]:
-    """Let models run on the meta device whose rotary embeddings switch autocast off: within, torch does not refuse that."""
-    if not _MODELS_AUTOCAST_ON_META:
-        yield
-        return
-    torch.autocast = _Autocast  # type: ignore[misc]  # models read it as an attribute of torch
+    """Let models run on the meta device whose rotary embeddings switch autocast off there, which torch refuses.
+
+    Releases 4.54 to 5.0, and some after them, do that; 5.23 leaves it out.
+    """
+    # as attributes of torch, which is where models find them
+    torch.autocast, torch.is_autocast_enabled = _AutocastOnMeta, _is_autocast_enabled_on_meta  # type: ignore[misc,assignment]
     try:
         yield
     finally:
-        torch.autocast = torch.amp.autocast_mode.autocast  # type: ignore[misc]
+        torch.autocast, torch.is_autocast_enabled = torch.amp.autocast_mode.autocast, _is_autocast_enabled  # type: ignore[misc]
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:

@@ -60,9 +60,9 @@ def test_sizes_windows_and_lengths():
 
 def test_nothing_is_left_behind():
     config = LlamaConfig(num_hidden_layers=1)
-    before = config._attn_implementation, config.to_dict()
+    before = config._attn_implementation, config.to_dict(), torch.autocast, torch.is_autocast_enabled
     layer_plan(config)
-    assert (config._attn_implementation, config.to_dict()) == before
+    assert (config._attn_implementation, config.to_dict(), torch.autocast, torch.is_autocast_enabled) == before
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
     assert model(torch.ones(1, 5, dtype=torch.long)).logits.isfinite().all()
 
