@@ -101,7 +101,7 @@ def is_under_vmap(tensor: Tensor) -> bool:
 def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
     """A view of `tensor` whose size in `dim` torch.compile takes as symbolic from the first compilation on.
 
-    Its other sizes but the batch stay numbers: torch would make them symbolic for having seen others in a function of the same
+    Its other sizes except the batch stay numbers: torch would make them symbolic for having seen others in a function of the same
     name, which every variant of `flexmask.compilation.compiled` is, and Inductor (2.11) fails on some graphs with symbolic heads.
     """
     view = tensor.detach()

@@ -25,6 +25,7 @@ from flexmask.integrations.registration import register
 from flexmask.integrations.route import PrefillCall, reason_dense_layer, reason_no_mask
 from flexmask.integrations.run import FlexPrefillRun
 from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.versions import autocast_on_meta
 from flexmask.plain.published import check_published
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
@@ -202,7 +203,7 @@ def _follow(model: PreTrainedModel, run: FlexPrefillRun, call: Callable[..., Any
     try:
         for config in block.configs:
             config._attn_implementation_internal = _NAME
-        with torch.no_grad(), _passing_over(model):
+        with torch.no_grad(), autocast_on_meta(), _passing_over(model):
             model(input_ids=ids, **arguments)
     except Exception as error:
         return error

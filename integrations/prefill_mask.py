@@ -190,14 +190,14 @@ def prefill_mask(
             **arguments,
         )
     # a first row that only a device knows is not waited for
-    known_first = on_host(first)
+    known_first = int_if_known(first)
     if attention_mask is not None and isinstance(known_first, int) and not torch.compiler.is_compiling():
         expected = (batch_size, known_first + q_len)
         if attention_mask.shape[1] < expected[1]:
             raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
     shape = (batch_size, 1, q_len, kv_length)
     # as many rows as keys: the first row stands at the first key, whatever else is said
-    offset = 0 if q_len == kv_length else on_host(first - kv_offset)
+    offset = 0 if q_len == kv_length else int_if_known(first - kv_offset)
     known, window, ids = window_of(mask_function, local_size)
     if not known or (ids is not None and torch.compiler.is_compiling()):
         return PrefillMask(shape, offset, refusal=_COMPILED if known else _REFUSAL)
@@ -210,7 +210,7 @@ def prefill_mask(
     return PrefillMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window, tokens=tokens)
 
 
-def on_host(number: int | Tensor) -> int | Tensor:
+def int_if_known(number: int | Tensor) -> int | Tensor:
     """`number` as an int where that takes no wait for a device: on CPUs."""
     if type(number) is Tensor and number.device.type == "cpu" and not torch.compiler.is_compiling():
         return int(number)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from transformers import masking_utils
@@ -31,6 +33,34 @@ def check_release() -> None:
     if not OLDEST <= release <= NEWEST:
         oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
         raise ImportError(f"flexprefill serves transformers {oldest} to {newest}; got {transformers.__version__}")
+
+
+_is_autocast_enabled = torch.is_autocast_enabled
+
+
+class _AutocastOnMeta(torch.autocast):
+    """torch.autocast, and for the meta device that of the CPU."""
+
+    def __init__(self, device_type: str, *arguments: Any, **keywords: Any) -> None:
+        super().__init__("cpu" if device_type == "meta" else device_type, *arguments, **keywords)
+
+
+def _is_autocast_enabled_on_meta(*device_type: str) -> bool:
+    return _is_autocast_enabled(*("cpu" if each == "meta" else each for each in device_type))
+
+
+@contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Let models run on the meta device whose rotary embeddings switch autocast off there, which torch refuses.
+
+    Releases 4.54 to 5.0, and some after them, do that; 5.23 leaves it out.
+    """
+    # as attributes of torch, which is where models find them
+    torch.autocast, torch.is_autocast_enabled = _AutocastOnMeta, _is_autocast_enabled_on_meta  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        torch.autocast, torch.is_autocast_enabled = torch.amp.autocast_mode.autocast, _is_autocast_enabled  # type: ignore[misc]
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:

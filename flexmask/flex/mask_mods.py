@@ -1,4 +1,4 @@
-"""mask_mods of the masks that flexmask emits, for FlexAttention's ``mask_mod(b, h, q_idx, kv_idx)``."""
+"""mask_mods of flexmask's masks, for FlexAttention's ``mask_mod(b, h, q_idx, kv_idx)``."""
 
 from __future__ import annotations
 

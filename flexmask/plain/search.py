@@ -69,11 +69,11 @@ def search(
     rows = representative_rows(config.index_queries, tokens, block_size)
     attention = representative_attention(inputs, rows, tokens)
     mass = line_mass(row_mass(attention, rows, block_size), rows, block_size)
-    pattern_rows, attended = rows, mass.vertical
+    pattern_rows, pattern_vertical = rows, mass.vertical
     if config.pattern_queries != config.index_queries:
         pattern_rows = representative_rows(config.pattern_queries, tokens, block_size)
         pattern_attention = representative_attention(inputs, pattern_rows, tokens)
-        attended = line_mass(row_mass(pattern_attention, pattern_rows, block_size), pattern_rows, block_size).vertical
+        pattern_vertical = line_mass(row_mass(pattern_attention, pattern_rows, block_size), pattern_rows, block_size).vertical
 
     # step 2: does attention follow block means?
     key_means = block_means(inputs.key, None if tokens.filled else tokens.key_valid, block_size)
@@ -87,7 +87,7 @@ def search(
         keep = extended_lines(chosen.vertical, chosen.slash, seen) | chosen.query_aware
         choice = Choice(keep, chosen.is_query_aware, chosen.distance, chosen.num_vertical, chosen.num_slash)
     else:
-        distance = jensen_shannon_distance(estimated, attended)
+        distance = jensen_shannon_distance(estimated, pattern_vertical)
         has_rows = tokens.row_valid.any(-1, keepdim=True)
         is_query_aware = (distance.to(tau.dtype) < tau) & has_rows
 

@@ -74,7 +74,7 @@ FEWER_CELLS = _fewer_cells()
 
 
 def refusal(cell: Cell) -> tuple[str, type[Exception], str] | None:
-    """Why transformers itself cannot run a cell in this release, and the error that says so; None where it can."""
+    """The reason why transformers itself cannot run a cell in this release, with its error; None where it can."""
     if not FAMILIES[cell.family].available:
         return "no such family in this release", AttributeError, cell.family
     if RELEASE < (4, 57) and cell.family == "Qwen3Moe" and (cell.cache, cell.call) == ("static", "generate"):

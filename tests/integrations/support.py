@@ -18,7 +18,7 @@ _, CACHES, PADDINGS, PREFILLS, CALLS = CHOICES
 
 
 class Result(NamedTuple):
-    """Why a cell is refused, or the largest differences of its logits: to dense attention, and to attention under its masks."""
+    """The refusal of a cell, or the largest differences of its logits: to dense attention, and to attention under its masks."""
 
     refused: str | None = None
     at_gamma_one: float = 0.0

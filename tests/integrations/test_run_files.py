@@ -48,7 +48,7 @@ def test_a_dropped_call_that_is_not_finite_is_saved(tmp_path):
 
 def test_calls_of_other_threads_wait_while_the_record_is_read(tmp_path, monkeypatch):
     run, kept = recorded(10, max_calls=4), FlexPrefillRun._kept
-    read = []
+    read, threads = [], []
 
     def watched(self):
         found = kept(self)
@@ -56,12 +56,14 @@ def test_calls_of_other_threads_wait_while_the_record_is_read(tmp_path, monkeypa
         thread.start()
         thread.join(0.05)
         read.append(thread.is_alive())
+        threads.append(thread)
         return found
 
     monkeypatch.setattr(FlexPrefillRun, "_kept", watched)
     path = tmp_path / "run.json"
     for look in (run.rows, run.summary, lambda: run.save(path)):
         look()
+        threads[-1].join()
     assert read == [True] * 3
     # what was dropped meanwhile is in the file once
     found = FlexPrefillRun.load(path)
