@@ -141,6 +141,26 @@ def test_numbers_kept_for_the_gpu_are_never_fake(monkeypatch):
     assert kept == [(0.5, 4, 0.1)]
 
 
+def test_kernels_are_launched_on_the_device_of_query(monkeypatch):
+    """Whatever device is current: `tests/test_search_on_gpu.py` runs them on a second GPU."""
+    entered, launched = [], []
+
+    @contextlib.contextmanager
+    def device_as_current(device):
+        entered.append(device)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device_as_current)
+    monkeypatch.setattr(search, "kernel_search", None, raising=False)
+    monkeypatch.setattr(search, "runs_kernels", lambda inputs, config: True)
+    monkeypatch.setattr(search, "compiled", lambda *variant, **options: lambda *arguments: launched.extend(entered))
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 64, 16, device="cuda:1")
+        search._run(AttentionInputs(query, query, None, 1.0), FlexPrefillConfig(), query, query, False, False)
+    assert launched == [torch.device("cuda:1")]
+
+
 @pytest.fixture
 def tf32_on():
     matmul = torch.backends.cuda.matmul
