@@ -81,6 +81,19 @@ def test_dense_attention_stays_the_same(state, keywords):
         assert torch.equal(got, wanted)
 
 
+@ambient
+def test_statistics_of_dense_attention_stay_the_same(state):
+    it = call(q_len=200)
+    _, expected = flexprefill_attention(it.case.query, it.case.key, it.value, return_stats=True)
+    with state():
+        _, found = flexprefill_attention(it.case.query, it.case.key, it.value, return_stats=True)
+    for name, wanted in vars(expected).items():
+        got = getattr(found, name)
+        if isinstance(wanted, torch.Tensor):
+            assert (got.dtype, got.device) == (wanted.dtype, wanted.device), name
+            assert torch.equal(got.nan_to_num(-1.0), wanted.nan_to_num(-1.0)), name
+
+
 @pytest.mark.attention
 @ambient
 def test_sparse_attention_stays_the_same(state):
