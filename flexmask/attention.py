@@ -70,8 +70,8 @@ def flexprefill_attention(
         sinks, as in gpt-oss). The selection does not see them: `gamma` is a share of the attention to keys. Default None.
     backend
         ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, a Hopper GPU, block_size 128, head_dim
-        <= 128, half precision; no softcap, gradients or log-sum-exp) or ``"auto"`` (default): flash where it can run, else
-        triton. On CPUs ``"auto"`` is the compiled C++ kernel.
+        <= 128, half precision; no softcap, gradients or log-sum-exp; on Blackwell untested, with a warning) or ``"auto"``
+        (default): flash on a Hopper GPU where it can run, else triton. On CPUs ``"auto"`` is the compiled C++ kernel.
     dense_below
         Tokens: with a kv_len below this, and for a single query row, dense attention runs instead. Default None: 16384,
         where it was 1.6 times as fast as dense attention on an H200 at a density of .55 and gamma .95 (FLASH backend); at 8,192

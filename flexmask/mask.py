@@ -90,8 +90,8 @@ def flexprefill_mask(
         tokens in blocks of 128). While it is made, up to 14 bytes an entry by the kernels on CUDA; elsewhere up to 80, and 12
         for each representative row and key (18 with a soft cap), since their attention is written out. torch 2.5's BlockMask
         knows whole blocks only: its shape and sparsity round the lengths up to them. ``torch.save``, pickle and ``copy.deepcopy``
-        take the mask with its mask_mod (``torch.load`` needs ``weights_only=False``); one made inside ``torch.compile``, and what
-        BlockMask's own methods make of a mask, they do not.
+        take the mask with its mask_mod (``torch.load`` needs ``weights_only=False``), and ``to`` moves both; not so
+        for a mask made inside ``torch.compile``.
     FlexPrefillStats
         Only with `return_stats`.
 

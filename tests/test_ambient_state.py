@@ -81,6 +81,19 @@ def test_dense_attention_stays_the_same(state, keywords):
         assert torch.equal(got, wanted)
 
 
+@ambient
+def test_statistics_of_dense_attention_stay_the_same(state):
+    it = call(q_len=200)
+    _, expected = flexprefill_attention(it.case.query, it.case.key, it.value, return_stats=True)
+    with state():
+        _, found = flexprefill_attention(it.case.query, it.case.key, it.value, return_stats=True)
+    for name, wanted in vars(expected).items():
+        got = getattr(found, name)
+        if isinstance(wanted, torch.Tensor):
+            assert (got.dtype, got.device) == (wanted.dtype, wanted.device), name
+            assert torch.equal(got.nan_to_num(-1.0), wanted.nan_to_num(-1.0)), name
+
+
 @pytest.mark.attention
 @ambient
 def test_sparse_attention_stays_the_same(state):
@@ -139,6 +152,26 @@ def test_numbers_kept_for_the_gpu_are_never_fake(monkeypatch):
     assert not kept
     assert search._shares(inputs, config) == shares
     assert kept == [(0.5, 4, 0.1)]
+
+
+def test_kernels_are_launched_on_the_device_of_query(monkeypatch):
+    """Whatever device is current: `tests/test_search_on_gpu.py` runs them on a second GPU."""
+    entered, launched = [], []
+
+    @contextlib.contextmanager
+    def device_as_current(device):
+        entered.append(device)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device_as_current)
+    monkeypatch.setattr(search, "kernel_search", None, raising=False)
+    monkeypatch.setattr(search, "runs_kernels", lambda inputs, config: True)
+    monkeypatch.setattr(search, "compiled", lambda *variant, **options: lambda *arguments: launched.extend(entered))
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 64, 16, device="cuda:1")
+        search._run(AttentionInputs(query, query, None, 1.0), FlexPrefillConfig(), query, query, False, False)
+    assert launched == [torch.device("cuda:1")]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from flexmask.base.inputs import AttentionInputs
 BACKENDS = ("auto", "triton", "flash")
 _FLASH_BLOCK_SIZE = 128
 _FLASH_HEAD_DIM = 128
-_HOPPER, _BLACKWELL = 9, 10  # major compute capability
+# major compute capability: where FLASH was seen to work, and others that flash-attn-4 has kernels with block lists for
+_HOPPER = 9
+_BLACKWELL = (10, 11)
 
 
 def flash_installed() -> bool:
@@ -42,6 +45,11 @@ def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, retur
     str
         "cpu", "triton" or "flash".
 
+    Warns
+    -----
+    UserWarning
+        If "flash" was asked for where it was never run.
+
     Raises
     ------
     ValueError
@@ -50,11 +58,12 @@ def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, retur
     query, value = inputs.query, inputs.value
     assert value is not None
     device = query.device.type
+    capability = torch.cuda.get_device_capability(query.device)[0] if device == "cuda" else 0
     reasons = []
     if device != "cuda":
         reasons.append(f"it needs a CUDA device (got {device})")
-    else:
-        reasons += _flash_refusals_of(torch.cuda.get_device_capability(query.device)[0])
+    elif capability != _HOPPER and capability not in _BLACKWELL:
+        reasons.append(f"it needs a Hopper or Blackwell GPU of compute capability 9, 10 or 11 (got {capability})")
     if query.dtype == torch.float32:
         reasons.append("it needs float16 or bfloat16 (got float32)")
     if block_size != _FLASH_BLOCK_SIZE:
@@ -72,6 +81,14 @@ def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, retur
             raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
         if not flash_available():
             raise ValueError('backend="flash" needs torch >= 2.10 and the package flash-attn-4, which is not installed')
+        if capability in _BLACKWELL and not torch.compiler.is_compiling():
+            # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program there
+            warnings.warn(
+                f'backend="flash" is untested on compute capability {capability}, where flash-attn-4 is said to take query '
+                'blocks of 256 tokens, and ours have 128; backend="triton" does not depend on that',
+                UserWarning,
+                stacklevel=2,
+            )
         return "flash"
     if backend == "triton":
         if device == "cpu":
@@ -79,17 +96,7 @@ def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, retur
         return "triton"
     if device == "cpu":
         return "cpu"
-    return "flash" if not reasons and flash_available() else "triton"
-
-
-def _flash_refusals_of(capability: int) -> list[str]:
-    """Reasons why flash-attn-4 cannot take our blocks at this major compute capability; empty where it was seen to work."""
-    if capability == _HOPPER:
-        return []
-    if capability == _BLACKWELL:
-        # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program there
-        return ["on Blackwell flash-attn-4 takes query blocks of 256 tokens and key blocks of 128, and ours are square"]
-    return [f"it needs a Hopper GPU (got compute capability {capability})"]
+    return "flash" if capability == _HOPPER and not reasons and flash_available() else "triton"
 
 
 def kernel_options(backend: str, block_size: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any] | None:

@@ -1,11 +1,14 @@
 """Running sums with and without float64, and the plain search on a device that has none."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmask import search
+from flexmask._torch import widest_float
 from flexmask.base.running_sums import running_sums
 from tests.cases import cases, published_cases
 from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics
@@ -29,6 +32,14 @@ def test_sums_of_many_small_values_reach_their_total(precision):
     assert sums.dtype == precision
     exact = values.double().cumsum(-1)
     torch.testing.assert_close(sums.double(), exact, rtol=1e-7 if precision == torch.float32 else 0, atol=1e-8)
+
+
+@pytest.mark.parametrize("has_float64", [True, False])
+def test_float64_is_not_asked_for_where_there_is_none(monkeypatch, has_float64):
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=has_float64))
+    widest = torch.float64 if has_float64 else torch.float32
+    expected = {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32, "xpu": widest}
+    assert {name: widest_float(torch.device(name)) for name in expected} == expected
 
 
 def test_the_search_needs_no_float64(monkeypatch):

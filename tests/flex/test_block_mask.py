@@ -10,10 +10,12 @@ import weakref
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import and_masks
+from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from flexmask import flexprefill_mask
+from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks import causal_mask
+from flexmask.flex.joined import joined_mask
 from tests.attention_calls import padding
 from tests.compile_support import assert_same_lists
 
@@ -64,8 +66,49 @@ def test_changed_mask_is_not_taken_for_the_one_that_was_made():
     mask = flexprefill_mask(query, query, block_size=32)
     mask.mask_mod = and_masks(mask.mask_mod, lambda b, h, q, k: k > 5)
     assert copy.deepcopy(mask).mask_mod is mask.mask_mod
-    with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
-        pickle.dumps(mask)
+    assert copy.copy(mask).mask_mod is mask.mask_mod
+    for save in (pickle.dumps, saved):
+        with pytest.raises(TypeError, match=r"a mask can be pickled as flexprefill_mask .* returns it; got .* kv_indices"):
+            save(mask)
+
+
+def everything(b, h, q, k):
+    return k >= 0
+
+
+def test_mask_with_a_mask_mod_of_a_module_is_pickled():
+    query = torch.randn(1, 2, 96, 16)
+    mask = flexprefill_mask(query, query, block_size=32)
+    mask.mask_mod = everything
+    for way in WAYS.values():
+        got = way(mask)
+        assert type(got) is BlockMask
+        assert got.mask_mod is everything
+        assert_same_lists(got, mask)
+
+
+def test_mask_joined_of_groups_is_copied_and_not_pickled():
+    query = torch.randn(1, 2, 96, 16)
+    mask = flexprefill_mask(query[:, :1], query[:, :1], block_size=32)
+    joined = joined_mask([mask, mask], AttentionInputs(query, query, None, 1.0))
+    assert_same_lists(copy.deepcopy(joined), joined)
+    with pytest.raises(TypeError, match=r"a mask can be pickled as .* joined"):
+        saved(joined)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_mask_moves_with_what_its_mask_mod_captures(case):
+    query, key = torch.randn(2, 4, 130, 16), torch.randn(2, 2, 160, 16)
+    mask = flexprefill_mask(query, key, gamma=0.5, block_size=32, min_budget=0, **case)
+    moved = mask.to("meta")
+    assert moved.kv_indices.device.type == "meta"
+    # q_idx // 32 of a mask that stays behind would be on the CPU
+    index = [torch.zeros(1, dtype=torch.int32, device="meta")] * 4
+    assert moved.mask_mod(*index).device.type == "meta"
+    assert_same_lists(saved(mask.to("cpu")), mask)
+    assert torch.equal(mask.to("cpu").to_dense(), mask.to_dense())
+    mask.mask_mod = everything
+    assert mask.to("cpu").mask_mod is everything
 
 
 def test_dropped_mask_is_freed_at_once():

@@ -54,6 +54,17 @@ def test_mask_for_other_keys_names_both():
         attention_call(torch.nn.Module(), query, key, key, PrefillMask((1, 1, 40, 40), 0))
 
 
+@pytest.mark.parametrize("by_model", [True, False])
+def test_mask_of_four_dimensions_names_the_models_that_make_one(monkeypatch, by_model):
+    """Before release 5 some models make one whatever they are called with."""
+    monkeypatch.setattr("flexmask.integrations.attention_call.MODELS_MAKE_4D_MASKS", by_model)
+    query = torch.zeros(1, 2, 40, 16)
+    with pytest.raises(NotImplementedError, match="does not serve a 4-D attention_mask") as caught:
+        attention_call(torch.nn.Module(), query, query, query, torch.ones(1, 1, 40, 40, dtype=torch.bool).tril())
+    assert ("some models (OPT, BART, GraniteMoe, Persimmon, FalconH1) make themselves" in str(caught.value)) == by_model
+    assert ("use a newer release" in str(caught.value)) == by_model
+
+
 def test_argument_is_causal_says_nothing_under_a_mask_of_ours():
     """GPT-2 passes False wherever it was given a mask."""
     torch.manual_seed(0)

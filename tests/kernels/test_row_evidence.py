@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexmask.base.inputs import attention_inputs
-from flexmask.base.visibility import block_visibility, valid_keys
+from flexmask.base.visibility import block_visibility, token_validity, valid_keys
 from flexmask.config import FlexPrefillConfig
 from flexmask.plain.hybrid import reaches
 from flexmask.plain.pooling import block_means
@@ -37,7 +37,10 @@ def test_halves_of_the_means_hold_twice_the_digits(dtype):
 def compare(query, key, config, gammas, padded=False, **scores):
     """Blocks and coverage of the kernel and of the plain steps; evidence within rounding of its threshold may fall either way."""
     inputs = attention_inputs(query, key, **scores).placed()
-    tokens = tokens_of(query.shape[0], query.shape[2], key.shape[2], padded)
+    if isinstance(padded, bool):
+        tokens = tokens_of(query.shape[0], query.shape[2], key.shape[2], padded)
+    else:
+        tokens = token_validity(query.shape[2], key.shape[2], None, padded, key)
     edges = packed_edges(tokens, config.block_size, inputs.window)
     key_valid = None if tokens.filled else tokens.key_valid
     means, halves = block_means(key, key_valid, config.block_size), split_means(key, key_valid, config.block_size)
@@ -96,3 +99,12 @@ def test_tiles_that_every_row_sees_whole(heads, lengths, dtype, scores):
     query, key = (3 * normal(1, heads[0], lengths[0], 32)).to(dtype), normal(1, heads[1], lengths[1], 32, seed=1).to(dtype)
     config = FlexPrefillConfig(block_size=16, row_stride=4, selection="hybrid")
     compare(query, key, config, [0.5 + 0.4 * head / heads[0] for head in range(heads[0])], **scores)
+
+
+def test_padding_in_tiles_far_from_every_edge():
+    """Behind it every row is a token, and sees a tile of key blocks that are not whole."""
+    query, key = 3 * normal(1, 2, 640, 32), normal(1, 2, 700, 32, seed=1)
+    slot = torch.arange(700, device=key.device)
+    padding = ((slot >= 45) & (slot // 4 % 3 != 0)) | (slot >= 60)
+    config = FlexPrefillConfig(block_size=16, row_stride=4, selection="hybrid")
+    compare(query, key, config, [0.6, 0.8], padded=padding[None])

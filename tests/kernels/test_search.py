@@ -139,6 +139,25 @@ def test_rows_that_do_not_decide(options):
 
 
 @interpreted
+@pytest.mark.parametrize("selection", ["coverage", "hybrid"])
+def test_the_default_dtype_changes_nothing(selection):
+    query, key = structured_inputs(torch.Generator().manual_seed(3), 1, 2, 1, 90, 90, 32, sharpness=5.0)
+    config = FlexPrefillConfig(tau=0.0, block_size=16, min_budget=0, selection=selection)
+    gamma, tau = torch.full((2,), 0.43, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
+    inputs = AttentionInputs(query, key, None, 0.2)
+    expected = kernel_search(inputs, config, gamma, tau, True, True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = kernel_search(inputs, config, gamma, tau, True, True)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
+    assert all(same_values(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(found.stats, expected.stats, strict=True))
+    assert (expected.stats[2] < 1).any()
+
+
+@interpreted
 @pytest.mark.parametrize("fault", ["block_sums", "top_p_map", "pattern_and_lines", "row_blocks", "last_rows_lines"])
 def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
     hybrid = fault in ("row_blocks", "last_rows_lines")
