@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from flexmask.base.inputs import attention_inputs
-from flexmask.flex.packed import _calls, _mask, _table, attention_in_one_call, dense_attention_packed
+from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.flex.packed import Segment, _calls, _mask, _shared_calls, _table, attention_in_one_call, dense_attention_packed
 from flexmask.varlen import segments_of
 from tests.packs import K_LENS, Q_LENS, SINKS, alone, assert_close, bounds_of, one_call, pack
 
@@ -65,6 +67,22 @@ def test_calls_are_cut_where_their_copies_would_grow(monkeypatch):
     for call in calls:
         assert sum(-(-length // 128) for each in call for length in (each.q_len, each.kv_len)) <= 7 or len(call) == 1
     assert [len(call) for call in calls] == [1, 1, 1, 2, 1]
+
+
+def test_sequences_with_a_call_to_themselves_are_not_copied_where_sdpa_takes_them():
+    def calls(lengths, return_lse=False, **fields):
+        query = torch.empty(1).expand(1, 1, sum(lengths), 32)
+        bounds = [0, *itertools.accumulate(lengths)]
+        segments = [Segment(slice(*each), slice(*each)) for each in itertools.pairwise(bounds)]
+        return _shared_calls(AttentionInputs(query, query, query, 1.0, **fields), segments, return_lse)
+
+    long = 70_000
+    assert calls([300, 200, long, 1, 400]) == [[0, 1]]
+    assert calls([long, long]) == []
+    assert calls([300]) == []
+    # SDPA would need a map of visible keys, or knows no such scores
+    for given in ({"window": 4096}, {"softcap": 3.0}, {"return_lse": True}):
+        assert calls([300, 200, long, 1, 400], **given) == [[0, 1], [2], [4]]
 
 
 def test_results_hold_no_more_than_their_rows(monkeypatch):
