@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexmask import compilation, flexprefill_attention_varlen
-from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.packed import Segment, _shared_calls
+from flexmask.flex.packed import Segment
 from flexmask.stats import FlexPrefillStats
 from flexmask.varlen import segments_of
 from tests.packs import K_LENS, LONG, Q_LENS, SINKS, SPARSE, alone, assert_close, one_call, pack
@@ -215,19 +215,3 @@ def test_a_cpu_tensor_of_bounds_is_not_read_twice(monkeypatch):
     segments = segments_of(same, same, 50, 50)
     assert reads == [3]
     assert segments == [Segment(slice(0, 30), slice(0, 30)), Segment(slice(30, 50), slice(30, 50))]
-
-
-def test_sequences_with_a_call_to_themselves_are_not_copied_where_sdpa_takes_them():
-    def calls(lengths, return_lse=False, **fields):
-        query = torch.empty(1).expand(1, 1, sum(lengths), 32)
-        bounds = [0, *itertools.accumulate(lengths)]
-        segments = [Segment(slice(*each), slice(*each)) for each in itertools.pairwise(bounds)]
-        return _shared_calls(AttentionInputs(query, query, query, 1.0, **fields), segments, return_lse)
-
-    long = 70_000
-    assert calls([300, 200, long, 1, 400]) == [[0, 1]]
-    assert calls([long, long]) == []
-    assert calls([300]) == []
-    # SDPA would need a map of visible keys, or knows no such scores
-    for given in ({"window": 4096}, {"softcap": 3.0}, {"return_lse": True}):
-        assert calls([300, 200, long, 1, 400], **given) == [[0, 1], [2], [4]]

@@ -174,19 +174,24 @@ def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
 
 
 def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
-    """Sequences by call, by number, so that each copies no more than `_MOST_BLOCKS`, unless one sequence alone exceeds that.
-
-    Left out are single rows, and sequences with a call to themselves that SDPA takes without a copy.
-    """
-    calls: list[list[int]] = []
-    blocks = 0
+    """Sequences by call, by number: all but single rows and those with a call to themselves that SDPA takes without a copy."""
     shared = [number for number, segment in enumerate(segments) if segment.q_len > 1]
-    for number in shared if len(shared) > 1 else ():
-        segment = segments[number]
+    if len(shared) < 2:
+        return []
+    waiting = iter(shared)
+    calls = [list(itertools.islice(waiting, len(part))) for part in _calls([segments[number] for number in shared])]
+    return [call for call in calls if len(call) > 1 or not sdpa_serves(segments[call[0]].of(inputs), return_lse)]
+
+
+def _calls(segments: list[Segment]) -> list[list[Segment]]:
+    """Segments by call, so that each copies no more than `_MOST_BLOCKS`, unless one segment alone exceeds that."""
+    calls: list[list[Segment]] = []
+    blocks = 0
+    for segment in segments:
         more = -(-segment.q_len // _BLOCK) + -(-segment.kv_len // _BLOCK)
         if not calls or blocks + more > _MOST_BLOCKS:
             calls.append([])
             blocks = 0
-        calls[-1].append(number)
+        calls[-1].append(segment)
         blocks += more
-    return [call for call in calls if len(call) > 1 or not sdpa_serves(segments[call[0]].of(inputs), return_lse)]
+    return calls

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from flexmask.base.inputs import attention_inputs
-from flexmask.flex.packed import _mask, _shared_calls, _table, attention_in_one_call, dense_attention_packed
+from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.flex.packed import Segment, _calls, _mask, _shared_calls, _table, attention_in_one_call, dense_attention_packed
 from flexmask.varlen import segments_of
-from tests.packs import SINKS, alone, assert_close, bounds_of, one_call, pack
+from tests.packs import K_LENS, Q_LENS, SINKS, alone, assert_close, bounds_of, one_call, pack
 
 
 @pytest.mark.parametrize("window", [None, 70, 270])
@@ -59,18 +61,28 @@ def test_one_call_for_all_dense_sequences_is_dense_attention(device, scores):
 
 def test_calls_are_cut_where_their_copies_would_grow(monkeypatch):
     monkeypatch.setattr("flexmask.flex.packed._MOST_BLOCKS", 7)
-    inputs, q_bounds, k_bounds = pack()
-    plain = attention_inputs(*(x.transpose(0, 1)[None] for x in inputs))
-    segments = [each for each in segments_of(q_bounds, k_bounds, q_bounds[-1], k_bounds[-1]) if each.q_len]
-    capped = plain.with_fields(softcap=3.0)  # which SDPA does not serve
-    calls = _shared_calls(capped, segments, False)
-    assert [number for call in calls for number in call] == [n for n, each in enumerate(segments) if each.q_len > 1]
+    segments = [each for each in segments_of(bounds_of(Q_LENS), bounds_of(K_LENS), sum(Q_LENS), sum(K_LENS)) if each.q_len]
+    calls = _calls(segments)
+    assert [segment for call in calls for segment in call] == segments
     for call in calls:
-        lengths = [length for number in call for length in (segments[number].q_len, segments[number].kv_len)]
-        assert sum(-(-length // 128) for length in lengths) <= 7 or len(call) == 1
-    assert {len(call) for call in calls} > {1}
-    # a call to itself has nothing to share: SDPA takes the sequence without a copy
-    assert _shared_calls(plain, segments, False) == [call for call in calls if len(call) > 1]
+        assert sum(-(-length // 128) for each in call for length in (each.q_len, each.kv_len)) <= 7 or len(call) == 1
+    assert [len(call) for call in calls] == [1, 1, 1, 2, 1]
+
+
+def test_sequences_with_a_call_to_themselves_are_not_copied_where_sdpa_takes_them():
+    def calls(lengths, return_lse=False, **fields):
+        query = torch.empty(1).expand(1, 1, sum(lengths), 32)
+        bounds = [0, *itertools.accumulate(lengths)]
+        segments = [Segment(slice(*each), slice(*each)) for each in itertools.pairwise(bounds)]
+        return _shared_calls(AttentionInputs(query, query, query, 1.0, **fields), segments, return_lse)
+
+    long = 70_000
+    assert calls([300, 200, long, 1, 400]) == [[0, 1]]
+    assert calls([long, long]) == []
+    assert calls([300]) == []
+    # SDPA would need a map of visible keys, or knows no such scores
+    for given in ({"window": 4096}, {"softcap": 3.0}, {"return_lse": True}):
+        assert calls([300, 200, long, 1, 400], **given) == [[0, 1], [2], [4]]
 
 
 def test_results_hold_no_more_than_their_rows(monkeypatch):
@@ -89,7 +101,7 @@ def test_results_hold_no_more_than_their_rows(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_dense_sequences_share_a_call_on_a_gpu_which_nothing_waits_for(cuda, monkeypatch, nothing_waits):
+def test_dense_sequences_share_a_call_on_a_gpu(cuda, monkeypatch):
     calls: list[int] = []
     run = attention_in_one_call
     monkeypatch.setattr(
@@ -100,10 +112,8 @@ def test_dense_sequences_share_a_call_on_a_gpu_which_nothing_waits_for(cuda, mon
     inputs = [x.to(cuda) for x in inputs]
     given = attention_inputs(*(x.transpose(0, 1)[None] for x in inputs))
     segments = [each for each in segments_of(q_bounds, k_bounds, q_bounds[-1], k_bounds[-1]) if each.q_len]
-    dense_attention_packed(given, segments)  # compiles
-    with nothing_waits():
-        outs = dense_attention_packed(given, segments)
-    assert calls == [5, 5]  # the single row goes alone
+    outs = dense_attention_packed(given, segments)
+    assert calls == [5]  # the single row goes alone
     expected = [x for x in alone(inputs, q_bounds, k_bounds, dense_below=10**6) if x is not None]
     for (out, _), twin in zip(outs, expected, strict=True):
         assert_close(out, twin)
