@@ -21,6 +21,8 @@ PATH = Path(__file__).parents[1] / "results" / "selections-nvidia-h200.jsonl"
 MASKS = {"hybrid": "hybrid 0.9", "coverage": "coverage 0.9", "published": "reference 0.9"}
 SHARES = (0.2, 0.3, 0.5, 0.75)  # of dense attention's time
 TARGETS = (0.3, 0.25, 0.2)
+# tokens below which calls run dense by default, so that their times are not compared here
+LEAST = 16384
 KERNELS = {"flash": "FLASH", "triton": "Triton's kernel", "cpu": "CPU"}
 SMALL = 64
 # the settings of whole calls by selection, as bench.selections names it, and block size
@@ -42,7 +44,7 @@ class Length:
     Attributes
     ----------
     dense
-        Dense attention: the median over all rows.
+        Dense attention: the median over the rows of this project's selections.
     masks
         By name, as shares of dense attention's time in the same row: other runs differ.
     kernels
@@ -94,13 +96,15 @@ class Length:
 def read(path: Path = PATH) -> dict[int, Length]:
     """Times by length; of lengths without dense attention or Triton's kernel none."""
     found: dict[int, Length] = {}
-    dense: dict[int, list[float]] = {}
+    dense: dict[tuple[bool, int], list[float]] = {}
     for row in read_rows(path):
         length = found.setdefault(row["tokens"], Length())
         times = row.get("times", {})
         wall = {name: each["wall_ms"] for name, each in times.items() if "wall_ms" in each}
         if "dense" in wall:
-            dense.setdefault(row["tokens"], []).append(wall["dense"])
+            # those of the gallery may come from another run
+            of_gallery = "method" in row
+            dense.setdefault((of_gallery, row["tokens"]), []).append(wall["dense"])
             _add_shares(length, row, {name: taken / wall["dense"] for name, taken in wall.items()})
         name = row.get("method", "")
         graphs = [times.get(each, {}).get("graph_ms") for each in ("dense", f"mask {name}", f"call {name}")]
@@ -109,7 +113,7 @@ def read(path: Path = PATH) -> dict[int, Length]:
         points = sorted((density, each["wall_ms"]) for density, each in row.get("kernel", []) if "wall_ms" in each)
         if points:
             length.kernels[row.get("backend", "triton"), row.get("block_size", 128)] = points
-    for tokens, taken in dense.items():
+    for (_, tokens), taken in sorted(dense.items(), reverse=True):
         found[tokens].dense = float(np.median(taken))
     return {tokens: length for tokens, length in sorted(found.items()) if length.kernel and length.dense}
 
@@ -209,7 +213,7 @@ def calls_table(tokens: int, length: Length) -> list[str]:
 
 def lines(measure: Measure, path: Path = PATH) -> list[str]:
     """The report's part on time; none if the kernel was not timed."""
-    lengths: dict[int, Any] = read(path) if path.exists() else {}
+    lengths = {tokens: length for tokens, length in read(path).items() if tokens >= LEAST} if path.exists() else {}
     if not lengths:
         return []
     opening = (
