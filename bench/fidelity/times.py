@@ -53,6 +53,8 @@ class Length:
         Methods with their defaults: density, and times of dense attention, mask and call as CUDA graphs.
     whole
         Whole calls by selection, block size and backend, as shares of dense attention's time in the same row.
+    memory
+        MiB that masks of the gallery take while they are made, their results included.
     """
 
     dense: float = 0.0
@@ -60,6 +62,7 @@ class Length:
     kernels: dict[tuple[str, int], Points] = field(default_factory=dict)
     calls: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
     whole: dict[tuple[str, int, str], Points] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
 
     @property
     def kernel(self) -> Points:
@@ -83,9 +86,12 @@ class Length:
         return np.asarray(self.mask(name) + kernel)
 
     def whole_call(self, key: tuple[str, int, str], density: np.ndarray) -> np.ndarray:
-        """Whole calls that keep so many blocks, between neighbouring ones that were timed, as shares of dense attention."""
+        """Whole calls that keep so many blocks, between neighbouring ones that were timed, as shares of dense attention.
+
+        Infinite past the densest that was timed, -inf before the sparsest.
+        """
         densities, shares = np.array(self.whole[key]).T
-        return np.asarray(np.interp(density, densities, shares, left=np.nan, right=np.nan))
+        return np.asarray(np.interp(density, densities, shares, left=-np.inf, right=np.inf))
 
     def density_for(self, name: str, total: float) -> float:
         """Density with which the whole call takes `total`; NaN if the mask alone takes longer or nothing so slow was timed."""
@@ -110,6 +116,8 @@ def read(path: Path = PATH) -> dict[int, Length]:
         graphs = [times.get(each, {}).get("graph_ms") for each in ("dense", f"mask {name}", f"call {name}")]
         if "density" in row and None not in graphs:
             length.calls[name] = (row["density"], *graphs)
+        if "peak_mb" in row:
+            length.memory[name] = row["peak_mb"]
         points = sorted((density, each["wall_ms"]) for density, each in row.get("kernel", []) if "wall_ms" in each)
         if points:
             length.kernels[row.get("backend", "triton"), row.get("block_size", 128)] = points
@@ -189,12 +197,14 @@ def whole_calls_table(measure: Measure, lengths: dict[int, Length], targets: Seq
         density, error = measure.draws(WHOLE[key[:2]])
         cells = []
         for target, length in ((target, length) for target in targets for length in lengths.values()):
-            share = np.full(1, np.nan)
-            if len(density) and key in length.whole:
-                share = length.whole_call(key, statistics.density_at(target, density, error))
-            low, high = (1 / end for end in reversed(statistics.known_interval(share[1:]))) if len(share) > 1 else (0.0, 0.0)
-            factor = bounded(low or np.nan, high or np.nan, ".1f")
-            cells.append(f"{ms(float(share[0] * length.dense))}: {1 / share[0]:.1f}x {factor}" if np.isfinite(share[0]) else "-")
+            if not len(density) or key not in length.whole:
+                cells.append("-")
+                continue
+            share = length.whole_call(key, statistics.density_at(target, density, error))
+            # an end past what was timed is not known
+            low, high = (1 / end if np.isfinite(end) else np.inf for end in reversed(statistics.interval(share[1:])))
+            factor = f"{1 / share[0]:.1f}x {bounded(low, high, '.1f')}"
+            cells.append(f"{ms(float(share[0] * length.dense))}: {factor}" if np.isfinite(share[0]) else "-")
         if set(cells) != {"-"}:
             selection, size, backend = key
             name = NAMES.get(selection, "published") + (f", blocks of {size}" if size != 128 else "")
@@ -209,6 +219,17 @@ def calls_table(tokens: int, length: Length) -> list[str]:
     for name, (density, dense, mask, call) in sorted(length.calls.items(), key=lambda item: item[1][0]):
         rows.append([NAMES[name], short(density), f"{ms(mask)} ({mask / dense:.1%})", f"{ms(call)} ({dense / call:.1f}x)"])
     return markdown_table((f"defaults, {thousands(tokens)}", "density", "mask, ms (of dense)", "call, ms (faster)"), rows)
+
+
+def memory(lengths: dict[int, Length]) -> list[str]:
+    """A sentence a length on the memory that the gallery's masks take."""
+    made = []
+    for tokens, length in lengths.items():
+        taken = sorted(length.memory.items(), key=lambda item: item[1])
+        if taken:
+            named = ", ".join(f"{NAMES.get(name, name)} {mib:,.0f}" for name, mib in taken)
+            made.append(f"MiB that masks of 32 heads take at {thousands(tokens)} while they are made: {named}.")
+    return made
 
 
 def lines(measure: Measure, path: Path = PATH) -> list[str]:
@@ -229,6 +250,7 @@ def lines(measure: Measure, path: Path = PATH) -> list[str]:
         made += equal_time_table(measure, tokens, length)
     made += ["From parts, for the gallery too: mask and kernel at equal error, and how many times as fast as dense attention:"]
     made += equal_error_table(measure, lengths, TARGETS)
+    made += memory(lengths)
     timed = [calls_table(tokens, length) for tokens, length in lengths.items() if length.calls]
     intro = "Whole calls with the methods' defaults, which say nothing about error, as CUDA graphs on the backend FLASH:"
     return [*made, *([intro] if timed else []), *(line for table in timed for line in table)]
