@@ -8,7 +8,6 @@ random blocks. On several GPUs: ``torchrun --nproc-per-node 2 -m bench.hf --tens
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import transformers
 
 from bench.measure.first_token import FirstToken, density_of, measure, ways
+from bench.measure.rows import append_row
 from bench.prompts.models import SHAPES, load, prompt_ids
 from bench.reporting.tables import text_table
 from flexmask.integrations.huggingface import FlexPrefillRun
@@ -99,10 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{tokens:,} tokens" + (f", in chunks of {options.chunk:,}" if options.chunk else ""))
             print(table(rows) + "\n", flush=True)
             if options.json:
-                with options.json.open("a", encoding="utf-8") as file:
-                    named = {"model": options.model or options.shape, "layers": model.config.num_hidden_layers}
-                    named["processes"] = processes
-                    file.writelines(json.dumps({**named, **asdict(row)}) + "\n" for row in rows)
+                named = {
+                    "model": options.model or options.shape,
+                    "layers": model.config.num_hidden_layers,
+                    "processes": processes,
+                }
+                for row in rows:
+                    append_row(options.json, {**named, **asdict(row)})
     if dist.is_initialized():
         dist.destroy_process_group()
 

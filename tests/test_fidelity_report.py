@@ -126,12 +126,19 @@ def test_whole_calls_at_equal_error(measure, tmp_path):
         # another run on a slower machine: shares of its own dense attention
         row("triton", {"a": call(0.15)}, dense=30.0, a=9.0),
         row("flash", {"a": call(0.15)}, "graph_ms", dense=1.0, a=1.0),
+        {
+            "tokens": 32768,
+            "method": "hip",
+            "peak_mb": 1234.4,
+            "times": {"dense": {"wall_ms": 90.0}, "mask hip": {"wall_ms": 9.0}},
+        },
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     length = times.read(path)[32768]
-    assert length.dense == 20.0
+    assert length.dense == 20.0 and length.masks == {"hip": 0.1}
     assert length.whole["hybrid", 128, "flash"] == [(0.15, 0.2), (0.25, 0.4)]
+    assert times.memory({32768: length}) == ["MiB that masks of 32 heads take at 32k while they are made: HiP-block 1,234."]
     assert length.law("triton", 64) == pytest.approx((1.5, 10.0))
     density, error = measure.draws(HYBRID)
     target = float(np.exp(np.interp(0.2, density[:, 0], np.log(error[:, 0]))))

@@ -10,7 +10,6 @@ same command goes on where an earlier one stopped. Figures worth keeping come fr
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from bench.fidelity.methods import Method
 from bench.fidelity.ruler_tasks import Cell, measure_tasks
 from bench.fidelity.rules import B, finish
 from bench.fidelity.sparse_model import attending, prepare, sparse_attention
+from bench.measure.rows import append_row, read_rows
 from bench.retriever.task import make_prompt
 from bench.ruler_model import prompts as ruler_prompts
 
@@ -46,8 +46,8 @@ class Log:
 
     def rows(self) -> list[dict[str, Any]]:
         """The measurements that the file holds."""
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        return [row for row in map(json.loads, lines) if "method" in row and "error" not in row]
+        rows = read_rows(self._path) if self._path.exists() else []
+        return [row for row in rows if "method" in row and "error" not in row]
 
     def has(self, method: str, item: str, number: int | None = None) -> bool:
         """True if there is a line for so many tokens of this text, or for this task, from this prompt on if it was numbered."""
@@ -55,8 +55,7 @@ class Log:
 
     def write(self, **row: Any) -> None:
         """Add a line."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(self._path, row)
 
 
 def method_of(name: str, compiled: bool) -> Method | None:

@@ -21,6 +21,8 @@ PATH = Path(__file__).parents[1] / "results" / "selections-nvidia-h200.jsonl"
 MASKS = {"hybrid": "hybrid 0.9", "coverage": "coverage 0.9", "published": "reference 0.9"}
 SHARES = (0.2, 0.3, 0.5, 0.75)  # of dense attention's time
 TARGETS = (0.3, 0.25, 0.2)
+# tokens below which calls run dense by default, so that their times are not compared here
+LEAST = 16384
 KERNELS = {"flash": "FLASH", "triton": "Triton's kernel", "cpu": "CPU"}
 SMALL = 64
 # the settings of whole calls by selection, as bench.selections names it, and block size
@@ -42,7 +44,7 @@ class Length:
     Attributes
     ----------
     dense
-        Dense attention: the median over all rows.
+        Dense attention: the median over the rows of this project's selections.
     masks
         By name, as shares of dense attention's time in the same row: other runs differ.
     kernels
@@ -51,6 +53,8 @@ class Length:
         Methods with their defaults: density, and times of dense attention, mask and call as CUDA graphs.
     whole
         Whole calls by selection, block size and backend, as shares of dense attention's time in the same row.
+    memory
+        MiB that masks of the gallery take while they are made, their results included.
     """
 
     dense: float = 0.0
@@ -58,6 +62,7 @@ class Length:
     kernels: dict[tuple[str, int], Points] = field(default_factory=dict)
     calls: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
     whole: dict[tuple[str, int, str], Points] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
 
     @property
     def kernel(self) -> Points:
@@ -81,9 +86,12 @@ class Length:
         return np.asarray(self.mask(name) + kernel)
 
     def whole_call(self, key: tuple[str, int, str], density: np.ndarray) -> np.ndarray:
-        """Whole calls that keep so many blocks, between neighbouring ones that were timed, as shares of dense attention."""
+        """Whole calls that keep so many blocks, between neighbouring ones that were timed, as shares of dense attention.
+
+        Infinite past the densest that was timed, -inf before the sparsest.
+        """
         densities, shares = np.array(self.whole[key]).T
-        return np.asarray(np.interp(density, densities, shares, left=np.nan, right=np.nan))
+        return np.asarray(np.interp(density, densities, shares, left=-np.inf, right=np.inf))
 
     def density_for(self, name: str, total: float) -> float:
         """Density with which the whole call takes `total`; NaN if the mask alone takes longer or nothing so slow was timed."""
@@ -94,22 +102,26 @@ class Length:
 def read(path: Path = PATH) -> dict[int, Length]:
     """Times by length; of lengths without dense attention or Triton's kernel none."""
     found: dict[int, Length] = {}
-    dense: dict[int, list[float]] = {}
+    dense: dict[tuple[bool, int], list[float]] = {}
     for row in read_rows(path):
         length = found.setdefault(row["tokens"], Length())
         times = row.get("times", {})
         wall = {name: each["wall_ms"] for name, each in times.items() if "wall_ms" in each}
         if "dense" in wall:
-            dense.setdefault(row["tokens"], []).append(wall["dense"])
+            # those of the gallery may come from another run
+            of_gallery = "method" in row
+            dense.setdefault((of_gallery, row["tokens"]), []).append(wall["dense"])
             _add_shares(length, row, {name: taken / wall["dense"] for name, taken in wall.items()})
         name = row.get("method", "")
         graphs = [times.get(each, {}).get("graph_ms") for each in ("dense", f"mask {name}", f"call {name}")]
         if "density" in row and None not in graphs:
             length.calls[name] = (row["density"], *graphs)
+        if "peak_mb" in row:
+            length.memory[name] = row["peak_mb"]
         points = sorted((density, each["wall_ms"]) for density, each in row.get("kernel", []) if "wall_ms" in each)
         if points:
             length.kernels[row.get("backend", "triton"), row.get("block_size", 128)] = points
-    for tokens, taken in dense.items():
+    for (_, tokens), taken in sorted(dense.items(), reverse=True):
         found[tokens].dense = float(np.median(taken))
     return {tokens: length for tokens, length in sorted(found.items()) if length.kernel and length.dense}
 
@@ -185,12 +197,14 @@ def whole_calls_table(measure: Measure, lengths: dict[int, Length], targets: Seq
         density, error = measure.draws(WHOLE[key[:2]])
         cells = []
         for target, length in ((target, length) for target in targets for length in lengths.values()):
-            share = np.full(1, np.nan)
-            if len(density) and key in length.whole:
-                share = length.whole_call(key, statistics.density_at(target, density, error))
-            low, high = (1 / end for end in reversed(statistics.known_interval(share[1:]))) if len(share) > 1 else (0.0, 0.0)
-            factor = bounded(low or np.nan, high or np.nan, ".1f")
-            cells.append(f"{ms(float(share[0] * length.dense))}: {1 / share[0]:.1f}x {factor}" if np.isfinite(share[0]) else "-")
+            if not len(density) or key not in length.whole:
+                cells.append("-")
+                continue
+            share = length.whole_call(key, statistics.density_at(target, density, error))
+            # an end past what was timed is not known
+            low, high = (1 / end if np.isfinite(end) else np.inf for end in reversed(statistics.interval(share[1:])))
+            factor = f"{1 / share[0]:.1f}x {bounded(low, high, '.1f')}"
+            cells.append(f"{ms(float(share[0] * length.dense))}: {factor}" if np.isfinite(share[0]) else "-")
         if set(cells) != {"-"}:
             selection, size, backend = key
             name = NAMES.get(selection, "published") + (f", blocks of {size}" if size != 128 else "")
@@ -207,9 +221,20 @@ def calls_table(tokens: int, length: Length) -> list[str]:
     return markdown_table((f"defaults, {thousands(tokens)}", "density", "mask, ms (of dense)", "call, ms (faster)"), rows)
 
 
+def memory(lengths: dict[int, Length]) -> list[str]:
+    """A sentence a length on the memory that the gallery's masks take."""
+    made = []
+    for tokens, length in lengths.items():
+        taken = sorted(length.memory.items(), key=lambda item: item[1])
+        if taken:
+            named = ", ".join(f"{NAMES.get(name, name)} {mib:,.0f}" for name, mib in taken)
+            made.append(f"MiB that masks of 32 heads take at {thousands(tokens)} while they are made: {named}.")
+    return made
+
+
 def lines(measure: Measure, path: Path = PATH) -> list[str]:
     """The report's part on time; none if the kernel was not timed."""
-    lengths: dict[int, Any] = read(path) if path.exists() else {}
+    lengths = {tokens: length for tokens, length in read(path).items() if tokens >= LEAST} if path.exists() else {}
     if not lengths:
         return []
     opening = (
@@ -225,6 +250,7 @@ def lines(measure: Measure, path: Path = PATH) -> list[str]:
         made += equal_time_table(measure, tokens, length)
     made += ["From parts, for the gallery too: mask and kernel at equal error, and how many times as fast as dense attention:"]
     made += equal_error_table(measure, lengths, TARGETS)
+    made += memory(lengths)
     timed = [calls_table(tokens, length) for tokens, length in lengths.items() if length.calls]
     intro = "Whole calls with the methods' defaults, which say nothing about error, as CUDA graphs on the backend FLASH:"
     return [*made, *([intro] if timed else []), *(line for table in timed for line in table)]

@@ -29,6 +29,17 @@ def read_rows(paths: Path | Iterable[Path]) -> list[Row]:
     return found
 
 
+def append_row(path: Path, row: Row) -> None:
+    """Add a row to a file, at once, in place of what a run that was cut off had written of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        size = file.tell()
+        file.seek(max(0, size - 1))
+        if size and file.read(1) != b"\n":
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        file.write(json.dumps(row).encode() + b"\n")
+
+
 class RowLog:
     """The rows of one file; a file that is not there has none.
 
@@ -58,21 +69,8 @@ class RowLog:
         """Append a row, at once."""
         self.rows.append(row)
         self._known.add(self.key(row))
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_to_whole_lines(self.path)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def _cut_to_whole_lines(path: Path) -> None:
-    """Drop what a run that was cut off had written of a row."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
+        if self.path is not None:
+            append_row(self.path, row)
 
 
 def code_digest() -> str:

@@ -10,7 +10,6 @@ and methods, so that a run cut short still compares all methods on the same prom
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.measure.rows import append_row, read_rows
 from bench.ruler.table import DENSE, PASSES
 from flexmask.integrations.huggingface import flexprefill
 from flexmask.integrations.lm_eval import FlexPrefillLM
@@ -48,8 +48,8 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._scores = {self._key(row): row["score"] for row in map(json.loads, lines) if "task" in row}
+        rows = read_rows(path) if path.exists() else []
+        self._scores = {self._key(row): row["score"] for row in rows if "task" in row}
 
     @staticmethod
     def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -68,9 +68,7 @@ class Log:
         """Add a line."""
         if "task" in row:
             self._scores[self._key(row)] = row["score"]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(self._path, row)
 
 
 class Prompts:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bench.measure.rows import append_row, read_rows
 from bench.ruler_model.answers import greedy
 from bench.ruler_model.prompts import TASKS, make_prompts
 
@@ -62,8 +63,8 @@ def measure(model: PreTrainedModel, task: str, num_tokens: int, count: int) -> d
 
 def rows_of(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the measurements of a file by task and length."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
-    return {(row["task"], row["tokens"]): row for row in map(json.loads, lines) if "task" in row}
+    rows = read_rows(path) if path and path.exists() else []
+    return {(row["task"], row["tokens"]): row for row in rows if "task" in row}
 
 
 def table(found: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
@@ -104,8 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
             found[task, num_tokens] = row
             print(json.dumps(row), flush=True)
             if options.out:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                append_row(options.out, row)
     print("\n".join(table(found)))
 
 
