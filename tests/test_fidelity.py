@@ -112,6 +112,11 @@ def test_last_rows_may_see_everything(name):
     assert torch.equal(full[:, :, :-2], plain[:, :, :-2])
     assert torch.equal(full[:, :, -2:], causal[:, :, -2:])
     assert not torch.equal(full, plain)
+    near = methods.parse(name + ",last_near=5")(query, key, 0.125)
+    assert torch.equal(near[:, :, :-1], plain[:, :, :-1])
+    assert torch.equal(near[:, :, -1, :-5], plain[:, :, -1, :-5])
+    assert near[:, :, -1, -5:].all()
+    assert torch.equal(methods.parse(name + ",last_near=999")(query, key, 0.125)[:, :, -1], causal[:, :, -1])
 
 
 def test_thresholds_that_go_by_an_even_share():

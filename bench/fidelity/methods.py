@@ -3,9 +3,10 @@
 The masks of the gallery go by their names there; `hybrid`, `coverage` and `published` are selections of `flexprefill`, and `rule`
 is the workshop in which hybrid selection was found (see ``rules.py``). A method takes ``(query, key, scale)``: query (batch,
 num_heads, tokens, head_dim) and key (batch, num_kv_heads, tokens, head_dim), whole prompts of a multiple of 128 tokens. What
-it returns is (batch, num_heads, num_blocks, num_blocks) bool, causal, with every diagonal block. Three options fit every method:
+it returns is (batch, num_heads, num_blocks, num_blocks) bool, causal, with every diagonal block. Four options fit every method:
 ``dense_layers=0/1`` names layers that attend to everything, ``full_rows=2`` lets so many of the last query blocks attend to
-everything, ``chunk=4096`` chooses the blocks of so many rows at a time, each chunk by its own rows over the keys so far.
+everything, ``last_near=16`` gives the last one at least its nearest 16 blocks, ``chunk=4096`` chooses
+the blocks of so many rows at a time, each chunk by its own rows over the keys so far.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Method:
         Layers that attend to everything instead.
     full_rows
         Last query blocks that attend to everything.
+    last_near
+        Nearest blocks that the last query block attends to at least.
     chunk
         Rows that choose their blocks at a time; 0: all at once.
     compiled
@@ -52,12 +55,14 @@ class Method:
     chunk: int = 0
     compiled: bool = True
     full_rows: int = 0
+    last_near: int = 0
 
     def __call__(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
         keep = self._in_chunks(query, key, scale)
-        if self.full_rows:
+        if self.full_rows or self.last_near:
             keep = keep.clone()  # some masks are one map for all heads
-            keep[:, :, -self.full_rows :] = True
+            keep[:, :, keep.shape[2] - self.full_rows :] = True
+            keep[:, :, -1, max(0, keep.shape[3] - self.last_near) :] = True
             keep = finish(keep)
         return keep
 
@@ -140,8 +145,8 @@ def parse(text: str, compiled: bool = True) -> Method:
         option: number(value) for option, _, value in (pair.partition("=") for pair in filter(None, rest.split(",")))
     }
     layers = options.pop("dense_layers", ())
-    chunk, full_rows = options.pop("chunk", 0), options.pop("full_rows", 0)
-    return Method(name, options, layers if isinstance(layers, tuple) else (layers,), chunk, compiled, full_rows)
+    chunk, full_rows, last_near = (options.pop(option, 0) for option in ("chunk", "full_rows", "last_near"))
+    return Method(name, options, layers if isinstance(layers, tuple) else (layers,), chunk, compiled, full_rows, last_near)
 
 
 def number(text: str) -> int | float | str | tuple[Any, ...]:
