@@ -71,7 +71,7 @@ def test_what_cannot_be_planned_says_why():
     with pytest.raises(ValueError, match="config must be one that AutoModelForCausalLM makes a model of; got T5Config"):
         layer_plan(T5Config())
     # the BERT of release 4 has attention of its own
-    with pytest.raises(NotImplementedError, match="an encoder|must go through transformers' attention interface"):
+    with pytest.raises(NotImplementedError, match=r"an encoder|must go through transformers' attention interface"):
         layer_plan(BertConfig(num_hidden_layers=1))
     with pytest.raises(ValueError, match="dense_layers must hold layer indices below 1"):
         layer_plan(LlamaConfig(num_hidden_layers=1), PrefillSettings(dense_layers=(4,)))
