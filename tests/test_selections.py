@@ -48,6 +48,7 @@ def test_a_broken_row_in_the_middle_is_an_error(tmp_path):
         read_rows(path)
 
 
+@pytest.mark.attention
 def test_masks_by_group_keep_what_one_mask_keeps(tensors, monkeypatch):
     whole = Selected(tensors, "reference", 128)
     monkeypatch.setattr("bench.measure.selected.MOST_BYTES", 20 * 2**20)  # two of four heads
