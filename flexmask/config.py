@@ -38,7 +38,8 @@ class FlexPrefillConfig:
         Values that 64 does not divide run slowly on GPUs: kernels need tiles that divide the block.
     min_budget
         Tokens: at least this many tokens' worth of key blocks and of block diagonals are kept in every head; of both together
-        with ``selection="hybrid"``, half of it key blocks, half the nearest diagonals.
+        with ``selection="hybrid"``, half of it key blocks, half the nearest diagonals. There the query blocks of the last
+        `block_size` rows (`index_queries`) keep twice as much: their nearest ``2 * min_budget`` tokens' worth of blocks.
         Range >= 0, default 1024 (the paper's value); 0 means no floor.
     max_budget
         Tokens: at most this many tokens' worth of key blocks and of block diagonals (and, in each row of a query-aware
@@ -46,9 +47,9 @@ class FlexPrefillConfig:
         None (default, as the paper) for no cap. With a cap, gamma is no guarantee.
     selection
         ``"coverage"`` (default) is the paper's algorithm: the fewest blocks whose estimated attention reaches gamma.
-        ``"hybrid"`` joins the lines of the last query block with the blocks that each query block's own rows attend to; it has
-        no kinds of head, so that tau, query_aware and pattern_queries have no part in it. ``"reference"`` reproduces the block
-        sets of the authors' published code.
+        ``"hybrid"`` joins the lines of the last query block with the blocks that each query block's own rows attend to, and
+        gives the last query block more of its nearest blocks; it has no kinds of head, so that tau, query_aware and
+        pattern_queries have no part in it. ``"reference"`` reproduces the block sets of the authors' published code.
     query_aware
         ``"flatten"`` (default, as the paper) selects over a query-aware head's whole pooled map, ``"per_query"`` inside
         each row of blocks (the paper's appendix on alternative index construction).

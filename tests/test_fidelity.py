@@ -39,10 +39,10 @@ def test_prototype_keeps_what_the_core_keeps(kind, gamma):
     query, key = inputs(kind)
     name = curves.prototype(gamma)
     kept = methods.parse(f"hybrid:gamma={gamma}")(query, key, 0.125)
-    assert torch.equal(methods.parse(f"{name},slot=0")(query, key, 0.125), kept)
+    assert torch.equal(methods.parse(f"{name},slot=0,last_near=16")(query, key, 0.125), kept)
     assert kept.sum() < 0.9 * methods.parse("causal")(query, key, 0.125).sum()
     # and the rows asked do matter
-    assert not torch.equal(methods.parse(name)(query, key, 0.125), kept)
+    assert not torch.equal(methods.parse(f"{name},last_near=16")(query, key, 0.125), kept)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flexmask.base.hybrid_rule import ROWS
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.representative_rows import representative_rows
 from flexmask.base.visibility import block_visibility, token_validity, valid_keys
-from flexmask.plain.hybrid import last_rows_lines, reaches
+from flexmask.plain.hybrid import last_rows_lines, nearest_of_last_rows, reaches
 from flexmask.plain.pattern import estimated_attention, jensen_shannon_distance
 from flexmask.plain.pooling import block_means
 from flexmask.plain.query_aware import pooled_map, top_p_blocks
@@ -144,7 +144,8 @@ def _steps(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     evidence = row_evidence(inputs, key_means, key_counts, tokens, size, HYBRID.row_stride).root_mean_square
     hybrid_lines = extended_lines(*last_rows_lines(mass, rows, candidates, gamma, HYBRID), seen) & visible
     kept_rows = reaches(evidence, ROWS, gamma) & visible
-    hybrid_keep = hybrid_lines | kept_rows | (always & visible)
+    nearest = nearest_of_last_rows(rows, seen, HYBRID)[:, None]
+    hybrid_keep = hybrid_lines | kept_rows | ((always | nearest) & visible)
     for name, ours, config in (("coverage", keep, CONFIG), ("hybrid", hybrid_keep, HYBRID)):
         mask: Any = flexprefill_mask(query, key, config=config)
         for head in range(query.shape[1]):

@@ -5,7 +5,7 @@ is the workshop in which hybrid selection was found (see ``rules.py``). A method
 num_heads, tokens, head_dim) and key (batch, num_kv_heads, tokens, head_dim), whole prompts of a multiple of 128 tokens. What
 it returns is (batch, num_heads, num_blocks, num_blocks) bool, causal, with every diagonal block. Four options fit every method:
 ``dense_layers=0/1`` names layers that attend to everything, ``full_rows=2`` lets so many of the last query blocks attend to
-everything, ``last_near=16`` gives the last one at least its nearest 16 blocks, ``chunk=4096`` chooses
+everything, ``last_near=16`` gives the last one at least its nearest 16 blocks, as `hybrid` does by itself, ``chunk=4096`` chooses
 the blocks of so many rows at a time, each chunk by its own rows over the keys so far.
 """
 

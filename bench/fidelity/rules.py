@@ -2,7 +2,7 @@
 
 It stays so that the table of alternatives in ``bench/NOTES.md`` can be measured again. Nothing but `bench.fidelity` uses it; the
 project's selection is ``flexmask.plain.hybrid``. In these words that selection is, with ``e = 1 - gamma``,
-``rule:rho=e/5,valpha=e,sthr=e/5,window=4,vert=4,vstat=max,stride=8,slot=0``.
+``rule:rho=e/5,valpha=e,sthr=e/5,window=4,vert=4,vstat=max,stride=8,slot=0,last_near=16`` (the last by ``methods.py``).
 Plain torch, one whole prompt of a multiple of 128 tokens, memory of the order of tokens squared over 8.
 """
 

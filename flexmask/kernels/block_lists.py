@@ -22,6 +22,7 @@ def _lists_kernel(
     chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, read in active heads if HAS_CHOSEN
     rows,  # edges, see PackedEdges
     keys,
+    last_rows,  # (batch or 1, 1 + block_size) int32, from packed_rows, read if HAS_LAST_ROWS
     partial_count,  # (batch, num_heads, num_q_blocks) int32
     partial_indices,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int32
     full_count,
@@ -32,6 +33,8 @@ def _lists_kernel(
     rows_stride_batch,  # 0 where all agree
     keys_stride_batch,
     kept_stride,
+    last_rows_stride,  # between batch rows; 0 where all agree
+    nearest,  # key blocks that the query blocks of these rows keep, the nearest
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -41,6 +44,8 @@ def _lists_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHOSEN: tl.constexpr,
+    HAS_LAST_ROWS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
     WRITE_KEEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -58,6 +63,15 @@ def _lists_kernel(
     vertical = kept + head * num_kv_blocks
     slash = vertical + kept_stride
     adds_blocks = tl.load(active + head) != 0
+    near_from = to
+    if HAS_LAST_ROWS:
+        row_list = last_rows + batch * last_rows_stride + 1
+        # rows ascend: all that stand before the first need not look through them
+        if (row + 1) * BLOCK_SIZE > tl.load(row_list):
+            slot = tl.arange(0, PADDED_SIZE)
+            own_slot = tl.load(row_list + slot, mask=slot < BLOCK_SIZE, other=-1) - row * BLOCK_SIZE
+            holds = tl.sum(((own_slot >= 0) & (own_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
+            near_from = tl.where(holds, first_diagonal - nearest + 1, to)
 
     line = (head * num_q_blocks + row) * num_kv_blocks
     lane = tl.arange(0, TILE)
@@ -76,6 +90,8 @@ def _lists_kernel(
         on = on | (tl.load(slash + last_diagonal - column, mask=column <= last_diagonal, other=0) != 0)
         if adds_blocks & HAS_CHOSEN:
             on = on | (tl.load(chosen + line + column, mask=exists, other=0) != 0)
+        if HAS_LAST_ROWS:
+            on = on | (column >= near_from)
         on = on | (column == first_visible) | (column == first_diagonal) | (column == last_diagonal)
         on = on & visible
         whole = (tl.load(key_edges + keys_stride + column, mask=exists, other=0) != 0) & (last_key <= whole_to)
@@ -118,7 +134,8 @@ def block_lists(
     Parameters
     ----------
     lines
-        Key blocks and block diagonals to keep, and which heads add blocks.
+        Key blocks and block diagonals to keep, and which heads add blocks; those of hybrid selection come with the query rows
+        whose blocks keep the nearest key blocks.
     blocks
         (batch, num_heads, num_q_blocks, num_kv_blocks) int8: the blocks that those heads add, or None.
     edges
@@ -134,12 +151,14 @@ def block_lists(
     partial_indices, full_indices = (kept.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
     keep = kept.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
     shared = edges.rows.shape[1] == 1
+    last_rows, nearest = (lines.rows, lines.nearest) if isinstance(lines, LastRowsLines) else (None, 0)
     _lists_kernel[(num_q_blocks, batch * num_heads)](
         kept,
         lines.adds_blocks,
         kept if blocks is None else blocks,
         edges.rows,
         edges.keys,
+        edges.rows if last_rows is None else last_rows,
         partial_count,
         partial_indices,
         full_count,
@@ -150,6 +169,8 @@ def block_lists(
         0 if shared else num_q_blocks,
         0 if shared else num_kv_blocks,
         batch * num_heads * num_kv_blocks,
+        0 if last_rows is None or last_rows.shape[0] == 1 else 1 + block_size,
+        nearest,
         num_heads,
         num_q_blocks,
         num_kv_blocks,
@@ -159,6 +180,8 @@ def block_lists(
         BLOCK_SIZE=block_size,
         HAS_WINDOW=window is not None,
         HAS_CHOSEN=blocks is not None,
+        HAS_LAST_ROWS=last_rows is not None,
+        PADDED_SIZE=triton.next_power_of_2(block_size),
         WRITE_KEEP=keep is not None,
         TILE=_TILE,
         num_warps=1,

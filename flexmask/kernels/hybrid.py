@@ -36,7 +36,7 @@ def search(
     packed = packed_rows(rows, tokens.offset)
     sums = block_sums(inputs, packed, tokens.key_valid if tokens.padded else None, block_size)
     norms = row_norms(sums)
-    lines = last_rows_lines(line_mass(sums, norms, packed, edges.candidates, largest=True), gamma, config)
+    lines = last_rows_lines(line_mass(sums, norms, packed, edges.candidates, largest=True), packed, gamma, config)
 
     # all rows: their attention to the means of the key blocks, and the blocks kept of it
     means = split_means(inputs.key, None if tokens.filled else tokens.key_valid, block_size)

@@ -13,6 +13,8 @@ from flexmask.base import hybrid_rule
 from flexmask.config import FlexPrefillConfig
 
 _TILE = 32
+# more blocks than there are: a floor of any size stays within int32
+_MOST_BLOCKS = 2**30
 
 
 class LastRowsLines(NamedTuple):
@@ -20,6 +22,8 @@ class LastRowsLines(NamedTuple):
 
     adds_blocks: Tensor  # (batch, num_heads) bool, True
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
+    rows: Tensor  # (batch or 1, 1 + block_size) int32: the representative rows, from packed_rows
+    nearest: int  # key blocks that the query blocks of these rows keep, the nearest
 
 
 @triton.jit
@@ -62,7 +66,7 @@ def _last_rows_kernel(
     tl.store(kept + lines_stride + row + line, (keep & (mean != -1.0)).to(tl.int8), mask=inside)
 
 
-def last_rows_lines(lines: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> LastRowsLines:
+def last_rows_lines(lines: Tensor, rows: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> LastRowsLines:
     """Key blocks and block diagonals that the representative rows keep; every head adds blocks of its own rows.
 
     Parameters
@@ -70,10 +74,12 @@ def last_rows_lines(lines: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> 
     lines
         (2, batch, num_heads, num_kv_blocks) float32: by key block the most that one row gives to it, by block diagonal S; -1
         where no row sees a line.
+    rows
+        (batch or 1, 1 + block_size) int32, from `packed_rows`: handed on.
     gamma
         (num_heads,) float64.
     config
-        The floor, half of which each family takes.
+        The floor, half of which each family takes, and a multiple the query blocks of the rows.
     """
     _, batch, num_heads, blocks = lines.shape
     adds_blocks = lines.new_empty((batch, num_heads), dtype=torch.bool)
@@ -91,4 +97,4 @@ def last_rows_lines(lines: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> 
         DIAGONAL=hybrid_rule.DIAGONAL,
         TILE=_TILE,
     )
-    return LastRowsLines(adds_blocks, kept)
+    return LastRowsLines(adds_blocks, kept, rows, min(hybrid_rule.NEAREST * config.min_blocks, _MOST_BLOCKS))

@@ -2,7 +2,8 @@
 
 The representative rows alone miss what earlier rows attend to; all rows together hardly notice what only the last ones look for.
 So each query block keeps the key blocks that its own rows attend to, and every head the heaviest lines of its representative
-rows. Thresholds decide, not shares of a sum: where attention is diffuse, hardly a block is worth its time.
+rows. Thresholds decide, not shares of a sum: where attention is diffuse, hardly a block is worth its time. The query blocks of
+the representative rows keep more of the nearest blocks than others: what they drop, no later row makes up for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.candidate_lines import candidate_lines
-from flexmask.base.hybrid_rule import DIAGONAL, KEY_BLOCK, ROWS
+from flexmask.base.hybrid_rule import DIAGONAL, KEY_BLOCK, NEAREST, ROWS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows, representative_rows
 from flexmask.base.search_result import SearchResult
@@ -48,7 +49,8 @@ def search(
     evidence = row_evidence(inputs, key_means, valid_keys(tokens, block_size), tokens, block_size, config.row_stride)
     keep = extended_lines(vertical, slash, seen) | reaches(evidence.root_mean_square, ROWS, gamma)
 
-    keep = (keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
+    always = blocks_kept_always(seen) | nearest_of_last_rows(rows, seen, config)
+    keep = (keep | always[:, None]) & seen.visible[:, None]
     stats = _statistics(keep, (vertical, slash), mass, rows, seen, evidence.mean, block_size) if with_stats else None
     return SearchResult(block_lists(keep, seen.full), keep, stats)
 
@@ -75,6 +77,18 @@ def last_rows_lines(
     vertical = heaviest | reaches(most, KEY_BLOCK, gamma)
     slash = near | reaches(mass.slash, DIAGONAL, gamma)
     return vertical & in_vertical, slash & in_slash
+
+
+def nearest_of_last_rows(rows: RepresentativeRows, seen: BlockVisibility, config: FlexPrefillConfig) -> Tensor:
+    """Nearest blocks of the query blocks that hold representative rows, (batch or 1, num_q_blocks, num_kv_blocks) bool.
+
+    Those on the nearest ``NEAREST * min_blocks`` block diagonals; they need not be visible.
+    """
+    q_block, kv_block = (torch.arange(count, device=rows.row.device) for count in seen.visible.shape[1:])
+    holds = ((rows.row // config.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & rows.taken.unsqueeze(1)
+    # a block on two diagonals is near if the nearer of them is
+    distance = seen.first_diagonal.unsqueeze(-1) - kv_block
+    return holds.any(-1, keepdim=True) & (distance < NEAREST * config.min_blocks)
 
 
 def _statistics(

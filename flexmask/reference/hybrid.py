@@ -7,6 +7,7 @@ Not from the paper: FlexPrefill asks the representative rows alone. With ``e = 1
 - each key block to which some representative row gives ``>= e`` of its attention, and the heaviest by that measure;
 - each block diagonal with ``S >= e / 5``, S as in the paper, and the nearest; of the heaviest and of the nearest half of
   min_blocks each, rounded up;
+- if it holds a representative row, each block on one of the nearest 2 * min_blocks block diagonals;
 - the blocks that every selection keeps.
 """
 
@@ -35,7 +36,7 @@ from flexmask.reference.steps import (
     representative_rows,
     slash_mass,
 )
-from flexmask.reference.visibility import Visibility
+from flexmask.reference.visibility import Block, Visibility
 
 
 def hybrid_selection(head: AttentionHead, seen: Visibility, options: Options) -> Head:
@@ -50,6 +51,7 @@ def hybrid_selection(head: AttentionHead, seen: Visibility, options: Options) ->
     evidence = torch.stack([rows.square().mean(0).sqrt() for rows in shares])
     kept |= {(r, j) for r, j in seen.visible_blocks if evidence[r, j] >= (1 - options.gamma) / 5}
 
+    kept |= nearest_blocks(index_rows, seen, options)
     kept |= blocks_kept_always(seen)
     mask = head_mask(kept, attention, index_rows, seen)
     asked = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
@@ -72,6 +74,16 @@ def last_rows_lines(mass: LineMass, seen: Visibility, options: Options) -> tuple
     heaviest = heaviest_first(by_key)[:floor]
     slashes = [c for c, share in by_diagonal.items() if share >= dropped / 5 or c < floor]
     return sorted({*heavy, *heaviest}), slashes
+
+
+def nearest_blocks(index_rows: list[int], seen: Visibility, options: Options) -> set[Block]:
+    """The visible blocks on the nearest block diagonals of every query block that holds a representative row."""
+    blocks = set()
+    for r in {row // seen.block_size for row in index_rows}:
+        for j in [j for query_block, j in seen.visible_blocks if query_block == r]:
+            if any(c < 2 * options.min_blocks for c in seen.diagonals_of(r, j)):
+                blocks.add((r, j))
+    return blocks
 
 
 def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride: int) -> list[Tensor]:

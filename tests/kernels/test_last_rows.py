@@ -38,4 +38,9 @@ def test_equals_the_plain_steps(blocks, floor):
             (near | reaches(mean, DIAGONAL, gamma)) & candidates[1],
         ]
     )
-    assert torch.equal(last_rows_lines(lines, gamma, config).kept != 0, expected)
+    rows = torch.zeros(1, 17, dtype=torch.int32)
+    found = last_rows_lines(lines, rows, gamma, config)
+    assert torch.equal(found.kept != 0, expected)
+    assert found.rows is rows and found.nearest == 4 * floor
+    # kernels count blocks in int32
+    assert last_rows_lines(lines, rows, gamma, FlexPrefillConfig(block_size=16, min_budget=2**62)).nearest == 2**30
