@@ -112,8 +112,8 @@ def problem_inputs(problem: Problem) -> tuple[AttentionInputs, FlexPrefillConfig
     config = FlexPrefillConfig(
         GAMMA, block_size=size, min_budget=problem.floor * size, selection="hybrid", index_queries=problem.rows
     )
-    rest = {"window": problem.window, "attention_mask": mask, "offset": offset, "deciding": deciding}
-    return AttentionInputs(query, key, None, 1.0, **rest), config
+    inputs = AttentionInputs(query, key, None, 1.0, window=problem.window, attention_mask=mask, offset=offset, deciding=deciding)
+    return inputs, config
 
 
 def assert_kept(keep: torch.Tensor, problem: Problem) -> None:

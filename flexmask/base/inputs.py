@@ -119,8 +119,9 @@ class AttentionInputs(NamedTuple):
     def with_zeros(self, absent: Tensor, keys: bool = True) -> AttentionInputs:
         """Zero the values (and the keys, with `keys`) that are `absent`, (batch or 1, kv_len) bool."""
         absent = absent[:, None, :, None]
-        key = self.key.masked_fill(absent, 0) if keys else self.key
-        value = None if self.value is None else self.value.masked_fill(absent, 0)
+        # by torch.where: masked_fill copies first, and then fills
+        key = torch.where(absent, 0.0, self.key) if keys else self.key
+        value = None if self.value is None else torch.where(absent, 0.0, self.value)
         return self.with_fields(key=key, value=value)
 
     def with_query(self, query: Tensor) -> AttentionInputs:

@@ -57,6 +57,7 @@ def test_runs_are_slices_without_gaps():
     [
         (GAMMAS, {}, [False, True]),
         ((1, 1, 0.99, 1), {}, [True, False]),
+        ((0.99, 1, 1, 0.99), {}, [False, False]),
         ((1.0,) * 4, {}, [True, True]),
         (1.0, {}, [True, True]),
         (0.99, {}, [False, False]),

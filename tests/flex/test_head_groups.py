@@ -127,10 +127,11 @@ print(json.dumps(growth(*lengths)))
         ([16000, 16000], 16, "float32", {}, False, {"block_size": 16}),
         ([1024, 66000], 16, "float32", {"softcap": 20.0}, False, {"block_size": 256, "tau": 0.0}),
         ([4096, 50000], 128, "bfloat16", {}, True, {"block_size": 128, "index_queries": "middle"}),
+        ([1024, 60000], 256, "bfloat16", {}, True, {"block_size": 16}),
         ([32768, 32768], 32, "float32", {}, False, {"block_size": 256, "selection": "reference"}),
         ([16000, 16000], 16, "float32", {}, False, {"block_size": 16, "tau": 0.0, "selection": "hybrid"}),
     ],
-    ids=["many blocks", "soft cap", "half precision, two subsets", "published", "hybrid"],
+    ids=["many blocks", "soft cap", "half precision, two subsets", "copied keys", "published", "hybrid"],
 )
 def test_a_mask_takes_no_more_on_a_cpu_than_it_is_counted_for(problem):
     # the least of up to three processes: what torch itself sets up meanwhile counts as resident memory too

@@ -66,6 +66,18 @@ def test_tokens_so_far_are_those_of_a_mask_of_the_prompt():
     assert (mask.tokens, mask[:, :, -1:].tokens) == (500, 500)
 
 
+def test_a_cache_that_begins_later_has_the_padding_of_its_own_keys():
+    """As a sliding layer's, which keeps the last keys alone; the device knows where the rows stand."""
+    tokens = torch.ones(2, 450, dtype=torch.int64)
+    tokens[1, :130] = 0
+    mask = prefill_mask(
+        batch_size=2, q_length=200, q_offset=torch.tensor(250, device="meta"), kv_length=500, kv_offset=100, attention_mask=tokens
+    )
+    assert mask.attention_mask.sum(-1).tolist() == [350, 320]
+    assert mask.attention_mask[1, 30:350].all() and not mask.attention_mask[:, 350:].any()
+    assert mask.tokens == 350
+
+
 @pytest.mark.parametrize(
     "compute", [lambda m, x: m + x, lambda m, x: x + m, lambda m, x: x * m, lambda m, x: ~m, lambda m, x: m & x]
 )

@@ -13,7 +13,10 @@ pytest.importorskip("transformers")
 from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.base.inputs import attention_inputs
+from flexmask.integrations.route import PrefillCall, reason_dense_layer
 from flexmask.integrations.run import FlexPrefillRun
+from flexmask.integrations.settings import PrefillSettings
 from tests.integrations.cells import static_cache
 from tests.integrations.common import MARKS, SPARSE, make_model, switchable
 from tests.integrations.families import VOCABULARY
@@ -87,6 +90,13 @@ def test_window_is_a_reason(tokens):
     with flexmask_hf.flexprefill(model, **{**SPARSE, "dense_below": 300}) as run:
         model(tokens)
     assert run.reasons == {layer: ["sliding window 200 < dense_below 300"] for layer in (0, 1)}
+
+
+@pytest.mark.parametrize(("window", "reason"), [(299, "sliding window 299 < dense_below 300"), (300, None)])
+def test_a_window_of_the_break_even_is_long_enough(window, reason):
+    inputs = attention_inputs(*(torch.zeros(1, 2, 64, 16) for _ in range(3)), window=window)
+    settings = PrefillSettings(dense_below=300)
+    assert reason_dense_layer(PrefillCall(inputs, 400, 0, 0, settings, settings.config, None)) == reason
 
 
 def test_sparse_block_logs_nothing_of_itself(model, tokens, caplog):

@@ -54,6 +54,15 @@ def test_mask_for_other_keys_names_both():
         attention_call(torch.nn.Module(), query, key, key, PrefillMask((1, 1, 40, 40), 0))
 
 
+def test_mask_of_a_decoding_step_may_reach_beyond_the_keys():
+    """As that of a static cache does where a layer keeps fewer keys."""
+    query, key, value = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    mask = torch.arange(60)[None, None, None] > 5
+    out, _ = attention_call(torch.nn.Module(), query, key, value, mask)
+    seen = (x[:, :, 6:].repeat_interleave(2, 1) for x in (key, value))
+    assert (out.transpose(1, 2) - torch.nn.functional.scaled_dot_product_attention(query, *seen)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("by_model", [True, False])
 def test_mask_of_four_dimensions_names_the_models_that_make_one(monkeypatch, by_model):
     """Before release 5 some models make one whatever they are called with."""

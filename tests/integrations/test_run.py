@@ -137,6 +137,16 @@ def test_several_calls_of_a_prefill_count_their_tokens_once():
     assert (run.summary().prefills, run.summary().tokens) == (2, 200)
 
 
+def test_sequences_of_a_pack_count_their_tokens_each():
+    """Also where a layer calls attention twice for each of them."""
+    run = FlexPrefillRun()
+    for _ in range(2):
+        for sequence, tokens in enumerate((100, 50, 20)):
+            run.record(0, stats_of(sequence), None, None, 5, CallSize(1, tokens, tokens, sequence))
+    assert run.calls.numbers[0] == [0] * 6
+    assert (run.summary().prefills, run.summary().tokens) == (1, 170)
+
+
 def test_reset_forgets_all_calls():
     run = recorded(8, max_calls=2)
     run.reset()
