@@ -21,6 +21,7 @@ ROWS = [
     {**ROW, "method": "sparse", "seconds": 9.0, "density": 0.2},
     {**ROW, "method": "stock", "seconds": 2.0, "density": None},
     {**ROW, "method": "sparse", "seconds": 0.8, "density": 0.2},  # measured again
+    {**ROW, "method": "sparse", "seconds": 0.5, "density": 0.2, "gpus": 2},
     {**BATCH, "method": "stock", "tokens_per_second": 1000.0},
     {**BATCH, "method": "sparse", "tokens_per_second": 1500.0, **LATENCIES},
 ]
@@ -31,6 +32,8 @@ def test_table_compares_with_the_stock_backend_at_the_same_length(tmp_path, caps
     table.main(["--results", str(tmp_path)])
     written = capsys.readouterr().out
     assert "| 32k | whole | sparse | 0.200 | 0.800 s | 2.50x | 3.000 s, 0 | 4.0 GB |" in written
+    # of two GPUs nothing is known but the times
+    assert "| 32k | whole | sparse | 0.200 | 0.500 s | - | 3.000 s, - | 4.0 GB |" in written
     assert "9.000 s" not in written
     assert "| 4 x 32k, 8 more each | sparse | 1,500 | 1.50x | 2.00 s, 4.00 s | 20.0 ms |" in written
     assert "| 4 x 32k, 8 more each | stock | 1,000 | - | - | - |" in written
@@ -40,12 +43,13 @@ def test_kernels_are_told_by_kind(tmp_path, capsys):
     names = {"nvjet_tst_128x256": 3000.0, "flash::FlashAttnFwdSm90": 1400.0, "void at::native::scan<int>": 60.0}
     kernels = {**names, "void at::native::direct_copy_kernel": 40.0, "triton_red_fused_add": 300.0}
     kernels |= {"vllm::reshape_and_cache_flash_kernel": 27.0, "at::native::unrolled_elementwise_kernel<direct_copy>": 31.0}
+    kernels["triton_red_fused__to_copy_clamp_div_sum_unsqueeze_8"] = 120.0
     profile = {**ENGINE, "prompt_tokens": 32768, "method": "sparse", "kernels_ms": kernels, "all_kernels_ms": 5000.0}
     memory = {**ROW, "method": "sparse", "seconds": 1.0, "peak_gb": 50.0, "profiled_gb": 32.5, "cache_gb": 18.0}
     (tmp_path / "serving-x.jsonl").write_text("\n".join(map(json.dumps, [profile, memory])), encoding="utf-8")
     table.main(["--results", str(tmp_path)])
     written = capsys.readouterr().out
-    assert "| 32k | sparse | 1,400 ms | 3,000 ms | 67 ms | 91 ms | 442 ms | 5,000 ms |" in written
+    assert "| 32k | sparse | 1,400 ms | 3,000 ms | 67 ms | 91 ms | 120 ms | 322 ms | 5,000 ms |" in written
     assert "| 32.0 of 32.5 GB |" in written
 
 

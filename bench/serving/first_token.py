@@ -133,6 +133,8 @@ def measure(llm: Any, options: argparse.Namespace, tokens: int, chunk: int | Non
     row = {**row, "prompt_tokens": tokens, "chunk": chunk, "seconds": statistics.median(times), "first_seconds": first}
     row |= {"all_seconds": times, "compiled_by_first": compiled.number, "compiled": compiled.names}
     row |= {**counted.fields(), **({"density": row["density"]} if "density" in row else {})}
+    if options.tensor_parallel > 1:  # the workers are processes of their own, and nothing of what they do is seen here
+        row |= dict.fromkeys(("compiled_by_first", "compiled", "sparse_tokens", "dense_tokens"))
     if on_gpu:
         row |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "profiled_gb": PROFILED.get("gb"), "cache_gb": cache_gb(llm)}
     return row

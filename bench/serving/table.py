@@ -20,17 +20,19 @@ Row = dict[str, Any]
 _ENGINE = ("device", "vllm", "model", "layers", "gpus")
 _KEY = (*_ENGINE, "method", "prompt_tokens", "chunk", "at_once")
 # By a word in the kernel's name, the first that is found. Eager kernels are the plug-in's, since vLLM compiles its own; copies
-# that convert ("unrolled") turn maps of blocks into integers
+# that convert ("unrolled") turn maps of blocks into integers. Of what Inductor fuses, the search alone compares positions and
+# divides counts; the plug-in counted densities by the search's statistics until it counted the masks' lists
 _KERNELS = (
     ("copies", ("memcpy", "reshape_and_cache")),
     ("masks", ("unrolled_elementwise",)),
     ("attention", ("flash", "triton_tem")),
     ("linear layers", ("gemm", "nvjet", "cublas")),
     ("copies", ("direct_copy",)),
+    ("statistics", ("_bitwise_and_bitwise_or_", "_to_copy_clamp_div_sum_", "_exp2_expand_floor_divide_")),
     ("masks", ("at::", "distribution", "memset", "_block_sums", "_pooled", "_digit_pass", "_means_", "_lists_", "_lines_")),
     ("masks", ("_pattern_", "_chosen_", "_ties_", "_estimate_", "_row_norms", "_evidence", "_last_rows")),
 )
-_KINDS = ("attention", "linear layers", "copies", "masks", "rest")
+_KINDS = ("attention", "linear layers", "copies", "masks", "statistics", "rest")
 HEAD = """# Serving
 
 `python -m bench.serving.table > bench/SERVING.md` writes this file. [bench/README.md](README.md#serving) says how to measure,
@@ -70,7 +72,9 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
         peak = "-" if row.get("peak_gb") is None else f"{row['peak_gb']:.1f} GB"
         if row.get("profiled_gb") and row.get("cache_gb"):
             peak = f"{row['peak_gb'] - row['cache_gb']:.1f} of {row['profiled_gb']:.1f} GB"
-        first = f"{row['first_seconds']:.3f} s, {row['compiled_by_first']}"
+        # what workers of their own compile is not seen
+        compiled = row["compiled_by_first"] if row["gpus"] == 1 else "-"
+        first = f"{row['first_seconds']:.3f} s, {compiled}"
         length = thousands(row["prompt_tokens"])
         cells.append([length, chunk, row["method"], share(row.get("density")), f"{row['seconds']:.3f} s", gain, first, peak])
     head = [

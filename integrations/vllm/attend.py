@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.attention import attention_to_kept
 from flexmask.base.inputs import attention_inputs
@@ -49,5 +51,31 @@ def attend(
         return out[0].transpose(0, 1), None
     inputs = attention_inputs(*tensors, gamma=layer.config.gamma, **scores)
     limits = (settings.max_mask_bytes, settings.break_even > 0)
-    out, _, stats = attention_to_kept(inputs, layer.config, settings.backend, *limits, return_stats=count_density)
-    return out[0].transpose(0, 1), None if stats is None else stats.density.mean()
+    kept = _KeptBlocks() if count_density else None
+    out, _, _ = attention_to_kept(inputs, layer.config, settings.backend, *limits, masks=kept)
+    seen = layer.num_heads * visible_blocks(query.shape[0], key.shape[1], layer.config.block_size, layer.window)
+    return out[0].transpose(0, 1), None if kept is None else kept.number / seen
+
+
+class _KeptBlocks(list[BlockMask]):
+    """Counts the blocks of the masks that it is given, and lets go of them: all groups of heads together exceed `max_mask_bytes`.
+
+    The statistics of a search have the density too, but take longer than the search: 9.7 ms a layer at 128k tokens on an H200.
+    """
+
+    number: Any = 0
+
+    def append(self, mask: BlockMask) -> None:
+        full = mask.full_kv_num_blocks
+        self.number = self.number + mask.kv_num_blocks.sum() + (0 if full is None else full.sum())
+
+
+@functools.lru_cache(maxsize=64)
+def visible_blocks(rows: int, tokens: int, block_size: int, window: int | None) -> int:
+    """Pairs of blocks that one head sees of a chunk of `rows` whose last row stands at the last of `tokens` keys."""
+    offset, found = tokens - rows, 0
+    for start in range(0, rows, block_size):
+        last = offset + min(start + block_size, rows) - 1
+        first = 0 if window is None else max(offset + start - window + 1, 0)
+        found += last // block_size - first // block_size + 1
+    return found

@@ -1,7 +1,7 @@
 """vLLM's backends with sparse prefill: CUSTOM, which wraps FLASH_ATTN or TRITON_ATTN, and CPU_ATTN.
 
 vLLM asks this module for a class by name. Each is made when first asked for, so that nothing of vLLM is imported for a backend
-that is not used. FLASH_ATTN's was run on a GPU with vLLM 0.26, TRITON_ATTN's was not.
+that is not used. FLASH_ATTN's and TRITON_ATTN's were run on a GPU with vLLM 0.26.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ import torch
 
 from flexmask import flexprefill_attention, sparse_attention
 from flexmask.integrations.settings import PrefillSettings
-from flexmask.integrations.vllm.attend import attend
+from flexmask.integrations.vllm import attend as attend_module
+from flexmask.integrations.vllm.attend import attend, visible_blocks
 from flexmask.integrations.vllm.counters import Counters
 from flexmask.integrations.vllm.layers import sparse_layer
 from flexmask.integrations.vllm.plan import plan_step
@@ -40,6 +41,45 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
             torch.testing.assert_close(density, stats.density.mean())
             assert density < 0.9
     assert counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize(
+    ("selection", "max_mask_bytes", "window"),
+    [("coverage", 1, 300), pytest.param("hybrid", 2**30, None, marks=pytest.mark.slow)],
+)
+def test_the_density_is_the_statistics_but_is_counted_without_them(selection, max_mask_bytes, window, monkeypatch):
+    given = {**GIVEN, "sliding_window": window} if window else GIVEN
+    options = {**OPTIONS, "gamma": 0.3, "selection": selection, "max_mask_bytes": max_mask_bytes, "dense_below": 0}
+    settings = PrefillSettings.from_options(**options)
+    layer = sparse_layer(0, given, settings, 0, 1)
+    asked = []
+    own = attend_module.attention_to_kept
+
+    def watched(*arguments, **options):
+        asked.append(options.get("return_stats", False))
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(attend_module, "attention_to_kept", watched)
+    for rows in (150, 420):
+        query, key, value = torch.randn(rows, 4, 32), torch.randn(2, 420, 32), torch.randn(2, 420, 32)
+        batch = (query.transpose(0, 1)[None], key[None], value[None])
+        _, density = attend(layer, query, key, value, count_density=True)
+        _, stats = flexprefill_attention(*batch, scale=0.2, window=window, return_stats=True, **options)
+        torch.testing.assert_close(density, stats.density.mean())
+        assert density < 1
+    # on a GPU they take longer than the search
+    assert asked == [False, False]
+
+
+@pytest.mark.parametrize("window", [None, 1, 33, 100])
+@pytest.mark.parametrize(("rows", "tokens"), [(150, 420), (420, 420), (32, 420), (64, 64), (1, 33)])
+def test_visible_blocks_are_those_of_the_written_out_mask(rows, tokens, window):
+    position, key = torch.arange(tokens - rows, tokens)[:, None], torch.arange(tokens)
+    seen = (key <= position) & (key > position - (window or tokens + 1))
+    padded = torch.nn.functional.pad(seen, (0, -tokens % 32, 0, -rows % 32))
+    blocks = padded.unflatten(0, (-1, 32)).unflatten(2, (-1, 32)).any(3).any(1)
+    assert visible_blocks(rows, tokens, 32, window) == blocks.sum()
 
 
 def test_sizes_of_the_warm_up():

@@ -1,7 +1,8 @@
 """The plug-in in vLLM on a GPU, in bfloat16, compiled and with CUDA graphs, against FLASH_ATTN and the adapter for transformers.
 
 Half precision rounds more than sparse and dense kernels differ: the bound is what the stock engine's own answers differ by when
-the same prompt comes in other chunks.
+the same prompt comes in other chunks. TRITON_ATTN's answers are the same bits in any chunks; there the bound is what the two
+stock engines differ by.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def test_the_plug_in_serves(keep_all, stock):
     assert keep_all["counters"]["sparse"] > 3001 + 1700 + 5000 + 3000
 
 
-def same_but_for_rounding(stock, ours, rounding):
+def same_but_for_rounding(stock, ours, rounding, ties=0):
     agree, total = same_tokens(stock, ours)
-    assert agree == total
+    assert agree >= total - ties
     found = summary(differences(stock, ours))
     assert found["mean"] <= 2 * rounding["mean"]
     assert found["most"] <= 2 * rounding["most"]
@@ -67,7 +68,14 @@ def same_but_for_rounding(stock, ours, rounding):
 @pytest.mark.parametrize("asked", SAME)
 @pytest.mark.parametrize(("ours", "stock_name"), EVERYTHING)
 def test_gamma_one_gives_the_stock_backend_s_answers(ours, stock_name, asked, run, rounding):
-    same_but_for_rounding(run(stock_name)[asked], run(ours)[asked], rounding)
+    other, ties = run("stock")[asked], 0
+    if stock_name != "stock":
+        agree, total = same_tokens(run(stock_name)[asked], other)
+        found = summary(differences(run(stock_name)[asked], other))
+        rounding, ties = {name: max(bound, found[name]) for name, bound in rounding.items()}, total - agree
+    same_but_for_rounding(run(stock_name)[asked], run(ours)[asked], rounding, ties)
+    if ties:  # then it is the other stock engine that answers as ours does
+        same_but_for_rounding(other, run(ours)[asked], rounding)
 
 
 def test_the_option_names_the_kernel(run):
@@ -126,7 +134,8 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapt
     # rounding amplified: a score that rounds differently changes which blocks are kept
     assert found["mean"] <= 5 * rounding["mean"]
     assert ours[0]["tokens"][0] == theirs["token"]
-    assert summary(differences(stock[asked], ours))["mean"] > 2 * found["mean"]
+    # hybrid keeps more of so short a prompt, and is nearer to dense attention
+    assert summary(differences(stock[asked], ours))["mean"] > (1 if name == "hybrid" else 2) * found["mean"]
 
 
 @pytest.mark.parametrize("name", ["stock", "keep_all", "sparse", "hybrid", "graphs", "graphs_sparse", "triton"])
