@@ -310,7 +310,10 @@ def test_tasks_are_compared_at_equal_density(tmp_path):
         "streaming_llm:sink_blocks=1,window_blocks=16": ("0" * 40, 0.2),
     }
     rows = [numbered(method, item, each, density) for method, (each, density) in settings.items() for item in lookups]
-    rows += [numbered("dense", "common/4096", "0" * 8), numbered("moa", "single/4096", "4" * 40, 0.3)]
+    rows += [numbered("dense", "common/4096", "0" * 8)]
+    rows += [numbered("moa", item, "4" * 40, 0.3) for item in lookups[: tasks.ENOUGH - 1]]
+    rows += [numbered("tri_shape:window_blocks=8", item, "4" * 20 + "0" * 20, 0.3) for item in lookups[: tasks.ENOUGH]]
+    rows += [numbered("hybrid_before:gamma=0.9", item, "4" * 40, 0.3) for item in lookups]
     path = tmp_path / "fidelity-gpu.jsonl"
     results.file_of_bed("tasks", path=path).write_text("".join(json.dumps(each) + "\n" for each in rows))
     found = tasks.main_table(path)
@@ -320,12 +323,31 @@ def test_tasks_are_compared_at_equal_density(tmp_path):
         against.startswith("| hybrid, gamma 0.9 | -25.0 [-30.") and "at .200; 70 worse, 0 better of 280 in 7 tasks |" in against
     )
     assert lines["| FlashPrefill, alpha 0.1"].startswith("| FlashPrefill, alpha 0.1 | **+12.5 [+10.")
-    assert lines["| FlashPrefill, alpha 0.05"] == "| FlashPrefill, alpha 0.05 | +0.0 [-1.3, +1.3] at .500 |"
+    assert lines["| FlashPrefill, alpha 0.05"] == "| FlashPrefill, alpha 0.05 | +0.0 [-1.3, +1.3] at .500, hybrid at .400 |"
     assert lines["| XAttention, threshold 0.9"] == "| XAttention, threshold 0.9 | fewer blocks, .100 |"
     assert lines["| StreamingLLM, sink blocks 1, window blocks 16"].startswith(
         "| StreamingLLM, sink blocks 1, window blocks 16 | -75.0 ["
     )
-    assert not any("moa" in line for line in found)
+    # six lookups of seven are enough to compare, five are not
+    assert any(line.startswith("| tri-shape, window blocks 8 |") and "of 240 in 6 tasks" in line for line in found)
+    assert lines["| tri-shape, window blocks 8"].startswith("| tri-shape, window blocks 8 | -37.5 [")
+    assert not any(line.startswith("| MoA") and line.rstrip("| ").endswith("tasks") for line in found)
+    # another rule's rows stand next to hybrid's and are no part of its curve
+    assert lines["| hybrid before, gamma 0.9"].endswith("0 worse, 0 better of 280 in 7 tasks |") and tasks.OLDER in found
+
+
+def test_lengths_beyond_training_are_named():
+    assert [tasks.length_name(tokens) for tokens in (65536, 131072)] == ["64k", "128k by YaRN"]
+
+
+def test_more_blocks_than_hybrid_has_are_not_marked(tmp_path):
+    lookups = [f"{task}/4096" for task in tasks.LOOKUPS]
+    settings = {"dense": ("4" * 40, 1.0), "hybrid:gamma=0.9": ("0" * 40, 0.2), "flash_prefill:alpha=0.1": ("4" * 40, 0.3)}
+    rows = [numbered(method, item, each, density) for method, (each, density) in settings.items() for item in lookups]
+    path = tmp_path / "fidelity-gpu.jsonl"
+    results.file_of_bed("tasks", path=path).write_text("".join(json.dumps(each) + "\n" for each in rows))
+    line = [line for line in tasks.main_table(path) if line.startswith("| FlashPrefill, alpha 0.1 |")][-1]
+    assert line == "| FlashPrefill, alpha 0.1 | +100.0 [+100.0, +100.0] at .300, hybrid at .200 |"
 
 
 def test_needles_name_the_fewest_blocks_that_find_all():

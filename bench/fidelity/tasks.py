@@ -15,6 +15,13 @@ from bench.reporting.tables import markdown_table, thousands
 SCORED = 0.8
 # tasks that every method was asked at most lengths
 LOOKUPS = ("single", "multi_key_8", "multi_key_64", "multi_key_512", "multi_value", "multi_query", "tracking")
+# of them, those that a paired comparison needs at least
+ENOUGH = 6
+# the model's own limit: longer prompts are read with its rotary embedding stretched
+TRAINED = 65536
+# hybrid's rows from before a change of its rule
+BEFORE = "hybrid_before"
+OLDER = '"Hybrid before" is the rule before its last query block kept [twice the floor](#defaults-and-ablations).'
 # columns of the table by task
 SHOWN = (
     *("hybrid:gamma=0.9", "coverage:gamma=0.9", "published:gamma=0.9", "xattention:threshold=0.9", "flash_prefill:alpha=0.1"),
@@ -25,6 +32,11 @@ SHOWN = (
 def lengths_of(rows: Rows) -> list[int]:
     """Tokens of the prompts, ascending."""
     return sorted({int(item.rpartition("/")[2]) for item in rows.get("dense", {})})
+
+
+def length_name(tokens: int) -> str:
+    """A column's length, and how the model reaches it."""
+    return thousands(tokens) + (" by YaRN" if tokens > TRAINED else "")
 
 
 def score(row: dict[str, float]) -> float:
@@ -58,20 +70,20 @@ def averages_table(rows: Rows, among: Sequence[str] = ()) -> list[str]:
     columns = {tokens: items for tokens, items in columns.items() if items}
     cells = {name: [average(rows, name, items) for items in columns.values()] for name in rows}
     shown = [["dense" if name == "dense" else shown_name(name), *each] for name, each in cells.items() if any(each)]
-    return markdown_table(("method", *(f"{thousands(tokens)}, {len(items)} tasks" for tokens, items in columns.items())), shown)
+    return markdown_table(("method", *(f"{length_name(tokens)}, {len(items)} tasks" for tokens, items in columns.items())), shown)
 
 
 def asked(rows: Rows, name: str, tokens: int) -> list[str]:
-    """Scored tasks of a length that the method and dense attention were asked prompt by prompt; none unless all lookups were."""
+    """Scored tasks of a length that the method and dense attention were asked prompt by prompt; none with few lookups."""
     known = [item for item in scored(rows, tokens) if all(paired.scores_of(rows, each, [item]) for each in (name, "dense"))]
-    lookups = [item for item in scored(rows, tokens) if item.rpartition("/")[0] in LOOKUPS]
-    return known if lookups and set(lookups) <= set(known) else []
+    lookups = [item for item in known if item.rpartition("/")[0] in LOOKUPS]
+    return known if len(lookups) >= ENOUGH else []
 
 
-def points(found: paired.Difference) -> str:
-    """A difference in points with its interval; bold where the method scores more by more than that."""
+def points(found: paired.Difference, mark: bool = True) -> str:
+    """A difference in points with its interval; bold, if marked, where the method scores more by more than that."""
     text = f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
-    return f"**{text}**" if found.low > 0 else text
+    return f"**{text}**" if mark and found.low > 0 else text
 
 
 def against_dense_table(rows: Rows) -> list[str]:
@@ -81,7 +93,7 @@ def against_dense_table(rows: Rows) -> list[str]:
         cells = [_against_dense(rows, name, tokens) for tokens in lengths]
         if name != "dense" and any(cells):
             shown.append([shown_name(name), *cells])
-    return markdown_table(("method", *map(thousands, lengths)), shown)
+    return markdown_table(("method", *map(length_name, lengths)), shown)
 
 
 def _against_dense(rows: Rows, name: str, tokens: int) -> str:
@@ -98,14 +110,18 @@ def _against_dense(rows: Rows, name: str, tokens: int) -> str:
 def equal_density_table(rows: Rows) -> list[str]:
     """A row a method that is not ours, a column a length: its score less hybrid's at the same density, on the same prompts."""
     curve = [name for name in rows if name.startswith("hybrid:gamma=") and "," not in name]
-    others = [name for name in rows if name.partition(":")[0] not in ("dense", "hybrid", "rule")]
-    lengths = [tokens for tokens in lengths_of(rows) if any(asked(rows, name, tokens) for name in curve)]
+    others = [name for name in rows if name.partition(":")[0] not in ("dense", "hybrid", BEFORE, "rule")]
+    lengths = [
+        tokens
+        for tokens in lengths_of(rows)
+        if any(asked(rows, name, tokens) for name in curve) and any(asked(rows, name, tokens) for name in others)
+    ]
     shown = []
     for name in others:
         cells = [_at_equal_density(rows, name, curve, tokens) for tokens in lengths]
         if any(cells):
             shown.append([shown_name(name), *cells])
-    return markdown_table(("method", *map(thousands, lengths)), shown)
+    return markdown_table(("method", *map(length_name, lengths)), shown)
 
 
 def _at_equal_density(rows: Rows, name: str, curve: Sequence[str], tokens: int) -> str:
@@ -116,7 +132,12 @@ def _at_equal_density(rows: Rows, name: str, curve: Sequence[str], tokens: int) 
     density = paired.density_of(rows, name, items)
     base = paired.at_density(rows, curve, items, density)
     found = paired.difference(scores, base) if base else None
-    return f"{points(found)} at {short(density)}" if found else f"fewer blocks, {short(density)}"
+    if found is None:
+        return f"fewer blocks, {short(density)}"
+    densest = max(paired.density_of(rows, each, items) for each in curve if paired.scores_of(rows, each, items))
+    if density > densest:  # no setting of hybrid's keeps as many
+        return f"{points(found, mark=False)} at {short(density)}, hybrid at {short(densest)}"
+    return f"{points(found)} at {short(density)}"
 
 
 def by_task_table(rows: Rows) -> list[str]:
@@ -136,7 +157,7 @@ def by_task_table(rows: Rows) -> list[str]:
                 if item in known
                 else ["not scored", *[""] * (len(methods) - 1)]
             )
-            shown.append([task, thousands(tokens), whole, *rest])
+            shown.append([task, length_name(tokens), whole, *rest])
     return markdown_table(("task", "tokens", "dense", *map(shown_name, methods)), shown)
 
 
@@ -160,6 +181,7 @@ def main_table(path: Path = PATH) -> list[str]:
         f"the share of an answer that is right, mean over the tasks at which dense attention scores {100 * SCORED:.0f} or more,",
         "and the density.",
         *averages_table(rows),
+        *([OLDER] if any(name.startswith(f"{BEFORE}:") for name in rows) else []),
         "The same of the seven tasks that look values up, which more methods and settings were asked:",
         *averages_table(rows, LOOKUPS),
         *_paired(rows),
@@ -175,7 +197,7 @@ def _paired(rows: Rows) -> list[str]:
         "that score less and more. Intervals come from a bootstrap over prompts.",
         *against_dense_table(rows),
         "Against hybrid at the same density: each prompt's score between hybrid's settings next to it, or of its densest one",
-        "where a method keeps more. Bold: more than hybrid by more than the interval.",
+        "where a method keeps more. Bold: more than hybrid by more than the interval, at equal density.",
         *equal_density_table(rows),
     ]
 
