@@ -10,7 +10,7 @@ from flexmask.base.representative_rows import representative_rows
 from flexmask.base.search_result import BlockLists, SearchResult
 from flexmask.base.visibility import block_visibility, token_validity
 from flexmask.config import FlexPrefillConfig
-from flexmask.kernels.block_lists import block_lists
+from flexmask.kernels.block_lists import block_lists, density
 from flexmask.kernels.last_rows import last_rows_lines
 from flexmask.kernels.pooling import split_means
 from flexmask.kernels.representative import block_sums, packed_rows
@@ -42,18 +42,19 @@ def search(
     means = split_means(inputs.key, None if tokens.filled else tokens.key_valid, block_size)
     blocks = row_blocks(inputs, means, tokens, edges, gamma, config)
 
-    *lists, keep = block_lists(lines, blocks, seen_edges, inputs, block_size, with_keep)
+    *tensors, keep = block_lists(lines, blocks, seen_edges, inputs, block_size, with_keep)
+    lists = BlockLists(*tensors)
     if not with_stats:
-        return SearchResult(BlockLists(*lists), keep, None)
+        return SearchResult(lists, keep, None)
     assert keep is not None
     visible = block_visibility(seen, block_size, inputs.window).visible
     stats = (
         torch.zeros(keep.shape[:2], dtype=torch.bool, device=keep.device),
         torch.full(keep.shape[:2], float("nan"), dtype=torch.float32, device=keep.device),
-        keep.sum((-2, -1)).float() / visible.sum((-2, -1)).clamp(min=1)[:, None],
+        density(lists, visible),
         lines.kept[0].sum(-1),
         lines.kept[1].sum(-1),
         kept_mass(keep, rows, sums, norms, block_size) / rows.taken.sum(-1).clamp(min=1)[:, None],
         row_coverage(inputs, means, tokens, edges, keep, config),
     )
-    return SearchResult(BlockLists(*lists), keep, stats)
+    return SearchResult(lists, keep, stats)

@@ -15,9 +15,9 @@ from flexmask.base.representative_rows import RepresentativeRows, representative
 from flexmask.base.search_result import BlockLists, SearchResult
 from flexmask.base.visibility import Tokens, block_visibility, token_validity
 from flexmask.config import FlexPrefillConfig
-from flexmask.kernels.block_lists import block_lists
+from flexmask.kernels.block_lists import block_lists, density
 from flexmask.kernels.hybrid import search as hybrid_search
-from flexmask.kernels.pattern import Lines, estimated_scores, pattern_and_lines
+from flexmask.kernels.pattern import estimated_scores, pattern_and_lines
 from flexmask.kernels.pooling import block_means
 from flexmask.kernels.query_aware import pooled_map
 from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
@@ -68,9 +68,23 @@ def search(
         blocks = _pooled_blocks(inputs, key_means, tokens, edges, decided.is_query_aware, gamma, config)
 
     # step 4: blocks kept always; step 5: lists
-    *lists, keep = block_lists(decided, blocks, seen_edges, inputs, block_size, with_keep)
-    stats = _statistics(keep, decided, mass, inputs, seen, block_size) if with_stats else None
-    return SearchResult(BlockLists(*lists), keep, stats)
+    *tensors, keep = block_lists(decided, blocks, seen_edges, inputs, block_size, with_keep)
+    lists = BlockLists(*tensors)
+    if not with_stats:
+        return SearchResult(lists, keep, None)
+    assert keep is not None
+    visible = block_visibility(seen, block_size, inputs.window).visible
+    held = kept_mass(keep, mass.rows, mass.sums, mass.norms, block_size)
+    stats = (
+        decided.is_query_aware,
+        decided.distance,
+        density(lists, visible),
+        decided.number[0].clone(),  # an operator's results must not share memory
+        decided.number[1].clone(),
+        held / mass.rows.taken.sum(-1).clamp(min=1)[:, None],
+        torch.full_like(held, float("nan")),
+    )
+    return SearchResult(lists, keep, stats)
 
 
 def _representative_mass(
@@ -107,26 +121,3 @@ def _pooled_blocks(
         return blocks
     within = torch.where(blocks != 0, values, -1.0)
     return top_p_rows(within, is_query_aware, edges, torch.ones_like(gamma), config.max_blocks, block_size)
-
-
-def _statistics(
-    keep: Tensor | None,
-    decided: Lines,
-    mass: RepresentativeMass,
-    inputs: AttentionInputs,
-    tokens: Tokens,
-    block_size: int,
-) -> tuple[Tensor, ...]:
-    """The tensors of FlexPrefillStats but is_dense, in its order."""
-    assert keep is not None
-    visible = block_visibility(tokens, block_size, inputs.window).visible
-    held = kept_mass(keep, mass.rows, mass.sums, mass.norms, block_size)
-    return (
-        decided.is_query_aware,
-        decided.distance,
-        keep.sum((-2, -1)).float() / visible.sum((-2, -1)).clamp(min=1)[:, None],
-        decided.number[0].clone(),  # an operator's results must not share memory
-        decided.number[1].clone(),
-        held / mass.rows.taken.sum(-1).clamp(min=1)[:, None],
-        torch.full_like(held, float("nan")),
-    )
