@@ -112,7 +112,7 @@ def problem_inputs(problem: Problem) -> tuple[AttentionInputs, FlexPrefillConfig
     config = FlexPrefillConfig(
         GAMMA, block_size=size, min_budget=problem.floor * size, selection="hybrid", index_queries=problem.rows
     )
-    rest = {"window": problem.window, "attention_mask": mask, "offset": offset, "deciding": deciding}
+    rest: dict[str, Any] = {"window": problem.window, "attention_mask": mask, "offset": offset, "deciding": deciding}
     return AttentionInputs(query, key, None, 1.0, **rest), config
 
 
