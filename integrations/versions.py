@@ -45,8 +45,8 @@ class _AutocastOnMeta(torch.autocast):
         super().__init__("cpu" if device_type == "meta" else device_type, *arguments, **keywords)
 
 
-def _is_autocast_enabled_on_meta(*device_type: str) -> bool:
-    return _is_autocast_enabled(*("cpu" if each == "meta" else each for each in device_type))
+def _is_autocast_enabled_on_meta(device_type: str | None = None) -> bool:
+    return _is_autocast_enabled(*([] if device_type is None else ["cpu" if device_type == "meta" else device_type]))
 
 
 @contextmanager
@@ -56,11 +56,12 @@ def autocast_on_meta() -> Iterator[None]:
     Releases 4.54 to 5.0, and some after them, do that; 5.23 leaves it out.
     """
     # as attributes of torch, which is where models find them
-    torch.autocast, torch.is_autocast_enabled = _AutocastOnMeta, _is_autocast_enabled_on_meta  # type: ignore[misc,assignment]
+    before = torch.autocast, torch.is_autocast_enabled
+    torch.autocast, torch.is_autocast_enabled = _AutocastOnMeta, _is_autocast_enabled_on_meta  # type: ignore[misc]
     try:
         yield
     finally:
-        torch.autocast, torch.is_autocast_enabled = torch.amp.autocast_mode.autocast, _is_autocast_enabled  # type: ignore[misc]
+        torch.autocast, torch.is_autocast_enabled = before  # type: ignore[misc]
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:

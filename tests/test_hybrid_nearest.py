@@ -60,6 +60,13 @@ PROBLEMS = {
         block_size=32,
         deciding=(256, 224),
     ),
+    # blocks of no power of two: past the first prompt's rows stand those of the second
+    "padded row list": Problem(
+        {(0, 5): {0, 5}, (0, 6): {0, 3, 4, 5, 6}, (0, 7): {0, 7}, (1, 6): {0, 6}, (1, 8): {0, 8}, (1, 9): {0, 6, 7, 8, 9}},
+        length=480,
+        block_size=48,
+        deciding=(336, 480),
+    ),
     # the last 32 tokens stand in 64 positions
     "holes": Problem(
         {(0, 13): {0, 13}, (0, 14): {0, 11, 12, 13, 14}, (0, 15): {0, 12, 13, 14, 15}},

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import copyreg
 import functools
-import pickle
 import weakref
 from typing import Any
 
@@ -57,9 +56,8 @@ def _is_as_made(mask: BlockMask, mask_mod: Any, parts: tuple[Any, ...]) -> bool:
 
 def _moved(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...], device: torch.device | str) -> BlockMask:
     """The mask on `device`, what its mask_mod captures too, which BlockMask's own method leaves behind."""
-    mask = owner()
-    assert mask is not None
-    if not _is_as_made(mask, mask_mod, parts):
+    mask = owner()  # None of a mask that had no name: ``flexprefill_mask(...).to(device)``
+    if mask is not None and not _is_as_made(mask, mask_mod, parts):
         return BlockMask.to(mask, device)
     rest: list[Any] = [part.to(device) if isinstance(part, Tensor) else part for part in parts[1:]]
     return _unpickled(BlockLists(*(x.to(device) for x in parts[0])), *rest)
@@ -69,45 +67,11 @@ def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...
     """How pickle and deepcopy make the mask again: its mask_mod is a closure, which does not pickle."""
     mask = owner()
     assert mask is not None
-    return (_unpickled, parts) if _is_as_made(mask, mask_mod, parts) else _by_fields(owner, protocol)
-
-
-def copied_by_fields(mask: BlockMask) -> BlockMask:
-    """`mask`, which pickle refuses in words of ours unless its mask_mod can be pickled."""
-    mask.__reduce_ex__ = functools.partial(_by_fields, weakref.ref(mask))  # type: ignore[method-assign]
-    return mask
-
-
-def _by_fields(owner: weakref.ref[BlockMask], protocol: int) -> tuple[Any, ...]:
-    return _of_fields, (_Fields(vars(owner())),)
-
-
-class _Fields:
-    """The fields of a BlockMask that is copied as any other is, and pickled where its mask_mod can be."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields = {name: value for name, value in fields.items() if name not in ("__reduce_ex__", "to")}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Fields:
-        return _Fields(copy.deepcopy(self.fields, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        try:
-            pickle.dumps(self.fields["mask_mod"])
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            raise TypeError(
-                "a mask can be pickled as flexprefill_mask or a method of the gallery returns it; got one that was changed or "
-                f"joined, whose mask_mod is a function within another ({self.fields['mask_mod']!r}): "
-                "save the mask from before that, or its kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices"
-            ) from error
-        return _Fields, (self.fields,)
-
-
-def _of_fields(fields: _Fields) -> BlockMask:
-    """A BlockMask of these fields."""
-    mask: BlockMask = object.__new__(BlockMask)
-    vars(mask).update(fields.fields)
-    return mask
+    if _is_as_made(mask, mask_mod, parts):
+        return _unpickled, parts
+    # changed since: as any BlockMask, which deepcopy takes, and pickle where it takes the mask_mod
+    state = {name: value for name, value in vars(mask).items() if name not in ("__reduce_ex__", "to")}
+    return copyreg.__newobj__, (BlockMask,), state  # type: ignore[attr-defined]  # typeshed lacks it
 
 
 def _unpickled(

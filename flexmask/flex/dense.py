@@ -26,6 +26,13 @@ def sdpa_serves(inputs: AttentionInputs, return_lse: bool) -> bool:
     return all_tokens and inputs.query.shape[2] in (1, inputs.key.shape[2]) and not _is_written_out(inputs, return_lse)
 
 
+def has_fused_kernel(inputs: AttentionInputs) -> bool:
+    """Decide if SDPA on CUDA has a kernel that writes out no scores: grouped heads in half precision, values as wide as keys."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    assert value is not None
+    return query.shape[1] == key.shape[1] or (query.dtype != torch.float32 and query.shape[3] == value.shape[3])
+
+
 def _is_written_out(inputs: AttentionInputs, return_lse: bool) -> bool:
     return inputs.softcap is not None or inputs.sinks is not None or return_lse
 

@@ -8,7 +8,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import block_mask_from_lists, named
 from flexmask.base.inputs import AttentionInputs, HeadGroup
-from flexmask.flex.block_mask import copied_by_fields
 
 
 def joined_mask(masks: list[BlockMask], inputs: AttentionInputs) -> BlockMask:
@@ -54,4 +53,4 @@ def joined_mask(masks: list[BlockMask], inputs: AttentionInputs) -> BlockMask:
         join(indices),
     )
     mask_mod = named(joined, f"{masks[0].mask_mod.__name__}, {len(masks)} groups of heads")
-    return copied_by_fields(block_mask_from_lists(lists, mask_mod, masks[0].BLOCK_SIZE[0], (q_len, inputs.key.shape[2])))
+    return block_mask_from_lists(lists, mask_mod, masks[0].BLOCK_SIZE[0], (q_len, inputs.key.shape[2]))

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import block_mask_from_lists, captured, named
 from flexmask.base.inputs import HEAD_DIMS, AttentionInputs
 from flexmask.flex.block_mask import with_gradients
-from flexmask.flex.dense import dense_attention, sdpa_serves
+from flexmask.flex.dense import dense_attention, has_fused_kernel, sdpa_serves
 from flexmask.flex.mask_mods import MaskMod
 from flexmask.flex.run import run_flex_attention
 from flexmask.plain.block_lists import block_lists
@@ -52,7 +52,8 @@ def dense_attention_packed(
     """Dense attention of each segment to itself, (1, num_heads, q_len, v_head_dim), with its log-sum-exp if wanted.
 
     On CPUs SDPA serves them one by one, which no single call beat there (docs/packed.md). On GPUs a call a sequence is
-    launch-bound where sequences are short: those with more than a row share FlexAttention calls.
+    launch-bound where sequences are short: those with more than a row share FlexAttention calls, except one that would have a
+    call to itself and that SDPA takes without a copy.
 
     Parameters
     ----------
@@ -174,13 +175,17 @@ def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
 
 
 def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
-    """Sequences by call, by number: all but single rows and those with a call to themselves that SDPA takes without a copy."""
+    """Sequences by call, by number: all but single rows and those with a call to themselves that SDPA takes without a copy.
+
+    Without a fused kernel SDPA writes out their scores, which one of 16 thousand tokens has no memory for.
+    """
     shared = [number for number, segment in enumerate(segments) if segment.q_len > 1]
     if len(shared) < 2:
         return []
     waiting = iter(shared)
     calls = [list(itertools.islice(waiting, len(part))) for part in _calls([segments[number] for number in shared])]
-    return [call for call in calls if len(call) > 1 or not sdpa_serves(segments[call[0]].of(inputs), return_lse)]
+    fused = has_fused_kernel(inputs)
+    return [call for call in calls if len(call) > 1 or not (fused and sdpa_serves(segments[call[0]].of(inputs), return_lse))]
 
 
 def _calls(segments: list[Segment]) -> list[list[Segment]]:

@@ -72,7 +72,7 @@ def _lists_kernel(
             slot = tl.arange(0, PADDED_SIZE)
             own_slot = tl.load(row_list + slot, mask=slot < BLOCK_SIZE, other=-1) - row * BLOCK_SIZE
             holds = tl.sum(((own_slot >= 0) & (own_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
-            near_from = tl.where(holds, first_diagonal - nearest + 1, to)
+            near_from = tl.where(holds, first_diagonal - nearest + 1, to).to(to.dtype)
 
     line = (head * num_q_blocks + row) * num_kv_blocks
     lane = tl.arange(0, TILE)

@@ -53,8 +53,10 @@ def attend(
     limits = (settings.max_mask_bytes, settings.break_even > 0)
     kept = _KeptBlocks() if count_density else None
     out, _, _ = attention_to_kept(inputs, layer.config, settings.backend, *limits, masks=kept)
+    if kept is None:
+        return out[0].transpose(0, 1), None
     seen = layer.num_heads * visible_blocks(query.shape[0], key.shape[1], layer.config.block_size, layer.window)
-    return out[0].transpose(0, 1), None if kept is None else kept.number / seen
+    return out[0].transpose(0, 1), kept.number.double() / seen
 
 
 class _KeptBlocks(list[BlockMask]):

@@ -68,7 +68,7 @@ def test_changed_mask_is_not_taken_for_the_one_that_was_made():
     assert copy.deepcopy(mask).mask_mod is mask.mask_mod
     assert copy.copy(mask).mask_mod is mask.mask_mod
     for save in (pickle.dumps, saved):
-        with pytest.raises(TypeError, match=r"a mask can be pickled as flexprefill_mask .* returns it; got .* kv_indices"):
+        with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
             save(mask)
 
 
@@ -87,24 +87,23 @@ def test_mask_with_a_mask_mod_of_a_module_is_pickled():
         assert_same_lists(got, mask)
 
 
-def test_mask_joined_of_groups_is_copied_and_not_pickled():
+def test_mask_joined_of_groups_is_copied():
     query = torch.randn(1, 2, 96, 16)
     mask = flexprefill_mask(query[:, :1], query[:, :1], block_size=32)
     joined = joined_mask([mask, mask], AttentionInputs(query, query, None, 1.0))
     assert_same_lists(copy.deepcopy(joined), joined)
-    with pytest.raises(TypeError, match=r"a mask can be pickled as .* joined"):
-        saved(joined)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_mask_moves_with_what_its_mask_mod_captures(case):
     query, key = torch.randn(2, 4, 130, 16), torch.randn(2, 2, 160, 16)
     mask = flexprefill_mask(query, key, gamma=0.5, block_size=32, min_budget=0, **case)
-    moved = mask.to("meta")
-    assert moved.kv_indices.device.type == "meta"
     # q_idx // 32 of a mask that stays behind would be on the CPU
     index = [torch.zeros(1, dtype=torch.int32, device="meta")] * 4
-    assert moved.mask_mod(*index).device.type == "meta"
+    nameless = flexprefill_mask(query, key, gamma=0.5, block_size=32, min_budget=0, **case).to("meta")
+    for moved in (mask.to("meta"), nameless):
+        assert moved.kv_indices.device.type == "meta"
+        assert moved.mask_mod(*index).device.type == "meta"
     assert_same_lists(saved(mask.to("cpu")), mask)
     assert torch.equal(mask.to("cpu").to_dense(), mask.to_dense())
     mask.mask_mod = everything

@@ -70,11 +70,14 @@ def test_calls_are_cut_where_their_copies_would_grow(monkeypatch):
 
 
 def test_sequences_with_a_call_to_themselves_are_not_copied_where_sdpa_takes_them():
-    def calls(lengths, return_lse=False, **fields):
-        query = torch.empty(1).expand(1, 1, sum(lengths), 32)
+    def calls(lengths, return_lse=False, heads=1, v_head_dim=32, dtype=torch.float32, **fields):
+        query, key, value = (
+            torch.empty(1, dtype=dtype).expand(1, count, sum(lengths), size)
+            for count, size in ((heads, 32), (1, 32), (1, v_head_dim))
+        )
         bounds = [0, *itertools.accumulate(lengths)]
         segments = [Segment(slice(*each), slice(*each)) for each in itertools.pairwise(bounds)]
-        return _shared_calls(AttentionInputs(query, query, query, 1.0, **fields), segments, return_lse)
+        return _shared_calls(AttentionInputs(query, key, value, 1.0, **fields), segments, return_lse)
 
     long = 70_000
     assert calls([300, 200, long, 1, 400]) == [[0, 1]]
@@ -83,6 +86,11 @@ def test_sequences_with_a_call_to_themselves_are_not_copied_where_sdpa_takes_the
     # SDPA would need a map of visible keys, or knows no such scores
     for given in ({"window": 4096}, {"softcap": 3.0}, {"return_lse": True}):
         assert calls([300, 200, long, 1, 400], **given) == [[0, 1], [2], [4]]
+    # SDPA has fused kernels for grouped heads in half precision, of values as wide as keys
+    assert calls([long, long], heads=2, dtype=torch.bfloat16) == []
+    assert calls([long, long], v_head_dim=64) == []
+    for unfused in ({}, {"dtype": torch.bfloat16, "v_head_dim": 64}):
+        assert calls([long, long], heads=2, **unfused) == [[0], [1]]
 
 
 def test_results_hold_no_more_than_their_rows(monkeypatch):
