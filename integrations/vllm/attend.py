@@ -56,7 +56,7 @@ def attend(
     if kept is None:
         return out[0].transpose(0, 1), None
     seen = layer.num_heads * visible_blocks(query.shape[0], key.shape[1], layer.config.block_size, layer.window)
-    return out[0].transpose(0, 1), kept.number.double() / seen
+    return out[0].transpose(0, 1), (kept.number.double() / seen).float()
 
 
 class _KeptBlocks(list[BlockMask]):
