@@ -2,6 +2,8 @@
 
 vLLM reads its environment when it is imported, and an engine does not go away as long as its process lives. So a test starts
 this program for each engine that it needs and compares what they write.
+
+Over 300 lines: one table of engines, what they are asked, and how that is written down, for one process.
 """
 
 from __future__ import annotations
