@@ -78,7 +78,7 @@ def flexprefill_mask(
     config
         A FlexPrefillConfig instead of its keywords.
     return_stats
-        Also return `FlexPrefillStats`, which takes longer than the mask: 9.7 ms for 32 heads at 128k tokens on an H200.
+        Also return `FlexPrefillStats`; takes time of its own, with ``selection="hybrid"`` a second pass over the evidence.
 
     Returns
     -------

@@ -57,11 +57,11 @@ def autocast_on_meta() -> Iterator[None]:
     """
     # as attributes of torch, which is where models find them
     before = torch.autocast, torch.is_autocast_enabled
-    torch.autocast, torch.is_autocast_enabled = _AutocastOnMeta, _is_autocast_enabled_on_meta  # type: ignore[misc]
+    torch.autocast, torch.is_autocast_enabled = _AutocastOnMeta, _is_autocast_enabled_on_meta  # type: ignore[misc]  # not meant to be assigned
     try:
         yield
     finally:
-        torch.autocast, torch.is_autocast_enabled = before  # type: ignore[misc]
+        torch.autocast, torch.is_autocast_enabled = before  # type: ignore[misc]  # not meant to be assigned
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:

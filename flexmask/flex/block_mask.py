@@ -44,9 +44,8 @@ def block_mask(
         parts = (lists, keep, block_size, name, lengths, inputs.window, inputs.attention_mask, inputs.offset)
         # by a weak reference: a cycle would keep the memory of dropped masks until Python looks for cycles
         owner = weakref.ref(mask)
-        # of this mask alone: the object is asked before its type
-        mask.__reduce_ex__ = functools.partial(_pickled, owner, mask_mod, parts)  # type: ignore[method-assign]
-        mask.to = functools.partial(_moved, owner, mask_mod, parts)  # type: ignore[method-assign]
+        mask.__reduce_ex__ = functools.partial(_pickled, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
+        mask.to = functools.partial(_moved, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
     return mask
 
 

@@ -193,7 +193,8 @@ def block_lists(
 def density(lists: BlockLists, visible: Tensor) -> Tensor:
     """Kept blocks as a share of the visible ones, (batch, num_heads) float32; `visible` is (batch, num_q_blocks, num_kv_blocks).
 
-    Counted row by row: of a sum over a whole map at once Inductor makes one program a head, 9 ms at 128k tokens.
+    Counted row by row: a sum over a whole map at once is one program a head (Inductor 2.11), which took 9 ms for 32 heads at 128k
+    tokens on an H200.
     """
     kept = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum(-1)
     return kept.float() / visible.sum(-1).sum(-1).clamp(min=1)[:, None]
