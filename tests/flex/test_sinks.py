@@ -33,6 +33,18 @@ def test_sinks_come_in_by_the_log_sum_exp():
     assert not with_sinks(torch.zeros(1, 4, 2, 8), torch.full((1, 4, 2), float("-inf")), SINKS).any()
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_sinks_round_a_half_precision_output_once(gradients):
+    out = torch.randn(1, 4, 63, 32).bfloat16()
+    lse = torch.randn(1, 4, 63)
+    exact = out.double() * torch.sigmoid(lse.double() - SINKS.double()[:, None])[..., None]
+    with torch.set_grad_enabled(gradients):
+        scaled = with_sinks(out.clone(), lse, SINKS)
+    assert scaled.dtype == torch.bfloat16
+    # half a unit in the last of 8 binary digits
+    torch.testing.assert_close(scaled.double(), exact, rtol=2**-8, atol=0)
+
+
 WITH_SINKS = ["groups", "chunk inside a block", "window", "softcap"]
 WITH_SINKS_AND_PADDING = ["everything", "bfloat16, padded chunk"]
 SINKS_BY_DEVICE = [

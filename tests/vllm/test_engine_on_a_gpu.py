@@ -15,12 +15,10 @@ import torch
 from tests.vllm.agreement import SAME, differences, same_tokens, summary
 
 pytest.importorskip("vllm", reason="needs vLLM for CUDA")
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
-
-
 # answers of engines that ran before need no GPU here
-_GPUS = 2 if os.environ.get("FLEXMASK_VLLM_ANSWERS") else torch.cuda.device_count()
-over_two = pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
+_THERE = bool(os.environ.get("FLEXMASK_VLLM_ANSWERS"))
+pytestmark = [pytest.mark.slow] if _THERE else [pytest.mark.gpu, pytest.mark.slow]
+over_two = pytest.mark.skipif(not _THERE and torch.cuda.device_count() < 2, reason="needs two GPUs")
 # engines that keep everything, and the stock one of the same kernel
 EVERYTHING = [("keep_all", "stock"), ("graphs", "stock"), ("triton", "triton_stock")]
 
@@ -65,17 +63,20 @@ def same_but_for_rounding(stock, ours, rounding, ties=0):
     assert found["most"] <= 2 * rounding["most"]
 
 
+def same_as_a_stock_engine(stock, other, ours, rounding):
+    """Another stock engine answers with other tokens where two are as likely but for rounding; then ours may side with it."""
+    agree, total = same_tokens(stock, other)
+    found = summary(differences(stock, other))
+    rounding = {name: max(bound, found[name]) for name, bound in rounding.items()}
+    same_but_for_rounding(stock, ours, rounding, ties=total - agree)
+    if total - agree:
+        same_but_for_rounding(other, ours, rounding)
+
+
 @pytest.mark.parametrize("asked", SAME)
 @pytest.mark.parametrize(("ours", "stock_name"), EVERYTHING)
 def test_gamma_one_gives_the_stock_backend_s_answers(ours, stock_name, asked, run, rounding):
-    other, ties = run("stock")[asked], 0
-    if stock_name != "stock":
-        agree, total = same_tokens(run(stock_name)[asked], other)
-        found = summary(differences(run(stock_name)[asked], other))
-        rounding, ties = {name: max(bound, found[name]) for name, bound in rounding.items()}, total - agree
-    same_but_for_rounding(run(stock_name)[asked], run(ours)[asked], rounding, ties)
-    if ties:  # then it is the other stock engine that answers as ours does
-        same_but_for_rounding(other, run(ours)[asked], rounding)
+    same_as_a_stock_engine(run(stock_name)[asked], run("stock")[asked], run(ours)[asked], rounding)
 
 
 def test_the_option_names_the_kernel(run):
@@ -96,8 +97,9 @@ def test_windows_soft_caps_and_sinks_are_served(name, run):
     roles = list(ours["roles"].values())
     assert [role["window"] for role in roles] == [200, None] * 2
     assert [(role["softcap"], role["sinks"]) for role in roles] == KINDS[name] * 2
-    # all of 1,500 and 700 tokens, and of 1,500 in chunks of 333, whose last has more than a block
-    assert (ours["counters"]["sparse"], ours["counters"]["dense"]) == (3700, 0)
+    # all of 1,500 and 700 tokens, and of 1,500 in chunks of 333, the last of 168; vLLM's own short warm-up requests are dense
+    assert ours["counters"]["sparse"] == 3700
+    assert ours["counters"]["dense"] < 168
 
 
 @pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
@@ -110,7 +112,7 @@ def test_a_cache_of_fp8_is_left_to_the_engine(asked, run):
 @over_two
 @pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
 def test_two_gpus_give_the_answers_of_two_stock_ones(asked, run, rounding):
-    same_but_for_rounding(run("stock_on_two")[asked], run("keep_all_on_two")[asked], rounding)
+    same_as_a_stock_engine(run("stock_on_two")[asked], run("stock")[asked], run("keep_all_on_two")[asked], rounding)
 
 
 @over_two
