@@ -62,6 +62,9 @@ def _dense_attention(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor,
     written_out = _is_written_out(inputs, return_lse)
     if sdpa_serves(inputs, return_lse):
         causal = q_len > 1  # a single row at the end sees every key
+        if key.is_cuda and not has_fused_kernel(inputs):
+            # copies a query head, which take less than the scores that SDPA would write out
+            key, value = (x.repeat_interleave(num_heads // x.shape[1], 1) for x in (key, value))
         gqa = num_heads != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=inputs.scale, enable_gqa=gqa), None
 

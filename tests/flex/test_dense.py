@@ -89,3 +89,17 @@ def test_gradients_flow_through_the_dense_path():
     masked_attention(*exact, visible_pairs(it.case)[:, None], softcap=2.0)[0].square().sum().backward()
     for got, wanted in zip(tensors, exact, strict=True):
         torch.testing.assert_close(got.grad.double(), wanted.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_float32_grouped_heads_write_out_no_scores(cuda):
+    tokens = 8192
+    query, key, value = (torch.randn(1, heads, tokens, 64, device=cuda) for heads in (16, 4, 4))
+    torch.cuda.reset_peak_memory_stats(cuda)
+    before = torch.cuda.memory_allocated(cuda)
+    out = flexprefill_attention(query, key, value, dense_below=tokens + 1)
+    # the scores alone would take 4 GiB
+    assert torch.cuda.max_memory_allocated(cuda) - before < 2**29
+    visible = torch.ones(64, tokens, dtype=torch.bool, device=cuda).tril(tokens - 64)
+    exact, _ = masked_attention(query[:, :, -64:], key, value, visible)
+    torch.testing.assert_close(out[:, :, -64:].double(), exact, atol=1e-4, rtol=1e-4)
