@@ -17,22 +17,20 @@ from bench.measure.results import FOLDER
 from bench.reporting.tables import markdown_table, share, thousands, times
 
 Row = dict[str, Any]
-_ENGINE = ("device", "vllm", "model", "layers", "gpus")
+_ENGINE = ("device", "vllm", "model", "layers", "gpus", "run")
 _KEY = (*_ENGINE, "method", "prompt_tokens", "chunk", "at_once")
 # By a word in the kernel's name, the first that is found. Eager kernels are the plug-in's, since vLLM compiles its own; copies
-# that convert ("unrolled") turn maps of blocks into integers. Of what Inductor fuses, the search alone compares positions and
-# divides counts; the plug-in counted densities by the search's statistics until it counted the masks' lists
+# that convert ("unrolled") turn maps of blocks into integers
 _KERNELS = (
     ("copies", ("memcpy", "reshape_and_cache")),
     ("masks", ("unrolled_elementwise",)),
     ("attention", ("flash", "triton_tem")),
     ("linear layers", ("gemm", "nvjet", "cublas")),
     ("copies", ("direct_copy",)),
-    ("statistics", ("_bitwise_and_bitwise_or_", "_to_copy_clamp_div_sum_", "_exp2_expand_floor_divide_")),
     ("masks", ("at::", "distribution", "memset", "_block_sums", "_pooled", "_digit_pass", "_means_", "_lists_", "_lines_")),
     ("masks", ("_pattern_", "_chosen_", "_ties_", "_estimate_", "_row_norms", "_evidence", "_last_rows")),
 )
-_KINDS = ("attention", "linear layers", "copies", "masks", "statistics", "rest")
+_KINDS = ("attention", "linear layers", "copies", "masks", "rest")
 HEAD = """# Serving
 
 `python -m bench.serving.table > bench/SERVING.md` writes this file. [bench/README.md](README.md#serving) says how to measure,
@@ -46,13 +44,13 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def first_token_tables(rows: Sequence[Row]) -> list[str]:
-    """One table an engine: time to first token, relative to the stock backend at the same length and chunk, and throughput."""
+    """One table an engine and run: time to first token over the stock backend's at the same length and chunk, and throughput."""
     lines: list[str] = []
     for engine in dict.fromkeys(tuple(row.get(name) for name in _ENGINE) for row in rows):
-        device, release, model, layers, gpus = engine
+        device, release, model, layers, gpus, run = engine
         own = [row for row in rows if tuple(row.get(name) for name in _ENGINE) == engine]
         of_layers = f", {layers} layers" if layers else ""
-        lines += [f"## {model}{of_layers}, {gpus} x {device}, vLLM {release}", ""]
+        lines += [f"## {model}{of_layers}, {gpus} x {device}, vLLM {release}{f': {run}' if run else ''}", ""]
         lines += _first_tokens([row for row in own if "first_seconds" in row])
         lines += _throughput([row for row in own if "tokens_per_second" in row])
         lines += _kernels([row for row in own if "kernels_ms" in row])
