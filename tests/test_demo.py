@@ -17,8 +17,8 @@ from bench.retriever.vocabulary import TOKENS
 from flexmask import flexprefill_mask
 from flexmask.integrations.huggingface import configure
 
-DENSE = Measured(torch.tensor([1.0, -4.0]), right=8, asked=8, first=3.0, second=2.0)
-SPARSE = Measured(torch.tensor([1.25, -4.0]), right=7, asked=8, first=9.0, second=1.0)
+DENSE = Measured(torch.tensor([1.0, -4.0]), right=8, asked=8, first=3.0, later=2.0)
+SPARSE = Measured(torch.tensor([1.25, -4.0]), right=7, asked=8, first=9.0, later=1.0)
 
 
 def chosen(tau):
@@ -59,11 +59,11 @@ def test_table_holds_what_was_measured():
     ("seconds", "sentence"), [(1.0, "FlexPrefill was 2.00 times"), (5.0, "dense attention was 2.50 times"), (2.01, "same time")]
 )
 def test_verdict_names_the_faster_one(seconds, sentence):
-    assert sentence in verdict(DENSE, {"FlexPrefill": Way(replace(SPARSE, second=seconds), [])})
+    assert sentence in verdict(DENSE, {"FlexPrefill": Way(replace(SPARSE, later=seconds), [])})
 
 
 def test_verdict_speaks_of_each_sparse_prefill():
-    ways = {"FlexPrefill": Way(replace(SPARSE, second=4.0), []), "tuned": Way(SPARSE, [])}
+    ways = {"FlexPrefill": Way(replace(SPARSE, later=4.0), []), "tuned": Way(SPARSE, [])}
     first, second = verdict(DENSE, ways).split(". ")
     assert "dense attention was 2.00 times faster than that with FlexPrefill" in first
     assert "tuned was 2.00 times faster" in second
