@@ -6,7 +6,10 @@ The results of the table of transformers' models come together here, from all wo
 
 import contextlib
 import os
+import shutil
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +19,10 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     # read when flexmask's Triton kernels are defined, that is before its first import
     os.environ["TRITON_INTERPRET"] = "1"
+
+# most of the time that the tests took went by in Inductor's C++ compiler, at -O3; read when torch's Inductor is first imported
+if sys.platform == "linux" and shutil.which("g++"):
+    os.environ.setdefault("CXX", str(Path(__file__).parent / "compiler" / "g++"))
 
 # fresh cases in every run; a failure prints the blob that brings its case back
 settings.register_profile(
