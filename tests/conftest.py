@@ -98,6 +98,16 @@ def _same_random_numbers():
 
 
 @pytest.fixture
+def without_kernel(monkeypatch):
+    """Zeros in place of FlexAttention's output, for tests that look at masks and statistics alone: nothing is compiled."""
+
+    def zeros(inputs, *rest):
+        return inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[3]), None
+
+    monkeypatch.setattr("flexmask.flex.sparse.run_flex_attention", zeros)
+
+
+@pytest.fixture
 def matmul_precision():
     """Switch TF32 on for float32 matmuls on CUDA, and ask for it; the settings are put back.
 

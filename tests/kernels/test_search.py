@@ -87,8 +87,13 @@ def test_equals_the_reference(monkeypatch):
 @pytest.mark.parametrize(
     ("heads", "options"),
     [
-        ((4, 1), {"tau": 0.3}),
-        ((3, 1), {"tau": 0.6, "query_aware": "per_query", "pattern_queries": "middle", "min_budget": 16}),
+        # the next three have the same rules, with more
+        pytest.param((4, 1), {"tau": 0.3}, marks=pytest.mark.slow),
+        pytest.param(
+            (3, 1),
+            {"tau": 0.6, "query_aware": "per_query", "pattern_queries": "middle", "min_budget": 16},
+            marks=pytest.mark.slow,
+        ),
         ((4, 2), {"tau": 0.6, "max_budget": 48}),
         ((4, 2), {"tau": 0.6, "gamma": [0.31, 1.0, 0.91, 0.43]}),
         ((4, 2), {"tau": 0.6, "query_aware": "per_query", "gamma": [1.0, 0.61, 0.31, 0.83]}),
