@@ -6,6 +6,7 @@ The results of the table of transformers' models come together here, from all wo
 
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -21,8 +22,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # most of the time that the tests took went by in Inductor's C++ compiler, at -O3; read when torch's Inductor is first imported
-if sys.platform == "linux" and shutil.which("g++"):
-    os.environ.setdefault("CXX", str(Path(__file__).parent / "compiler" / "g++"))
+_COMPILER = str(Path(__file__).parent / "compiler" / "g++")
+if sys.platform == "linux" and shutil.which("g++") and os.access(_COMPILER, os.X_OK) and shlex.quote(_COMPILER) == _COMPILER:
+    os.environ.setdefault("CXX", _COMPILER)
 
 # fresh cases in every run; a failure prints the blob that brings its case back
 settings.register_profile(
