@@ -39,7 +39,7 @@ demo: $(READY) ## dense attention and FlexPrefill on a trained model: one table,
 
 # One pytest for the tests and for the examples in the docstrings; a module whose optional package is missing is skipped.
 # A worker a core, each with one thread: threads that wait for others spin, and the kernels of the tests are too small to share out.
-# The C++ that Inductor writes takes most of the time, and workers share it through Inductor's cache. `worksteal` gives each worker
+# What Inductor compiles takes a good part of the time, and workers share it through Inductor's cache. `worksteal` gives each worker
 # neighbouring tests, which need the same kernels, and lets the one that is done first take over some of the other's.
 TESTS := -m pytest --doctest-modules --doctest-ignore-import-errors tests flexmask
 ON_CPU := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) $(TESTS) -n 2 --dist worksteal --benchmark-disable

@@ -101,11 +101,13 @@ VARIANTS = {
 
 # what "everything" has too, alone here to tell which one failed
 ALONE = {"window", "softcap", "scale"}
+# what others show together: other lengths than whole blocks, two sizes of heads, bfloat16
+COVERED = {"ragged 1000", "value narrower", "bfloat16"}
 
 
 def marked(name):
     """A variant with the marks that it needs."""
-    if name in ALONE:
+    if name in ALONE | COVERED:
         return pytest.param(name, marks=pytest.mark.slow)
     return pytest.param(name, marks=CPP_ERROR) if "padded chunk" in name else name
 

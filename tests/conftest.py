@@ -6,7 +6,11 @@ The results of the table of transformers' models come together here, from all wo
 
 import contextlib
 import os
+import shlex
+import shutil
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +20,11 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     # read when flexmask's Triton kernels are defined, that is before its first import
     os.environ["TRITON_INTERPRET"] = "1"
+
+# most of the time that the tests took went by in Inductor's C++ compiler, at -O3; read when torch's Inductor is first imported
+_COMPILER = str(Path(__file__).parent / "compiler" / "g++")
+if sys.platform == "linux" and shutil.which("g++") and os.access(_COMPILER, os.X_OK) and shlex.quote(_COMPILER) == _COMPILER:
+    os.environ.setdefault("CXX", _COMPILER)
 
 # fresh cases in every run; a failure prints the blob that brings its case back
 settings.register_profile(
@@ -88,6 +97,16 @@ def device(request):
 def _same_random_numbers():
     """Torch's generators start alike in every test, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def without_kernel(monkeypatch):
+    """Zeros in place of FlexAttention's output, for tests that look at masks and statistics alone: nothing is compiled."""
+
+    def zeros(inputs, *rest):
+        return inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[3]), None
+
+    monkeypatch.setattr("flexmask.flex.sparse.run_flex_attention", zeros)
 
 
 @pytest.fixture

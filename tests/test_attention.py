@@ -60,7 +60,7 @@ def own_flex_attention(query, key, value, block_mask):
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("name", ["groups", "bfloat16, padded chunk"])
+@pytest.mark.parametrize("name", [pytest.param("groups", marks=pytest.mark.slow), "bfloat16, padded chunk"])
 def test_the_mask_gives_users_the_same_with_and_without_compilation(name):
     it = call(**VARIANTS[name])
     mask = flexprefill_mask(it.case.query, it.case.key, config=it.case.config, **it.case.keywords())

@@ -253,7 +253,7 @@ def test_comparison_stops_goes_on_and_keeps_errors(tmp_path):
 def test_latency_part_runs_stops_and_goes_on(tmp_path, capsys):
     from bench.parts import main
 
-    arguments = ["latency", "--lengths", "512,1024", "--results", str(tmp_path)]
+    arguments = ["latency", "--lengths", "256,512", "--results", str(tmp_path)]
     assert main([*arguments, "--minutes", "-1"]) > 0
     assert "run the same command again" in capsys.readouterr().out
     # sizes that change are symbolic from the first compilation on, which halves the number of compilations

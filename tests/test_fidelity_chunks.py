@@ -27,6 +27,7 @@ def test_dense_chunks_are_the_whole_prompt(chunk):
     torch.testing.assert_close(chunks.chunked_log_probs(model, ids, chunk), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_density_is_of_all_blocks():
     model, tokens, chunk = tiny_model(), 896, 256  # the last chunk is short
     ids = torch.randint(97, (tokens,), generator=torch.Generator().manual_seed(1))

@@ -155,8 +155,15 @@ def test_reference(name):
     assert_kept(found.keep, problem)
 
 
+# the interpreter takes over a second for each; the plain search has them all
+LIKE_OTHERS = {"aligned", "no floor", "largest floor", "window within reach"}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize(
+    "problem",
+    [pytest.param(problem, id=name, marks=pytest.mark.slow if name in LIKE_OTHERS else []) for name, problem in PROBLEMS.items()],
+)
 def test_kernels(problem):
     pytest.importorskip("triton")
     from flexmask.kernels.search import search

@@ -126,7 +126,9 @@ def test_tampering_at_import_is_caught(tmp_path):
     assert seen["loaded"] == ["helper_package", "tampering"]
 
 
-@pytest.mark.parametrize("name", ["helper_package", "sympy"])  # sympy: loaded by torch before
+@pytest.mark.parametrize(
+    "name", [pytest.param("helper_package", marks=pytest.mark.slow), "sympy"]
+)  # sympy: loaded by torch before
 def test_blocked_package_is_missed(tmp_path, name):
     (tmp_path / "needy.py").write_text(f"import {name}")
     (tmp_path / "helper_package.py").write_text("")

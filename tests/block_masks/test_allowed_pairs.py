@@ -37,7 +37,14 @@ def test_sparse_settings_leave_something_out(name):
     assert kept / causal < (0.9 if SPARSE[name] else 1.01)
 
 
+@pytest.fixture(scope="module")
+def lengths_forgotten():
+    """What is compiled here is compiled for these lengths, whatever ran before; masks of the same heads share it."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.attention
+@pytest.mark.usefixtures("lengths_forgotten")
 @all_masks
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_keeping_everything_is_dense_attention(name, device):
@@ -46,7 +53,6 @@ def test_keeping_everything_is_dense_attention(name, device):
     value = torch.randn(key.shape, generator=torch.Generator().manual_seed(1)).to(device)
     mask = MASKS[name](query, key, **KEEP_EVERYTHING[name], **chosen.shared_options(device))
     backend = "cpu" if device == "cpu" else "triton"
-    torch._dynamo.reset()  # compiled for these lengths, whatever ran before
     with torch.no_grad():
         out, _ = run_flex_attention(attention_inputs(query, key, value), mask, backend)
     visible = chosen.visible()[:, None].to(device)

@@ -18,6 +18,7 @@ PROBLEMS = {
     "one row": {"q_len": 1, "kv_len": 200, "q_offset": torch.tensor(70)},
     "one row, padding": {"q_len": 1, "kv_len": 200, "attention_mask": padding(200, ("left", 70))},
 }
+BEFORE_THE_KERNEL = ["behind a chunk", "behind a chunk, one row", "padding"]
 SCORES = {
     "SDPA": {},
     "window": {"window": 50},
@@ -66,8 +67,17 @@ def test_decoding_under_a_mask_does_not_see_them(scores):
 
 @pytest.mark.attention
 @CPP_ERROR
-@pytest.mark.parametrize("name", ["behind a chunk", "behind a chunk, one row", "padding"])
-@pytest.mark.parametrize("scores", [{}, {"sinks": SINKS}], ids=["plain", "sinks"])
+@pytest.mark.parametrize(
+    ("name", "scores"),
+    [
+        *(pytest.param(name, {}, id=f"plain-{name}") for name in BEFORE_THE_KERNEL),
+        # whatever the keys are absent for, sinks come after them
+        *(
+            pytest.param(name, {"sinks": SINKS}, id=f"sinks-{name}", marks=pytest.mark.slow if name != "padding" else [])
+            for name in BEFORE_THE_KERNEL
+        ),
+    ],
+)
 def test_sparse_attention_does_not_see_them(name, scores):
     it = call(**PROBLEMS[name])
     key, value, _ = spoiled(it)

@@ -85,6 +85,7 @@ def test_heads_at_gamma_one_are_known_by_key_head(gamma, options, expected):
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.attention
+@pytest.mark.usefixtures("without_kernel")
 def test_only_whole_plain_prompts_have_dense_heads(options):
     assert has_causal_kernel(attention_inputs(*inputs()))
     assert not has_causal_kernel(attention_inputs(*inputs(), **options))

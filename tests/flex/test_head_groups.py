@@ -35,7 +35,7 @@ def test_every_head_is_in_one_group(heads, at_once):
 
 @pytest.mark.attention
 @CPP_ERROR
-@pytest.mark.parametrize("at_once", [1, 2, 4, 8])
+@pytest.mark.parametrize("at_once", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_groups_give_what_all_heads_give(at_once):
     query, key = structured_inputs(torch.Generator().manual_seed(1), 2, 4, 2, 300, 330, 32, 5.0)
     value = torch.randn(2, 2, 330, 32)
@@ -123,11 +123,12 @@ print(json.dumps(growth(*lengths)))
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count resident memory in other units")
 @pytest.mark.parametrize(
     "problem",
+    # a process of several seconds each; the slow ones have kinds of tensors that others have too
     [
-        ([16000, 16000], 16, "float32", {}, False, {"block_size": 16}),
+        pytest.param(([16000, 16000], 16, "float32", {}, False, {"block_size": 16}), marks=pytest.mark.slow),
         ([1024, 66000], 16, "float32", {"softcap": 20.0}, False, {"block_size": 256, "tau": 0.0}),
         ([4096, 50000], 128, "bfloat16", {}, True, {"block_size": 128, "index_queries": "middle"}),
-        ([1024, 60000], 256, "bfloat16", {}, True, {"block_size": 16}),
+        pytest.param(([1024, 60000], 256, "bfloat16", {}, True, {"block_size": 16}), marks=pytest.mark.slow),
         ([32768, 32768], 32, "float32", {}, False, {"block_size": 256, "selection": "reference"}),
         ([16000, 16000], 16, "float32", {}, False, {"block_size": 16, "tau": 0.0, "selection": "hybrid"}),
     ],

@@ -5,7 +5,7 @@ import torch
 
 from flexmask import flexprefill_attention
 from flexmask.flex.sinks import with_sinks
-from tests.attention_calls import ALONE, CPP_ERROR, SINKS, VARIANTS, call
+from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call
 from tests.comparisons import assert_same_attention
 from tests.expected import expanded
 
@@ -48,7 +48,8 @@ def test_sinks_round_a_half_precision_output_once(gradients):
 WITH_SINKS = ["groups", "chunk inside a block", "window", "softcap"]
 WITH_SINKS_AND_PADDING = ["everything", "bfloat16, padded chunk"]
 SINKS_BY_DEVICE = [
-    *(pytest.param(name, "cpu", marks=[pytest.mark.slow] if name in ALONE else []) for name in WITH_SINKS),
+    # "everything" has all of them
+    *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in WITH_SINKS),
     *(pytest.param(name, "cpu", marks=CPP_ERROR) for name in WITH_SINKS_AND_PADDING),
     *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in WITH_SINKS + WITH_SINKS_AND_PADDING),
 ]

@@ -21,6 +21,7 @@ from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, SPARSE, ma
 pytestmark = MARKS
 
 
+@pytest.mark.usefixtures("eager_block_masks")
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Mistral", marks=pytest.mark.slow)])
 def test_hooked_model_selects_and_others_do_not(tokens, family):
     model, other = (make_model(family, attn_implementation=name) for name in ("sdpa", "flex_attention"))
@@ -93,6 +94,7 @@ def former():
     AttentionMaskInterface.register("flex_attention", mask)
 
 
+@pytest.mark.usefixtures("eager_block_masks")
 def test_model_that_shares_its_config_with_a_hooked_one_runs_as_before(tokens, former):
     model = make_model(attn_implementation="flex_attention")
     other = LlamaForCausalLM(model.config).eval()

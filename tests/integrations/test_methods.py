@@ -44,6 +44,7 @@ def test_method_that_gives_other_blocks_is_refused(model, tokens):
         model(tokens)
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_method_gets_its_own_options_and_the_scores(model, tokens):
     seen = []
 
@@ -73,6 +74,7 @@ def test_method_options_reach_the_method_and_are_saved(model, tokens):
     torch.testing.assert_close(model(tokens).logits, logits)
 
 
+@pytest.mark.usefixtures("without_kernel")  # the masks of the first layer do not depend on attention
 @pytest.mark.parametrize("method", ["streaming_llm", "xattention", "infllm"])
 def test_masks_of_head_groups_are_those_of_all_heads(model, tokens, method):
     options = {"method": method, "block_size": 32, "dense_below": 0, "collect_masks": True}

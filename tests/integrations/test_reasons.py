@@ -105,6 +105,7 @@ def test_sparse_block_logs_nothing_of_itself(model, tokens, caplog):
     assert not [record for record in caplog.records if record.message.startswith("flexprefill:")]
 
 
+@pytest.mark.usefixtures("eager_block_masks")
 def test_hook_says_why_when_it_ends(model, tokens, caplog):
     model.config._attn_implementation = "flex_attention"
     flexmask_hf.hook_flex_attention(model, dense_below=100)

@@ -88,6 +88,7 @@ def test_argument_is_causal_says_nothing_under_a_mask_of_ours():
         attention_call(torch.nn.Module(), query, key, value, None, is_causal=False)
 
 
+@pytest.mark.usefixtures("eager_block_masks")
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("what", FORWARD_REFUSALS)
 def test_forward_refuses(tokens, what, hooked):

@@ -86,6 +86,7 @@ def test_wrapper_is_taken_off(model, tokens, wrap):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.usefixtures("eager_block_masks")
 def test_wrapped_model_is_hooked(model, tokens):
     model.config._attn_implementation = "flex_attention"
     run = flexmask_hf.hook_flex_attention(Wrapped(model))

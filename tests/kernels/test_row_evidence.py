@@ -90,7 +90,7 @@ def test_half_precision(dtype):
 @pytest.mark.parametrize(
     ("heads", "lengths", "dtype", "scores"),
     [
-        ((2, 2), (700, 700), torch.float32, {}),
+        pytest.param((2, 2), (700, 700), torch.float32, {}, marks=pytest.mark.slow),  # the next has such tiles too
         ((6, 2), (650, 700), torch.float32, {"window": 640, "softcap": 4.0}),
         ((6, 2), (700, 704), torch.float16, {}),
     ],

@@ -3,6 +3,7 @@
 `tests/test_search_on_gpu.py` runs it on a GPU for real. The interpreter is slow, so the cases here are short.
 """
 
+import functools
 import sys
 
 import pytest
@@ -87,8 +88,13 @@ def test_equals_the_reference(monkeypatch):
 @pytest.mark.parametrize(
     ("heads", "options"),
     [
-        ((4, 1), {"tau": 0.3}),
-        ((3, 1), {"tau": 0.6, "query_aware": "per_query", "pattern_queries": "middle", "min_budget": 16}),
+        # the next three have the same rules, with more
+        pytest.param((4, 1), {"tau": 0.3}, marks=pytest.mark.slow),
+        pytest.param(
+            (3, 1),
+            {"tau": 0.6, "query_aware": "per_query", "pattern_queries": "middle", "min_budget": 16},
+            marks=pytest.mark.slow,
+        ),
         ((4, 2), {"tau": 0.6, "max_budget": 48}),
         ((4, 2), {"tau": 0.6, "gamma": [0.31, 1.0, 0.91, 0.43]}),
         ((4, 2), {"tau": 0.6, "query_aware": "per_query", "gamma": [1.0, 0.61, 0.31, 0.83]}),
@@ -157,19 +163,26 @@ def test_the_default_dtype_changes_nothing(selection):
     assert (expected.stats[2] < 1).any()
 
 
-@interpreted
-@pytest.mark.parametrize("fault", ["block_sums", "top_p_map", "pattern_and_lines", "row_blocks", "last_rows_lines"])
-def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
-    hybrid = fault in ("row_blocks", "last_rows_lines")
-    module = sys.modules[hybrid_search.__module__ if hybrid else kernel_search.__module__]
+@functools.cache
+def problem_of_faults(hybrid):
+    """A case, and the reference's blocks, which the kernels find."""
     generator = torch.Generator().manual_seed(18)
     query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
     case = Case(query, key, FlexPrefillConfig(0.5, 0.08, block_size=16, min_budget=0))
     if hybrid:
         case = case.with_config(gamma=0.7, selection="hybrid")
-    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
     expected = case.reference()
     assert_same_blocks(case.search(), expected)
+    return case, expected
+
+
+@interpreted
+@pytest.mark.parametrize("fault", ["block_sums", "top_p_map", "pattern_and_lines", "row_blocks", "last_rows_lines"])
+def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
+    hybrid = fault in ("row_blocks", "last_rows_lines")
+    module = sys.modules[hybrid_search.__module__ if hybrid else kernel_search.__module__]
+    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
+    case, expected = problem_of_faults(hybrid)
     right = getattr(module, fault)
 
     def wrong(*arguments):

@@ -44,6 +44,7 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
 
 
 @pytest.mark.attention
+@pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize(
     ("selection", "max_mask_bytes", "window"),
     [("coverage", 1, 300), pytest.param("hybrid", 2**30, None, marks=pytest.mark.slow)],
