@@ -48,7 +48,7 @@ test: $(READY) ## the tests and the docstrings' examples except the slowest, on 
 	$(ON_CPU) -m "not slow" $(ARGS)
 
 test-all: $(READY) ## all tests, and every transformers model by cache, padding, prefill and call; writes integrations/SUPPORT.md
-	$(ON_CPU) --all-cells $(ARGS)
+	CXX=$${CXX:-g++} $(ON_CPU) --all-cells $(ARGS)
 
 test-eval: $(READY) ## those of lm-evaluation-harness, which this installs first (0.5 GB), on CPU without network
 	$(if $(READY),$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[eval]' gguf)
