@@ -39,7 +39,7 @@ demo: $(READY) ## dense attention and FlexPrefill on a trained model: one table,
 
 # One pytest for the tests and for the examples in the docstrings; a module whose optional package is missing is skipped.
 # A worker a core, each with one thread: threads that wait for others spin, and the kernels of the tests are too small to share out.
-# What Inductor compiles takes a good part of the time, and workers share it through Inductor's cache. `worksteal` gives each worker
+# Inductor's compilations take a good part of the time, and workers share them through Inductor's cache. `worksteal` gives each worker
 # neighbouring tests, which need the same kernels, and lets the one that is done first take over some of the other's.
 TESTS := -m pytest --doctest-modules --doctest-ignore-import-errors tests flexmask
 ON_CPU := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) $(TESTS) -n 2 --dist worksteal --benchmark-disable
@@ -47,8 +47,10 @@ ON_CPU := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) $(TESTS) -n 2
 test: $(READY) ## the tests and the docstrings' examples except the slowest, on CPU without network
 	$(ON_CPU) -m "not slow" $(ARGS)
 
+# not with the tests' own compiler (tests/compiler), which is used on Linux only
+OWN_FLAGS := $(if $(filter Linux,$(shell uname -s)),CXX=$${CXX:-g++})
 test-all: $(READY) ## all tests, and every transformers model by cache, padding, prefill and call; writes integrations/SUPPORT.md
-	CXX=$${CXX:-g++} $(ON_CPU) --all-cells $(ARGS)
+	$(OWN_FLAGS) $(ON_CPU) --all-cells $(ARGS)
 
 test-eval: $(READY) ## those of lm-evaluation-harness, which this installs first (0.5 GB), on CPU without network
 	$(if $(READY),$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[eval]' gguf)

@@ -40,7 +40,7 @@ MOST_QUESTIONS = 16
 ROUNDS = 3
 Block = Callable[[], AbstractContextManager[FlexPrefillRun]]
 """Opens a block in which the model's attention is of one kind"""
-DENSE = "dense attention"
+DENSE, PICTURED = "dense attention", "FlexPrefill"
 DEFAULTS = FlexPrefillConfig()
 
 
@@ -93,9 +93,9 @@ class Way:
 def measure(
     model: PreTrainedModel, prompt: Prompt, name: str, block: Block, chunk: int | None, bar: tqdm
 ) -> tuple[Measured, FlexPrefillRun]:
-    """Prefill and answer inside a block that keeps its masks."""
+    """Prefill and answer inside a block; only FlexPrefill's own keeps its masks, for the picture."""
     with block() as run:
-        run.collect_masks = True
+        run.collect_masks = name == PICTURED
         bar.set_description(f"{name}: first prefill")
         start = time.perf_counter()
         logits, cache = prefill(model, prompt, chunk)
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
     blocks: dict[str, Block] = {
         DENSE: lambda: nullcontext(FlexPrefillRun()),
-        "FlexPrefill": functools.partial(flexprefill, model, config=config),
+        PICTURED: functools.partial(flexprefill, model, config=config),
     }
     if getattr(model.config, CONFIG_KEY, None) is not None:
         blocks["tuned gammas"] = functools.partial(flexprefill, model)  # with what the config holds
@@ -266,10 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ways = {
         name: Way(each, [by_chunk[-1] for _, by_chunk in sorted(first[name][1].stats.items())]) for name, each in measured.items()
     }
-    masks = [by_chunk[-1] for _, by_chunk in sorted(first["FlexPrefill"][1].masks.items())]
+    masks = [by_chunk[-1] for _, by_chunk in sorted(first[PICTURED][1].masks.items())]
     print(table(dense, ways), verdict(dense, ways), sep="\n\n")
     if any(mask is not None for mask in masks):
-        print(draw_two_heads(ways["FlexPrefill"].stats, masks, options.picture))
+        print(draw_two_heads(ways[PICTURED].stats, masks, options.picture))
 
 
 if __name__ == "__main__":

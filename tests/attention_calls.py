@@ -101,7 +101,7 @@ VARIANTS = {
 
 # what "everything" has too, alone here to tell which one failed
 ALONE = {"window", "softcap", "scale"}
-# what others show together: other lengths than whole blocks, two sizes of heads, bfloat16
+# others show these together: other lengths than whole blocks, two sizes of heads, bfloat16
 COVERED = {"ragged 1000", "value narrower", "bfloat16"}
 
 

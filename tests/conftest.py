@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     # read when flexmask's Triton kernels are defined, that is before its first import
     os.environ["TRITON_INTERPRET"] = "1"
 
-# most of the time that the tests took went by in Inductor's C++ compiler, at -O3; read when torch's Inductor is first imported
+# at -O3 Inductor's C++ compiler would take most of the tests' time; read when torch's Inductor is first imported
 _COMPILER = str(Path(__file__).parent / "compiler" / "g++")
 if sys.platform == "linux" and shutil.which("g++") and os.access(_COMPILER, os.X_OK) and shlex.quote(_COMPILER) == _COMPILER:
     os.environ.setdefault("CXX", _COMPILER)
@@ -101,12 +101,18 @@ def _same_random_numbers():
 
 @pytest.fixture
 def without_kernel(monkeypatch):
-    """Zeros in place of FlexAttention's output, for tests that look at masks and statistics alone: nothing is compiled."""
+    """Zeros in place of FlexAttention's output, for tests that look at masks and statistics alone: nothing is compiled.
+
+    Gives the shapes of the queries that it was called with.
+    """
+    shapes = []
 
     def zeros(inputs, *rest):
+        shapes.append(tuple(inputs.query.shape))
         return inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[3]), None
 
     monkeypatch.setattr("flexmask.flex.sparse.run_flex_attention", zeros)
+    return shapes
 
 
 @pytest.fixture

@@ -72,6 +72,15 @@ def test_an_option_is_compared_with_its_own_selection_not_with_itself(measure):
     assert next(line for line in found if line.startswith("| hybrid")).startswith("| hybrid, gamma 0.9, floor 0 | .250 | 2.9")
 
 
+def test_an_option_measured_with_an_older_rule_is_compared_with_that(measure):
+    figures = {name: on_curve(each[0, 0], 2.0) if name.startswith("hybrid") else each for name, each in measure.figures.items()}
+    figures |= {name.replace("hybrid", curves.BEFORE): measure.figures[name] for name in HYBRID}
+    figures["hybrid:gamma=0.9,min_budget=0"] = on_curve(0.25, 3.0)
+    both = Measure("abs d", TEXTS, figures)
+    assert compare.at_equal_density(both, "hybrid:gamma=0.9,min_budget=0", HYBRID)[0] == pytest.approx(3, rel=0.05)
+    assert compare.at_equal_density(both, "xattention:threshold=0.9", HYBRID)[0] == pytest.approx(1)
+
+
 def test_areas_need_settings_on_both_sides(measure):
     assert np.isnan(compare.area(measure, curves.CURVES["xattention"])[0])
     assert compare.area(measure, HYBRID)[0] == pytest.approx(0.1 * np.log(0.3 / 0.18) / 0.12, rel=0.05)

@@ -45,11 +45,14 @@ def test_maps_of_either_size_are_warmed_up():
 
 
 @pytest.mark.attention
-@pytest.mark.usefixtures("without_kernel")  # the lengths are what other code would refuse
-def test_published_selection_is_warmed_up_with_whole_blocks():
-    shape = {"dtype": torch.float32, "device": "cpu", "block_size": 64}
-    assert warmup(2, 2, 16, **shape, selection="reference") > 0
-    assert warmup(2, 2, 16, dtype=torch.float32, device="cpu", config=FlexPrefillConfig(selection="reference")) > 0
+def test_published_selection_is_warmed_up_with_whole_blocks(without_kernel):
+    # it refuses other lengths
+    warmup(2, 2, 16, dtype=torch.float32, device="cpu", block_size=64, selection="reference")
+    called = len(without_kernel)
+    warmup(2, 2, 16, dtype=torch.float32, device="cpu", config=FlexPrefillConfig(selection="reference"))
+    assert 0 < called < len(without_kernel)
+    assert {q_len % 64 for _, _, q_len, _ in without_kernel[:called]} == {0}
+    assert {q_len % 128 for _, _, q_len, _ in without_kernel[called:]} == {0}
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "q_offset", "return_stats"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,11 +64,7 @@ def _dense_attention(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor,
     written_out = _is_written_out(inputs, return_lse)
     if sdpa_serves(inputs, return_lse):
         causal = q_len > 1  # a single row at the end sees every key
-        if key.is_cuda and not has_fused_kernel(inputs):
-            # copies a query head, which take less than the scores that SDPA would write out
-            key, value = (x.repeat_interleave(num_heads // x.shape[1], 1) for x in (key, value))
-        gqa = num_heads != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=inputs.scale, enable_gqa=gqa), None
+        return _sdpa(inputs, is_causal=causal), None
 
     inputs = inputs.without_absent()
     tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
@@ -89,6 +87,20 @@ def _dense_attention(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor,
     return torch.cat(outs, 2), torch.cat([lse for lse in lses if lse is not None], 2) if return_lse else None
 
 
+def _sdpa(inputs: AttentionInputs, **mask: Any) -> Tensor:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    assert value is not None
+    if _copies_heads(inputs):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, **mask, scale=inputs.scale, enable_gqa=grouped)
+
+
+def _copies_heads(inputs: AttentionInputs) -> bool:
+    # CUDA's fused kernels take no groups here; without them SDPA copies the heads too, and writes out the scores
+    return inputs.key.is_cuda and not has_fused_kernel(inputs)
+
+
 def attention_to_visible(inputs: AttentionInputs, visible: Tensor, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention under a map of visible keys, (batch or 1, num_heads or 1, q_len, kv_len) bool; as `dense_attention` otherwise.
 
@@ -108,9 +120,7 @@ def _attention_to_visible(inputs: AttentionInputs, visible: Tensor, return_lse: 
     sees = visible.any(-1, keepdim=True)
     if inputs.softcap is None and sinks is None and not return_lse:
         # a row that sees nothing sees everything instead, to avoid NaN, and is zeroed after
-        seen, gqa = visible | ~sees, num_heads != num_kv_heads
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=inputs.scale, enable_gqa=gqa)
-        return torch.where(sees, out, 0.0), None
+        return torch.where(sees, _sdpa(inputs, attn_mask=visible | ~sees), 0.0), None
 
     # the rows of all query heads of a key head side by side, so that keys and values need no copy a query head
     rows = query.float().reshape(batch, num_kv_heads, num_heads // num_kv_heads * q_len, -1)

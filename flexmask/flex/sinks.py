@@ -13,10 +13,11 @@ from flexmask._torch import block_mask_from_lists, captured_int
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Attention `out` with log-sum-exp `lse` (batch, num_heads, q_len), as it is with `sinks` (num_heads,) in the softmax.
 
-    Rounds to `out`'s dtype once; overwrites `out` where no gradients are wanted.
+    Rounds to `out`'s dtype once; overwrites `out` where nothing needs gradients.
     """
     share = torch.sigmoid(lse - sinks.float()[:, None]).unsqueeze(-1)
-    return (out * share).to(out.dtype) if torch.is_grad_enabled() else out.mul_(share)
+    needs_grad = torch.is_grad_enabled() and (out.requires_grad or share.requires_grad)
+    return (out * share).to(out.dtype) if needs_grad else out.mul_(share)
 
 
 def with_sink_block(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask]:

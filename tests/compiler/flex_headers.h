@@ -1,4 +1,4 @@
-// What the C++ of FlexAttention includes on top of Inductor's own header, by torch 2.13; an older torch may lack some.
+// Headers that FlexAttention's C++ includes besides Inductor's own, by torch 2.13; an older torch may lack some.
 #if __has_include(<ATen/native/CPUBlas.h>)
 #include <ATen/native/CPUBlas.h>
 #endif

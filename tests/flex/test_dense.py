@@ -103,3 +103,19 @@ def test_float32_grouped_heads_write_out_no_scores(cuda):
     visible = torch.ones(64, tokens, dtype=torch.bool, device=cuda).tril(tokens - 64)
     exact, _ = masked_attention(query[:, :, -64:], key, value, visible)
     torch.testing.assert_close(out[:, :, -64:].double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("keywords", [{"q_len": 100}, {"q_len": 60, "kv_len": 100}, {"q_len": 1, "kv_len": 100}])
+def test_copied_heads_attend_as_groups_do(monkeypatch, keywords):
+    it = call(**keywords, heads=(4, 2))
+    tensors = [it.case.query, it.case.key, it.value]
+    found = []
+    for copies in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(dense, "_copies_heads", lambda inputs, copies=copies: copies)
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            out = flexprefill_attention(*leaves, dense_below=101)
+            assert out.shape == (*it.value.shape[:1], 4, keywords["q_len"], it.value.shape[3])
+            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for grouped, copied in zip(*found, strict=True):
+        torch.testing.assert_close(copied, grouped, atol=1e-5, rtol=1e-5)

@@ -91,7 +91,8 @@ def rows(runs):
             made.append(row(f"{name}_stock in other chunks", "whole", stock["whole"][:1], stock["odd_chunks"]))
         compare(name, f"{name}_stock", questions)
     compare("keep_all_on_two", "stock_on_two", ("odd_chunks", "mixed"))
-    compare("stock_on_two", "stock", ("odd_chunks",))
+    compare("stock_on_two", "stock", ("odd_chunks", "mixed"))
+    compare("keep_all_on_two", "stock", ("mixed",))
     compare("two_ranks", "by_head", ("whole",))
     for name in _SPARSE:
         compare(name, "stock", ("whole", "chunks", "odd_chunks"))
