@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from bench.fidelity import statistics
-from bench.fidelity.curves import CURVES, NAMES, between, short, shown_name, signed
+from bench.fidelity.curves import BEFORE, CURVES, NAMES, between, short, shown_name, signed
 from bench.fidelity.measures import Measure
 from bench.fidelity.results import Results
 from bench.reporting.tables import markdown_table
@@ -24,9 +24,17 @@ def at_equal_density(measure: Measure, setting: str, base: Sequence[str]) -> np.
     if setting not in measure.figures:
         return None
     own_density, own_error = (each[0] for each in measure.draws([setting]))
+    if setting.startswith(("hybrid:", "tuned ")):
+        base = _as_then(measure, base)
     density, error = measure.draws([name for name in base if name != setting])
     expected = statistics.error_at(own_density, density, error, log=measure.ratio)
     return np.asarray(own_error / expected if measure.ratio else own_error - expected)
+
+
+def _as_then(measure: Measure, base: Sequence[str]) -> list[str]:
+    """Hybrid's settings by the rule that its options were measured with."""
+    before = {name: name.replace("hybrid:", f"{BEFORE}:", 1) for name in base}
+    return [before[name] if before[name] in measure.figures else name for name in base]
 
 
 def cell(measure: Measure, draws: np.ndarray | None) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+# hybrid's rows from before a change of its rule
+BEFORE = "hybrid_before"
 GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.91, 0.92, 0.93, 0.95, 0.97, 0.98)
 # settings of each method by rising density, as they are named in the rows
 CURVES = {

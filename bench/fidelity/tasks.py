@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.fidelity import paired, statistics
-from bench.fidelity.curves import short, shown_name
+from bench.fidelity.curves import BEFORE, short, shown_name
 from bench.fidelity.measures import Rows
 from bench.fidelity.results import PATH, file_of_bed
 from bench.reporting.tables import markdown_table, thousands
@@ -19,8 +19,6 @@ LOOKUPS = ("single", "multi_key_8", "multi_key_64", "multi_key_512", "multi_valu
 ENOUGH = 6
 # the model's own limit: longer prompts are read with its rotary embedding stretched
 TRAINED = 65536
-# hybrid's rows from before a change of its rule
-BEFORE = "hybrid_before"
 OLDER = '"Hybrid before" is the rule before its last query block kept [twice the floor](#defaults-and-ablations).'
 # columns of the table by task
 SHOWN = (

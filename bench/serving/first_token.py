@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--wait", type=Path, help="file to wait for between the start of the engine and the first request")
     parser.add_argument("--done", type=Path, help="file to make at the end, whatever the end is")
-    parser.add_argument("--run", help="a name for what is measured together: only rows of one name are compared")
+    parser.add_argument("--run", help="a name: only rows of the same one are compared")
     parser.add_argument("--json", type=Path, required=True)
     return parser.parse_args(arguments)
 
