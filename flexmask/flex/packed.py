@@ -177,7 +177,7 @@ def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
 def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
     """Sequences by call, by number: all but single rows and those with a call to themselves that SDPA takes without a copy.
 
-    Without a fused kernel SDPA writes out their scores, which one of 16 thousand tokens has no memory for.
+    Without a fused kernel for groups of heads it needs a copy of keys and values for every query head.
     """
     shared = [number for number, segment in enumerate(segments) if segment.q_len > 1]
     if len(shared) < 2:
