@@ -160,14 +160,13 @@ def captured(tensor: Tensor) -> Tensor:
     return view
 
 
-def captured_int(number: int, device: torch.device) -> int | Tensor:
-    """`number` in the form in which a mask_mod may capture it: on CPUs a tensor.
+def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
+    """`number` in the form in which a mask_mod may capture it: (batch,) int32, read at the batch index.
 
-    Numbers that change from call to call become symbolic and are then called like the sizes in `captured`.
+    A Python int that changes between calls becomes symbolic. FlexAttention's FLASH backend (2.11) rejects symbolic scalars, and
+    the CPU's C++ template misnames them like the sizes in `captured`. Numbers beyond int32 are clamped.
     """
-    if device.type != "cpu" or torch.compiler.is_compiling():
-        return number
-    return torch.tensor(number, device=device)
+    return captured(torch.full((batch,), min(number, 2**31 - 1), dtype=torch.int32, device=device))
 
 
 def named(function: _Function, name: str) -> _Function:

@@ -84,7 +84,8 @@ def _unpickled(
     offset: Tensor | None,
 ) -> BlockMask:
     """`block_mask` again, of what a pickled one is made of; of query and key it reads the lengths and the device alone."""
-    query, key = (lists.kv_indices.new_empty(()).expand(1, 1, length, 1) for length in lengths)
+    batch = lists.kv_indices.shape[0]
+    query, key = (lists.kv_indices.new_empty(()).expand(batch, 1, length, 1) for length in lengths)
     inputs = AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset)
     return block_mask(inputs, lists, keep, block_size, name)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import block_mask_from_lists, captured_int
+from flexmask._torch import block_mask_from_lists, captured_number
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -27,11 +27,12 @@ def with_sink_block(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[
     its scores. Copies keys and values.
     """
     block_size = block_mask.BLOCK_SIZE[1]
-    side = captured_int(block_size, key.device)
+    side = captured_number(block_size, key.shape[0], key.device)
     visible = block_mask.mask_mod
 
     def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx == 0) | ((kv_idx >= side) & visible(b, h, q_idx, (kv_idx - side).clamp(min=0)))
+        own = kv_idx - side[b]
+        return (kv_idx == 0) | ((own >= 0) & visible(b, h, q_idx, own.clamp(min=0)))
 
     seen.__name__ = f"sinks and {visible.__name__}"
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
