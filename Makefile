@@ -34,7 +34,7 @@ help: ## this list
 
 install: $(READY) ## make VENV and install flexmask with what it is developed with
 
-demo: $(READY) ## dense attention and FlexPrefill on a trained model: one table, one picture
+demo: $(READY) ## dense attention, hybrid and the paper's method on a trained model, a line each
 	$(RUN) -m bench.demo $(ARGS)
 
 # One pytest for the tests and for the examples in the docstrings; a module whose optional package is missing is skipped.
@@ -49,7 +49,7 @@ test: $(READY) ## the tests and the docstrings' examples except the slowest, on 
 
 # not with the tests' own compiler (tests/compiler), which is used on Linux only
 OWN_FLAGS := $(if $(filter Linux,$(shell uname -s)),CXX=$${CXX:-g++})
-test-all: $(READY) ## all tests, and every transformers model by cache, padding, prefill and call; writes integrations/SUPPORT.md
+test-all: $(READY) ## all tests, and every transformers model by cache, padding, prefill and call; writes integrations/huggingface/SUPPORT.md
 	$(OWN_FLAGS) $(ON_CPU) --all-cells $(ARGS)
 
 test-eval: $(READY) ## those of lm-evaluation-harness, which this installs first (0.5 GB), on CPU without network
@@ -60,13 +60,13 @@ test-eval: $(READY) ## those of lm-evaluation-harness, which this installs first
 test-gpu: $(READY) ## the tests that need a GPU, ten at a time; VENV= PYTHON=python3 takes a torch that is there
 	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 --benchmark-disable tests $(ARGS)
 
-# not a part of `make test`: it starts ten engines and servers, one after another
+# not a part of `make test`: it starts ten engines and servers, one after another. VLLM_RELEASE=0.29.0 VLLM_VENV=DIR: another release
 VLLM_VENV ?= .venv-vllm
 test-vllm: $(VLLM_VENV)/.installed ## the plug-in in vLLM's CPU build, in an environment of its own (VLLM_VENV, 3.4 GB)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default tests/vllm $(ARGS)
 
 $(VLLM_VENV)/.installed: tests/vllm/requirements.txt tests/vllm/environment.sh
-	tests/vllm/environment.sh $(VLLM_VENV) $(PYTHON)
+	tests/vllm/environment.sh $(VLLM_VENV) $(PYTHON) $(VLLM_RELEASE)
 	@touch $@
 
 style: $(READY) ## ruff and mypy, changing nothing
@@ -78,14 +78,14 @@ format: $(READY) ## sort imports and format, in place
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: $(READY) ## speed in brief; PART=latency|breakeven|stages|memory|compile|long measures that for the report, on a GPU
-	$(if $(PART),$(RUN) -m bench.parts $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
+bench: $(READY) ## speed in brief; PART=latency|stages|memory|compile measures that for the report, on a GPU
+	$(if $(PART),$(RUN) -m bench.speed.run $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
 
 pictures: $(READY) ## every picture of the documents, drawn again (minutes, on a CPU)
-	$(RUN) -m bench.pictures $(ARGS)
+	$(RUN) -m bench.report.pictures $(ARGS)
 	$(RUN) -m bench.concepts.draw
 
-bench-report: $(READY) ## bench/REPORT.md from what make bench PART=... has measured, without a GPU
+bench-report: $(READY) ## the tables of bench/FIDELITY.md and REPORT.md and the appendix from the measured rows, without a GPU
 	$(RUN) -m bench.report $(ARGS)
 
 test-versions: $(READY) ## on older releases of torch and of transformers, and the newest (gigabytes)

@@ -47,7 +47,6 @@ NOT_ABOUT_TORCH = (
     "tests/test_readme.py",
     "tests/test_release.py",
     "tests/test_serving_bench.py",
-    "tests/test_side_folders.py",
     "tests/test_wheel.py",
 )
 
@@ -98,3 +97,12 @@ def torch(session: nox.Session, release: str) -> None:
 def transformers(session: nox.Session, release: str) -> None:
     """The adapter's tests on a release of transformers, with the pinned torch."""
     run_tests(session, "transformers", release, ["tests/integrations"])
+
+
+@nox.session(default=False)
+@nox.parametrize("release", ["0.26.0", "0.29.0", "0.32.0"], ids=["0.26.0", "0.29.0", "0.32.0"])
+def vllm(session: nox.Session, release: str) -> None:
+    """The plug-in's tests on a release of vLLM's CPU build, 3.4 GB each; all but its HTTP server."""
+    session.run("sh", "tests/vllm/environment.sh", session.virtualenv.location, "python3", release, external=True)
+    options = ["-o", "filterwarnings=default", "-m", "not slow", "--ignore=tests/vllm/test_server.py"]
+    session.run("python", "-m", "pytest", *options, "tests/vllm", *session.posargs, env={"OMP_NUM_THREADS": "1"})

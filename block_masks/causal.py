@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, method
 
 
-@mask_method
+@method
 def causal_mask(problem: BlockProblem) -> None:
     """The mask of dense causal attention, the same for every head.
 
@@ -32,6 +32,8 @@ def causal_mask(problem: BlockProblem) -> None:
     q_offset
         Position of query row 0, in [0, kv_len - q_len]: an int (checked) or an integer tensor, 0-d or (batch,), on the same
         device (clamped there). Default None: kv_len - q_len, so that the last row stands at the last key.
+    return_stats
+        As in `flexprefill_mask`.
 
     Returns
     -------

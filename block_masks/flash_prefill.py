@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.option_checks import check_count, check_share
+from flexmask.base.options import check_count, check_share
 from flexmask.base.products import products
 from flexmask.base.scores import capped
 from flexmask.base.visibility import in_blocks
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, method
 
 
 def _check(alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int, **_: object) -> None:
@@ -19,11 +19,11 @@ def _check(alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int,
     check_count("last_blocks", last_blocks, 0, "blocks")
 
 
-def _numbers(kv_len: int, block_size: int, **_: object) -> int:
+def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
     return kv_len // block_size
 
 
-@mask_method(check=_check, numbers=_numbers, by_rows=True)
+@method(check=_check, row_numbers=_row_numbers)
 def flash_prefill_mask(
     problem: BlockProblem, alpha: float = 0.1, sink_blocks: int = 2, window_blocks: int = 4, last_blocks: int = 2
 ) -> Tensor:
@@ -48,7 +48,7 @@ def flash_prefill_mask(
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset
+    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     alpha
         Share of the heaviest block's score from which on a block is kept. Range [0, 1]; 0 keeps every visible block. Default 0.1

@@ -1,5 +1,212 @@
-"""FlexPrefill among the other masks; its code is `flexmask.mask`."""
+"""FlexPrefill: the paper's algorithm, step by step."""
 
-from flexmask.mask import flexprefill_mask as flexprefill_mask
+from __future__ import annotations
 
-__all__ = ["flexprefill_mask"]
+from typing import Any
+
+import torch
+
+from flexmask.base.checks import check_real, check_word
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.options import blocks_of, check_budgets, check_shares
+from flexmask.base.selection import Selection
+from flexmask.base.visibility import num_blocks
+from flexmask.method import BlockProblem, ByHead, method
+
+QUERY_AWARE_RULES = ("flatten", "per_query")
+QUERY_SUBSETS = ("last", "middle")
+
+
+def check_gamma_and_tau(gamma: Any, tau: Any) -> None:
+    """Raise unless both are in their ranges."""
+    check_shares("gamma", gamma)
+    check_real("tau", tau)
+    if not 0 <= tau <= 1:
+        raise ValueError(f"tau must be in [0, 1]; got {tau}")
+
+
+def _check(*, gamma: Any, tau: Any, min_budget: int, max_budget: int | None, **words: Any) -> None:
+    check_gamma_and_tau(gamma, tau)
+    check_budgets(min_budget, max_budget)
+    check_word("query_aware", words["query_aware"], QUERY_AWARE_RULES)
+    check_word("pattern_queries", words["pattern_queries"], QUERY_SUBSETS)
+    check_word("index_queries", words["index_queries"], QUERY_SUBSETS)
+
+
+def _keeps_all(*, gamma: float, max_budget: int | None, **_: Any) -> bool:
+    return gamma == 1 and max_budget is None
+
+
+def _head_bytes(
+    problem: AttentionInputs,
+    block_size: int,
+    by_kernels: bool,
+    *,
+    tau: float,
+    pattern_queries: str,
+    index_queries: str,
+    **_: Any,
+) -> int:
+    """Bytes of one head's mask while it is made.
+
+    By kernels each pair of blocks takes two int32 list entries and a byte of the map of kept blocks; where heads may be
+    query-aware, a float32 of the pooled map and another byte. Each representative row takes four float32 by key block.
+    """
+    q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (problem.query, problem.key))
+    subsets = 1 if pattern_queries == index_queries else 2
+    if by_kernels:
+        return kv_blocks * (q_blocks * (14 if tau > 0 else 9) + block_size * subsets * 16)
+    by_score = (12 if problem.softcap is None else 18) + 4 * (subsets - 1)
+    return plain_bytes(problem, block_size, 72 if tau > 0 else 56, by_score)
+
+
+def plain_bytes(problem: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
+    """Bytes that the plain steps take for one head, uncompiled; the most that was measured, rounded up.
+
+    So many for each pair of blocks (indices of sorts are int64) and for each score of a representative row, whose attention is
+    written out: float32, and again to part it into blocks, with its map of visible keys. Block means copy queries and keys where
+    they are of half precision, padded or no whole blocks.
+    """
+    (_, num_heads, q_len, head_dim), kv_len = problem.query.shape, problem.key.shape[2]
+    groups = num_heads // problem.key.shape[1]
+    absent = problem.attention_mask is not None or problem.offset is not None or q_len != kv_len
+    # while compiling lengths may be symbolic: a branch on them would be one more graph
+    ragged = torch.compiler.is_compiling() or q_len % block_size != 0 or kv_len % block_size != 0
+    copies = (problem.query.element_size() < 4) + absent + ragged
+    means = copies * 4 * head_dim * max(q_len, -(-kv_len // groups))
+    pairs = num_blocks(q_len, block_size) * num_blocks(kv_len, block_size)
+    return pairs * by_pair + block_size * kv_len * by_score + means
+
+
+@method(steps=("plain", "kernels"), check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
+def flexprefill_mask(
+    problem: BlockProblem,
+    gamma: ByHead = 0.95,
+    tau: float = 0.1,
+    *,
+    min_budget: int = 1024,
+    max_budget: int | None = None,
+    query_aware: str = "flatten",
+    pattern_queries: str = "last",
+    index_queries: str = "last",
+) -> Selection:
+    """FlexPrefill's block mask: which blocks of keys each block of queries attends to, by head and by input.
+
+    The last block of queries decides, per head, whether block means predict its attention (Jensen-Shannon distance under
+    `tau`); if so the head keeps the fewest blocks of its pooled map, else the fewest key blocks (verticals) and the fewest block
+    diagonals (slashes), whose estimated attention reaches `gamma`. Every query block also keeps its first visible key block, its
+    diagonal and the `min_budget` heaviest lines.
+
+    Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 3, algorithms "Sparse Attention", "Sparse Pattern Search",
+    "Vertical Slash Index Search" and "Query Aware Index Search".
+
+    Differs from the paper: selection is by block (a slash counts for the two block diagonals it crosses), short and padded
+    blocks weigh by the number of their keys, prompts may be padded, chunked, windowed or soft-capped.
+
+    Parameters
+    ----------
+    query
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+    key
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA) and
+        q_len <= kv_len. Lengths need not be multiples of the block.
+    gamma
+        Share of the estimated attention that the kept blocks must hold. Range (0, 1]; 1 keeps every visible block. Default 0.95
+        (the paper's value for Llama-3.1 and GLM-4). A sequence of num_heads numbers gives every head its own, and so does a
+        (num_heads,) floating tensor on query's device, whose values are never read but clamped to (0, 1] there, NaN to 1.
+    tau
+        Jensen-Shannon distance under which a head is query-aware. Range [0, 1]; 0 makes no head query-aware. Default 0.1 (the
+        paper's value).
+    block_size
+        Tokens in a block, of queries and of keys alike: a multiple of 16 from 16 to 256, default 128 (the paper's value).
+    scale, softcap, window, attention_mask, q_offset
+        As in `flexmask.sparse_attention`.
+    return_stats
+        Also return `SelectionStats`; takes time of its own.
+    min_budget
+        Tokens: at least this many tokens' worth of key blocks and of block diagonals are kept in every head. Range >= 0, default
+        1024 (the paper's value); 0 means no floor.
+    max_budget
+        Tokens: at most this many tokens' worth of key blocks and of block diagonals (and, in each row of a query-aware head, of
+        its own blocks) are kept, before the floor and the blocks kept always. Range >= max(1, min_budget), or None (default, as
+        the paper) for no cap. With a cap, gamma is no guarantee.
+    query_aware
+        ``"flatten"`` (default, as the paper) selects over a query-aware head's whole pooled map, ``"per_query"`` inside each row
+        of blocks (the paper's appendix on alternative index construction).
+    pattern_queries, index_queries
+        Which query rows decide a head's pattern, and which rows the vertical-slash index is read from: ``"last"`` (default, as
+        the paper) or ``"middle"`` (the paper's appendix on the representative query subset).
+
+    Returns
+    -------
+    BlockMask
+        Of shape (batch, num_heads, q_len, kv_len) with blocks of `block_size` both ways. Its mask_mod holds the block choice too:
+        ``to_dense()``, ``sparsity()`` and flex_attention without compilation agree with the compiled kernel. It has no lists by
+        key block, which only the backward pass needs: use `flexmask.sparse_attention` for gradients. Memory: two int32 lists and
+        a bool map of batch * num_heads * num_q_blocks * num_kv_blocks entries, 9 bytes each (0.3 GB for 32 heads at 128k tokens
+        in blocks of 128). While it is made, up to 14 bytes each by the kernels on CUDA; elsewhere up to 80, and 12 for each
+        representative row and key (18 with a soft cap), since their attention is written out. torch 2.5's BlockMask has whole
+        blocks only: its shape and sparsity round the lengths up to them. ``torch.save``, pickle and ``copy.deepcopy`` take the
+        mask with its mask_mod (``torch.load`` needs ``weights_only=False``), and ``to`` moves both; not so for a mask made inside
+        ``torch.compile``.
+    SelectionStats
+        Only with `return_stats`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong types, shapes, dtypes, devices or ranges, before anything is computed. The values of tensors are not read:
+        there is no host synchronisation, and NaN or infinity affect only their own head. Also for a mask that would take more
+        than 16 GiB while it is made (32 heads at a million tokens on CUDA, at 200 thousand on a CPU): `flexmask.sparse_attention`
+        goes through the heads in groups. DTensors, tensors inside ``torch.vmap`` and those of the meta device are refused.
+
+    Notes
+    -----
+    On accelerators it compiles itself on first use, once per head count, head_dim, dtype and set of options, on CUDA for each of
+    three ranges of map size; on CPUs it runs as it is, since there a compilation takes a minute and gains little. Inside
+    ``torch.compile(fullgraph=True)`` it is traced with the rest; on CUDA it is one operator there. Gradients do not flow through
+    a mask. It is made in float32, whatever autocast, TF32 or the default dtype say.
+
+    CPU, compiled code and kernels sum in different orders: ties may resolve differently. In a query-aware head that attends
+    evenly, with gamma times the number of query blocks an integer, the masks of two of them can differ by one block, and each
+    holds gamma up to rounding.
+
+    The mask hides padding and keys behind the last row, whatever key holds there. flex_attention multiplies values by a weight of
+    0 within partial blocks: NaN in hidden values comes through, unless `flexmask.sparse_attention` replaces them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> mask = flexprefill_mask(query, key, gamma=0.9, block_size=64, min_budget=128)
+    >>> mask.shape
+    (1, 4, 512, 512)
+    """
+    steps, floor, cap = problem.steps, blocks_of(min_budget, problem.block_size), blocks_of(max_budget, problem.block_size)
+
+    # step 1: attention of the representative rows, and its mass by key block and by block diagonal
+    index = steps.representative_mass(problem, index_queries)
+    pattern = index if pattern_queries == index_queries else steps.representative_mass(problem, pattern_queries)
+
+    # step 2: does attention follow block means?  step 3a: the lines of either kind of head
+    key_means = problem.key_means()
+    kinds = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, tau), (floor, cap))
+
+    # step 3b: blocks of the pooled map
+    blocks = None
+    if not problem.is_zero(tau):
+        blocks = steps.query_aware_blocks(problem, key_means, kinds.is_query_aware, gamma, query_aware, cap)
+
+    # step 4: blocks kept always; step 5: lists
+    lists, keep = steps.kept_blocks(problem, kinds.lines, blocks)
+    return Selection(
+        lists,
+        keep,
+        {
+            "is_query_aware": lambda: kinds.is_query_aware,
+            "js_distance": lambda: kinds.distance,
+            "num_vertical_blocks": lambda: kinds.lines.number[0],
+            "num_slash_blocks": lambda: kinds.lines.number[1],
+            "coverage": lambda: steps.coverage(problem, index, keep),
+        },
+    )

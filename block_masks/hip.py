@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.option_checks import check_count
+from flexmask.base.options import check_count
 from flexmask.base.products import products
 from flexmask.base.scores import capped
 from flexmask.base.visibility import in_blocks, whole_blocks
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, method
 
 
 def _check(block_size: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int) -> None:
@@ -21,11 +21,11 @@ def _check(block_size: int, topk_blocks: int, sink_blocks: int, window_blocks: i
         raise ValueError(f"query_stride must divide block_size {block_size}; got {query_stride}")
 
 
-def _numbers(kv_len: int, block_size: int, topk_blocks: int, **_: object) -> int:
+def _row_numbers(kv_len: int, block_size: int, topk_blocks: int, **_: object) -> int:
     return kv_len // block_size + 8 * topk_blocks // block_size
 
 
-@mask_method(check=_check, numbers=_numbers, by_rows=True)
+@method(check=_check, row_numbers=_row_numbers)
 def hip_mask(
     problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 2, window_blocks: int = 4, query_stride: int = 2
 ) -> Tensor:
@@ -48,7 +48,7 @@ def hip_mask(
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset
+    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     topk_blocks
         Blocks, >= 1, that the descent ends with in every row. Default 16: 2048 tokens in blocks of 128 (the keys that the second

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.option_checks import check_count
+from flexmask.base.options import check_count
 from flexmask.base.scores import capped, grouped_scores
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, method
 from flexmask.plain.top_p import ranks
 
 
@@ -18,7 +18,7 @@ def _check(topk_blocks: int, sink_blocks: int, local_tokens: int, execution_bloc
     check_count("execution_blocks", execution_blocks, 1, "blocks")
 
 
-@mask_method(check=_check, shared=True)
+@method(check=_check, shared=True)
 def infllm_mask(
     problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 1, local_tokens: int = 4096, execution_blocks: int = 4
 ) -> Tensor:
@@ -41,7 +41,7 @@ def infllm_mask(
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset
+    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     topk_blocks
         Blocks, >= 0, that a group of query blocks looks up. Default 16 (the published setting for Llama-3).

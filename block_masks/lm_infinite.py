@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexmask.base.option_checks import check_count
-from flexmask.method import BlockProblem, mask_method
+from flexmask.base.options import check_count
+from flexmask.method import BlockProblem, method
 
 
 def _check(global_tokens: int, local_tokens: int, **_: object) -> None:
@@ -13,7 +13,7 @@ def _check(global_tokens: int, local_tokens: int, **_: object) -> None:
     check_count("local_tokens", local_tokens, 1, "tokens")
 
 
-@mask_method(check=_check)
+@method(check=_check)
 def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_tokens: int = 4096) -> Tensor:
     """LM-Infinite's Lambda-shaped mask without its distance ceiling, the same for every head and input.
 
@@ -31,7 +31,7 @@ def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_token
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, window, attention_mask, q_offset
+    block_size, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     scale, softcap
         Checked and not used: positions alone decide. Default None.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from flexmask.base.blocks import map_bytes
 from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.checks import check_word
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows, representative_rows
 from flexmask.base.visibility import in_blocks
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, PairsByHead, method
 from flexmask.plain.representative import representative_attention
 from flexmask.plain.top_p import ranks
 from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
 
 LAST_ROWS = 64
+# bytes that each score of one of them takes: float32, and again to part it into lines, with its map of visible keys
+_SCORE_BYTES = 12
 SINK_TOKENS = 30
 NEAR_OFFSETS = 100
 LINES = ("pooled", "covering")
@@ -26,14 +28,12 @@ def _check(lines: str, **_: object) -> None:
     check_word("lines", lines, LINES)
 
 
-def _numbers(kv_len: int, block_size: int, **_: object) -> int:
-    return LAST_ROWS * kv_len
+def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: object) -> int:
+    return map_bytes(inputs, block_size) + _SCORE_BYTES * LAST_ROWS * inputs.key.shape[2]
 
 
-@mask_method(check=_check, numbers=_numbers, plans={"plan": None})
-def minference_mask(
-    problem: BlockProblem, plan: Sequence[float] | Sequence[Sequence[float]] = (1000, 6096), lines: str = "pooled"
-) -> Tensor:
+@method(check=_check, head_bytes=_head_bytes)
+def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lines: str = "pooled") -> Tensor:
     """MInference's vertical-slash pattern at the granularity of blocks, with a budget of each family by head.
 
     With p the softmax attention of the last 64 valid rows, the score of a key is its column's sum and that of an offset
@@ -56,7 +56,7 @@ def minference_mask(
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset
+    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     plan
         Tokens (V, S), each >= 0: a pair for all heads, or a pair per query head as the offline search writes them for one layer.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from flexmask.base.option_checks import check_count
-from flexmask.method import BlockProblem, mask_method
+from flexmask.base.options import check_count
+from flexmask.method import BlockProblem, PairsByHead, method
 
 # Ours, not MoA's: spans of an eighth, a quarter, a half and all of the prompt, which heads take in turn whatever they attend to
 STAND_IN_PLAN = ((0.0, 0.125), (0.0, 0.25), (0.0, 0.5), (0.0, 1.0))
@@ -22,10 +20,8 @@ def _check(sink_blocks: int, **_: object) -> None:
     check_count("sink_blocks", sink_blocks, 0, "blocks")
 
 
-@mask_method(check=_check, plans={"plan": stand_in_plan})
-def moa_mask(
-    problem: BlockProblem, plan: Sequence[float] | Sequence[Sequence[float]] | None = None, sink_blocks: int = 1
-) -> Tensor:
+@method(check=_check, plans={"plan": stand_in_plan})
+def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks: int = 1) -> Tensor:
     """MoA's elastic windows: a span by head that grows with the length, the same for every input.
 
     With n blocks filled so far, a head of plan (alpha, beta) keeps key block j iff ``j - first < sink_blocks`` or
@@ -43,7 +39,7 @@ def moa_mask(
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, window, attention_mask, q_offset
+    block_size, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     scale, softcap
         Checked and not used: positions alone decide. Default None.

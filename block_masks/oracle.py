@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 from flexmask.base.forced_top_p import forced_top_p
-from flexmask.base.option_checks import check_share
+from flexmask.base.options import check_share
 from flexmask.base.products import products
 from flexmask.base.scores import capped, masked_softmax
 from flexmask.base.visibility import in_blocks
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, method
 
 
 def _check(gamma: float, **_: object) -> None:
     check_share("gamma", gamma)
 
 
-def _numbers(kv_len: int, block_size: int, **_: object) -> int:
+def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
     return kv_len
 
 
-@mask_method(check=_check, numbers=_numbers, by_rows=True)
+@method(check=_check, row_numbers=_row_numbers)
 def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     """The fewest blocks of each row of blocks that hold a share of its true attention; for measuring only.
 
@@ -39,7 +39,7 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset
+    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     gamma
         Share of the attention that the kept blocks of every row hold. Range (0, 1]; 1 keeps every visible block. Default 0.95

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from flexmask.base.checks import check_real
-from flexmask.base.option_checks import check_share
+from flexmask.base.options import check_share
 from flexmask.base.running_sums import running_sums
 from flexmask.base.scores import capped, grouped_scores, masked_softmax
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, method
 from flexmask.plain.pooling import block_means
 
 
@@ -22,11 +22,11 @@ def _check(similarity_threshold: float, cdf_threshold: float, topk: float | None
         check_share("topk", topk)
 
 
-def _numbers(kv_len: int, block_size: int, **_: object) -> int:
+def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
     return 8 * kv_len // block_size**2
 
 
-@mask_method(check=_check, numbers=_numbers, by_rows=True)
+@method(check=_check, row_numbers=_row_numbers)
 def sparge_mask(
     problem: BlockProblem, similarity_threshold: float = 0.6, cdf_threshold: float = 0.98, topk: float | None = None
 ) -> Tensor:
@@ -52,7 +52,7 @@ def sparge_mask(
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset
+    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     similarity_threshold
         Mean cosine above which a block counts as self-similar. Range [-1, 1]; -1 makes every block so. Default 0.6 (the published

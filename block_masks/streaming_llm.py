@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexmask.base.option_checks import check_count
-from flexmask.method import BlockProblem, mask_method
+from flexmask.base.options import check_count
+from flexmask.method import BlockProblem, method
 
 
 def _check(sink_blocks: int, window_blocks: int, **_: object) -> None:
@@ -13,7 +13,7 @@ def _check(sink_blocks: int, window_blocks: int, **_: object) -> None:
     check_count("window_blocks", window_blocks, 1, "blocks")
 
 
-@mask_method(check=_check)
+@method(check=_check)
 def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_blocks: int = 64) -> Tensor:
     """StreamingLLM's sinks and sliding window, the same for every head and input.
 
@@ -34,7 +34,7 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_block
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, window, attention_mask, q_offset
+    block_size, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     scale, softcap
         Checked and not used: positions alone decide. Default None.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexmask.base.option_checks import check_count
-from flexmask.method import BlockProblem, mask_method
+from flexmask.base.options import check_count
+from flexmask.method import BlockProblem, method
 
 
 def _check(sink_blocks: int, window_blocks: int, last_blocks: int, **_: object) -> None:
@@ -14,7 +14,7 @@ def _check(sink_blocks: int, window_blocks: int, last_blocks: int, **_: object) 
     check_count("last_blocks", last_blocks, 0, "blocks")
 
 
-@mask_method(check=_check)
+@method(check=_check)
 def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: int = 4, last_blocks: int = 1) -> Tensor:
     """The triangle mask: sinks, a sliding window, and dense attention for the last rows; the same for every head.
 
@@ -34,7 +34,7 @@ def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: i
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, window, attention_mask, q_offset
+    block_size, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     scale, softcap
         Checked and not used: positions alone decide. Default None.

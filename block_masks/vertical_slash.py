@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmask.base.blocks import map_bytes
 from flexmask.base.candidate_lines import candidate_lines
-from flexmask.base.option_checks import check_count
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.options import check_count
 from flexmask.base.representative_rows import representative_rows
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, method
 from flexmask.plain.representative import representative_attention
 from flexmask.plain.top_p import ranks
 from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
+
+# bytes that each score of a representative row takes: float32, and again to part it into lines, with its map of visible keys
+_SCORE_BYTES = 12
 
 
 def _check(vertical_size: int, slash_size: int, **_: object) -> None:
@@ -19,11 +24,11 @@ def _check(vertical_size: int, slash_size: int, **_: object) -> None:
     check_count("slash_size", slash_size, 0, "tokens")
 
 
-def _numbers(kv_len: int, block_size: int, **_: object) -> int:
-    return block_size * kv_len
+def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: object) -> int:
+    return map_bytes(inputs, block_size) + _SCORE_BYTES * block_size * inputs.key.shape[2]
 
 
-@mask_method(check=_check, numbers=_numbers)
+@method(check=_check, head_bytes=_head_bytes)
 def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_size: int = 8192) -> Tensor:
     """The heaviest key blocks and block diagonals of the last rows' attention, a fixed number of each in every head.
 
@@ -43,7 +48,7 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset
+    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     vertical_size
         Tokens, >= 0, of key blocks. Default 8192 (the published code's).

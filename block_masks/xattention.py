@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from flexmask.base.forced_top_p import forced_top_p
-from flexmask.base.option_checks import check_count, check_share
+from flexmask.base.options import check_count, check_share
 from flexmask.base.products import products
 from flexmask.base.scores import capped, masked_softmax
 from flexmask.base.visibility import whole_blocks
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, method
 
 
 def _check(block_size: int, stride: int, threshold: float) -> None:
@@ -20,11 +20,11 @@ def _check(block_size: int, stride: int, threshold: float) -> None:
     check_share("threshold", threshold)
 
 
-def _numbers(kv_len: int, block_size: int, stride: int, **_: object) -> int:
+def _row_numbers(kv_len: int, block_size: int, stride: int, **_: object) -> int:
     return kv_len // stride**2
 
 
-@mask_method(check=_check, numbers=_numbers, by_rows=True)
+@method(check=_check, row_numbers=_row_numbers)
 def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0.9) -> Tensor:
     """XAttention's antidiagonal block scores, and the fewest blocks of each row that reach a share of them.
 
@@ -48,7 +48,7 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset
+    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     stride
         Tokens, >= 1, a divisor of block_size: 1 / stride of the score map is computed. Default 8 (the paper's setting for

@@ -20,8 +20,8 @@ PAGES = (
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "bench/APPENDIX.md",
     "bench/FIDELITY.md",
-    "bench/NOTES.md",
     "bench/README.md",
     "bench/REPORT.md",
     "bench/RULER.md",
@@ -29,9 +29,9 @@ PAGES = (
     "bench/retriever/README.md",
     "bench/ruler_model/README.md",
     "block_masks/README.md",
-    "integrations/MODELS.md",
+    "integrations/huggingface/MODELS.md",
     "integrations/README.md",
-    "integrations/SUPPORT.md",
+    "integrations/huggingface/SUPPORT.md",
 )
 _FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
 # code in a line comes first, so that what looks like a link in it is none

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib.util
 import inspect
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+import json
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch.nn.attention.flex_attention import BlockMask
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HAS_FLASH_BACKEND = RELEASE >= (2, 10)
@@ -24,68 +23,9 @@ CPU_TAKES_UNBACKED_SIZES = RELEASE >= (2, 13)
 # whether torch.bmm multiplies half-precision tensors into float32 ones
 HAS_BMM_TO_FLOAT32 = RELEASE >= (2, 8)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-_FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameters)
+FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameters)
 # whether a BlockMask knows the lengths that it was made for; without, its shape and sparsity count whole blocks
-KNOWS_LENGTHS = "seq_lengths" in _FROM_KV_BLOCKS
-
-
-class _Tf32:
-    """Count of open `without_tf32` blocks in this process, and the program's setting, which the last of them restores."""
-
-    lock = threading.Lock()
-    open_blocks = 0
-    restored: Any = None
-
-
-@contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
-    """Float32 matmuls at full precision on CUDA, whatever the program has set; its setting is put back.
-
-    The setting belongs to the process. Blocks of several threads may overlap: the first switches TF32 off, the last restores the
-    setting. Matmuls of other threads run at full precision meanwhile, and nothing keeps those threads from switching it on again.
-    """
-    matmul = torch.backends.cuda.matmul
-    newer = hasattr(matmul, "fp32_precision")
-    name, off = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
-    with _Tf32.lock:
-        if _Tf32.open_blocks == 0:
-            before = getattr(matmul, name)
-            # what is read may be inherited
-            inherited = newer and getattr(torch.backends, name, None) == before
-            _Tf32.restored = None if before not in (True, "tf32") else "none" if inherited else before
-        if _Tf32.restored is not None:
-            setattr(matmul, name, off)
-        _Tf32.open_blocks += 1
-    try:
-        yield
-    finally:
-        with _Tf32.lock:
-            _Tf32.open_blocks -= 1
-            if _Tf32.open_blocks == 0 and _Tf32.restored is not None:
-                setattr(matmul, name, _Tf32.restored)
-
-
-# asked once: dynamo cannot trace the question
-_AUTOCAST_DEVICES = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
-)
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Switch autocast off on `device`: arithmetic in the dtypes of its tensors, whatever the program has set."""
-    if device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
-        # the type as text: 2.5.1 cannot trace the generic alias
-        return cast("contextlib.AbstractContextManager[None]", torch.autocast(device.type, enabled=False))
-    return contextlib.nullcontext()
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 where `device` has no float64: Apple's GPUs and some of Intel's."""
-    if device.type == "mps":
-        return torch.float32
-    if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
-        return torch.float32
-    return torch.float64
+KNOWS_LENGTHS = "seq_lengths" in FROM_KV_BLOCKS
 
 
 def in_dispatch_mode() -> bool:
@@ -135,48 +75,9 @@ def options_for_launches() -> dict[str, Any] | None:
     return {name: True, "compile_threads": 1} if hasattr(inductor, name) else None
 
 
-def captured(tensor: Tensor) -> Tensor:
-    """`tensor` in the form in which a mask_mod may capture it: itself on accelerators, one that torch can compile on CPUs.
-
-    The template of FlexAttention's C++ kernel (2.8.0, 2.13.0) puts its own variables into the generated code by replacing text:
-    ``ks1`` by ``cur_qSplitSize``. That also makes ``ks12``, the symbolic size s12 of a captured tensor, ``cur_qSplitSize2``,
-    which nothing declares. Sizes marked as unbacked are called ``ku0`` and stay as they are; like symbolic ones they serve all
-    lengths with one compilation. A size of 1 is never symbolic.
-
-    In a surrounding compilation nothing can be marked, and symbolic sizes may still fail. What does fail there at any size is a
-    captured tensor that Inductor would compute in passing: the kernel needs it in memory, where as_strided puts it. Indexing
-    with a range keeps Inductor from taking a constant for what it is and leaving that step out.
-    """
-    if tensor.device.type != "cpu":
-        return tensor
-    if torch.compiler.is_compiling():
-        in_passing = tensor[torch.arange(tensor.shape[0], device=tensor.device)]
-        return in_passing.as_strided(in_passing.shape, in_passing.stride())
-    view = tensor.detach()
-    if CPU_TAKES_UNBACKED_SIZES:
-        for dim, size in enumerate(view.shape):
-            if size > 1:
-                torch._dynamo.decorators.mark_unbacked(view, dim)
-    return view
-
-
-def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
-    """`number` in the form in which a mask_mod may capture it: (batch,) int32, read at the batch index.
-
-    A Python int that changes between calls becomes symbolic. FlexAttention's FLASH backend (2.11) rejects symbolic scalars, and
-    the CPU's C++ template misnames them like the sizes in `captured`. Numbers beyond int32 are clamped.
-    """
-    return captured(torch.full((batch,), min(number, 2**31 - 1), dtype=torch.int32, device=device))
-
-
-def named(function: _Function, name: str) -> _Function:
-    """`function` with another ``__name__``; in a surrounding compilation only where torch can trace that.
-
-    2.8.0 can, 2.5.1 cannot, others were not tried.
-    """
-    if RELEASE >= (2, 8) or not torch.compiler.is_compiling():
-        function.__name__ = name
-    return function
+def is_exporting() -> bool:
+    """Return True inside ``torch.export``; torch 2.5 and 2.6 do not say so."""
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
 def runs_flex_attention_uncompiled() -> bool:
@@ -203,6 +104,31 @@ def _backend_is_inductor() -> bool:
 _is_inductor: Callable[[], bool] = torch.compiler.assume_constant_result(_backend_is_inductor)
 
 
+def ambient_state() -> Hashable:
+    """What torch.compile guards besides a function's arguments: the state of the program that a call is made in.
+
+    Grad and inference mode, default dtype and device, autocast, threads, TF32, deterministic algorithms.
+    """
+    guarded = GlobalStateGuard()
+    written = guarded.__getstate__() if hasattr(guarded, "__getstate__") else None
+    if isinstance(written, str):
+        state: Hashable = _compared(written)
+    else:  # older releases do not write it out
+        state = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads())
+    modes = torch._C._len_torch_function_stack()  # a default device is one
+    return state, torch.is_inference_mode_enabled(), modes, torch.get_default_device() if modes else None
+
+
+@functools.lru_cache
+def _compared(written: str) -> str:
+    """The part of a written-out state that guards compare: autocast's dtypes only for devices where it is on."""
+    state = json.loads(written)
+    autocast = state.get("autocast_state", {})
+    if "dtype" in autocast:
+        autocast["dtype"] = [dtype for dtype, on in zip(autocast["dtype"], autocast["enabled"], strict=True) if on]
+    return json.dumps(state)
+
+
 def recompile_limit() -> str:
     """Name in torch._dynamo.config of the number of recompilations that a function may have."""
     import torch._dynamo.config as dynamo
@@ -217,20 +143,3 @@ def ran_out_of_recompilations(error: Exception) -> bool:
     second, 2.5 the third.
     """
     return type(error).__name__ in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit", "CacheLimitExceeded")
-
-
-def block_mask_from_lists(
-    lists: tuple[Tensor, Tensor, Tensor, Tensor],
-    mask_mod: Callable[..., Tensor],
-    block_size: int,
-    lengths: tuple[int, int],
-    with_gradients: bool = False,
-) -> BlockMask:
-    """A BlockMask from the four tensors of its lists (partial counts and indices, full counts and indices).
-
-    The lists by key block, twice the memory, are made only `with_gradients`: from torch 2.9 the constructor can leave them out.
-    torch 2.5 knows no sequence lengths: there they are the whole blocks that the lists span.
-    """
-    optional: dict[str, Any] = {"seq_lengths": lengths, "compute_q_blocks": with_gradients}
-    known = {name: value for name, value in optional.items() if name in _FROM_KV_BLOCKS}
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **known)

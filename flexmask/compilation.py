@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from flexmask._torch import options_for_launches, ran_out_of_recompilations, recompile_limit
+from flexmask._torch import (
+    ambient_state,
+    options_for_launches,
+    ran_out_of_recompilations,
+    recompile_limit,
+    with_dynamic,
+)
+from flexmask.base.inputs import AttentionInputs
+from flexmask.precision import without_tf32
 
 _log = logging.getLogger("flexmask")
 
@@ -25,7 +35,8 @@ def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = 
     variant
         The constants that its calls share, apart from shapes. Every variant is compiled from its own code object, since torch
         counts recompilations by code object: one model's lengths cannot use up another's share. A size that changes between calls
-        is compiled again once, as symbolic, and then serves all others.
+        is compiled again once, as symbolic, and then serves all others. Nor can the state of the program (`ambient_state`), which
+        torch guards too: each state has a code object of its own.
     launched
         True if `function` launches Triton kernels of ours: torch then uses its own, faster launcher.
 
@@ -42,23 +53,22 @@ def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = 
 
 @functools.cache
 def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launched: bool) -> Callable[..., Any]:
-    own = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
     # given only where they matter: other backends than Inductor take none
     options: dict[str, Any] = {"options": options_for_launches()} if launched else {}
-    run: Callable[..., Any] = torch.compile(own, fullgraph=True, **options)
-    announced = False
+
+    @functools.cache
+    def compiled_in(state: Hashable) -> Callable[..., Any]:
+        what = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
+        _log.warning("flexmask: compiling %s (%s), once; this takes seconds to a minute", function.__name__, what)
+        own = types.FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        own.__kwdefaults__ = function.__kwdefaults__
+        return torch.compile(own, fullgraph=True, **options)
 
     def call(*arguments: Any) -> Any:
-        nonlocal announced
-        if not announced:
-            announced = True
-            what = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
-            _log.warning("flexmask: compiling %s (%s), once; this takes seconds to a minute", function.__name__, what)
         try:
-            return run(*arguments)
+            return compiled_in((ambient_state(), _inference_tensors(arguments)))(*arguments)
         except Exception as error:
             if not ran_out_of_recompilations(error):
                 raise
@@ -68,3 +78,40 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
             ) from error
 
     return call
+
+
+def _inference_tensors(arguments: Iterable[Any]) -> tuple[bool, ...]:
+    """True for each tensor among the arguments that was made in inference mode, which torch guards by tensor."""
+    return tuple(x.is_inference() for x in arguments if isinstance(x, Tensor))
+
+
+def run_compiled(
+    function: Callable[..., Any], variant: tuple[Hashable, ...], inputs: AttentionInputs, *rest: Any, by_kernels: bool = False
+) -> Any:
+    """Call ``function(inputs, *rest)``, on accelerators compiled once for each `variant` and kind of inputs.
+
+    `rest` begins with the block_size.
+    """
+    query, key = inputs.query, inputs.key
+    if runs_plain(query):
+        return function(inputs, *rest)
+    batch, num_heads, q_len, head_dim = query.shape
+    where = (query.device.type, query.device.index, query.dtype)
+    shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, rest[0])
+    scores = (inputs.scale, inputs.softcap, inputs.window)
+    given = (*scores, *(x is None for x in (inputs.offset, inputs.attention_mask, *rest)))
+    run = compiled(function, *variant, *where, *shape, *given, launched=by_kernels)
+    mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
+    # what a selection has no use for must not tell one compilation from another
+    dynamic = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, *scores, mask, inputs.offset)
+    # Triton launches on the current device where nothing compiles around it; our kernels have no products that TF32 changes
+    surroundings: contextlib.AbstractContextManager[Any] = (
+        torch.cuda.device(query.device) if by_kernels else without_tf32() if query.is_cuda else contextlib.nullcontext()
+    )
+    with surroundings:
+        return run(dynamic, *rest)
+
+
+def runs_plain(query: Tensor) -> bool:
+    """True on CPUs, where a compilation takes longer than it saves, and in a surrounding one, which compiles the whole."""
+    return query.device.type == "cpu" or torch.compiler.is_compiling()

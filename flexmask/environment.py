@@ -1,4 +1,4 @@
-"""The machine as FlexPrefill sees it: versions, FlexAttention's backends, and combinations that are known not to work."""
+"""The machine: versions, FlexAttention's backends, and combinations that are known not to work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BackendReport(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something that does not work here, or may not: `severity` ``"error"`` or ``"warning"``, and what to do about it."""
+    """Something that fails here (`severity` ``"error"``) or may fail (``"warning"``), and the remedy."""
 
     severity: str
     what: str
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and of the packages that matter; None where one is not installed."""
+    """Versions of Python and of `PACKAGES`; None where one is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -62,7 +62,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> list[BackendReport]:
-    """Every backend for plain attention on `device`: usable or not, and which one ``backend="auto"`` takes.
+    """Every backend for a plain call on `device`: usable or not, and the one that ``backend="auto"`` takes.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
 
 
 def problems(device: torch.device | str) -> list[Problem]:
-    """Known bad combinations of what is installed, what is set and `device`; those that stop attention first."""
+    """Known bad combinations of releases, environment variables and `device`; errors come first."""
     kind = torch.device(device).type
     found = [*_of_compilation(kind), *(_of_cpus() if kind == "cpu" else _of_gpus(torch.device(device)))]
     if not KNOWS_LENGTHS:
@@ -114,7 +114,7 @@ def problems(device: torch.device | str) -> list[Problem]:
 
 def _of_compilation(kind: str) -> list[Problem]:
     found = [
-        Problem("error", f"{name}={value} switches torch.compile off, and attention never runs uncompiled", f"unset {name}")
+        Problem("error", f"{name}={value} switches torch.compile off, which sparse attention needs", f"unset {name}")
         for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
         if (value := os.environ.get(name, "0")) not in ("", "0")
     ]
@@ -134,7 +134,7 @@ def _of_cpus() -> list[Problem]:
     found = []
     compiler = os.environ.get("CXX") or {"Darwin": "clang++", "Windows": "cl"}.get(platform.system(), "g++")
     if shutil.which(compiler.split()[0]) is None:
-        what = f"no C++ compiler ({compiler}), which Inductor compiles attention with on a CPU"
+        what = f"no C++ compiler ({compiler}): Inductor needs one to compile attention for a CPU"
         found.append(Problem("error", what, "install g++, or name a compiler in CXX"))
     if not CPU_TAKES_UNBACKED_SIZES:
         what = f"torch {torch.__version__} may fail to compile FlexAttention on a CPU for padded batches and chunks"
@@ -144,17 +144,15 @@ def _of_cpus() -> list[Problem]:
 
 def _of_gpus(device: torch.device) -> list[Problem]:
     if device.type != "cuda":
-        return [Problem("warning", f"attention was never run on {device.type}", "trust the self-test, and compare logits")]
+        return [Problem("warning", f"attention was never run on {device.type}", "run the self-test and compare logits")]
     if torch.version.hip is not None:
         return [
-            Problem(
-                "warning", "the kernels were compiled for ROCm, and never run there", "trust the self-test, and compare logits"
-            )
+            Problem("warning", "the kernels were compiled for ROCm, but never run there", "run the self-test and compare logits")
         ]
     major = torch.cuda.get_device_capability(device)[0]
     if major != 9:
         what = f"compute capability {major}.x: the kernels were run on Hopper (9.0) only"
-        return [Problem("warning", what, "trust the self-test, and compare logits")]
+        return [Problem("warning", what, "run the self-test and compare logits")]
     if not flash_installed():
         what = "flash-attn-4 is missing: half precision runs on the slower Triton backend"
         return [Problem("warning", what, "pip install flash-attn-4, with torch >= 2.10")]

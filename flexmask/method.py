@@ -1,81 +1,125 @@
-"""mask_method: from a function that keeps blocks to a mask generator with the core's checks, padding, chunks and lists."""
+"""The decorator that makes a method: from a function that chooses blocks to a mask generator, and an entry of the table."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.inputs import attention_inputs
-from flexmask.block_problem import BlockProblem as BlockProblem
-from flexmask.gallery_method import Keep, MakePlan, Method
+from flexmask.base.blocks import BlockProblem as BlockProblem
+from flexmask.base.inputs import HeadGroup, attention_inputs
+from flexmask.precision import without_autocast
+from flexmask.row_slices import in_row_slices, sliced_bytes
+from flexmask.select import mask_of
+from flexmask.selector import METHODS, Method
+from flexmask.selector import ByHead as ByHead
+from flexmask.selector import PairsByHead as PairsByHead
+from flexmask.stats import STATISTICS, stats_of
+
+MOST_MASK_BYTES = 16 * 2**30
 
 
-def mask_method(
-    keep: Keep | None = None,
+def method(
+    choose: Callable[..., Any] | None = None,
     *,
     check: Callable[..., None] | None = None,
-    numbers: Callable[..., int] | None = None,
-    by_rows: bool = False,
-    plans: dict[str, MakePlan | None] | None = None,
+    check_call: Callable[..., None] | None = None,
+    keeps_all: Callable[..., bool] | None = None,
+    steps: tuple[str, ...] = (),
+    head_bytes: Callable[..., int] | None = None,
+    row_numbers: Callable[..., int] | None = None,
+    plans: Mapping[str, Callable[[int], PairsByHead]] | None = None,
     shared: bool = False,
 ) -> Callable[..., Any]:
-    """Turn ``keep(problem, **options)`` into ``<name>(query, key, *, block_size, scale, softcap, window, ..., **options)``.
+    """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
 
-    On accelerators the method is compiled, once per set of options that are not floats; on CPUs it runs as it is.
+    On accelerators the method is compiled, once per set of options that are not numbers; on CPUs it runs as it is.
 
     Parameters
     ----------
-    keep
+    choose
         From a `BlockProblem` to the kept blocks, bool, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks), or None for
         every visible block. Blocks without a visible pair are dropped, and the block of a row's own position is added. Options
-        annotated as float come as 0-d tensors (float64 where the device has it), so that another value is not another
-        compilation; all others as they are, and count as compile-time constants.
-    check, numbers, by_rows, plans, shared
+        annotated as float come as 0-d tensors (float64 where the device has it), those as ByHead as (num_heads,) tensors, those
+        as PairsByHead as (num_heads or 1, 2) tensors: another value is not another compilation. A float of 0 stays the number 0.
+        All other options are compile-time constants.
+    row_numbers
+        Of a method that writes out much for each query row: it is searched in slices of rows (`flexmask.row_slices`).
+    plans
+        By the name of an option that is PairsByHead: a function of num_heads that makes one in the place of None.
+    check, check_call, keeps_all, steps, head_bytes, shared
         As in `Method`.
 
     Returns
     -------
     callable
-        A generator of BlockMasks, with the `Method` as its attribute ``method``. It checks its arguments as
-        `flexmask.flexprefill_mask` does.
+        ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, which checks its arguments as
+        `flexmask.flexprefill_mask` does, with the `Method` as its attribute ``method``.
     """
-    if keep is None:
-        return functools.partial(mask_method, check=check, numbers=numbers, by_rows=by_rows, plans=plans, shared=shared)
-    own = list(inspect.signature(keep).parameters.values())[1:]
-    floats = tuple(p.name for p in own if str(p.annotation).startswith("float"))
-    method = Method(keep, {p.name: p.default for p in own}, floats, check, numbers, by_rows, plans or {}, shared)
+    if choose is None:
+        return functools.partial(
+            method, check=check, check_call=check_call, keeps_all=keeps_all, steps=steps, head_bytes=head_bytes,
+            row_numbers=row_numbers, plans=plans, shared=shared,
+        )  # fmt: skip
+    own = list(inspect.signature(choose).parameters.values())[1:]
+    kinds = {p.name: str(p.annotation) for p in own}
+    pairs = {name: (plans or {}).get(name) for name, kind in kinds.items() if kind.startswith("PairsByHead")}
+    name = choose.__name__.removesuffix("_mask")
+    if row_numbers is not None and head_bytes is None:
+        head_bytes = sliced_bytes(row_numbers)
+    made = Method(
+        choose if row_numbers is None else in_row_slices(choose, name, row_numbers), {p.name: p.default for p in own}, name,
+        floats=tuple(name for name, kind in kinds.items() if kind.startswith("float")),
+        shares=tuple(name for name, kind in kinds.items() if kind.startswith("ByHead")),
+        pairs=pairs, check=check, check_call=check_call, keeps_all=keeps_all, steps=steps, head_bytes=head_bytes,
+        shared=shared, compiled=row_numbers is None,
+    )  # fmt: skip
+    positional = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
 
-    @functools.wraps(keep, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    @functools.wraps(choose, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def generate(
         query: Tensor,
         key: Tensor,
-        *,
+        *given: Any,
         block_size: int = 128,
         scale: float | None = None,
         softcap: float | None = None,
         window: int | None = None,
         attention_mask: Tensor | None = None,
         q_offset: int | Tensor | None = None,
+        return_stats: bool = False,
         **options: Any,
-    ) -> BlockMask:
+    ) -> Any:
+        if len(given) > len(positional):
+            raise TypeError(f"{choose.__name__} takes {len(positional)} options by position; got {len(given)}")
+        for name, value in zip(positional, given, strict=False):
+            if name in options:
+                raise TypeError(f"{choose.__name__} got {name} twice, by position and by name")
+            options[name] = value
         inputs = attention_inputs(
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
-        ).placed()
-        checked = method.checked(query.shape[1], block_size, options)
-        # inside a surrounding compilation a float may be symbolic, which no string can be made of
-        told = {} if torch.compiler.is_compiling() else {"window": window, "block_size": block_size, **options}
-        title = f"{method.name}({', '.join(f'{name}={value}' for name, value in told.items())})"
-        return method.mask(inputs, block_size, checked, title=title)
+        )
+        # a mask has no gradients
+        inputs = inputs.placed().with_fields(needs_grad=False)
+        selector = made.checked(block_size, options).for_inputs(inputs)
+        needed = query.shape[0] * query.shape[1] * selector.head_bytes
+        if needed > MOST_MASK_BYTES:
+            raise ValueError(
+                f"query and key need a mask of at most {MOST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
+                f"{needed / 2**30:.1f} GiB. Make it for fewer heads at a time, or call sparse_attention, which does"
+            )
+        with without_autocast(query.device):
+            mask, selected = mask_of(selector, inputs, STATISTICS if return_stats else ())
+        return (mask, stats_of([selected.stats], [HeadGroup.of_all(inputs)])) if return_stats else mask
 
     del generate.__wrapped__  # its signature is another
-    shown = [p for p in inspect.signature(generate).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    signature = inspect.Signature([*shown, *(p.replace(kind=p.KEYWORD_ONLY) for p in own)], return_annotation="BlockMask")
+    common = [p for p in inspect.signature(generate).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    parameters = sorted([*common[:2], *own, *common[2:]], key=lambda p: p.kind)
+    signature = inspect.Signature(parameters, return_annotation="BlockMask | tuple[BlockMask, SelectionStats]")
     generate.__signature__ = signature  # type: ignore[attr-defined]  # which inspect and help() read
-    generate.method = method  # type: ignore[attr-defined]  # a mark on a function
+    generate.method = made  # type: ignore[attr-defined]  # a mark on a function
+    METHODS[made.name] = made
     return generate

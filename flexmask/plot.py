@@ -11,6 +11,7 @@ from flexmask.pictures.frontier import plot_frontier as plot_frontier
 from flexmask.pictures.heads import plot_coverage as plot_coverage
 from flexmask.pictures.heads import plot_density as plot_density
 from flexmask.pictures.heads import plot_distances as plot_distances
+from flexmask.pictures.heads import plot_run as plot_run
 from flexmask.pictures.pattern_share import plot_pattern_share as plot_pattern_share
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "plot_distances",
     "plot_frontier",
     "plot_pattern_share",
+    "plot_run",
 ]

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.attention import flexprefill_attention
-from flexmask.config import FlexPrefillConfig
+from flexmask.attention import sparse_attention
+from flexmask.block_masks.flexprefill import flexprefill_mask
+from flexmask.block_masks.hybrid import hybrid_mask
 from flexmask.flex.backend import flash_available
-from flexmask.mask import flexprefill_mask
 
 # largest difference of an output, of values around 1, from attention in float64 on the same numbers
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+# mask functions by method, and a gamma at which so few tokens lose blocks
+METHODS = {"hybrid": (hybrid_mask, 0.6), "flexprefill": (flexprefill_mask, 0.3)}
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 4, 2, 64
 # neither a multiple of a block
 _TOKENS = 1100
 _BLOCK_SIZE = 128
-_SELECTIONS = ("coverage", "hybrid")
 
 
 class SelfTest(NamedTuple):
@@ -29,22 +29,22 @@ class SelfTest(NamedTuple):
 
     Attributes
     ----------
-    selection, backend, dtype : str
+    method, backend, dtype : str
     density : float or None
         Kept share of the visible blocks.
     difference : float or None
         Largest difference from dense attention under the expanded mask.
     skipped : float or None
-        Largest difference from dense attention without the mask: what the skipped blocks would have brought.
+        Largest difference from dense attention without the mask: the effect of the skipped blocks.
     tolerance : float
-        What `difference` may be; `skipped` must be more, or the case shows nothing.
+        Upper bound of `difference`, and lower bound of `skipped`: below it the case shows nothing.
     seconds : float
         Compilation included.
     error : str
-        What was raised, else empty.
+        The exception, else empty.
     """
 
-    selection: str
+    method: str
     backend: str
     dtype: str
     density: float | None
@@ -65,43 +65,42 @@ class SelfTest(NamedTuple):
 
 
 def self_test(device: torch.device | str) -> Iterator[SelfTest]:
-    """Run each selection on each backend that `device` has, and yield the outcome of each; nothing is raised.
+    """Run both methods of `METHODS` on each backend of `device`, and yield the outcome of each; nothing is raised.
 
-    The first case compiles, which takes the longer part of a minute where Inductor has nothing cached.
+    The first case compiles: up to a minute where Inductor has nothing cached.
 
     Examples
     --------
     >>> for each in self_test("cpu"):  # doctest: +SKIP
-    ...     print(each.selection, each.backend, each.passed)
-    coverage auto True
+    ...     print(each.method, each.backend, each.passed)
     hybrid auto True
+    flexprefill auto True
     """
     device = torch.device(device)
     cases = [("auto", torch.float32)] if device.type == "cpu" else [("triton", torch.float32), ("triton", torch.bfloat16)]
     if device.type == "cuda" and flash_available() and torch.cuda.get_device_capability(device)[0] == 9:
         cases.append(("flash", torch.bfloat16))
     for backend, dtype in cases:
-        for selection in _SELECTIONS:
+        for method in METHODS:
             start = time.perf_counter()
             numbers: tuple[float | None, float | None, float | None] = (None, None, None)
             error = ""
             try:
-                numbers = _differences(device, backend, dtype, selection)
-            except Exception as raised:  # whatever it is, it is what the test was run for
+                numbers = _differences(device, backend, dtype, method)
+            except Exception as raised:  # any failure is a result of the test
                 error = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
             name = str(dtype).removeprefix("torch.")
-            yield SelfTest(selection, backend, name, *numbers, TOLERANCES[dtype], time.perf_counter() - start, error)
+            yield SelfTest(method, backend, name, *numbers, TOLERANCES[dtype], time.perf_counter() - start, error)
 
 
 @torch.no_grad()
-def _differences(device: torch.device, backend: str, dtype: torch.dtype, selection: str) -> tuple[float, float, float]:
+def _differences(device: torch.device, backend: str, dtype: torch.dtype, method: str) -> tuple[float, float, float]:
     """Density, and the largest difference from dense attention with and without the mask."""
     query, key, value = (x.to(device, dtype) for x in _inputs())
-    config = FlexPrefillConfig(gamma=0.3, min_budget=0, block_size=_BLOCK_SIZE, selection=selection)
-    mask = flexprefill_mask(query, key, config=config)
-    out = flexprefill_attention(query, key, value, config=config, backend=backend, dense_below=0)
-    assert isinstance(out, Tensor)
-    assert isinstance(mask, BlockMask)
+    make_mask, gamma = METHODS[method]
+    options: dict[str, Any] = {"gamma": gamma, "min_budget": 0, "block_size": _BLOCK_SIZE}
+    mask = make_mask(query, key, **options)
+    out = sparse_attention(query, key, value, method, backend=backend, dense_below=0, **options)
     blocks = mask.to_dense().bool().cpu()
     causal = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
     pairs = blocks.repeat_interleave(_BLOCK_SIZE, 2).repeat_interleave(_BLOCK_SIZE, 3)[..., :_TOKENS, :_TOKENS] & causal
@@ -120,7 +119,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value in which a few directions carry the attention, so that blocks can be skipped."""
+    """Query, key and value with a few directions that carry the attention: blocks can be skipped."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, _NUM_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
     key = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)

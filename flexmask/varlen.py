@@ -1,63 +1,62 @@
-"""flexprefill_attention_varlen: packed sequences, each of which selects for itself."""
+"""sparse_attention_varlen: packed sequences, each of which selects for itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmask.attention import MAX_MASK_BYTES, AttentionLimits, attend, check_dense_below, check_max_mask_bytes
-from flexmask.base.checks import check_int, check_word
+from flexmask.attend import MAX_MASK_BYTES, Attended, attend, run_options
+from flexmask.attention import RECOMMENDED
+from flexmask.base.checks import check_int, check_plain
 from flexmask.base.inputs import attention_inputs
-from flexmask.config import UNSET, FlexPrefillConfig, config_from, takes_options
-from flexmask.flex.backend import BACKENDS, chosen_backend
-from flexmask.flex.dense import runs_dense
+from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
-from flexmask.plain.published import check_published
-from flexmask.stats import FlexPrefillStats, empty_stats
+from flexmask.precision import without_autocast
+from flexmask.selector import selector_of
+from flexmask.stats import STATISTICS, dense_stats
 
 # what flash-attn calls cu_seqlens: the token at which each sequence begins, and the end of the last
 Bounds = Tensor | Sequence[int]
 
 
-@takes_options
-def flexprefill_attention_varlen(
+def sparse_attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Bounds,
-    cu_seqlens_k: Bounds,
+    cu_seqlens_k: Bounds | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    gamma: float | Sequence[float] | Tensor = UNSET,
-    tau: float = UNSET,
     *,
+    method: str | Callable[..., Any] = RECOMMENDED,
+    block_size: int = 128,
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
-    config: FlexPrefillConfig | None = None,
-    return_stats: bool = False,
     sinks: Tensor | None = None,
     backend: str = "auto",
     dense_below: int | None = None,
     return_lse: bool = False,
+    return_stats: bool = False,
     max_mask_bytes: int = MAX_MASK_BYTES,
     **options: Any,
-) -> Tensor | tuple[Tensor | tuple[FlexPrefillStats, ...], ...]:
-    """Causal attention of packed sequences to themselves, over the blocks that FlexPrefill keeps in each.
+) -> Any:
+    """Causal attention of packed sequences to themselves, over the blocks that a method keeps in each.
 
     The layout and the names are those of flash-attn's ``flash_attn_varlen_func`` with ``causal=True``. Each sequence gets what
-    `flexprefill_attention` gives it alone: long ones their own masks, one after the other; those that run dense go together, on
+    `sparse_attention` gives it by itself: long ones their own masks, one after the other; those that run dense go together, on
     GPUs in FlexAttention calls that they share.
 
-    Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 3, sequence by sequence.
+    Source: the method's own, sequence by sequence.
 
     Parameters
     ----------
     query
-        (total_q, num_heads, head_dim), float32, float16 or bfloat16: the sequences' rows, one sequence after the other.
+        (total_q, num_heads, head_dim), float32, float16 or bfloat16: the sequences' rows, one sequence after the other; at least
+        one row.
     key
         (total_k, num_kv_heads, head_dim), query's dtype and device; num_kv_heads divides num_heads.
     value
@@ -65,23 +64,21 @@ def flexprefill_attention_varlen(
     cu_seqlens_q, cu_seqlens_k
         (num_sequences + 1,) integers: sequence i has the rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and the keys
         ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``. They begin at 0 and end at total_q and total_k. Its rows are the last ones of
-        its keys, so that a chunk over a cache has fewer rows than keys; a sequence may have no rows. The host needs them, since
-        the shapes of a call depend on them: give a list or a tensor on the CPU. Tensors on a GPU are copied to the host in one
-        go, for which the host waits until the GPU has done all work before it. Inside ``torch.compile`` only sequences of ints
-        are taken, in a graph captured for CUDA no tensor on a GPU.
+        its keys: a chunk over a cache has fewer rows than keys; a sequence may have no rows. The host needs them, since the
+        shapes of a call depend on them: give a list or a tensor on the CPU. Tensors on a GPU are copied to the host in one go,
+        for which the host waits until the GPU has done all work before it. Inside ``torch.compile`` only sequences of ints are
+        taken, in a graph captured for CUDA no tensor on a GPU. Default of cu_seqlens_k: cu_seqlens_q.
     max_seqlen_q, max_seqlen_k
-        Tokens: checked against the longest sequence, and not needed. Default None.
-    gamma, tau, block_size, min_budget, max_budget, selection, query_aware, pattern_queries, index_queries, row_stride, config
-        As in `flexprefill_attention`, the same for all sequences.
+        Tokens, at least those of the longest sequence: upper bounds, as in flash-attn, which may exceed every length. They are
+        checked, and not needed. Default None.
+    method, block_size, options
+        As in `sparse_attention`, the same for all sequences.
     scale, softcap, window, sinks, backend, max_mask_bytes
-        As in `flexprefill_attention`. Dense sequences that share a call do so in Triton's kernel unless `backend` is
-        ``"flash"``.
+        As in `sparse_attention`. Dense sequences that share a call do so in Triton's kernel unless `backend` is ``"flash"``.
     dense_below
-        As in `flexprefill_attention`, compared with the keys of each sequence.
-    return_lse
-        Also return the log-sum-exp of every row.
-    return_stats
-        Also return statistics.
+        As in `sparse_attention`, compared with the keys of each sequence.
+    return_lse, return_stats
+        Also return the log-sum-exp of every row; statistics.
 
     Returns
     -------
@@ -89,31 +86,31 @@ def flexprefill_attention_varlen(
         (total_q, num_heads, v_head_dim) in query's dtype.
     Tensor
         (num_heads, total_q) float32, only with `return_lse`.
-    tuple of FlexPrefillStats
-        One a sequence, tensors of (1, num_heads), only with `return_stats`. A sequence without rows counts as dense.
+    tuple of SelectionStats
+        One per sequence, tensors of (1, num_heads), only with `return_stats`. A sequence without rows counts as dense.
 
     Raises
     ------
     TypeError, ValueError
-        As `flexprefill_attention`, and for bounds that do not begin at 0, decrease, do not end at the number of tokens, or give
-        a sequence more rows than keys.
+        As `sparse_attention`, and for bounds that do not begin at 0, decrease, do not end at the number of tokens, give a
+        sequence more rows than keys, or are on the meta device.
     NotImplementedError, RuntimeError
-        As `flexprefill_attention`.
+        As `sparse_attention`.
 
     Examples
     --------
     >>> import torch
     >>> query, key, value = torch.randn(700, 4, 32), torch.randn(700, 2, 32), torch.randn(700, 2, 32)
-    >>> bounds = [0, 600, 650, 700]
-    >>> out, stats = flexprefill_attention_varlen(
-    ...     query, key, value, bounds, bounds, gamma=0.9, block_size=64, min_budget=128, dense_below=512, return_stats=True
+    >>> out, stats = sparse_attention_varlen(
+    ...     query, key, value, [0, 600, 650, 700], block_size=64, min_budget=128, dense_below=512, return_stats=True
     ... )
     >>> out.shape
     torch.Size([700, 4, 32])
     >>> [each.dense for each in stats]
     [False, True, True]
     """
-    config = config_from(config, gamma, tau, options)
+    selector = selector_of(method, block_size, options)
+    run = run_options(backend, dense_below, max_mask_bytes)
     for name, tensor, layout in (
         ("query", query, "(total_q, num_heads, head_dim)"),
         ("key", key, "(total_k, num_kv_heads, head_dim)"),
@@ -122,39 +119,33 @@ def flexprefill_attention_varlen(
         _check_packed(name, tensor, layout)
     if value.shape[:2] != key.shape[:2]:
         raise ValueError(f"value must have key's total_k and num_kv_heads {tuple(key.shape[:2])}; got {tuple(value.shape[:2])}")
-    check_word("backend", backend, BACKENDS)
-    limits = AttentionLimits(backend, check_dense_below(dense_below), max_mask_bytes)
-    check_max_mask_bytes(max_mask_bytes)
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     segments = segments_of(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0])
     _check_longest("max_seqlen_q", max_seqlen_q, [segment.q_len for segment in segments])
     _check_longest("max_seqlen_k", max_seqlen_k, [segment.kv_len for segment in segments])
-    inputs = attention_inputs(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
-        scale=scale,
-        softcap=softcap,
-        window=window,
-        sinks=sinks,
-        gamma=gamma if isinstance(gamma, Tensor) else config.gamma,
+    pack = attention_inputs(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)), scale=scale, softcap=softcap, window=window, sinks=sinks
     )
     filled = [number for number, segment in enumerate(segments) if segment.q_len > 0]
-    for number in filled:
-        check_published(config, segments[number].of(inputs))
+    problems = {number: segments[number].of(pack) for number in filled}
+    selectors = {number: selector.for_inputs(inputs) for number, inputs in problems.items()}
     if backend != "auto":
-        chosen_backend(backend, inputs, config.block_size, return_lse)
-    stats = [empty_stats(inputs.query, dense=True)] * len(segments) if return_stats else []
-    is_dense = [runs_dense(segment.q_len, segment.kv_len, limits.dense_below) for segment in segments]
-    together = [segments[number] for number in filled if is_dense[number]]
-    dense = iter(dense_attention_packed(inputs, together, return_lse, backend))
-    outs, lses = [], []
-    for number in filled:
-        if is_dense[number]:
-            out, lse = next(dense)
-        else:
-            out, lse, found = attend(segments[number].of(inputs), config, limits, return_lse, return_stats)
-            if found is not None:
-                stats[number] = found
-        outs.append(out)
-        lses.append(lse)
+        chosen_backend(backend, pack, block_size, return_lse)
+
+    policy, statistics = run.policy, STATISTICS if return_stats else ()
+    short = [n for n in filled if policy.by_size(segments[n].q_len, segments[n].kv_len) is not None]
+    with without_autocast(query.device):
+        parts = dense_attention_packed(pack, [segments[n] for n in short], return_lse, backend)
+        found = {n: Attended(*part) for n, part in zip(short, parts, strict=True)}
+        for number in filled:
+            if number not in found:
+                found[number] = attend(problems[number], selectors[number], run, return_lse, statistics)
+    outs, lses = [found[n].out for n in filled], [found[n].lse for n in filled]
+    stats = (
+        [(found[n].stats if n in found else None) or dense_stats(pack.query) for n in range(len(segments))]
+        if return_stats
+        else []
+    )
     out = torch.cat(outs, 2)[0].transpose(0, 1).contiguous()
     extras: list[Any] = [torch.cat([lse for lse in lses if lse is not None], 2)[0]] if return_lse else []
     extras += [tuple(stats)] if return_stats else []
@@ -209,6 +200,7 @@ def _as_ints(bounds: Any) -> list[int]:
 
 
 def _check_bounds_tensor(name: str, bounds: Tensor) -> None:
+    check_plain(name, bounds)
     if torch.compiler.is_compiling():
         raise TypeError(
             f"{name} must be a list or tuple of ints inside torch.compile, where no value of a tensor can be read; got a tensor"

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from flexmask.attention import flexprefill_attention
+from flexmask.attention import sparse_attention
 from flexmask.base.checks import check_int
-from flexmask.config import FlexPrefillConfig
 
 # tokens: two lengths, so that what is static in a first call is not in the next; neither a multiple of a block
 _LENGTHS = (1100, 2300)
@@ -31,20 +30,20 @@ def warmup(
     padded: bool = False,
     **options: Any,
 ) -> float:
-    """Compile what `flexprefill_attention` needs for one shape of model, so that no later call has to.
+    """Compile what `sparse_attention` needs for one shape of model, so that no later call has to.
 
     Compiled code is kept for the process, and serves all lengths. It is tied to the numbers of heads, head_dim, dtype, batch
-    size, the device, the options but gamma and tau, the tensors' memory layout (here: contiguous), to whether a call has padding
-    or an offset, and to whether gradients or inference mode are on: a server that takes chunks as well as whole prompts
-    warms up both ways, and within the ``torch.no_grad()`` or ``torch.inference_mode()`` of its calls. Prompts so long that the
-    heads are cut into groups (`max_mask_bytes`; from about 190k tokens for 32 heads) compile again for every size of group.
-    Across processes Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call it makes has 370
-    blocks of tokens, 47 thousand in blocks of 128, and takes their memory.
+    size, the device, the method and its options except numbers, the tensors' memory layout (here: contiguous), to whether a call
+    has padding or an offset, and to whether gradients are on: a server that takes chunks and whole prompts warms up both ways,
+    and within the ``torch.no_grad()`` or ``torch.inference_mode()`` of its calls. Prompts so long that the heads are cut into
+    groups (`max_mask_bytes`; from about 190k tokens for 32 heads) compile again for every size of group. Across processes
+    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call it makes has 370 blocks of tokens,
+    47 thousand in blocks of 128, and takes their memory.
 
     Parameters
     ----------
     num_heads, num_kv_heads, head_dim
-        Of the model's attention, as in `flexprefill_attention`.
+        Of the model's attention, as in `sparse_attention`.
     dtype, device
         Of query, key and value.
     v_head_dim
@@ -56,7 +55,7 @@ def warmup(
     padded
         Whether to warm up for calls with an attention mask. Default False.
     **options
-        Any other keyword of `flexprefill_attention` that the calls will have, such as gamma, config, window or backend;
+        Any other keyword of `sparse_attention` that the calls will have, such as method, gamma, window or backend;
         `dense_below` is ignored, attention_mask, q_offset and return_stats are not taken.
 
     Returns
@@ -67,7 +66,7 @@ def warmup(
     Raises
     ------
     TypeError, ValueError
-        As `flexprefill_attention` does.
+        As `sparse_attention` does.
 
     Examples
     --------
@@ -81,13 +80,12 @@ def warmup(
         if name in options:
             raise TypeError(f"{name} is not an option of warmup; see its arguments chunked and padded")
     options["dense_below"] = 0
-    fields = {name: options[name] for name in ("block_size", "selection") if name in options}
-    config = options.get("config") or FlexPrefillConfig(**fields)
+    block_size = options.get("block_size", 128)
     # what the published code does, it does for whole blocks only
-    block = config.block_size if config.selection == "reference" else 1
+    block = block_size if options.get("method") == "published" else 1
     lengths = [-(-length // block) * block for length in _LENGTHS]
     if torch.device(device).type == "cuda":
-        lengths += [blocks * config.block_size for blocks in MANY_BLOCKS]
+        lengths += [blocks * block_size for blocks in MANY_BLOCKS]
     start = time.perf_counter()
     with torch.no_grad():
         for length in lengths:
@@ -96,7 +94,7 @@ def warmup(
             key = torch.randn(batch, num_kv_heads, length, head_dim, dtype=dtype, device=device)
             value = torch.randn(batch, num_kv_heads, length, v_head_dim or head_dim, dtype=dtype, device=device)
             mask = torch.ones(batch, length, dtype=torch.bool, device=device) if padded else None
-            flexprefill_attention(query, key, value, attention_mask=mask, **options)
+            sparse_attention(query, key, value, attention_mask=mask, **options)
     if query.is_cuda:
         torch.cuda.synchronize(query.device)
     return time.perf_counter() - start

@@ -1,15 +1,19 @@
-"""Calls of flexprefill_attention, and what compares them with dense attention under the expanded mask."""
+"""Calls of sparse_attention, and what compares them with dense attention under the expanded mask."""
 
+import functools
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from flexmask import FlexPrefillConfig, flexprefill_attention
+from flexmask import sparse_attention, sparse_attention_varlen
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
-from tests.cases import Case, structured_inputs
+from tests.cases import Case, Config, structured_inputs
 from tests.comparisons import assert_same_attention
 from tests.expected import expanded, masked_attention, visible_pairs
+
+flexprefill_attention = functools.partial(sparse_attention, method="flexprefill")
+flexprefill_attention_varlen = functools.partial(sparse_attention_varlen, method="flexprefill")
 
 
 @dataclass
@@ -22,9 +26,9 @@ class Call:
     def attend(self, device="cpu", **keywords):
         """Output (and what else is asked for) of the sparse path."""
         case, value = self.case.to(device), self.value.to(device)
-        keywords = {"config": case.config, "dense_below": 0, **case.keywords(), **keywords}
+        keywords = {**case.config.call, "dense_below": 0, **case.keywords(), **keywords}
         with torch.no_grad():
-            return flexprefill_attention(case.query, case.key, value, **keywords)
+            return sparse_attention(case.query, case.key, value, **keywords)
 
     def under(self, keep):
         """Dense attention under a block map, and its log-sum-exp."""
@@ -51,7 +55,7 @@ def call(
     kv_len = kv_len or q_len
     query, key = structured_inputs(generator, batch, *heads, q_len, kv_len, head_dims[0])
     value = torch.randn(batch, heads[1], kv_len, head_dims[1], generator=generator)
-    config = FlexPrefillConfig(**{"gamma": 0.5, "tau": 0.1, "min_budget": 0, "block_size": block_size, **options})
+    config = Config(**{"gamma": 0.5, "tau": 0.1, "min_budget": 0, "block_size": block_size, **options})
     case = Case(query.to(dtype), key.to(dtype), config, scores or {}, attention_mask, q_offset)
     return Call(case, value.to(dtype))
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 import zlib
-from collections import namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flexmask import METHODS, block_masks
 from flexmask.base.inputs import attention_inputs
-from flexmask.base.search_result import SearchResult
-from flexmask.config import FlexPrefillConfig
-from flexmask.reference.flexprefill import ReferenceResult, reference_flexprefill
-from flexmask.search import search
-from flexmask.stats import FlexPrefillStats
+from flexmask.base.selection import BlockLists
+from flexmask.block_masks import hybrid
+from flexmask.select import select_blocks
+from flexmask.selector import Selector, selector_of
+from flexmask.stats import STATISTICS
+from tests.oracle.flexprefill import ReferenceResult, reference_flexprefill
+from tests.oracle.hybrid import Rule
 
 
 def structured_inputs(
@@ -69,13 +74,105 @@ def structured_inputs(
     return query, key
 
 
+@dataclass(frozen=True)
+class Config:
+    """A method that is written in steps, with the options of all of them; each takes its own."""
+
+    gamma: Any = 0.95
+    tau: float = 0.1
+    block_size: int = 128
+    min_budget: int = 1024
+    max_budget: int | None = None
+    method: str = "flexprefill"
+    query_aware: str = "flatten"
+    pattern_queries: str = "last"
+    index_queries: str = "last"
+    row_stride: int = 8
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gamma, list):
+            object.__setattr__(self, "gamma", tuple(self.gamma))
+        if self.method == "hybrid":
+            object.__setattr__(self, "index_queries", "last")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The method's own options."""
+        return {name: getattr(self, name) for name in METHODS[self.method].defaults if hasattr(self, name)}
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of a mask function: the method's own options and block_size."""
+        return {"block_size": self.block_size, **self.options}
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The keywords of sparse_attention."""
+        return {"method": self.method, **self.keywords}
+
+    @property
+    def selector(self) -> Selector:
+        """As the core has it."""
+        made = selector_of(self.method, self.block_size, self.options)
+        assert isinstance(made, Selector)
+        return made
+
+    def mask(self, query: Tensor, key: Tensor, **keywords: Any) -> Any:
+        """The method's mask, and statistics if wanted."""
+        return mask_function(self.method)(query, key, **{**self.keywords, **keywords})
+
+    @property
+    def min_blocks(self) -> int:
+        """The floor, in blocks."""
+        return -(-self.min_budget // self.block_size)
+
+    @property
+    def max_blocks(self) -> int | None:
+        """The cap, in blocks."""
+        return None if self.max_budget is None else -(-self.max_budget // self.block_size)
+
+
+def mask_function(method: str) -> Any:
+    """The mask function of a method."""
+    return getattr(block_masks, f"{method}_mask")
+
+
+def hybrid_rule() -> Rule:
+    """The constants of hybrid selection, as they are now."""
+    return Rule(*(getattr(hybrid, name.upper()) for name in Rule._fields))
+
+
+@contextlib.contextmanager
+def hybrid_length(tokens: int) -> Iterator[None]:
+    """Thresholds of hybrid selection that are the multiples of 1 - gamma at this length: short prompts are long ones then."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hybrid, "LENGTH", tokens)
+        yield
+
+
+@contextlib.contextmanager
+def by_kernels() -> Iterator[None]:
+    """Methods that have kernels run on them wherever the inputs are, on a CPU in Triton's interpreter."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Selector, "runs_kernels", lambda self, query: "kernels" in self.method.steps)
+        yield
+
+
+class Chosen(NamedTuple):
+    """The outcome of a selection, its statistics by name."""
+
+    lists: BlockLists
+    keep: Tensor
+    stats: Any
+
+
 @dataclass
 class Case:
-    """One call of the search: tensors and options."""
+    """One call of a selection: tensors and options."""
 
     query: Tensor = field(repr=False)
     key: Tensor = field(repr=False)
-    config: FlexPrefillConfig
+    config: Config
     scores: dict[str, Any] = field(default_factory=dict)  # scale, softcap, window
     attention_mask: Tensor | None = None
     q_offset: int | Tensor | None = None
@@ -97,37 +194,30 @@ class Case:
         return replace(self, **{name: moved(getattr(self, name)) for name in ("query", "key", "attention_mask", "q_offset")})
 
     def keywords(self) -> dict[str, Any]:
-        """Keywords that flexprefill_mask and reference_flexprefill share, without the config."""
+        """Keywords that mask functions and reference_flexprefill share, without those of the config."""
         return {**self.scores, "attention_mask": self.attention_mask, "q_offset": self.q_offset}
 
     def reference_keywords(self) -> dict[str, Any]:
         """Keywords of reference_flexprefill."""
         config = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
-        return {**config, **self.keywords()}
+        return {**config, **self.keywords(), "rule": hybrid_rule()}
 
     @property
     def gammas(self) -> Tensor:
         """Each head's gamma, (num_heads,) float64."""
         return torch.tensor(self.config.gamma, dtype=torch.float64).expand(self.query.shape[1])
 
-    def search(self, query: Tensor | None = None, key: Tensor | None = None) -> SearchResult:
+    def search(self, query: Tensor | None = None, key: Tensor | None = None) -> Chosen:
         """Run the fast path, with statistics."""
         query, key = self.query if query is None else query, self.key if key is None else key
         inputs = attention_inputs(query, key, **self.keywords())
-        return with_named_stats(search(inputs.placed(), self.config, with_stats=True))
+        found = select_blocks(self.config.selector.for_inputs(inputs), inputs.placed(), with_map=True, statistics=STATISTICS)
+        assert found.keep is not None
+        return Chosen(found.lists, found.keep, SimpleNamespace(**found.stats))
 
     def reference(self) -> ReferenceResult:
         """The oracle's decisions."""
         return reference_flexprefill(self.query, self.key, **self.reference_keywords())
-
-
-_NAMES = [item.name for item in dataclasses.fields(FlexPrefillStats) if item.name not in ("is_dense", "dense")]
-Stats = namedtuple("Stats", _NAMES)  # type: ignore[misc]
-
-
-def with_named_stats(result: SearchResult) -> SearchResult:
-    """The same result, with its statistics by name."""
-    return result if result.stats is None else result._replace(stats=Stats(*result.stats))
 
 
 # Cases drawn by hypothesis
@@ -175,7 +265,7 @@ def sparse_cases(
 @st.composite
 def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
     """Calls that the published code can do: whole prompts of a multiple of the block, no more options than it has."""
-    published = {"selection": "reference", "query_aware": "flatten", "pattern_queries": "last", "index_queries": "last"}
+    published = {"method": "published", "query_aware": "flatten", "pattern_queries": "last", "index_queries": "last"}
     config = draw(configs([16, 32], st.sampled_from(GAMMAS), (1, 2), **published, **fixed))
     length = config.block_size * draw(st.integers(12, 24))
     case = drawn_inputs(draw, config, 1, length, length, sharpness=2.0)
@@ -185,12 +275,12 @@ def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
 
 def configs(
     block_sizes: list[int], gammas: st.SearchStrategy[float], floors: tuple[int, int] = (0, 1), **fixed: Any
-) -> st.SearchStrategy[FlexPrefillConfig]:
+) -> st.SearchStrategy[Config]:
     """Options with a floor from `floors`, in blocks, and with no cap or one above it: three or five blocks, less a few tokens."""
 
-    def config(block_size: int, floor: int, cap: int | None, **options: Any) -> FlexPrefillConfig:
+    def config(block_size: int, floor: int, cap: int | None, **options: Any) -> Config:
         budgets = {"min_budget": floor * block_size, "max_budget": None if cap is None else max(cap, floor + 1) * block_size - 5}
-        return FlexPrefillConfig(**{**budgets, **options, "block_size": block_size, **fixed})
+        return Config(**{**budgets, **options, "block_size": block_size, **fixed})
 
     return st.builds(
         config,
@@ -205,7 +295,7 @@ def configs(
     )
 
 
-def drawn_inputs(draw: st.DrawFn, config: FlexPrefillConfig, batch: int, q_len: int, kv_len: int, sharpness: float = 1.0) -> Case:
+def drawn_inputs(draw: st.DrawFn, config: Config, batch: int, q_len: int, kv_len: int, sharpness: float = 1.0) -> Case:
     """A case of fresh inputs and heads, without padding, offset or score options.
 
     Where the config's gamma is one of those drawn, every head may have its own instead.

@@ -11,12 +11,11 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from flexmask import FlexPrefillConfig
+from flexmask import METHODS
 from tests.repository import ROOT
 
 # pages whose code is checked, from the root
@@ -158,10 +157,19 @@ def _wrong_module(name: str, rest: list[str]) -> Iterator[str]:
         return
     if name == "flexmask.integrations.lm_eval":
         return  # lm-evaluation-harness reads its options
-    source = Path(found.origin).read_text(encoding="utf-8")
+    source = _source(name)
+    # options that a module of the same folder adds
+    for package, names in re.findall(r"^from (bench[\w.]*) import ([\w, ]+)$", source, re.MULTILINE):
+        source += "".join(_source(f"{package}.{each.strip()}") for each in names.split(","))
     yield from (
         f"{name} has no option {word}" for word in rest if word.startswith("--") and f'"{word.partition("=")[0]}"' not in source
     )
+
+
+def _source(name: str) -> str:
+    """The text of a module of this repository; nothing if there is none."""
+    path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _wrong_flexmask(words: list[str]) -> Iterator[str]:
@@ -229,9 +237,12 @@ def _keywords(called: Any) -> set[str] | None:
         parameter.name for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        if not str(getattr(called, "__module__", "")).startswith("flexmask.integrations"):
+        module = str(getattr(called, "__module__", ""))
+        if not module.startswith("flexmask."):
             return None
-        from flexmask.integrations.settings import PrefillSettings
+        known |= {option for method in METHODS.values() for option in method.defaults}
+        if module.startswith("flexmask.integrations"):
+            from flexmask.integrations.huggingface.settings import PrefillSettings
 
-        known |= {field.name for options in (FlexPrefillConfig, PrefillSettings) for field in fields(options)}
+            known |= {field.name for field in fields(PrefillSettings)}
     return known

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask import flexprefill_attention
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.packed import attention_in_one_call
 from flexmask.varlen import segments_of
+from tests.attention_calls import flexprefill_attention
 from tests.cases import structured_inputs
 from tests.comparisons import TOLERANCES
 

@@ -1,38 +1,43 @@
-"""The state of the program around a call changes nothing: default dtype and device, autocast, TF32, FakeTensorMode."""
+"""The state of the program around a call (default dtype, autocast, ...) changes no result and uses up no recompilations."""
 
 import contextlib
 import threading
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask, search
-from flexmask._torch import without_tf32
+from flexmask import METHODS, _torch, compilation, flexprefill_mask, numbers, run_method, sparse_attention
 from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks import causal_mask
-from tests.attention_calls import SINKS, call, padding
-from tests.cases import structured_inputs
-from tests.compile_support import assert_same_lists, fresh_compiler, traced
-
-__all__ = ["fresh_compiler"]
+from flexmask.precision import without_tf32
+from flexmask.selector import selector_of
+from tests.attention_calls import SINKS, call, flexprefill_attention, padding
+from tests.cases import mask_function, structured_inputs
+from tests.compile_support import assert_same_lists, cut, traced
+from tests.compile_support import fresh_compiler as fresh_compiler
 
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 @contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def set_to(value, read, write):
+    """A setting of the process at another value, and back."""
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        write(before)
+
+
+def default_dtype(dtype):
+    return set_to(dtype, torch.get_default_dtype, torch.set_default_dtype)
 
 
 AMBIENT = {
     "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
-    "float16 by default": lambda: default_dtype(torch.float16),
     "float64 by default": lambda: default_dtype(torch.float64),
     "meta by default": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -41,15 +46,20 @@ ambient = pytest.mark.parametrize("state", AMBIENT.values(), ids=AMBIENT)
 
 
 @ambient
-@pytest.mark.parametrize("options", [{}, {"selection": "reference"}, {"tau": 1.0, "max_budget": 128}], ids=str)
-def test_selection_and_statistics_stay_the_same(state, options):
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("flexprefill", {}), ("flexprefill", {"tau": 1.0, "max_budget": 128}), ("hybrid", {"gamma": 0.8}), ("published", {})],
+    ids=str,
+)
+def test_selection_and_statistics_stay_the_same(state, method, options):
     query, key = structured_inputs(torch.Generator().manual_seed(0), 2, 8, 2, 384, 384, 32, 2.0)
     keywords = {"gamma": 0.6, "block_size": 32, "min_budget": 0, **options}
-    if "selection" not in options:
+    if method != "published":
         keywords |= {"attention_mask": padding(384, ("left", 70), ("holes", 7)), "window": 300, "softcap": 20.0}
-    expected, stats = flexprefill_mask(query, key, return_stats=True, **keywords)
+    make = mask_function(method)
+    expected, stats = make(query, key, return_stats=True, **keywords)
     with state():
-        mask, found = flexprefill_mask(query, key, return_stats=True, **keywords)
+        mask, found = make(query, key, return_stats=True, **keywords)
     assert_same_lists(mask, expected)
     for name, wanted in vars(stats).items():
         got = getattr(found, name)
@@ -122,12 +132,12 @@ def test_autocast_does_not_reach_a_traced_search(outside):
     assert counter.frame_count <= 2
 
 
-def test_a_method_of_the_gallery_has_no_autocast():
-    from flexmask.method import mask_method
+def test_a_method_has_no_autocast():
+    from flexmask.method import method
 
     seen = []
 
-    @mask_method
+    @method
     def probing_mask(problem):
         seen.append((problem.inputs.query @ problem.inputs.query.mT).dtype)
 
@@ -135,23 +145,23 @@ def test_a_method_of_the_gallery_has_no_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         probing_mask(query, query.clone(), block_size=16)
         causal_mask(query, query.clone(), block_size=16)
+    del METHODS["probing"]
     assert seen == [torch.float32]
 
 
 def test_numbers_kept_for_the_gpu_are_never_fake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
-    kept = []
-    shares = torch.full((4,), 0.5), torch.tensor(0.1)
-    monkeypatch.setattr(search, "_kept_shares", lambda *values: kept.append(values[:3]) or shares)
+    kept, tensors = [], (torch.tensor(0.1), torch.full((4,), 0.5))
+    monkeypatch.setattr(numbers, "_kept", lambda *given: kept.append(given[0]) or tensors)
     query = type("OnCuda", (), {"device": torch.device("cuda"), "shape": (1, 4, 50, 16)})()
-    inputs, config = AttentionInputs(query, query, None, 1.0), FlexPrefillConfig(0.5, 0.1)
+    selector = selector_of("flexprefill", 128, {"gamma": 0.5, "tau": 0.1})
     with FakeTensorMode():
-        made = search._shares(inputs, config)
-    assert [x.device.type for x in made] == ["cuda", "cuda"]
+        made = numbers.numbers_of(selector, query, None)
+    assert [x.device.type for x in made.values()] == ["cuda", "cuda"]
     assert not kept
-    assert search._shares(inputs, config) == shares
-    assert kept == [(0.5, 4, 0.1)]
+    assert numbers.numbers_of(selector, query, None) == {"tau": tensors[0], "gamma": tensors[1]}
+    assert kept == [(0.1, numbers.Filled(0.5, 4))]
 
 
 def test_kernels_are_launched_on_the_device_of_query(monkeypatch):
@@ -165,13 +175,54 @@ def test_kernels_are_launched_on_the_device_of_query(monkeypatch):
         entered.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device_as_current)
-    monkeypatch.setattr(search, "kernel_search", None, raising=False)
-    monkeypatch.setattr(search, "runs_kernels", lambda inputs, config: True)
-    monkeypatch.setattr(search, "compiled", lambda *variant, **options: lambda *arguments: launched.extend(entered))
+    monkeypatch.setattr(compilation, "compiled", lambda *variant, **options: lambda *arguments: launched.extend(entered))
     with FakeTensorMode():
         query = torch.empty(1, 2, 64, 16, device="cuda:1")
-        search._run(AttentionInputs(query, query, None, 1.0), FlexPrefillConfig(), query, query, False, False)
+        compilation.run_compiled(run_method._chosen, (), AttentionInputs(query, query, None, 1.0), 16, by_kernels=True)
     assert launched == [torch.device("cuda:1")]
+
+
+# Recompilations
+
+STATES = {
+    "as it is": contextlib.nullcontext,
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    **AMBIENT,
+    "another autocast": lambda: torch.autocast("cpu", torch.float16),
+    "autocast of another device": lambda: set_to(
+        True, lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on)
+    ),
+    "cpu by default": lambda: torch.device("cpu"),
+    **{
+        f"{number} threads": lambda number=number: set_to(number, torch.get_num_threads, torch.set_num_threads)
+        for number in (2, 3, 4, 5)
+    },
+    "deterministic": lambda: set_to(True, torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "float16 by default": lambda: default_dtype(torch.float16),
+}
+WITHOUT_ANOTHER_KERNEL = ("autocast", "another autocast")
+
+
+@pytest.mark.attention
+def test_alternating_states_use_up_no_recompilations(monkeypatch):
+    counter, compile_ = CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(compilation.torch, "compile", lambda function, **options: compile_(function, **options, backend=counter))
+    before, inputs = torch.get_num_threads(), cut(100)
+    with torch.set_grad_enabled(True), torch._dynamo.config.patch({_torch.recompile_limit(): 1}):
+        graphs = []
+        for _ in range(2):
+            for state in STATES.values():
+                with state():
+                    # those of inference mode are tensors of another kind
+                    for given in (inputs, [x.clone() for x in inputs]):
+                        sparse_attention(*given, block_size=32, min_budget=32, dense_below=0)
+                graphs.append(counter.frame_count)
+    first, second = graphs[: len(STATES)], graphs[len(STATES) :]
+    assert torch.get_num_threads() == before
+    # one for each state, and two for inference mode
+    assert 12 < first[-1] <= len(STATES) + 1 - len(WITHOUT_ANOTHER_KERNEL)
+    assert second[-1] == first[-1]
 
 
 @pytest.fixture
@@ -190,13 +241,13 @@ def test_tf32_stays_off_while_any_thread_needs_it_off(tf32_on):
     def other():
         with without_tf32():
             inside.set()
-            leave.wait(10)
+            leave.wait()
             seen.append(tf32_on())
 
     thread = threading.Thread(target=other)
     with without_tf32():
         thread.start()
-        assert inside.wait(10)
+        inside.wait()
     # the first block is left while the other thread is within its own
     seen.append(tf32_on())
     leave.set()

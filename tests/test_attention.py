@@ -1,4 +1,4 @@
-"""flexprefill_attention against dense attention under the expanded mask, always through the compiled kernel."""
+"""sparse_attention against dense attention under the expanded mask, always through the compiled kernel."""
 
 import sys
 import warnings
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask
+from flexmask import sparse_attention
 from flexmask.flex.backend import flash_installed
 from tests.attention_calls import SINKS, VARIANTS, call, check, marked
 from tests.comparisons import assert_same_attention
@@ -25,13 +25,14 @@ def test_is_dense_attention_at_gamma_one():
     whole = call()
     query, key, value = whole.case.query, whole.case.key, whole.value
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    out = whole.attend(config=FlexPrefillConfig(gamma=1.0, block_size=16, min_budget=0))
+    out = whole.attend(gamma=1.0)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.attention
-def test_published_selection_runs_too():
-    check(call(q_len=304, selection="reference", tau=0.3, min_budget=16))
+@pytest.mark.parametrize("options", [{"method": "published", "tau": 0.3, "min_budget": 16}, {"method": "hybrid", "gamma": 0.7}])
+def test_other_methods_run_too(options):
+    check(call(q_len=304, **options))
 
 
 @pytest.mark.attention
@@ -63,7 +64,7 @@ def own_flex_attention(query, key, value, block_mask):
 @pytest.mark.parametrize("name", [pytest.param("groups", marks=pytest.mark.slow), "bfloat16, padded chunk"])
 def test_the_mask_gives_users_the_same_with_and_without_compilation(name):
     it = call(**VARIANTS[name])
-    mask = flexprefill_mask(it.case.query, it.case.key, config=it.case.config, **it.case.keywords())
+    mask = it.case.config.mask(it.case.query, it.case.key, **it.case.keywords())
     compiled = torch.compile(own_flex_attention, fullgraph=True)
     with torch.no_grad():
         out = compiled(it.case.query, it.case.key, it.value, mask)
@@ -91,9 +92,9 @@ def test_gradients_are_refused_on_cpus(which):
     tensors[which] = tensors[which].clone().requires_grad_()
     *inputs, sinks = tensors
     with pytest.raises(ValueError, match=r"torch\.no_grad\(\)"):
-        flexprefill_attention(*inputs, config=it.case.config, dense_below=0, sinks=sinks)
+        sparse_attention(*inputs, **it.case.config.call, dense_below=0, sinks=sinks)
     with torch.no_grad():
-        out = flexprefill_attention(*inputs, config=it.case.config, dense_below=0, sinks=sinks)
+        out = sparse_attention(*inputs, **it.case.config.call, dense_below=0, sinks=sinks)
     assert torch.equal(out, it.attend(sinks=SINKS))
 
 

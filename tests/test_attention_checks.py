@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from flexmask import flexprefill_attention
-from flexmask.flex import sparse
+from flexmask.flex import backend
+from tests.attention_calls import flexprefill_attention
 from tests.refusals import LAYOUT, Refusals, ids, right, zeros
 
 REFUSED_BY_ATTENTION: Refusals = [
@@ -77,7 +77,7 @@ def test_log_sum_exp_on_a_cpu_is_refused():
 
 
 def test_a_cpu_is_refused_where_torch_has_no_kernel_for_it(monkeypatch):
-    monkeypatch.setattr(sparse, "HAS_CPU_KERNEL", False)
+    monkeypatch.setattr(backend, "HAS_CPU_KERNEL", False)
     with pytest.raises(NotImplementedError, match=r"FlexAttention runs on CPUs from torch 2\.6 on; got torch .* dense_below"):
         flexprefill_attention(**right(), dense_below=0)
     assert flexprefill_attention(**right()).shape == (2, 4, 64, 48)

@@ -1,11 +1,11 @@
-"""flexprefill_attention on a GPU, with its log-sum-exp and gradients, against dense attention under the expanded mask."""
+"""sparse_attention on a GPU, with its log-sum-exp and gradients, against dense attention under the expanded mask."""
 
 import itertools
 
 import pytest
 import torch
 
-from flexmask import flexprefill_attention
+from flexmask import sparse_attention
 from flexmask.flex.backend import flash_available
 from tests.attention_calls import call, check, padding
 from tests.comparisons import assert_same_attention
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_dense_attention_under_the_mask(cuda, padded):
     keep = it.case.to(cuda).search().keep
     tensors = [x.to(cuda).requires_grad_() for x in (it.case.query, it.case.key, it.value)]
     moved = None if attention_mask is None else attention_mask.to(cuda)
-    out = flexprefill_attention(*tensors, config=it.case.config, dense_below=0, attention_mask=moved, backend="triton")
+    out = sparse_attention(*tensors, **it.case.config.call, dense_below=0, attention_mask=moved, backend="triton")
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
     (out * weights.to(cuda)).sum().backward()
     exact = [x.double().requires_grad_() for x in (it.case.query, it.case.key, it.value)]

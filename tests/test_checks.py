@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
 import pytest
 import torch
 
-from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask, warmup
-from flexmask.config import UNSET
+from flexmask import flexprefill_mask, sparse_attention
+from flexmask.block_masks import published_mask
+from tests.attention_calls import flexprefill_attention
 from tests.comparisons import known_lengths
 from tests.refusals import LAYOUT, Refusals, ids, right, zeros
 
-WHOLE_PROMPT = 'selection="reference" needs a whole prompt of a multiple of block_size (32) tokens; got q_len {} and kv_len {}'
-SHARES = 'selection="reference" takes no {}; use selection="coverage"'
+WHOLE_PROMPT = "method 'published' needs a whole prompt of a multiple of block_size (32) tokens; got q_len {} and kv_len {}"
+NO_OTHER = "method 'published' takes no {}; use method 'flexprefill'"
 
 REFUSED: Refusals = [
     # ranks
@@ -123,18 +125,11 @@ REFUSED: Refusals = [
         ValueError,
         "q_offset must be on key's device cpu; got meta",
     ),
-    # the options of a config, each once: tests/test_config.py has them all
-    ({"gamma": 0}, ValueError, "gamma must be in (0, 1]; got 0"),
-    ({"gamma": "high"}, TypeError, "gamma must be a number; got str"),
+    # options: tests/test_selector.py has the others
     # gamma by head
     *(
         ({"gamma": [0.5] * n}, ValueError, f"gamma must hold one number for each of query's 4 heads; got {n} numbers")
         for n in (1, 2, 3, 8)
-    ),
-    (
-        {"config": FlexPrefillConfig(gamma=(0.5,) * 2, block_size=32), "block_size": UNSET},
-        ValueError,
-        "gamma must hold one number for each of query's 4 heads; got 2 numbers",
     ),
     ({"gamma": (0.5, 0.5, 2.0, 0.5)}, ValueError, "gamma[2] must be in (0, 1]; got 2.0"),
     *(
@@ -146,70 +141,38 @@ REFUSED: Refusals = [
         for dtype in (torch.int64, torch.bool, torch.complex64)
     ),
     ({"gamma": zeros(4, device="meta")}, ValueError, "gamma must hold values; got a tensor on the meta device"),
-    (
-        {"config": FlexPrefillConfig(block_size=32), "block_size": UNSET, "gamma": zeros(4)},
-        ValueError,
-        "config excludes the keywords that it holds; got config and gamma",
-    ),
     ({"tau": 1.1}, ValueError, "tau must be in [0, 1]; got 1.1"),
     ({"block_size": 100}, ValueError, "block_size must be a multiple of 16 from 16 to 256; got 100"),
-    ({"min_budget": -1}, ValueError, "min_budget must be >= 0 tokens; got -1"),
+]
+# what the published code cannot do
+PUBLISHED: Refusals = [
+    ({}, ValueError, WHOLE_PROMPT.format(64, 96)),
     (
-        {"min_budget": 64, "max_budget": 32},
-        ValueError,
-        "max_budget must be at least 1 token and at least min_budget (64); got 32",
-    ),
-    *(
-        ({name: "best"}, ValueError, f"{name} must be one of {words}; got 'best'")
-        for name, words in (
-            ("selection", "'coverage', 'hybrid', 'reference'"),
-            ("query_aware", "'flatten', 'per_query'"),
-            ("pattern_queries", "'last', 'middle'"),
-            ("index_queries", "'last', 'middle'"),
-        )
-    ),
-    (
-        {"config": FlexPrefillConfig()},
-        ValueError,
-        "config excludes the keywords that it holds; got config and block_size",
-    ),
-    ({"config": {"gamma": 0.9}}, TypeError, "config must be a FlexPrefillConfig; got dict"),
-    # what the published code cannot do
-    ({"selection": "reference"}, ValueError, WHOLE_PROMPT.format(64, 96)),
-    (
-        {"selection": "reference", "query": zeros(2, 4, 95, 32), "key": zeros(2, 2, 95, 32), "value": zeros(2, 2, 95, 48)},
+        {"query": zeros(2, 4, 95, 32), "key": zeros(2, 2, 95, 32), "value": zeros(2, 2, 95, 48)},
         ValueError,
         WHOLE_PROMPT.format(95, 95),
     ),
-    ({"selection": "reference", "softcap": 30.0}, ValueError, SHARES.format("softcap")),
-    ({"selection": "reference", "window": 64}, ValueError, SHARES.format("window")),
-    (
-        {"selection": "reference", "attention_mask": torch.ones(2, 96, dtype=torch.bool)},
-        ValueError,
-        SHARES.format("attention_mask"),
-    ),
-    ({"selection": "reference", "q_offset": 32}, ValueError, SHARES.format("q_offset")),
-    *(
-        (
-            {"selection": "reference", **options},
-            ValueError,
-            'selection="reference" needs pattern_queries="last", index_queries="last" and query_aware="flatten"; '
-            f"got {options.get('pattern_queries', 'last')!r}, {options.get('index_queries', 'last')!r} and "
-            f"{options.get('query_aware', 'flatten')!r}",
-        )
-        for options in ({"pattern_queries": "middle"}, {"index_queries": "middle"}, {"query_aware": "per_query"})
-    ),
+    ({"softcap": 30.0}, ValueError, NO_OTHER.format("softcap")),
+    ({"window": 64}, ValueError, NO_OTHER.format("window")),
+    ({"attention_mask": torch.ones(2, 96, dtype=torch.bool)}, ValueError, NO_OTHER.format("attention_mask")),
+    ({"query": zeros(2, 4, 96, 32), "q_offset": 0}, ValueError, NO_OTHER.format("q_offset")),
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=ids(REFUSED))
-@pytest.mark.parametrize("function", [flexprefill_mask, flexprefill_attention])
-def test_both_functions_refuse(function, changes, error, message):
-    arguments = {name: value for name, value in {**right(), **changes}.items() if value is not UNSET}
-    if function is flexprefill_mask:
+@pytest.mark.parametrize(
+    ("method", "changes", "error", "message"),
+    [*(("flexprefill", *each) for each in REFUSED), *(("published", *each) for each in PUBLISHED)],
+    ids=[*ids(REFUSED), *ids(PUBLISHED)],
+)
+@pytest.mark.parametrize("attends", [False, True], ids=["mask", "attention"])
+def test_mask_and_attention_refuse(attends, method, changes, error, message):
+    arguments = {**right(), **changes}
+    if not attends:
         del arguments["value"]
+    make = {"flexprefill": flexprefill_mask, "published": published_mask}[method]
+    call = functools.partial(sparse_attention, method=method) if attends else make
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        function(**arguments)
+        call(**arguments)
 
 
 def both(query, key):
@@ -239,19 +202,6 @@ def test_both_functions_refuse_distributed_tensors():
             function()
     for function in both(zeros(2, 4, 64, 32), zeros(2, 2, 96, 32).as_subclass(DTensor)):
         with pytest.raises(TypeError, match=r"^key must be a plain tensor; got a DTensor"):
-            function()
-
-
-@pytest.mark.parametrize("name", ["gamma", "tau", "min_budget"])
-def test_a_config_excludes_keywords_that_equal_their_defaults(name):
-    keywords = {"config": FlexPrefillConfig(), name: getattr(FlexPrefillConfig(), name)}
-    query, key = zeros(1, 2, 64, 32), zeros(1, 2, 64, 32)
-    for function in (
-        lambda: flexprefill_mask(query, key, **keywords),
-        lambda: flexprefill_attention(query, key, key, **keywords),
-        lambda: warmup(2, 2, 32, dtype=torch.float32, device="cpu", **keywords),
-    ):
-        with pytest.raises(ValueError, match=f"config excludes the keywords that it holds; got config and {name}"):
             function()
 
 

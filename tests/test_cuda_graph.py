@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from flexmask import flexprefill_attention, flexprefill_mask
+from flexmask import flexprefill_mask
+from tests.attention_calls import flexprefill_attention
 from tests.cases import structured_inputs
 
 pytestmark = pytest.mark.gpu

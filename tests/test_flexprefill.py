@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import FlexPrefillConfig, FlexPrefillStats, flexprefill_mask
+from flexmask import SelectionStats, flexprefill_mask
 from flexmask._torch import RELEASE
-from tests.cases import Case, cases, sparse_cases, structured_inputs
+from flexmask.block_masks import published_mask
+from tests.cases import Case, Config, cases, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention, known_lengths
 from tests.expected import expanded, masked_attention
 
@@ -27,7 +28,7 @@ def lengths_of(query, key):
 
 
 def mask_of(case):
-    return flexprefill_mask(case.query, case.key, config=case.config, **case.keywords())
+    return case.config.mask(case.query, case.key, **case.keywords())
 
 
 def assert_same_lists(mask, other):
@@ -43,17 +44,9 @@ def test_lists_and_mask_mod_say_the_same(case):
     assert torch.equal(mask.to_dense().bool(), case.search().keep)
 
 
-@settings(max_examples=20)
-@given(sparse_cases())
-def test_lists_are_those_of_the_search(case):
-    mask, result = mask_of(case), case.search()
-    for name in LISTS:
-        assert torch.equal(getattr(mask, name), getattr(result.lists, name)), name
-
-
 def test_lists_and_mask_mod_say_the_same_in_published_selection():
     query, key = inputs(192)
-    mask = flexprefill_mask(query, key, **OPTIONS, selection="reference")
+    mask = published_mask(query, key, **OPTIONS)
     assert_honest(mask, (192, 192))
     assert (mask.to_dense() == 0)[..., torch.ones(12, 12).tril().bool()].any()
 
@@ -63,26 +56,20 @@ def test_shape_and_block_size():
     assert mask.shape == (2, 4, *known_lengths(150, 200, 16))
     assert mask.BLOCK_SIZE == (16, 16)
     assert mask.kv_indices.shape == (2, 4, 10, 13)
-    assert mask.mask_mod.__name__ == "flexprefill(gamma=0.6, tau=0.3, block_size=16)"
+    assert mask.mask_mod.__name__.startswith("flexprefill(block_size=16, gamma=0.6, tau=0.3, min_budget=16")
 
 
 def test_statistics_come_when_asked_for():
     query, key = inputs(batch=2)
     mask, stats = flexprefill_mask(query, key, **OPTIONS, return_stats=True)
     assert_same_lists(mask, flexprefill_mask(query, key, **OPTIONS))
-    assert isinstance(stats, FlexPrefillStats)
+    assert isinstance(stats, SelectionStats)
     assert stats.dense is False
     assert stats.is_query_aware.dtype == torch.bool
     for name in ("is_query_aware", "js_distance", "density", "num_vertical_blocks", "num_slash_blocks", "coverage"):
         assert getattr(stats, name).shape == (2, 4), name
     causal = mask.to_dense().shape[-1] * (mask.to_dense().shape[-1] + 1) / 2
     torch.testing.assert_close(stats.density, mask.to_dense().sum((-2, -1)) / causal)
-
-
-def test_config_stands_for_its_keywords():
-    query, key = inputs()
-    options = {**OPTIONS, "query_aware": "per_query", "pattern_queries": "middle", "max_budget": 64}
-    assert_same_lists(flexprefill_mask(query, key, **options), flexprefill_mask(query, key, config=FlexPrefillConfig(**options)))
 
 
 def test_defaults_keep_a_short_prompt_whole():
@@ -154,7 +141,7 @@ def test_flex_attention_without_compilation_sees_the_block_choice(keywords, dtyp
     mask = flexprefill_mask(query, key, **OPTIONS, **keywords)
     scores = {"window": keywords["window"]} if "window" in keywords else {}
     others = {name: keywords.get(name) for name in ("attention_mask", "q_offset")}
-    case = Case(query, key, FlexPrefillConfig(**OPTIONS), scores, **others)
+    case = Case(query, key, Config(**OPTIONS), scores, **others)
     # before 2.10 torch's uncompiled attention rounds products of halves: https://github.com/pytorch/pytorch/pull/163986
     products = torch.float64 if RELEASE >= (2, 10) else dtype
     expected, _ = masked_attention(query, key, value, expanded(case.search().keep, case), product_dtype=products)
@@ -174,7 +161,7 @@ def test_lists_and_mask_mod_say_the_same_on_cuda(cuda):
     mask = flexprefill_mask(query.to(cuda), key.to(cuda), **OPTIONS, window=300, attention_mask=valid.to(cuda))
     assert_honest(mask, (777, 777))
     assert mask.kv_indices.device.type == "cuda"
-    case = Case(query, key, FlexPrefillConfig(**OPTIONS), {"window": 300}, valid)
+    case = Case(query, key, Config(**OPTIONS), {"window": 300}, valid)
     expected = case.reference()
     clear = expected.margin > 1e-5
     assert torch.equal(mask.to_dense().bool().cpu()[clear], expected.keep[clear])

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask import FlexPrefillConfig, _torch, flexprefill_attention, flexprefill_mask, warmup
-from flexmask.base.inputs import HeadGroup, attention_inputs
-from tests.cases import structured_inputs
+from flexmask import _torch, flexprefill_mask, warmup
+from flexmask.base.inputs import attention_inputs
+from flexmask.numbers import numbers_of
+from tests.attention_calls import flexprefill_attention
+from tests.cases import Config, mask_function, structured_inputs
 from tests.comparisons import dense_map
 from tests.compile_support import assert_same_lists, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
@@ -29,7 +31,8 @@ RULES = {
     "vertical-slash": {"tau": 0.0},
     "flatten": {"tau": 1.0},
     "per_query": {"tau": 1.0, "query_aware": "per_query"},
-    "published": {"selection": "reference", "tau": 0.1, "block_size": 128, "min_budget": 128},
+    "published": {"method": "published", "tau": 0.1, "block_size": 128, "min_budget": 128},
+    "hybrid": {"method": "hybrid"},
 }
 
 
@@ -37,11 +40,12 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_each_head_has_the_blocks_of_its_own_gamma(rule, form):
     options = {**OPTIONS, **RULES[rule]}
-    query, key = inputs(1280 if rule == "published" else 240)
+    make = mask_function(options.pop("method", "flexprefill"))
+    query, key = inputs(1280 if rule == "published" else 400 if rule == "hybrid" else 240)
     # halves and quarters are the same numbers in float32
     gammas = (0.25, 1.0, 0.5, 0.75)
-    mask, stats = flexprefill_mask(query, key, form(gammas), return_stats=True, **options)
-    alone = [kept(flexprefill_mask(query, key, gamma, **options))[:, head] for head, gamma in enumerate(gammas)]
+    mask, stats = make(query, key, form(gammas), return_stats=True, **options)
+    alone = [kept(make(query, key, gamma, **options))[:, head] for head, gamma in enumerate(gammas)]
     assert torch.equal(kept(mask), torch.stack(alone, 1))
     assert stats.density[0, 1] == 1
     assert (stats.density[0, [0, 2]] < 0.9).all()
@@ -61,7 +65,7 @@ def test_gammas_of_a_tensor_are_clamped_and_nan_keeps_everything():
 def test_a_tensor_that_requires_gradients_gets_none():
     query, key = inputs()
     gamma = torch.full((4,), 0.5, requires_grad=True)
-    given = attention_inputs(query, key, gamma=gamma).gamma
+    given = Config(gamma).selector.for_inputs(attention_inputs(query, key)).options["gamma"]
     assert isinstance(given, Tensor)
     assert not given.requires_grad
     assert_same_lists(flexprefill_mask(query, key, gamma, **OPTIONS), flexprefill_mask(query, key, 0.5, **OPTIONS))
@@ -70,9 +74,8 @@ def test_a_tensor_that_requires_gradients_gets_none():
 @pytest.mark.parametrize("form", [tuple, torch.tensor], ids=["tuple", "tensor"])
 def test_a_group_of_heads_takes_its_own_gammas(form):
     query, key = inputs()
-    whole = attention_inputs(query, key, gamma=form(GAMMAS))
-    part = whole.of_heads(HeadGroup(slice(0, 1), slice(2, 4), slice(1, 2)))
-    assert [float(gamma) for gamma in part.gamma] == pytest.approx(GAMMAS[2:])
+    selector = Config(form(GAMMAS)).selector.for_inputs(attention_inputs(query, key))
+    assert numbers_of(selector, query[:, 2:], slice(2, 4))["gamma"].tolist() == pytest.approx(GAMMAS[2:])
 
 
 @pytest.mark.attention
@@ -81,8 +84,8 @@ def test_attention_in_groups_of_heads_equals_that_of_all(form):
     query, key = inputs()
     gamma = form((0.25, 1.0, 0.5, 0.75))
     options = {**OPTIONS, "tau": 0.3, "dense_below": 0, "return_stats": True}
-    out, stats = flexprefill_attention(query, key, key, gamma, **options)
-    parts, part_stats = flexprefill_attention(query, key, key, gamma, **options, max_mask_bytes=1)
+    out, stats = flexprefill_attention(query, key, key, gamma=gamma, **options)
+    parts, part_stats = flexprefill_attention(query, key, key, gamma=gamma, **options, max_mask_bytes=1)
     torch.testing.assert_close(parts, out, atol=2e-5, rtol=0)
     assert torch.equal(part_stats.density, stats.density)
     assert len(set(stats.density[0].tolist())) > 1
@@ -109,17 +112,6 @@ def test_gammas_are_traced_and_compiled_once():
     for step in range(1, 6):
         gamma = torch.tensor(GAMMAS).roll(step)
         assert_same_lists(run(query, key, gamma), mask(query, key, gamma))
-    assert counter.frame_count == 1
-
-
-def test_gammas_of_a_config_are_traced():
-    config = FlexPrefillConfig(gamma=GAMMAS, tau=0.0, block_size=32)
-
-    def mask(query, key):
-        return flexprefill_mask(query, key, config=config)
-
-    run, counter = traced(mask)
-    assert_same_lists(run(*inputs(200)), mask(*inputs(200)))
     assert counter.frame_count == 1
 
 

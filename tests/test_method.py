@@ -1,4 +1,4 @@
-"""mask_method: a function that keeps blocks becomes a mask generator."""
+"""The decorator `method`: a function that keeps blocks becomes a mask generator, and an entry of the table of methods."""
 
 from __future__ import annotations
 
@@ -7,20 +7,29 @@ import inspect
 import pytest
 import torch
 
+from flexmask import METHODS
 from flexmask.base.inputs import attention_inputs
-from flexmask.method import BlockProblem, mask_method
+from flexmask.method import BlockProblem, method
 from flexmask.plain.top_p import ranks
 from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
 
 
-@mask_method
+@pytest.fixture(autouse=True, scope="module")
+def table_as_it_was():
+    """The methods of this file leave the table of methods."""
+    yield
+    for name in ("nothing", "every_nth", "top_two"):
+        METHODS.pop(name, None)
+
+
+@method
 def nothing_mask(problem: BlockProblem) -> torch.Tensor:
     """Keep no block by itself."""
     return torch.zeros_like(problem.seen.visible[:, None])
 
 
-@mask_method
+@method
 def every_nth_mask(problem: BlockProblem, n: int = 2) -> torch.Tensor:
     """Keep every n-th key block, another set for each head."""
     heads = torch.arange(problem.inputs.query.shape[1])
@@ -61,9 +70,11 @@ def test_keeps_what_the_method_keeps_of_what_is_visible(n):
 def test_name_doc_and_signature_are_the_methods():
     assert every_nth_mask.__name__ == "every_nth_mask" and every_nth_mask.__doc__.startswith("Keep every n-th")
     names = list(inspect.signature(every_nth_mask).parameters)
-    assert names == ["query", "key", "block_size", "scale", "softcap", "window", "attention_mask", "q_offset", "n"]
+    common = ["block_size", "scale", "softcap", "window", "attention_mask", "q_offset", "return_stats"]
+    assert names == ["query", "key", "n", *common]
+    assert METHODS["every_nth"] is every_nth_mask.method
     query = torch.randn(1, 2, 40, 16)
-    assert every_nth_mask(query, query.clone(), n=3).mask_mod.__name__ == "every_nth(window=None, block_size=128, n=3)"
+    assert every_nth_mask(query, query.clone(), n=3).mask_mod.__name__ == "every_nth(block_size=128, n=3)"
 
 
 def test_arguments_are_checked_as_the_cores_are():
@@ -72,13 +83,17 @@ def test_arguments_are_checked_as_the_cores_are():
         nothing_mask(query, query, block_size=20)
     with pytest.raises(ValueError, match="window must be >= 1"):
         nothing_mask(query, query, window=0)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="method 'every_nth' takes the options n; got 'm'"):
         every_nth_mask(query, query, m=3)
+    with pytest.raises(TypeError, match="every_nth_mask takes 1 options by position; got 2"):
+        every_nth_mask(query, query, 3, 4)
+    with pytest.raises(TypeError, match="every_nth_mask got n twice, by position and by name"):
+        every_nth_mask(query, query, 3, n=4)
 
 
 def test_the_problem_holds_what_a_score_map_needs():
     # a method of scores and a rule: the two heaviest block means of each row
-    @mask_method
+    @method
     def top_two_mask(problem: BlockProblem) -> torch.Tensor:
         scores = problem.inputs.query[:, :, ::16] @ problem.inputs.key[:, :, ::16].mT * problem.inputs.scale
         return ranks(scores.softmax(-1), problem.seen.visible[:, None]) < 2

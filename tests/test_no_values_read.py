@@ -10,8 +10,9 @@ import torch._dynamo
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from flexmask import flexprefill_attention, flexprefill_mask
-from tests.cases import structured_inputs
+from flexmask import flexprefill_mask
+from tests.attention_calls import flexprefill_attention
+from tests.cases import mask_function, structured_inputs
 from tests.comparisons import known_lengths
 from tests.refusals import right
 
@@ -26,7 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offset tensor": {"q_offset": torch.tensor([3, 50]), "attention_mask": torch.ones(2, 200, dtype=torch.bool)},
     "gammas by head": {"gamma": [0.3, 0.5, 0.7, 1.0]},
     "a tensor of gammas": {"gamma": torch.tensor([0.3, 0.5, 0.7, 1.0])},
-    "published": {"selection": "reference", "q_len": 192, "kv_len": 192},
+    "published": {"method": "published", "q_len": 192, "kv_len": 192},
+    "hybrid": {"method": "hybrid", "return_stats": True, "attention_mask": torch.ones(2, 200, dtype=torch.int64), "window": 70},
 }
 
 
@@ -43,11 +45,11 @@ def inputs(q_len: int = 150, kv_len: int = 200, **options: Any) -> tuple[tuple[T
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_mask_can_be_made_of_tensors_without_values(options):
     tensors, options = inputs(**options)
-    mode = FakeTensorMode()
+    mode, make = FakeTensorMode(), mask_function(options.pop("method", "flexprefill"))
     query, key = map(mode.from_tensor, tensors)
     options = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in options.items()}
     with mode:
-        result = flexprefill_mask(query, key, **options)
+        result = make(query, key, **options)
     mask = result[0] if isinstance(result, tuple) else result
     assert mask.shape == (2, 4, *known_lengths(query.shape[2], key.shape[2], 32))
     with pytest.raises(DataDependentOutputException), mode:

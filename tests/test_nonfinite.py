@@ -13,7 +13,7 @@ VALUES = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 
 def assert_others_untouched(before, after, spoiled):
     """Every list and statistic of heads that are not `spoiled`, (batch, num_heads) bool, is the same to the bit."""
-    for parts in zip((*before.lists, *before.stats), (*after.lists, *after.stats), strict=True):
+    for parts in zip(*((*each.lists, *vars(each.stats).values()) for each in (before, after)), strict=True):
         first, second = (part[~spoiled] for part in parts)
         torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
 

@@ -1,19 +1,24 @@
 """The comparisons that other tests rely on can fail: a wrong block, planted on purpose, is caught by each of them."""
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from flexmask._torch import block_mask_from_lists
+from flexmask import plain
 from flexmask.base.inputs import attention_inputs
-from flexmask.base.search_result import BlockLists
-from flexmask.config import FlexPrefillConfig
+from flexmask.base.selection import BlockLists
+from flexmask.block_masks import hybrid
+from flexmask.flex.from_lists import block_mask_from_lists
 from flexmask.flex.mask_mods import visible_mask_mod
 from flexmask.flex.run import run_flex_attention
-from flexmask.mask import flexprefill_mask
-from flexmask.plain.block_lists import block_lists
-from tests.cases import Case, structured_inputs
+from flexmask.plain.block_lists import Blocks, block_lists
+from flexmask.plain.vertical_slash import Lines, extended_lines
+from tests.cases import Case, Config, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed
 from tests.expected import by_block, expanded, masked_attention, visible_pairs
+from tests.oracle.hybrid import Rule
 
 BLOCK = 16
 
@@ -22,7 +27,7 @@ def case():
     """A call whose heads are of both kinds and drop blocks, in the common layout: whole, unpadded."""
     generator = torch.Generator().manual_seed(18)
     query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
-    return Case(query, key, FlexPrefillConfig(0.5, 0.08, block_size=BLOCK, min_budget=0))
+    return Case(query, key, Config(0.5, 0.08, block_size=BLOCK, min_budget=0))
 
 
 CASE = case()
@@ -129,13 +134,13 @@ def test_comparison_of_statistics_catches(name):
     wrong = getattr(RESULT.stats, name).clone()
     wrong[0, 1] += 1 if "num" in name else 1e-3
     with pytest.raises(AssertionError):
-        assert_same_statistics(RESULT._replace(stats=RESULT.stats._replace(**{name: wrong})), EXPECTED)
+        assert_same_statistics(RESULT._replace(stats=SimpleNamespace(**{**vars(RESULT.stats), name: wrong})), EXPECTED)
 
 
 @faults
 @pytest.mark.parametrize("number", PICKS)
 def test_comparison_with_the_mask_mod_catches(fault, number):
-    mask = flexprefill_mask(CASE.query, CASE.key, config=CASE.config)
+    mask = CASE.config.mask(CASE.query, CASE.key)
     assert_honest(mask, (200, 200))
     faulty = block_mask_from_lists(fault(number)[1], mask.mask_mod, BLOCK, (200, 200))
     with pytest.raises(AssertionError):
@@ -159,3 +164,78 @@ def test_comparison_of_compiled_attention_catches(fault):
     for number in PICKS:
         with pytest.raises(AssertionError, match="not close"):
             assert_same_attention(attend(fault(number)[1]), expected)
+
+
+# Faults in the rule of hybrid selection
+
+
+def hybrid_case():
+    """A call in which every clause of the rule decides something."""
+    generator = torch.Generator().manual_seed(5)
+    query, key = structured_inputs(generator, 1, 12, 4, 640, 640, 32, sharpness=5.0)
+    return Case(query, key, Config(0.7, block_size=BLOCK, min_budget=BLOCK, method="hybrid", row_stride=4))
+
+
+def other_constant(name, factor):
+    return lambda patch: patch.setattr(hybrid, name, type(getattr(hybrid, name))(getattr(hybrid, name) * factor))
+
+
+def other_step(name, change):
+    """A step that gets other arguments, or gives something else."""
+    right = getattr(plain, name)
+    return lambda patch: patch.setattr(plain, name, lambda *arguments: change(right, *arguments))
+
+
+def other_thresholds(change):
+    right = hybrid.thresholds
+    return lambda patch: patch.setattr(hybrid, "thresholds", lambda *arguments: change(right(*arguments)))
+
+
+def mean_of_rows(right, problem, last, *rest):
+    rows = last.mass.by_row
+    return right(problem, last._replace(mass=last.mass._replace(by_row=rows.mean(2, keepdim=True).expand_as(rows))), *rest)
+
+
+def gate_everywhere(right, problem, lines, blocks, *rest):
+    on_lines, none = extended_lines(lines.vertical, lines.slash, problem.seen), torch.zeros_like(lines.vertical)
+    return right(problem, Lines(none, none, lines.number), Blocks(blocks.chosen | (on_lines & blocks.lines)), *rest)
+
+
+RULE_FAULTS = {
+    **{name: other_constant(name, 1.5) for name in ("LENGTH", "POWER", "KEY_BLOCK", "DIAGONAL", "ROWS", "EARLIER_ROWS", "LINES")},
+    "NEAREST": other_constant("NEAREST", 2),
+    "mean instead of the most": other_step("last_rows_lines", mean_of_rows),
+    "no residual": other_step("last_rows_lines", lambda right, *rest: right(*rest[:-1], 10**6)),
+    "residual of the nearest too": other_step("last_rows_lines", lambda right, *rest: right(*rest[:-1], 0)),
+    "no gate": other_step("row_blocks", lambda right, *rest: Blocks(right(*rest).chosen)),
+    "gate of the last rows too": other_step("kept_blocks", gate_everywhere),
+    "nearest of all alike": other_step("kept_blocks", lambda right, *rest: right(*rest[:-1], (rest[-1][1], rest[-1][1]))),
+    "N for n": other_thresholds(lambda least: least._replace(rows=least.rows[..., -1:].expand_as(least.rows))),
+    "n for N": other_thresholds(lambda least: least._replace(rows=least.rows * least.rows / least.rows[..., -1:])),
+}
+
+
+@functools.cache
+def hybrid_expected():
+    return hybrid_case().reference()
+
+
+@pytest.fixture
+def _sensitive(monkeypatch):
+    """Constants with which every one of them decides something."""
+    for name, value in zip(Rule._fields, Rule(320, 1.25, 0.5, 0.15, 0.2, 1.25, 0.5, 4), strict=True):
+        monkeypatch.setattr(hybrid, name.upper(), value)
+
+
+@pytest.mark.usefixtures("_sensitive")
+def test_the_rule_is_that_of_the_oracle():
+    assert not assert_same_blocks(hybrid_case().search(), hybrid_expected()).any()
+
+
+@pytest.mark.usefixtures("_sensitive")
+@pytest.mark.parametrize("fault", RULE_FAULTS.values(), ids=RULE_FAULTS)
+def test_comparison_with_the_oracle_catches_another_rule(fault, monkeypatch):
+    case, expected = hybrid_case(), hybrid_expected()
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_blocks(case.search(), expected)

@@ -52,7 +52,7 @@ def head_rows(layers=(0, 1, 5), heads=4):
                 distance = math.nan if dense else 0.05 + 0.1 * head + 0.01 * call
                 pattern = "dense" if dense else "query-aware" if distance < 0.1 else "vertical-slash"
                 density = 1.0 if dense else 0.1 * (head + 1) + 0.02 * call
-                values = {"density": density, "coverage": 1.0 if dense else 0.95, "distance": distance, "pattern": pattern}
+                values = {"density": density, "coverage": 1.0 if dense else 0.95, "js_distance": distance, "pattern": pattern}
                 rows.append({"layer": layer, "head": head, "call": call, **values})
     return rows
 
@@ -177,8 +177,8 @@ def test_distances_mark_query_aware_heads(pyplot):
     assert shown(axes)[1].tolist() == pytest.approx([0.055, 0.155, 0.255, 0.355])
     (dots,) = axes.collections
     assert sorted((round(float(x)), round(float(y))) for x, y in dots.get_offsets()) == [(0, 0), (0, 1)]
-    hybrid = [{**row, "distance": math.nan, "pattern": "hybrid"} for row in head_rows()]
-    with pytest.raises(ValueError, match="hybrid selection and dense attention have none"):
+    hybrid = [{**row, "js_distance": math.nan, "pattern": "hybrid"} for row in head_rows()]
+    with pytest.raises(ValueError, match="which flexprefill and published compute; got none"):
         plot_distances(hybrid)
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import _torch, compilation, flexprefill_attention, flexprefill_mask
+from flexmask import _torch, compilation, flexprefill_mask
+from tests.attention_calls import flexprefill_attention
 from tests.compile_support import (
     KEY,
     LENGTHS,

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("pandas")
 pytest.importorskip("transformers")
 
 from bench.fidelity import smollm, texts
-from bench.retriever.task import make_prompt
 from bench.retriever.vocabulary import make_tokenizer
-from bench.ruler import smollm_folder, table
-from tests.integrations.common import KEEP_ALL
+from bench.ruler import table
 from tests.repository import ROOT
 
-SPARSE = {"gamma": 0.7, "selection": "hybrid", "block_size": 32, "min_budget": 0, "dense_below": 0}
+SPARSE = {"gamma": 0.7, "block_size": 32, "min_budget": 0, "dense_below": 0}
+KEEP_ALL = {"gamma": 1.0, "dense_below": 0}
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +37,19 @@ def gguf_file():
 @pytest.fixture(scope="module")
 def folder(gguf_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
-    smollm_folder.save(gguf_file, folder, torch.float32)
+    smollm.save(gguf_file, folder, torch.float32)
     return folder
 
 
 @pytest.mark.parametrize("text", ["tune/prose/alice29-0", "tune/python/argparse-0"])
 def test_smollm2_tokenizer_gives_the_known_ids(gguf_file, text):
-    tokenizer = smollm_folder.tokenizer_of(gguf_file)
+    tokenizer = smollm.tokenizer_of(gguf_file)
     ids = texts.load("tune")[text][:4000].tolist()
     assert tokenizer(tokenizer.decode(ids)).input_ids == ids
 
 
 def test_smollm2_tokenizer_splits_digits_and_knows_its_template(gguf_file):
-    tokenizer = smollm_folder.tokenizer_of(gguf_file)
+    tokenizer = smollm.tokenizer_of(gguf_file)
     assert tokenizer.convert_ids_to_tokens(tokenizer(" 4430").input_ids) == ["Ġ", "4", "4", "3", "0"]
     templated = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True)
     assert templated.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
@@ -84,7 +83,7 @@ def test_everything_kept_answers_as_the_harness_does(task, request, monkeypatch)
     from transformers import AutoModelForCausalLM
 
     from bench.ruler.run import Prompts, judge
-    from flexmask.integrations.lm_eval import FlexPrefillLM
+    from flexmask.integrations.lm_eval import FlexmaskLM
 
     path = str(ROOT / "bench" / "retriever" / "model" if task.startswith("retriever") else request.getfixturevalue("folder"))
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -92,31 +91,11 @@ def test_everything_kept_answers_as_the_harness_does(task, request, monkeypatch)
     prompts = Prompts({"pretrained": path, "num_samples": 2}).load(task, 1024)
     (dense,), (kept,), (sparse,) = (
         judge(kind(**shared, **options), prompts, task, 1024, [1])
-        for kind, options in ((HFLM, {}), (FlexPrefillLM, KEEP_ALL), (FlexPrefillLM, SPARSE))
+        for kind, options in ((HFLM, {}), (FlexmaskLM, KEEP_ALL), (FlexmaskLM, SPARSE))
     )
     assert (kept["answer"], kept["score"], kept["density"]) == (dense["answer"], dense["score"], 1)
     assert 0.1 < sparse["density"] < 0.9
     assert 0 <= sparse["score"] <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_density_of_a_method_without_statistics_is_counted_in_its_masks(monkeypatch):
-    pytest.importorskip("lm_eval")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from transformers import AutoModelForCausalLM
-
-    from bench.ruler.run import density_of_masks
-    from flexmask.integrations.lm_eval import FlexPrefillLM
-
-    path = str(ROOT / "bench" / "retriever" / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    options = {"pretrained": loaded, "tokenizer": path, "device": "cpu", "block_size": 32, "dense_below": 0}
-    text = make_prompt(800, 8, 1, seed=0).text()
-    # 800 tokens are 25 blocks: one of the sink, three of the window
-    window = FlexPrefillLM(**options, method="streaming_llm", method_options={"sink_blocks": 1, "window_blocks": 3})
-    assert density_of_masks(window, [text]) == pytest.approx((1 + 2 + 3 + 4 * 22) / (25 * 26 / 2), abs=1e-4)
-    assert density_of_masks(FlexPrefillLM(**options, method="causal"), [text, text]) == 1
 
 
 def rows(method, scores, density, answer=""):
@@ -128,7 +107,7 @@ def rows(method, scores, density, answer=""):
 def printed(tmp_path, capsys):
     def show(*found):
         path = tmp_path / "rows.jsonl"
-        path.write_text("\n".join(json.dumps(row) for row in [{"device": "CPU"}, *(row for each in found for row in each)]))
+        path.write_text("".join(json.dumps(row) + "\n" for row in [{"device": "CPU"}, *(row for each in found for row in each)]))
         table.main([str(path)])
         return capsys.readouterr().out.splitlines()[2:]
 
@@ -155,10 +134,3 @@ def test_table_leaves_out_a_density_that_was_not_measured(printed):
 def test_table_counts_equal_answers_where_everything_was_kept(printed):
     kept = [*rows("everything kept", {0: 0}, 1.0, "a"), *rows("everything kept", {1: 0}, 1.0, "other")]
     assert printed(rows("dense", {0: 0, 1: 0}, 1.0, "a"), kept)[-1] == "t, 4,096: 1 of 2 answers the same"
-
-
-def test_intervals_of_shares_and_of_scores():
-    assert table.score_interval(np.ones(40)) == pytest.approx((0.912, 1), abs=1e-3)
-    low, high = table.score_interval(np.array([0.2, 0.4] * 50))
-    assert 0.27 < low < 0.3 < high < 0.33
-    assert high - low == pytest.approx(2 * 1.96 * 0.1 / 10, rel=0.1)

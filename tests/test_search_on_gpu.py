@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from flexmask import FlexPrefillConfig, flexprefill_attention
-from flexmask._torch import without_tf32
-from tests.cases import Case, cases, sparse_cases, structured_inputs
+from flexmask.precision import without_tf32
+from tests.attention_calls import flexprefill_attention
+from tests.cases import Case, Config, cases, sparse_cases, structured_inputs
 from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed
 
 
@@ -31,7 +31,7 @@ def test_equals_the_reference_on_cuda(cuda):
     tally = Tally()
     # every set of options would be compiled; what the compiler makes of the search is the next test's
     with torch.compiler.set_stance("force_eager"):
-        for case in [*gpu_cases(60), *gpu_cases(20, selection="hybrid", max_budget=None)]:
+        for case in [*gpu_cases(60), *gpu_cases(20, method="hybrid", max_budget=None)]:
             expected = case.reference()
             result = case.to(cuda).search()
             assert_well_formed(result)
@@ -47,7 +47,7 @@ def test_equals_the_reference_on_cuda(cuda):
     [
         {"tau": 0.08, "query_aware": "flatten", "index_queries": "last"},
         {"tau": 0.3, "query_aware": "per_query", "index_queries": "middle"},
-        {"selection": "hybrid", "index_queries": "last", "row_stride": 8},
+        {"method": "hybrid", "row_stride": 8},
     ],
     ids=["flatten", "per_query", "hybrid"],
 )
@@ -78,7 +78,7 @@ def test_compiled_search_equals_the_reference_on_cuda(cuda, fixed):
 @pytest.mark.parametrize("stance", ["default", "force_eager"])
 def test_kernels_run_where_query_is(stance):
     query, key = structured_inputs(torch.Generator().manual_seed(8), 1, 4, 2, 300, 300, 64)
-    case = Case(query, key, FlexPrefillConfig(0.8, 0.3, block_size=32, min_budget=32))
+    case = Case(query, key, Config(0.8, 0.3, block_size=32, min_budget=32))
     torch.cuda.set_device(0)
     with torch.compiler.set_stance(stance):
         result = case.to(torch.device("cuda", 1)).search()
@@ -93,8 +93,8 @@ def test_kernels_run_where_query_is(stance):
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_wide_heads_fit_into_shared_memory(cuda, head_dim, dtype):
     query, key = (x.to(dtype) for x in structured_inputs(torch.Generator().manual_seed(9), 1, 4, 2, 900, 900, head_dim))
-    for block_size, selection in itertools.product((64, 128, 256), ("coverage", "hybrid")):
-        case = Case(query, key, FlexPrefillConfig(0.8, 0.3, block_size=block_size, min_budget=block_size, selection=selection))
+    for block_size, method in itertools.product((64, 128, 256), ("flexprefill", "hybrid")):
+        case = Case(query, key, Config(0.8, 0.3, block_size=block_size, min_budget=block_size, method=method))
         with torch.compiler.set_stance("force_eager"):
             result = case.to(cuda).search()
         assert_well_formed(result)
@@ -124,8 +124,8 @@ def poison():
     ],
 )
 def test_reads_nothing_that_was_not_written(cuda, rule, tau, padded, scores):
-    rules = {"selection": rule} if rule == "hybrid" else {"query_aware": rule, "max_budget": 192 if padded else None}
-    config = FlexPrefillConfig(0.8, tau, block_size=32, min_budget=32, **rules)
+    rules = {"method": rule} if rule == "hybrid" else {"query_aware": rule, "max_budget": 192 if padded else None}
+    config = Config(0.8, tau, block_size=32, min_budget=32, **rules)
     generator = torch.Generator().manual_seed(5)
     for q_len, kv_len in ((1, 1), (63, 63), (129, 129), (1000, 1000), (333, 800)):
         query, key = structured_inputs(generator, 1, 8, 2, q_len, kv_len, 64)
@@ -161,7 +161,7 @@ def test_attention_reads_nothing_that_was_not_written(cuda):
 @pytest.mark.gpu
 def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, matmul_precision):
     """Calls whose blocks depend on plain matmuls; the kernels ignore the setting."""
-    config = FlexPrefillConfig(0.8, 0.3, block_size=32, min_budget=32, selection="reference")
+    config = Config(0.8, 0.3, block_size=32, min_budget=32, method="published")
     query, key = structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 704, 704, 64)
     case = Case(query, key, config).to(cuda)
     keep = case.search().keep

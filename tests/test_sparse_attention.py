@@ -1,4 +1,4 @@
-"""sparse_attention: every method of the gallery through one call, equal to dense attention under the method's own mask."""
+"""sparse_attention: every method through one call, equal to dense attention under the method's own mask."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import functools
 import pytest
 import torch
 
-from flexmask import flexprefill_attention, sparse_attention
-from flexmask.block_masks import MASKS, causal_mask
-from tests.block_masks.gallery import SPARSE
+from flexmask import METHODS, sparse_attention
+from flexmask.attention import RECOMMENDED
+from flexmask.block_masks import causal_mask
+from flexmask.select import select_blocks
+from tests.block_masks.gallery import MASKS, SPARSE
 from tests.comparisons import assert_same_attention
 from tests.compile_support import dense_under
 from tests.compile_support import fresh_compiler as fresh_compiler
@@ -38,34 +40,46 @@ def test_methods_attend_to_their_own_blocks():
         assert not known or (out - dense).abs().max() > 1e-3
 
 
-def test_head_groups_and_plans_by_head_see_the_heads_that_they_have_to(monkeypatch):
+def test_head_groups_and_plans_by_head_see_the_heads_that_they_have_to(monkeypatch, without_kernel):
     seen = []
 
-    def attend(inputs, make_mask, block_size, at_once, backend, return_lse):
-        seen.append((at_once, make_mask(inputs.placed())[0].shape[:2]))
-        return inputs.query, None, None
+    def select(selector, part, heads, with_map, statistics):
+        seen.append((selector.method.name, tuple(part.query.shape[:2]), heads))
+        return select_blocks(selector, part, heads, with_map, statistics)
 
-    monkeypatch.setattr("flexmask.gallery.attention_by_groups", attend)
+    monkeypatch.setattr("flexmask.attend.select_blocks", select)
     for name, options in {"xattention": {}, "infllm": {}, "minference": {"plan": ((30, 50), (64, 50)) * 2}}.items():
         sparse_attention(QUERY, KEY, VALUE, name, dense_below=0, block_size=16, max_mask_bytes=1, **options)
-    # infllm decides for all heads together, a plan tells them apart
-    assert seen == [(0, (2, 4)), (4, (2, 1)), (4, (2, 4))]
+    one_by_one = [((1, 1), slice(head, head + 1)) for _ in range(2) for head in range(4)]
+    # infllm decides for all heads of a batch row together, a plan tells them apart
+    together = [((1, 4), slice(0, 4))] * 2
+    assert seen == [
+        (name, shape, heads)
+        for name, parts in (("xattention", one_by_one), ("infllm", together), ("minference", one_by_one))
+        for shape, heads in parts
+    ]
 
 
-def test_flexprefill_is_flexprefill_attention():
-    options = {"gamma": 0.6, "min_budget": 0, "return_stats": True}
-    out, stats = sparse_attention(QUERY, KEY, VALUE, block_size=16, **options)
-    expected, _ = flexprefill_attention(QUERY, KEY, VALUE, block_size=16, **options)
-    assert torch.equal(out, expected)
-    assert stats.dense
+def test_the_recommended_method_is_the_default(without_kernel):
+    options = {"block_size": 16, "dense_below": 0, "return_stats": True}
+    _, default = sparse_attention(QUERY, KEY, VALUE, **options)
+    _, named = sparse_attention(QUERY, KEY, VALUE, RECOMMENDED, **options)
+    assert RECOMMENDED == "hybrid" in METHODS
+    assert torch.equal(default.density, named.density)
+    assert not default.row_coverage.isnan().any()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"method": "flash"}, "method must be one of 'causal'.*; got 'flash'"),
-        ({"method": "xattention", "gamma": 0.9}, "xattention takes the options stride, threshold; got 'gamma'"),
-        ({"method": "causal", "gamma": 0.9}, "causal takes the options of every mask only; got 'gamma'"),
+        ({"method": "xattention", "gamma": 0.9}, "'xattention' takes the options stride, threshold; got 'gamma', an option of"),
+        ({"method": "causal", "gamma": 0.9}, "'causal' takes the options of every mask only; got 'gamma'"),
+        (
+            {"tau": 0.1},
+            "'hybrid' takes the options gamma, .*; got 'tau', an option of flexprefill, published",
+        ),
+        ({"method": "published", "query_aware": "flatten"}, "'published' takes .*; got 'query_aware', an option of flexprefill$"),
         ({"method": "minference", "plan": ((1, 2),) * 3}, r"one pair per query head \(4\); got 3 pairs"),
         ({"method": "causal", "block_size": 40}, "block_size must be a multiple of 16 from 16 to 256; got 40"),
         ({"method": "causal", "backend": "cudnn"}, "backend must be one of"),
@@ -75,12 +89,3 @@ def test_flexprefill_is_flexprefill_attention():
 def test_wrong_arguments_are_refused_at_every_length(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         sparse_attention(QUERY, KEY, VALUE, **arguments)
-
-
-@pytest.mark.attention
-def test_function_that_gives_other_blocks_is_refused():
-    def method(query, key, *, block_size, **where):
-        return causal_mask(query, key, block_size=2 * block_size, **where)
-
-    with pytest.raises(ValueError, match=r"in blocks of 32 tokens, as it is told to; got \(64, 64\)"):
-        sparse_attention(QUERY, KEY, VALUE, method, block_size=32, dense_below=0)

@@ -1,4 +1,4 @@
-"""flexprefill_attention_varlen: each packed sequence gets what it gets alone, and nothing of the others."""
+"""sparse_attention_varlen: each packed sequence gets what it gets alone, and nothing of the others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexmask import compilation, flexprefill_attention_varlen
+from flexmask import compilation
 from flexmask.flex.packed import Segment
-from flexmask.stats import FlexPrefillStats
+from flexmask.stats import SelectionStats
 from flexmask.varlen import segments_of
+from tests.attention_calls import flexprefill_attention_varlen
 from tests.packs import K_LENS, LONG, Q_LENS, SINKS, SPARSE, alone, assert_close, one_call, pack
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -24,8 +25,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "everything": {"window": 220, "gamma": 0.2, "softcap": 3.0, "scale": 0.3, "sinks": SINKS},
     "gammas by head": {"gamma": [0.3, 0.5, 0.7, 1.0]},
     "a tensor of gammas": {"gamma": torch.tensor([0.3, 0.5, 0.7, 1.0])},
-    "hybrid": {"selection": "hybrid", "gamma": 0.3},
+    "hybrid": {"method": "hybrid", "gamma": 0.3},
 }
+# hybrid has no tau
+OPTIONS = {name: {k: v for k, v in {**SPARSE, **own}.items() if name != "hybrid" or k != "tau"} for name, own in VARIANTS.items()}
 # those that compile nothing of their own
 CHEAP = {"plain", "hybrid"}
 
@@ -34,7 +37,7 @@ CHEAP = {"plain", "hybrid"}
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name not in CHEAP else name for name in VARIANTS])
 def test_each_sequence_gets_what_it_gets_alone(name):
     inputs, q_bounds, k_bounds = pack()
-    keywords = {**SPARSE, **VARIANTS[name], "dense_below": LONG, "return_stats": True}
+    keywords = {**OPTIONS[name], "dense_below": LONG, "return_stats": True}
     with torch.no_grad():
         expected = alone(inputs, q_bounds, k_bounds, **keywords)
         out, stats = flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, **keywords)
@@ -54,14 +57,14 @@ def test_each_sequence_gets_what_it_gets_alone(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_dense_sequences_get_what_they_get_alone(name):
     inputs, q_bounds, k_bounds = pack()
-    keywords = {**SPARSE, **VARIANTS[name], "dense_below": 10**6, "return_stats": True}
+    keywords = {**OPTIONS[name], "dense_below": 10**6, "return_stats": True}
     out, stats = flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, **keywords)
     expected = [x[0] for x in alone(inputs, q_bounds, k_bounds, **keywords) if x is not None]
     assert_close(out, torch.cat(expected, 2)[0].transpose(0, 1))
     assert all(each.dense for each in stats)
 
 
-def assert_same_stats(found: FlexPrefillStats, expected: FlexPrefillStats) -> None:
+def assert_same_stats(found: SelectionStats, expected: SelectionStats) -> None:
     """Equal to the bit: what the masks were made of."""
     for name, tensor in vars(expected).items():
         if isinstance(tensor, Tensor):

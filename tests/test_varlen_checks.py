@@ -1,4 +1,4 @@
-"""flexprefill_attention_varlen refuses wrong bounds and arguments by name."""
+"""sparse_attention_varlen refuses wrong bounds and arguments by name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 
-from flexmask import flexprefill_attention_varlen
+from flexmask import sparse_attention_varlen
 
 RIGHT = {"q_bounds": [0, 30, 50], "k_bounds": [0, 30, 60]}
 BOUNDS_REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
@@ -27,6 +26,8 @@ BOUNDS_REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         r"cu_seqlens_q must be \(num_sequences \+ 1,\); got shape \(1, 3\)",
     ),
     "text": ("0", TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got str"),
+    "meta": (torch.tensor([0, 30, 50]).to("meta"), ValueError, r"cu_seqlens_q must hold values; got a tensor on the meta device"),
+    "one sequence of nothing": ([0, 0], ValueError, r"cu_seqlens_q must end at total_q = 50; got 0"),
     "none": (None, TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got NoneType"),
 }
 
@@ -35,9 +36,32 @@ BOUNDS_REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 def test_wrong_bounds_are_refused_by_name(name):
     bounds, error, message = BOUNDS_REFUSED[name]
     query, key = torch.randn(50, 4, 16), torch.randn(60, 2, 16)
-    flexprefill_attention_varlen(query, key, key, RIGHT["q_bounds"], RIGHT["k_bounds"])
+    sparse_attention_varlen(query, key, key, RIGHT["q_bounds"], RIGHT["k_bounds"])
     with pytest.raises(error, match=message):
-        flexprefill_attention_varlen(query, key, key, bounds, RIGHT["k_bounds"])
+        sparse_attention_varlen(query, key, key, bounds, RIGHT["k_bounds"])
+
+
+def test_bounds_of_keys_on_the_meta_device_are_refused_too():
+    query, key = torch.randn(50, 4, 16), torch.randn(60, 2, 16)
+    bounds = torch.tensor([0, 30, 60]).to("meta")
+    for q_bounds in ([0, 30, 50], torch.tensor([0, 30, 50])):
+        with pytest.raises(ValueError, match=r"^cu_seqlens_k must hold values; got a tensor on the meta device$"):
+            sparse_attention_varlen(query, key, key, q_bounds, bounds)
+
+
+@pytest.mark.parametrize("keys", [0, 60])
+def test_a_pack_without_rows_is_refused(keys):
+    query, key = torch.randn(0, 4, 16), torch.randn(keys, 2, 16)
+    with pytest.raises(ValueError, match=r"^query must not be empty; got shape \(0, 4, 16\)$"):
+        sparse_attention_varlen(query, key, key, [0, 0], [0, keys])
+
+
+@pytest.mark.parametrize("most", [30, 31, 60, 10**6, 2**70])
+def test_longest_sequences_are_upper_bounds(most):
+    query, key = torch.randn(50, 4, 16), torch.randn(60, 2, 16)
+    given = (query, key, key, [0, 30, 50], [0, 30, 60])
+    out = sparse_attention_varlen(*given, max_seqlen_q=most, max_seqlen_k=most)
+    assert torch.equal(out, sparse_attention_varlen(*given))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +78,8 @@ def test_wrong_bounds_are_refused_by_name(name):
         ({"key": torch.randn(60, 2, 16).half()}, TypeError, r"key must have query's dtype"),
         ({"query": torch.randn(50, 3, 16)}, ValueError, r"num_heads must be a multiple"),
         ({"max_seqlen_q": 29}, ValueError, r"max_seqlen_q must be at least the longest sequence, 30 tokens; got 29"),
+        ({"max_seqlen_k": 29}, ValueError, r"max_seqlen_k must be at least the longest sequence, 30 tokens; got 29"),
+        ({"max_seqlen_k": torch.tensor(30)}, TypeError, r"max_seqlen_k must be an int; got Tensor"),
         ({"max_seqlen_k": 30.5}, TypeError, r"max_seqlen_k must be an int"),
         ({"attention_mask": torch.ones(60)}, TypeError, r"attention_mask"),
         ({"q_offset": 3}, TypeError, r"q_offset"),
@@ -62,11 +88,12 @@ def test_wrong_bounds_are_refused_by_name(name):
         ({"dense_below": -1}, ValueError, r"dense_below"),
         ({"max_mask_bytes": 0}, ValueError, r"max_mask_bytes"),
         ({"backend": "triton"}, ValueError, r'backend="triton" needs a GPU'),
-        ({"selection": "reference", "block_size": 16}, ValueError, r'selection="reference" needs a whole prompt'),
+        ({"method": "published", "block_size": 16}, ValueError, r"method 'published' needs a whole prompt"),
+        ({"method": "hybrid", "tau": 0.1}, TypeError, r"method 'hybrid' takes the options .*; got 'tau'"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(changes, error, message):
     key = torch.randn(60, 2, 16)
     given = {"query": torch.randn(50, 4, 16), "key": key, "value": key, "cu_seqlens_q": [0, 30, 50], "cu_seqlens_k": [0, 30, 60]}
     with pytest.raises(error, match=message):
-        flexprefill_attention_varlen(**{**given, **changes})
+        sparse_attention_varlen(**{**given, **changes})

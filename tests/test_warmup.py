@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from flexmask import FlexPrefillConfig, flexprefill_attention, warmup
+from flexmask import warmup
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.warmup import MANY_BLOCKS
+from tests.attention_calls import flexprefill_attention
 
 
 def call(length, device, chunked, padded, **options):
@@ -25,9 +26,9 @@ def test_no_call_compiles_after_it(device, chunked, padded, caplog, request):
     if padded and device.type == "cpu" and not CPU_TAKES_UNBACKED_SIZES:
         request.applymarker(pytest.mark.xfail(reason="this torch writes C++ that does not compile: flexmask._torch"))
     options = {"block_size": 64, "min_budget": 64, "scale": 0.17 + chunked}
+    given = {"chunked": chunked, "padded": padded, "method": "flexprefill", "gamma": 0.7, **options}
     with caplog.at_level(logging.WARNING, logger="flexmask"):
-        seconds = warmup(4, 2, 32, dtype=torch.float32, device=device, chunked=chunked, padded=padded, gamma=0.7, **options)
-    assert seconds > 0
+        warmup(4, 2, 32, dtype=torch.float32, device=device, **given)
     assert any("compiling" in record.message for record in caplog.records)
     caplog.clear()
     before = counters["stats"]["unique_graphs"]
@@ -47,9 +48,9 @@ def test_maps_of_either_size_are_warmed_up():
 @pytest.mark.attention
 def test_published_selection_is_warmed_up_with_whole_blocks(without_kernel):
     # it refuses other lengths
-    warmup(2, 2, 16, dtype=torch.float32, device="cpu", block_size=64, selection="reference")
+    warmup(2, 2, 16, dtype=torch.float32, device="cpu", block_size=64, method="published")
     called = len(without_kernel)
-    warmup(2, 2, 16, dtype=torch.float32, device="cpu", config=FlexPrefillConfig(selection="reference"))
+    warmup(2, 2, 16, dtype=torch.float32, device="cpu", method="published")
     assert 0 < called < len(without_kernel)
     assert {q_len % 64 for _, _, q_len, _ in without_kernel[:called]} == {0}
     assert {q_len % 128 for _, _, q_len, _ in without_kernel[called:]} == {0}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.concepts.steps import CONFIG, GAMMA, Head, density, facts, heads
+from bench.concepts.steps import BLOCK_SIZE, GAMMA, TAU, Head, density, facts, heads
 
 FOLDER = Path("docs/concepts")
 _KEPT, _LEFT, _SECOND, _INK = "#1f5fa8", "#c9ccd3", "#f0a02f", "#444444"
@@ -46,7 +46,7 @@ def attention_maps(axes: Sequence[Any], slash: Head, aware: Head) -> None:
     """Draw the true attention of both heads, with the last block of rows marked."""
     from matplotlib.patches import Rectangle
 
-    size = CONFIG.block_size
+    size = BLOCK_SIZE
     for axis, head, kind in zip(axes, (slash, aware), ("vertical-slash", "query-aware"), strict=True):
         image = _shade(axis, head.attention)
         _blocks_grid(axis, head.attention.shape[0])
@@ -70,7 +70,7 @@ def distances(axes: Sequence[Any], slash: Head, aware: Head) -> None:
         _bars(axis, head.vertical, torch.zeros_like(head.kept_vertical), label="true: V")
         blocks = torch.arange(len(head.estimated) + 1) - 0.5
         axis.stairs(head.estimated.numpy(), blocks.numpy(), color=_KEPT, linewidth=1.8, label="estimated from block means")
-        rule = f"< {CONFIG.tau}: query-aware" if head.is_query_aware else f">= {CONFIG.tau}: vertical-slash"
+        rule = f"< {TAU}: query-aware" if head.is_query_aware else f">= {TAU}: vertical-slash"
         axis.set_title(f"{head.name}: D = {head.distance:.3f} {rule}", fontsize=10)
         axis.set_xlabel("key block")
         axis.legend(frameon=False)
@@ -121,7 +121,7 @@ def hybrid(axes: Sequence[Any], slash: Head, aware: Head) -> None:
     axes[0].set_title("R: own rows, key means\n")
     axes[0].figure.colorbar(image, ax=axes[0], shrink=0.6)
     _map(axes[1], slash.kept_rows)
-    axes[1].set_title(f"R >= {(1 - GAMMA) / 5:.2f}\ndensity {density(slash.kept_rows):.3f}")
+    axes[1].set_title(f"R >= {slash.threshold:.2f}\ndensity {density(slash.kept_rows):.3f}")
     _map(axes[2], slash.hybrid_keep, second=~slash.kept_rows)
     axes[2].set_title(f"with the last rows' lines\ndensity {density(slash.hybrid_keep):.3f}")
 
@@ -168,7 +168,7 @@ def _shade(axis: Any, attention: Tensor) -> Any:
 
 
 def _blocks_grid(axis: Any, length: int) -> None:
-    edges = [edge - 0.5 for edge in range(0, length + 1, CONFIG.block_size)]
+    edges = [edge - 0.5 for edge in range(0, length + 1, BLOCK_SIZE)]
     axis.vlines(edges, -0.5, length - 0.5, color="#8aa0c0", linewidth=0.25)
     axis.hlines(edges, -0.5, length - 0.5, color="#8aa0c0", linewidth=0.25)
     axis.set(xlim=(-0.5, length - 0.5), ylim=(length - 0.5, -0.5))

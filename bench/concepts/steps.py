@@ -11,25 +11,20 @@ import torch
 from torch import Tensor
 
 from bench.prompts.captured import retriever_prompt
-from flexmask import FlexPrefillConfig, flexprefill_mask
-from flexmask.base.candidate_lines import candidate_lines
-from flexmask.base.hybrid_rule import ROWS
+from flexmask import flexprefill_mask, hybrid_mask, plain
+from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import attention_inputs
-from flexmask.base.representative_rows import representative_rows
-from flexmask.base.visibility import block_visibility, token_validity, valid_keys
-from flexmask.plain.hybrid import last_rows_lines, nearest_of_last_rows, reaches
-from flexmask.plain.pattern import estimated_attention, jensen_shannon_distance
-from flexmask.plain.pooling import block_means
+from flexmask.block_masks.hybrid import LINES, NEAREST, thresholds
+from flexmask.plain.pattern import estimated_attention
 from flexmask.plain.query_aware import pooled_map, top_p_blocks
-from flexmask.plain.representative import representative_attention
-from flexmask.plain.row_evidence import row_evidence
-from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines, kept_lines, line_mass, row_mass
+from flexmask.plain.vertical_slash import extended_lines
 from flexmask.plot import block_kinds
 
 TOKENS = 1536
-GAMMA = 0.9
-CONFIG = FlexPrefillConfig(gamma=GAMMA, block_size=64, min_budget=128)
-HYBRID = FlexPrefillConfig(gamma=GAMMA, block_size=64, min_budget=128, selection="hybrid")
+BLOCK_SIZE = 64
+GAMMA, TAU = 0.9, 0.1
+FLOOR = 2  # blocks
+ROW_STRIDE = 8
 LAYERS = (0, 1)
 HEADS_A_LAYER = 8
 SEED = 0
@@ -51,11 +46,12 @@ class Head(NamedTuple):
     lines: Tensor  # bool: both, extended over the map
     pooled: Tensor  # float32: attention of block means to block means
     kept_pooled: Tensor  # bool: its top-p, used by query-aware heads
-    keep: Tensor  # bool: the blocks of selection="coverage"
+    keep: Tensor  # bool: the blocks of method "flexprefill"
     evidence: Tensor  # float32: hybrid's R, attention of each query block's rows to block means, root mean square
+    threshold: float  # that R has to reach in the last query block
     kept_rows: Tensor  # bool: where it reaches hybrid's threshold
     hybrid_lines: Tensor  # bool: lines of the last rows that hybrid keeps, extended
-    hybrid_keep: Tensor  # bool: the blocks of selection="hybrid"
+    hybrid_keep: Tensor  # bool: the blocks of method "hybrid"
 
 
 def heads() -> tuple[Head, Head]:
@@ -89,8 +85,7 @@ def density(keep: Tensor) -> float:
 
 def held(head: Head, keep: Tensor) -> float:
     """Share of the head's true attention inside the kept blocks, mean over all rows."""
-    size = CONFIG.block_size
-    inside = keep.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    inside = keep.repeat_interleave(BLOCK_SIZE, 0).repeat_interleave(BLOCK_SIZE, 1)
     return float((head.attention * inside).sum(-1).mean())
 
 
@@ -114,70 +109,67 @@ def facts() -> dict[str, str]:
         "hybrid density": density(slash.hybrid_keep),
         "hybrid held": held(slash, slash.hybrid_keep),
         "hybrid own rows": density(slash.kept_rows),
+        "hybrid threshold": slash.threshold,
     }
     return {**{name: str(count) for name, count in counts.items()}, **{name: f"{share:.3f}" for name, share in shares.items()}}
 
 
 def _steps(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     """All heads at once, by the names of `Head`'s fields."""
-    inputs, size = attention_inputs(query, key), CONFIG.block_size
+    inputs = attention_inputs(query, key)
     gamma = torch.full((query.shape[1],), GAMMA, dtype=torch.float64)
-    tau = torch.tensor(CONFIG.tau, dtype=torch.float64)
-    tokens = token_validity(TOKENS, TOKENS, None, None, key)
-    seen, candidates = block_visibility(tokens, size, None), candidate_lines(tokens, size, None)
-    always, visible = blocks_kept_always(seen)[:, None], seen.visible[:, None]
+    problem = cut_into_blocks(inputs, BLOCK_SIZE, plain)
+    tokens, seen, visible, counts = problem.tokens, problem.seen, problem.visible, problem.key_counts()
+    last, key_means = plain.representative_mass(problem, "last"), problem.key_means()
 
-    rows = representative_rows("last", tokens, size)
-    last_rows = representative_attention(inputs, rows, tokens)
-    mass = line_mass(row_mass(last_rows, rows, size), rows, size)
-    key_means, key_counts = block_means(key, None, size), valid_keys(tokens, size)
-    estimated = estimated_attention(inputs, rows, key_means, key_counts, tokens, size)
-    distance = jensen_shannon_distance(estimated, mass.vertical)
-    is_query_aware = distance < tau
+    estimated = estimated_attention(inputs, last.rows, key_means, counts, tokens, BLOCK_SIZE)
+    kinds = plain.pattern_and_lines(problem, last, last, key_means, (gamma, TAU), (FLOOR, None))
+    pooled = pooled_map(inputs, key_means, counts, tokens, seen, BLOCK_SIZE)
+    blocks = plain.query_aware_blocks(problem, key_means, kinds.is_query_aware, gamma, "flatten", None)
+    keep = plain.kept_blocks(problem, kinds.lines, blocks)[1]
 
-    kept_vertical, kept_slash, _ = kept_lines(mass, candidates, is_query_aware, gamma, CONFIG)
-    lines = extended_lines(kept_vertical, kept_slash, seen) & visible
-    pooled = pooled_map(inputs, key_means, key_counts, tokens, seen, size)
-    kept_pooled = top_p_blocks(pooled, visible, gamma, CONFIG)
-    keep = (lines | (kept_pooled & is_query_aware[..., None, None]) | always) & visible
+    least = thresholds(problem, gamma)
+    hybrid_lines = plain.last_rows_lines(problem, last, least.key_block, least.diagonal, NEAREST * FLOOR)
+    evidence = plain.row_evidence(problem, ROW_STRIDE)
+    rows = plain.row_blocks(problem, evidence, least.rows, LINES)
+    hybrid_keep = plain.kept_blocks(problem, hybrid_lines, rows, last, (FLOOR, NEAREST * FLOOR))[1]
 
-    evidence = row_evidence(inputs, key_means, key_counts, tokens, size, HYBRID.row_stride).root_mean_square
-    hybrid_lines = extended_lines(*last_rows_lines(mass, rows, candidates, gamma, HYBRID), seen) & visible
-    kept_rows = reaches(evidence, ROWS, gamma) & visible
-    nearest = nearest_of_last_rows(rows, seen, HYBRID)[:, None]
-    hybrid_keep = hybrid_lines | kept_rows | ((always | nearest) & visible)
-    for name, ours, config in (("coverage", keep, CONFIG), ("hybrid", hybrid_keep, HYBRID)):
-        mask: Any = flexprefill_mask(query, key, config=config)
+    options: dict[str, Any] = {"gamma": GAMMA, "block_size": BLOCK_SIZE, "min_budget": FLOOR * BLOCK_SIZE}
+    for ours, mask in (
+        (keep, flexprefill_mask(query, key, tau=TAU, **options)),
+        (hybrid_keep, hybrid_mask(query, key, row_stride=ROW_STRIDE, **options)),
+    ):
         for head in range(query.shape[1]):
             if not torch.equal(ours[0, head], block_kinds(mask, head) >= 2):
-                raise RuntimeError(f"head {head}: the steps keep other blocks than flexprefill_mask with selection={name!r}")
+                raise RuntimeError(f"head {head}: the steps keep other blocks than {mask.mask_mod.__name__}")
 
     groups = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(groups, 1).mT * inputs.scale
     causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     return {
         "attention": scores.masked_fill(~causal, float("-inf")).softmax(-1),
-        "last_rows": last_rows,
-        "vertical": mass.vertical,
-        "slash": mass.slash,
+        "last_rows": last.attention,
+        "vertical": last.mass.vertical,
+        "slash": last.mass.slash,
         "estimated": estimated,
-        "distance": distance,
-        "is_query_aware": is_query_aware,
-        "kept_vertical": kept_vertical,
-        "kept_slash": kept_slash,
-        "lines": lines,
+        "distance": kinds.distance,
+        "is_query_aware": kinds.is_query_aware,
+        "kept_vertical": kinds.lines.vertical,
+        "kept_slash": kinds.lines.slash,
+        "lines": extended_lines(kinds.lines.vertical, kinds.lines.slash, seen) & visible,
         "pooled": pooled,
-        "kept_pooled": kept_pooled,
+        "kept_pooled": top_p_blocks(pooled, visible, gamma, "flatten", None),
         "keep": keep,
-        "evidence": evidence,
-        "kept_rows": kept_rows,
-        "hybrid_lines": hybrid_lines,
+        "evidence": evidence.root_mean_square,
+        "threshold": least.rows[..., -1].expand(1, query.shape[1]),
+        "kept_rows": rows.chosen & visible,
+        "hybrid_lines": extended_lines(hybrid_lines.vertical, hybrid_lines.slash, seen) & visible,
         "hybrid_keep": hybrid_keep,
     }
 
 
 def _head(found: dict[str, Tensor], layer: int, head: int) -> Head:
     place = LAYERS.index(layer) * HEADS_A_LAYER + head
-    own = {name: value[0, place] for name, value in found.items()}
-    distance, is_query_aware = float(own.pop("distance")), bool(own.pop("is_query_aware"))
-    return Head(name=f"layer {layer}, head {head}", distance=distance, is_query_aware=is_query_aware, **own)
+    own: dict[str, Any] = {name: value[0, place] for name, value in found.items()}
+    numbers: dict[str, Any] = {each: float(own.pop(each)) for each in ("distance", "threshold")}
+    return Head(name=f"layer {layer}, head {head}", is_query_aware=bool(own.pop("is_query_aware")), **numbers, **own)

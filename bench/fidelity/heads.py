@@ -1,102 +1,83 @@
-"""The report by layer and head: patterns, distances and densities as pictures, and the heads in which our selection loses."""
+"""Error of heads' outputs, ``||o - o_dense|| / ||o_dense||``: ``python -m bench.fidelity.heads --out FILE.csv``.
+
+On the structured workload of `bench.prompts.structured` at every length, in the shape of the speed report; with ``--texts`` on
+the dense queries, keys and values of every layer of SmolLM2 instead. A row is the mean over the heads with its density. The same
+command goes on where an earlier one stopped.
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from bench.fidelity.curves import short, shown_name
-from bench.fidelity.results import PATH, heads_path
-from bench.reporting.tables import markdown_table
+from bench.fidelity import settings, smollm, texts
+from bench.fidelity.settings import Setting
+from bench.fidelity.sparse_model import SparseModel, sparse_attention
+from bench.prompts.structured import SHAPE, named_density, structured_prompt
+from bench.rows import Sheet
+from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.flex.dense import dense_attention
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-OURS = "attention hybrid:gamma=0.9"
-# what the heads are compared with: of similar density on the texts
-OTHERS = ("attention xattention:threshold=0.9", "attention flash_prefill:alpha=0.05", "attention coverage:gamma=0.9")
-_WORST = 10
-
-
-def read(path: Path = PATH) -> dict[str, dict[str, Any]]:
-    """Figures by layer and head; none if they were not measured."""
-    found = heads_path(path)
-    return json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+IDENTITY = ("input", "length", "method", "options")
+COLUMNS = (*IDENTITY, "density", "error", "worst", "device")
 
 
-def rows_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """Figures of one selection as rows of a run, which `flexmask.plot` draws; a head's pattern is that of most texts."""
-    rows = []
-    for layer, densities in enumerate(figures["density"]):
-        for head, density in enumerate(densities):
-            row = {"layer": layer, "head": head, "density": density, "coverage": figures["coverage"][layer][head]}
-            if "js_distance" in figures:
-                query_aware = figures["is_query_aware"][layer][head] > 0.5
-                row |= {
-                    "distance": figures["js_distance"][layer][head],
-                    "pattern": "query-aware" if query_aware else "vertical-slash",
-                }
-            rows.append(row)
-    return rows
+def errors(inputs: AttentionInputs, setting: Setting, layer: int = 0) -> tuple[Tensor, Tensor]:
+    """Density and output error of every head, (num_heads,) each."""
+    out, selected = sparse_attention(inputs, setting, layer)
+    dense = dense_attention(inputs)[0].float()
+    kept = (selected.lists.kv_num_blocks + selected.lists.full_kv_num_blocks)[0]
+    share = kept.sum(-1) / (kept.shape[-1] * (kept.shape[-1] + 1) / 2)
+    error = (out.float() - dense)[0].flatten(1).norm(dim=1) / dense[0].flatten(1).norm(dim=1)
+    return share.expand_as(error), error
 
 
-def draw(found: dict[str, dict[str, Any]], folder: Path) -> list[str]:
-    """Draw the heat maps and the bars; the names of the files."""
-    from matplotlib.figure import Figure
-
-    from flexmask.plot import plot_density, plot_distances, plot_pattern_share
-
-    coverage = rows_of(found["patterns coverage:gamma=0.9"])
-    hybrid = rows_of(found["patterns hybrid:gamma=0.9"])
-    names = []
-
-    def save(name: str, size: tuple[float, float], *draws: Any) -> None:
-        figure = Figure(figsize=size, dpi=90, layout="constrained")
-        for axes, each in zip(np.atleast_1d(figure.subplots(1, len(draws))), draws, strict=True):
-            each(axes)
-        figure.savefig(folder / name)
-        names.append(name)
-
-    def densities(rows: list[dict[str, Any]], title: str) -> Any:
-        def drawn(axes: Axes) -> None:
-            plot_density(rows, axes).set_title(f"Density, {title}, gamma 0.9", fontsize=10)
-
-        return drawn
-
-    save("fidelity-distances.png", (5.6, 9.6), lambda axes: plot_distances(coverage, axes, tau=0.1))
-    save("fidelity-densities.png", (10.6, 9.6), densities(coverage, "coverage"), densities(hybrid, "hybrid"))
-    save("fidelity-patterns.png", (9.0, 3.2), lambda axes: plot_pattern_share(coverage, axes))
-    return names
+@torch.no_grad()
+def on_structure(length: int, setting: Setting) -> list[tuple[Tensor, Tensor]]:
+    """Errors on the structured workload."""
+    return [errors(attention_inputs(*structured_prompt(length, named_density(length), **SHAPE)), setting)]
 
 
-def worst_table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Heads whose output errs most under hybrid selection, next to other methods in the same head."""
-    methods = [name for name in (OURS, *OTHERS) if name in found]
-    error = {name: np.array(found[name]["output_error_by_head"]) for name in methods}
-    density = {name: np.array(found[name]["density_by_head"]) for name in methods}
-    ours = error[OURS]
-    rows = []
-    for place in ours.ravel().argsort()[::-1][:_WORST]:
-        layer, head = divmod(int(place), ours.shape[1])
-        rows.append(
-            [f"{layer}, {head}", *(f"{short(error[m][layer, head])} at {short(density[m][layer, head])}" for m in methods)]
-        )
-    titles = (shown_name(name.partition(" ")[2]) for name in methods)
-    return markdown_table(("layer, head", *titles), rows)
+@torch.no_grad()
+def on_model(model: SparseModel, ids: Tensor, setting: Setting) -> list[tuple[Tensor, Tensor]]:
+    """Errors in every layer of a dense prefill, so that none adds to another."""
+    found: list[tuple[Tensor, Tensor]] = []
+    with model.attending(None, lambda inputs, layer: found.append(errors(inputs, setting, layer))):
+        model.model.base_model(input_ids=ids[None], use_cache=False)
+    return found
 
 
-def beaten(found: dict[str, dict[str, Any]]) -> list[str]:
-    """In how many heads another method errs less with no more blocks."""
-    lines = []
-    ours, kept = (np.array(found[OURS][name]) for name in ("output_error_by_head", "density_by_head"))
-    for name in (name for name in OTHERS if name in found):
-        error, density = (np.array(found[name][each]) for each in ("output_error_by_head", "density_by_head"))
-        better, worse = (error < ours) & (density <= kept), (error > ours) & (density >= kept)
-        layers = ", ".join(str(layer) for layer in better.sum(1).argsort()[::-1][:3])
-        where = f" (most of them in layers {layers})" if better.any() else ""
-        fewer = f"errs less with no more blocks in {better.sum()} of {better.size} heads{where}"
-        lines.append(f"- {shown_name(name.partition(' ')[2])} {fewer}, more with no fewer in {worse.sum()}.")
-    return lines
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="CSV file that rows are added to")
+    parser.add_argument("--lengths", default="8192,32768,131072", help="tokens")
+    parser.add_argument("--texts", type=Path, help="texts as in bench.fidelity.lengths; none: the structured workload")
+    settings.add_arguments(parser)
+    smollm.add_arguments(parser, yarn=2.0)
+    options = parser.parse_args(arguments)
+    chosen, sheet = settings.chosen(options), Sheet(options.out, COLUMNS, IDENTITY)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    prompts: dict[str, Tensor | None] = {"structured": None}
+    if options.texts is not None:
+        model = SparseModel(smollm.of_arguments(options))
+        prompts = {name: ids.to(model.model.device) for name, ids in texts.read(options.texts, options.model).items()}
+    for length in (int(length) for length in options.lengths.split(",")):
+        for name, ids in prompts.items():
+            for setting in chosen:
+                row = {"input": name, "length": length, "method": setting.method, "options": setting.options}
+                if sheet.has(**row) or (ids is not None and len(ids) < length):
+                    continue
+                found = on_structure(length, setting) if ids is None else on_model(model, ids[:length], setting)
+                density, error = (torch.cat([each[part] for each in found]) for part in (0, 1))
+                figures = {"density": density.mean().item(), "error": error.mean().item(), "worst": error.max().item()}
+                sheet.add(**row, **figures, device=where)
+                print(f"{name}, {length:,}, {setting}: error {figures['error']:.3f} at {figures['density']:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

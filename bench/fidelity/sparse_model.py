@@ -1,7 +1,8 @@
-"""Models that attend to chosen blocks: the attention functions, and switching them."""
+"""A model whose prefills attend to the blocks that a method chooses, through the selection and the kernel of the library."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,86 +10,127 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 
-from flexmask._torch import block_mask_from_lists
-from flexmask.flex.backend import kernel_options
+from bench.fidelity.settings import Setting
+from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.base.selection import Selected
+from flexmask.flex.backend import chosen_backend
+from flexmask.flex.block_mask import block_mask
+from flexmask.flex.dense import dense_attention
+from flexmask.flex.run import run_flex_attention
+from flexmask.select import select_blocks
 
-_method: Callable[[Tensor, Tensor, float], Tensor] | None = None
-_look: Callable[[Tensor, Tensor, Tensor, float], None] | None = None
-_densities: list[Tensor] = []
-_compiled = torch.compile(flex_attention, dynamic=False)
-
-
-def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return k <= q
-
-
-def block_mask(keep: Tensor, tokens: int) -> BlockMask:
-    """The BlockMask of a causal map of whole blocks: its diagonal is partial, the rest full."""
-    blocks, size = keep.shape[-1], tokens // keep.shape[-1]
-    diagonal = torch.eye(blocks, dtype=torch.bool, device=keep.device)
-    lists = []
-    for part in (keep & diagonal, keep & ~diagonal):
-        index = part.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-        lists.append((part.sum(-1, dtype=torch.int32), index.contiguous()))
-    of_partial, of_full = lists
-    return block_mask_from_lists((*of_partial, *of_full), _causal, size, (tokens, tokens))
+Look = Callable[[AttentionInputs, int], None]
+_NUMBERS = itertools.count()
+# tokens whose logits are held at a time
+_LOGITS = 4096
 
 
-def sparse_attention(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, scale: float) -> Tensor:
-    """Attention to the kept blocks; key and value have as many heads as query."""
-    if query.is_cuda:
-        options: Any = kernel_options("triton", query.shape[2] // keep.shape[-1], query.shape[3], query.dtype)
-        return _compiled(query, key, value, block_mask=block_mask(keep, query.shape[2]), scale=scale, kernel_options=options)
-    size = query.shape[2] // keep.shape[-1]
-    seen = keep.repeat_interleave(size, -2).repeat_interleave(size, -1).tril()
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+class SparseModel:
+    """A causal model of transformers, of prompts without padding.
 
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if _look is not None:
-        _look(query, key, value, scale)
-    group = query.shape[1] // key.shape[1]
-    keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    dense = _method is None or module.layer_idx in getattr(_method, "dense_layers", ())
-    if dense and _method is not None and query.shape[2] > 1:
-        _densities.append(torch.ones(query.shape[1], device=query.device))
-    if query.shape[2] == 1 or dense:
-        out = F.scaled_dot_product_attention(query, keys, values, is_causal=query.shape[2] > 1, scale=scale)
-    else:
-        assert _method is not None
-        keep = _method(query, key, scale)
-        _densities.append(keep.sum((0, 2, 3)) / (keep.shape[0] * sum(range(keep.shape[-1] + 1))))
-        out = sparse_attention(query, keys, values, keep, scale)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Make `model` attend through this module."""
-    AttentionInterface.register("fidelity", _attention)
-    AttentionMaskInterface.register("fidelity", lambda *args, **kwargs: None)
-    model.set_attn_implementation("fidelity")
-    return model
-
-
-@contextmanager
-def attending(
-    method: Callable[[Tensor, Tensor, float], Tensor] | None,
-    look: Callable[[Tensor, Tensor, Tensor, float], None] | None = None,
-) -> Iterator[list[Tensor]]:
-    """Prefill with `method` (None: dense) inside; yields the densities of every layer call, (num_heads,) each.
-
-    `look` is shown query, key, value and scale of every layer call.
+    Parameters
+    ----------
+    model
+        Its attention is dense outside of `attending`, and for single rows.
     """
-    global _method, _look
-    _method, _look = method, look
-    _densities.clear()
-    try:
-        yield _densities
-    finally:
-        _method = _look = None
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._setting: Setting | None = None
+        self._look: Look | None = None
+        self._kept: dict[int, Tensor] = {}
+        name = f"fidelity{next(_NUMBERS)}"
+        AttentionInterface.register(name, self._attend)
+        # prompts without padding need no mask beyond causality
+        AttentionMaskInterface.register(name, lambda *arguments, **options: None)
+        model.set_attn_implementation(name)
+
+    @contextmanager
+    def attending(self, setting: Setting | None, look: Look | None = None) -> Iterator[None]:
+        """Attend to the blocks of `setting` inside, to all without one; `look` gets the inputs and the layer of every call."""
+        self._setting, self._look, self._kept = setting, look, {}
+        try:
+            yield
+        finally:
+            self._setting = self._look = None
+
+    def density(self, first: int = 0, end: int | None = None) -> float:
+        """Kept share of the causal blocks in the query blocks `first` to `end`, mean over layers and heads; 1 if dense."""
+        if not self._kept:
+            return 1.0
+        kept = torch.stack(list(self._kept.values())).mean(0)
+        seen = torch.arange(1, len(kept) + 1, device=kept.device)
+        return float(kept[first:end].sum() / seen[first:end].sum())
+
+    @torch.no_grad()
+    def log_probs(self, ids: Tensor, chunk: int | None = None) -> Tensor:
+        """Log-probability of every next token, (tokens - 1,) float32, of a prefill at once or in chunks over one cache."""
+        cache = DynamicCache(config=self.model.config) if chunk else None
+        found = []
+        for part, following in zip(ids.split(chunk or len(ids)), ids[1:].split(chunk or len(ids)), strict=False):
+            hidden = self.model.base_model(input_ids=part[None], past_key_values=cache, use_cache=cache is not None)
+            pieces = zip(hidden.last_hidden_state[0, : len(following)].split(_LOGITS), following.split(_LOGITS), strict=True)
+            for states, target in pieces:
+                logits = self.model.get_output_embeddings()(states).float()
+                found.append(-F.cross_entropy(logits, target, reduction="none"))
+        return torch.cat(found)
+
+    @torch.no_grad()
+    def answers(self, setting: Setting | None, token_ids: Tensor, count: int, chunk: int | None = None) -> Tensor:
+        """Greedy tokens after each prompt, prefilled with `setting` (in chunks) and decoded dense, (batch, count)."""
+        cache: Cache = DynamicCache(config=self.model.config)
+        with self.attending(setting):
+            for part in token_ids.split(chunk or token_ids.shape[1], 1):
+                logits = self.model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        found = [logits.argmax(-1)]
+        while len(found) < count:
+            logits = self.model(input_ids=found[-1][:, None], past_key_values=cache).logits[:, -1]
+            found.append(logits.argmax(-1))
+        return torch.stack(found, 1)
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        inputs, layer = attention_inputs(query, key, value, scale=scaling), int(module.layer_idx)  # type: ignore[arg-type]
+        if self._look is not None:
+            self._look(inputs, layer)
+        if query.shape[2] == 1 or self._setting is None:
+            out = dense_attention(inputs)[0]
+        else:
+            out, selected = sparse_attention(inputs, self._setting, layer)
+            self._count(inputs, selected, layer)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _count(self, inputs: AttentionInputs, selected: Selected, layer: int) -> None:
+        """Add the kept blocks of every query block, mean over heads; chunks must be whole blocks."""
+        kept = (selected.lists.kv_num_blocks + selected.lists.full_kv_num_blocks).float().mean((0, 1))
+        before = (inputs.key.shape[2] - inputs.query.shape[2]) // selected.block_size
+        earlier = self._kept.get(layer, kept.new_zeros(0))[:before]
+        self._kept[layer] = torch.cat([earlier, kept])
+
+
+def sparse_attention(inputs: AttentionInputs, setting: Setting, layer: int = 0) -> tuple[Tensor, Selected]:
+    """Attention of checked inputs to the blocks of a setting, and its selection; on CPUs by SDPA, which compiles nothing."""
+    selector, on_gpu = setting.selector(layer).for_inputs(inputs), inputs.query.is_cuda
+    inputs = inputs.prepared()
+    selected = select_blocks(selector, inputs, with_map=not on_gpu)
+    if on_gpu:
+        backend = chosen_backend("auto", inputs, selected.block_size)
+        return run_flex_attention(inputs, block_mask(inputs, selected), backend)[0], selected
+    assert inputs.value is not None
+    (q_len, kv_len), size = (inputs.query.shape[2], inputs.key.shape[2]), selected.block_size
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
+    if selected.keep is not None:
+        seen = seen & selected.keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]
+    return F.scaled_dot_product_attention(
+        inputs.query, inputs.key, inputs.value, attn_mask=seen, scale=inputs.scale, enable_gqa=True
+    ), selected

@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from bench.fidelity import smollm
 
 NUM_TOKENS = 16384
 PATH = Path(__file__).parent / "texts.npz"
@@ -52,6 +56,28 @@ def load(use: str) -> dict[str, np.ndarray]:
     for name in texts:
         kinds[name.split("/")[1]].append(name)
     return {name: texts[name] for pair in zip(*kinds.values(), strict=True) for name in pair}
+
+
+def read(path: Path, model: Path | None = None) -> dict[str, Tensor]:
+    """Token ids of texts by name.
+
+    Parameters
+    ----------
+    path
+        This module's file, of which the texts to test on are taken; or a folder with files of ids (``.npy``) and of text
+        (``.txt``, read by the tokenizer of `model`, see `bench.fidelity.smollm`).
+    """
+    if path.suffix == ".npz":
+        return {name: torch.from_numpy(ids) for name, ids in load("test").items()}
+    found = {file.stem: torch.from_numpy(np.load(file).astype(np.int64)) for file in sorted(path.glob("*.npy"))}
+    files = sorted(path.glob("*.txt"))
+    tokenizer = smollm.tokenizer(model) if files else None
+    for file in files:
+        assert tokenizer is not None
+        found[file.stem] = torch.tensor(tokenizer(file.read_text(encoding="utf-8")).input_ids)
+    if not found:
+        raise SystemExit(f"--texts: no .npy or .txt in {path}")
+    return found
 
 
 def main() -> None:

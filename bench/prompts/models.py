@@ -1,4 +1,4 @@
-"""Models and token prompts for `bench.hf`: pretrained, or a known shape with random weights, over one GPU or several."""
+"""Models and token prompts for `bench.speed.model`: pretrained, or a known shape with random weights, over one GPU or several."""
 
 from __future__ import annotations
 

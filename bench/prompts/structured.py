@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench import ON_GPU
+
+# Llama-3.1-8B's, and a small one for CPUs
+SHAPE: dict[str, Any] = (
+    {"num_heads": 32, "num_kv_heads": 8, "device": "cuda", "dtype": torch.bfloat16}
+    if ON_GPU
+    else {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32}
+)
 RECIPES = ("heavy", "bands", "topics", "heavy")
-ALL_TOPICS = ("topics",)
 # tokens generated at a time: no float32 tensor is longer
 CHUNK = 65536
 _POSITION_DIMS = 32
@@ -42,6 +50,11 @@ class _Group:
     topic_of_segment: Tensor  # (num_segments,)
 
 
+def named_density(tokens: int) -> float:
+    """The density at which the structured workload of a length is made."""
+    return 0.2 if tokens < 131072 else 0.15 if tokens < 524288 else 0.08
+
+
 def structured_prompt(
     length: int,
     density: float,
@@ -57,9 +70,7 @@ def structured_prompt(
 ) -> Tensors:
     """Generate query, key and value on which gamma = 0.9 keeps very roughly `density` of the visible blocks.
 
-    Its many options are the shape of the prompt.
-
-    `bench.prompts.calibration` searches for the value that meets a wanted density. Tensors are filled in chunks of `CHUNK`
+    Tensors are filled in chunks of `CHUNK`
     tokens, so a million tokens need no memory beyond the result.
 
     Parameters

@@ -4,7 +4,7 @@
 retriever_needles`` the retriever's own. The same command goes on where an earlier one stopped. Prompts go in rounds over tasks
 and methods, so that a run cut short still compares all methods on the same prompts; those of a round run in batches.
 ``python -m bench.ruler.table FILE`` makes the table, ``--against hf`` a run that compares the harness's ``hf`` model with
-"flexprefill" where that keeps every block.
+"flexmask" where that keeps every block.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.measure.rows import append_row, read_rows
+from bench.rows import append_row, read_rows
 from bench.ruler.table import DENSE, PASSES
-from flexmask.integrations.huggingface import flexprefill
-from flexmask.integrations.lm_eval import FlexPrefillLM
+from flexmask.integrations.lm_eval import FlexmaskLM
 from flexmask.integrations.lm_eval.densities import Densities
 
 # haystacks of repeated noise or made-up words; the others download essays, SQuAD or HotpotQA
 OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 TASKS = Path(__file__).parents[1] / "tasks"
 METHODS: dict[str, dict[str, Any]] = {
-    "hybrid .95": {"selection": "hybrid", "gamma": 0.95},
-    "hybrid .9": {"selection": "hybrid", "gamma": 0.9},
-    "coverage .95": {"selection": "coverage", "gamma": 0.95},
-    "xattention .9": {"method": "xattention", "method_options": {"threshold": 0.9}},
+    "hybrid 0.95": {"method": "hybrid", "gamma": 0.95},
+    "hybrid 0.9": {"method": "hybrid", "gamma": 0.9},
+    "flexprefill 0.95": {"method": "flexprefill", "gamma": 0.95},
+    "xattention 0.9": {"method": "xattention", "threshold": 0.9},
 }
-MASKS = 4  # prompts of a round whose masks are counted, for methods without statistics
-KEEP_ALL = {"everything kept": {"selection": "hybrid", "gamma": 1.0, "min_budget": 2**20}}
+KEEP_ALL = {"everything kept": {"method": "hybrid", "gamma": 1.0}}
 
 
 class Log:
@@ -48,8 +46,7 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        rows = read_rows(path) if path.exists() else []
-        self._scores = {self._key(row): row["score"] for row in rows if "task" in row}
+        self._scores = {self._key(row): row["score"] for row in read_rows(path) if "task" in row}
 
     @staticmethod
     def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -91,7 +88,7 @@ class Prompts:
 
 def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], chat: bool = False) -> list[dict[str, Any]]:
     """Score of each prompt, the model's answer, and the mean density of their prefills."""
-    if isinstance(lm, FlexPrefillLM):
+    if isinstance(lm, FlexmaskLM):
         lm.densities = Densities()
     start = time.monotonic()
     results: Any = evaluate(
@@ -99,9 +96,7 @@ def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], 
     )
     seconds = round((time.monotonic() - start) / len(prompts), 3)
     samples = results["samples"][task]
-    density = lm.densities.summary()["density"] if isinstance(lm, FlexPrefillLM) else 1.0
-    if density is None:
-        density = density_of_masks(lm, [sample["arguments"][0][0] for sample in samples[:MASKS]])
+    density = lm.densities.summary()["density"] if isinstance(lm, FlexmaskLM) else 1.0
     found = {}
     for sample in samples:
         score = sample[str(length)] if str(length) in sample else sample["exact_match"]
@@ -109,22 +104,6 @@ def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], 
         found[sample["doc_id"]] = {"score": score, "density": density, "answer": answer, "seconds": seconds}
     assert sorted(found) == sorted(prompts)
     return [found[prompt] for prompt in prompts]
-
-
-@torch.no_grad()
-def density_of_masks(lm: FlexPrefillLM, texts: Sequence[str]) -> float:
-    """Mean density of a method that gives no statistics, from its masks on a few prompts."""
-    shares = []
-    for text in texts:
-        ids = torch.tensor([lm.tok_encode(text)], device=lm.device)
-        with flexprefill(lm.model, config=lm.settings, collect_masks=True) as run:
-            lm.model(ids, use_cache=False, logits_to_keep=1)
-        for (mask,) in run.masks.values():
-            assert mask is not None
-            counts = mask.kv_num_blocks if mask.full_kv_num_blocks is None else mask.kv_num_blocks + mask.full_kv_num_blocks
-            blocks = counts.shape[-1]
-            shares.append(counts.sum(-1).float().mean() / (blocks * (blocks + 1) / 2))
-    return round(float(torch.stack(shares).mean()), 4)
 
 
 def cells(options: argparse.Namespace, methods: Sequence[str]) -> Iterator[tuple[int, str, list[int], str]]:
@@ -165,8 +144,7 @@ def models(options: argparse.Namespace, model: Any) -> dict[str, Any]:
     known = KEEP_ALL if options.against else METHODS
     chosen = [DENSE, *known] if options.methods is None else options.methods.split(",")
     return {
-        method: HFLM(**shared) if method == DENSE else FlexPrefillLM(**shared, **known[method], dense_below=0)
-        for method in chosen
+        method: HFLM(**shared) if method == DENSE else FlexmaskLM(**shared, **known[method], dense_below=0) for method in chosen
     }
 
 

@@ -6,7 +6,6 @@ An answer is right if all its tokens are; ``parts`` is the share of right tokens
 
 import argparse
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.measure.rows import append_row, read_rows
+from bench.intervals import wilson
+from bench.rows import append_row, read_rows
 from bench.ruler_model.answers import greedy
 from bench.ruler_model.prompts import TASKS, make_prompts
 
 BATCH_TOKENS = 131072
 MODEL = Path(__file__).parent / "model"
 FIRST_SEED = 50_000
-
-
-def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Return the 95% interval of a share.
-
-    Example
-    -------
-    >>> [round(end, 3) for end in wilson(8, 10)]
-    [0.49, 0.943]
-    """
-    share, extra = right / count, z * z / count
-    middle = (share + extra / 2) / (1 + extra)
-    half = z * math.sqrt(share * (1 - share) / count + extra / (4 * count)) / (1 + extra)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def measure(model: PreTrainedModel, task: str, num_tokens: int, count: int) -> dict[str, Any]:
@@ -63,7 +49,7 @@ def measure(model: PreTrainedModel, task: str, num_tokens: int, count: int) -> d
 
 def rows_of(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the measurements of a file by task and length."""
-    rows = read_rows(path) if path and path.exists() else []
+    rows = read_rows(path) if path else []
     return {(row["task"], row["tokens"]): row for row in rows if "task" in row}
 
 

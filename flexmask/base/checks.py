@@ -1,4 +1,4 @@
-"""Checks of single arguments: the message names the argument, what it must be and what was given."""
+"""Checks of arguments: the message names the argument, what it must be and what was given."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 from flexmask._torch import is_under_vmap
 
 _LARGEST = sys.float_info.max  # read here: torch 2.5.1 cannot trace it
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = range(16, 257)  # of the selections and of FlexAttention's kernels
+_MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
 
 
 def check_int(name: str, value: object) -> None:
@@ -72,3 +75,121 @@ def check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
         raise TypeError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
     if tensor.device != query.device:
         raise ValueError(f"{name} must be on query's device {query.device}; got {tensor.device}")
+
+
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    scores: dict[str, float | None],
+    window: int | None,
+    attention_mask: Tensor | None,
+    q_offset: int | Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Check the arguments that every public function shares; `scores` are scale and softcap.
+
+    DTensors and tensors of ``torch.vmap`` or of the meta device are refused. Only types, shapes, dtypes, devices and ranges are
+    read: no value of a tensor is copied from its device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With the argument, what it must be and what was given.
+    """
+    _check_query_key(query, key)
+    if value is not None:
+        _check_value(value, key)
+    for name, number in scores.items():
+        if number is not None:
+            check_real(name, number)
+            if number <= 0:
+                raise ValueError(f"{name} must be > 0; got {number}")
+    if window is not None:
+        check_int("window", window)
+        check_int64("window", window, "tokens")
+        if window < 1:
+            raise ValueError(f"window must be >= 1 token (the row's own position counts); got {window}")
+    _check_attention_mask(attention_mask, key)
+    _check_q_offset(q_offset, query, key)
+    _check_sinks(sinks, query)
+
+
+def _check_query_key(query: Tensor, key: Tensor) -> None:
+    check_shape("query", query, "(batch, num_heads, q_len, head_dim)")
+    check_shape("key", key, "(batch, num_kv_heads, kv_len, head_dim)")
+    check_plain("query", query)
+    if query.dtype not in DTYPES:
+        raise TypeError(f"query must be float32, float16 or bfloat16; got {query.dtype}")
+    check_like_query("key", key, query)
+    check_plain("key", key)
+    batch, num_heads, q_len, head_dim = query.shape
+    key_batch, num_kv_heads, kv_len, key_head_dim = key.shape
+    if batch != key_batch:
+        raise ValueError(f"key must have query's batch size {batch}; got {key_batch}")
+    if head_dim != key_head_dim:
+        raise ValueError(f"key must have query's head_dim {head_dim}; got {key_head_dim}")
+    if not HEAD_DIMS[0] <= head_dim <= HEAD_DIMS[-1]:
+        raise ValueError(f"query must have a head_dim from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {head_dim}")
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(f"query's num_heads must be a multiple of key's num_kv_heads {num_kv_heads}; got {num_heads}")
+    if q_len > kv_len:
+        raise ValueError(f"query's q_len must be at most key's kv_len {kv_len}; got {q_len}")
+    if query.is_cuda and batch * num_heads > _MOST_HEADS:
+        raise ValueError(f"query must have at most {_MOST_HEADS} heads in all batch rows on CUDA; got {batch} * {num_heads}")
+
+
+def _check_value(value: Tensor, key: Tensor) -> None:
+    check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
+    check_like_query("value", value, key)
+    check_plain("value", value)
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value must have key's batch, num_kv_heads and kv_len {tuple(key.shape[:3])}; got {tuple(value.shape[:3])}"
+        )
+    if not HEAD_DIMS[0] <= value.shape[3] <= HEAD_DIMS[-1]:
+        raise ValueError(f"value must have a v_head_dim from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {value.shape[3]}")
+
+
+def _check_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
+    if tuple(sinks.shape) != (query.shape[1],):
+        raise ValueError(f"sinks must be (num_heads,) = ({query.shape[1]},); got {tuple(sinks.shape)}")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating; got {sinks.dtype}")
+    if sinks.device != query.device:
+        raise ValueError(f"sinks must be on query's device {query.device}; got {sinks.device}")
+
+
+def _check_attention_mask(attention_mask: Tensor | None, key: Tensor) -> None:
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor or None; got {type(attention_mask).__name__}")
+    expected = (key.shape[0], key.shape[2])
+    if attention_mask.dim() != 2 or tuple(attention_mask.shape) != expected:
+        raise ValueError(f"attention_mask must be (batch, kv_len) = {expected}; got {tuple(attention_mask.shape)}")
+    if attention_mask.is_floating_point() or attention_mask.is_complex():
+        raise TypeError(f"attention_mask must be bool or integer, 1 = token; got {attention_mask.dtype}")
+    if attention_mask.device != key.device:
+        raise ValueError(f"attention_mask must be on key's device {key.device}; got {attention_mask.device}")
+
+
+def _check_q_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) -> None:
+    if q_offset is None:
+        return
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    if isinstance(q_offset, Tensor):
+        if tuple(q_offset.shape) not in ((), (batch,)):
+            raise ValueError(f"q_offset must be a 0-d or ({batch},) tensor; got shape {tuple(q_offset.shape)}")
+        if q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool:
+            raise TypeError(f"q_offset must be an integer tensor; got {q_offset.dtype}")
+        if q_offset.device != key.device:
+            raise ValueError(f"q_offset must be on key's device {key.device}; got {q_offset.device}")
+    else:
+        check_int("q_offset", q_offset)
+        if not 0 <= q_offset <= kv_len - q_len:
+            raise ValueError(f"q_offset must be in [0, kv_len - q_len = {kv_len - q_len}]; got {q_offset}")

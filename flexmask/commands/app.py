@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from flexmask.commands.checkout import bench, demo, fidelity
 from flexmask.commands.doctor import doctor
 from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
+from flexmask.commands.gain import gain
 from flexmask.commands.generate import generate
 from flexmask.commands.inspect import inspect
 from flexmask.commands.run import run
@@ -17,9 +17,9 @@ from flexmask.commands.tune import tune
 app = typer.Typer(
     name="flexmask",
     cls=Group,
-    help="FlexPrefill's sparse prefill attention: check a machine and a model, look, tune, compare.",
+    help="Sparse prefill attention: check a machine and a model, measure the gain, inspect, tune, compare.",
     no_args_is_help=True,
-    # errors are ours to print
+    # `Group` prints errors
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -40,17 +40,13 @@ def program(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     traceback: Annotated[
-        bool, typer.Option("--traceback", help=f"Show the traceback of an error; as does {TRACEBACK_VARIABLE}=1.")
+        bool, typer.Option("--traceback", help=f"Show the traceback of an error, as {TRACEBACK_VARIABLE}=1 does.")
     ] = False,
 ) -> None:
-    """FlexPrefill's sparse prefill attention: check a machine and a model, look, tune, compare."""
+    """Sparse prefill attention: check a machine and a model, measure the gain, inspect, tune, compare."""
     # `Group` reads --traceback
 
 
-for _command in (doctor, inspect, generate, tune):
+for _command in (doctor, gain, inspect, generate, tune):
     app.command()(_command)
-# what they do not know belongs to the program that they start
-_passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
-for _started in (demo, bench, fidelity):
-    app.command(context_settings=_passed_on)(_started)
 app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(run)

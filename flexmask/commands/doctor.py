@@ -1,4 +1,4 @@
-"""``flexmask doctor``: what this machine and a model have for FlexPrefill."""
+"""``flexmask doctor``: check this machine and a model."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ import typer
 from flexmask.commands import exit_codes
 from flexmask.commands.errors import option_errors
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config
-from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Selection, Set, Settings, settings_from
+from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Method, MinBudget, Option, Settings, settings_from
 from flexmask.commands.output import Json, Output
 from flexmask.environment import Problem, backends, device_name, problems, versions
 from flexmask.self_test import SelfTest, self_test
 
 if TYPE_CHECKING:
-    from flexmask.integrations.layer_plan import PlannedLayer
-    from flexmask.integrations.settings import PrefillSettings
+    from flexmask.integrations.huggingface import PrefillSettings
+    from flexmask.integrations.huggingface.layer_plan import PlannedLayer
 
 
 def doctor(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="PATH", help="Also say what happens to each layer of this model.")
+        str | None, typer.Option("--model", "-m", metavar="PATH", help="Also show the plan of each layer of this model.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt that the layers are asked about.")] = 32768,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt that the layers are planned for.")] = 32768,
     skip_self_test: Annotated[bool, typer.Option("--skip-self-test", help="Do not compile and run attention.")] = False,
     device: Device = None,
     dtype: DType = None,
+    method: Method = None,
     gamma: Gamma = None,
-    selection: Selection = None,
+    min_budget: MinBudget = None,
     dense_below: DenseBelow = None,
     settings: Settings = None,
-    overrides: Set = None,
+    option: Option = None,
     as_json: Json = False,
 ) -> None:
     """Check this machine, and a model before any weights are loaded.
 
-    Device, versions, backends and which one is taken, known bad combinations, and a self-test: compiled sparse attention
-    against dense attention under its mask. With a model: each layer served, dense or refused, from its config alone.
+    Shows device, versions, backends, known bad combinations, and a self-test: compiled sparse attention against dense attention
+    under its mask. With a model: the plan of each layer (sparse, dense or refused), from its config.
 
-    Exits with 1 where the self-test fails, a problem stops attention, or the model is refused.
+    Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
     """
     output = Output(as_json)
-    # spread over several devices: looked at on the first
+    # of a model over several devices: the first
     where = chosen_device(None if device == "auto" else device)
     kind = chosen_dtype(dtype, where)
-    chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
+    chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
     config = None if model is None else load_config(model)
     found = [*problems(where), *_of_the_adapter(needed=model is not None)]
     document: dict[str, Any] = {
@@ -71,7 +72,7 @@ def doctor(
     document["ok"] = not bad
     output.line()
     unknown = config is not None and about["unknown"] is not None
-    well = "Nothing wrong was found; the model's layers are unknown." if unknown else "All is well."
+    well = "No problem found; the model's layers are unknown." if unknown else "No problem found."
     output.line("A problem was found." if bad else well)
     output.result(document)
     if bad:
@@ -82,10 +83,12 @@ def _of_the_adapter(needed: bool) -> list[Problem]:
     """Problems of the Hugging Face adapter: the installed transformers."""
     severity = "error" if needed else "warning"
     try:
-        from flexmask.integrations.versions import check_release
+        from flexmask.integrations.huggingface.compat import check_release
 
         check_release()
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
         return [Problem(severity, "transformers is missing: no Hugging Face models", "pip install 'flexmask[hf]'")]
     except ImportError as error:
         return [Problem(severity, str(error), "pip install 'transformers>=4.54,<=5.23'")]
@@ -99,8 +102,8 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
     for each in tests:
         verdict = "passed" if each.passed else "FAILED"
         found = "" if each.difference is None else f"{each.difference:.1e}"
-        rows.append([each.selection, each.backend, each.dtype, each.density, found, f"{each.tolerance:g}", verdict, each.error])
-    columns = ["selection", "backend", "dtype", "density", "largest difference", "allowed", "", ""]
+        rows.append([each.method, each.backend, each.dtype, each.density, found, f"{each.tolerance:g}", verdict, each.error])
+    columns = ["method", "backend", "dtype", "density", "largest difference", "allowed", "", ""]
     output.line()
     output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")
     return tests
@@ -109,12 +112,12 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
 def _planned(
     config: Any, settings: PrefillSettings | None, arguments: dict[str, Any], about: dict[str, Any]
 ) -> Sequence[PlannedLayer]:
-    """The plan of each layer; `about` gets why the model is refused as a whole, and why nothing is known of it."""
+    """The plan of each layer; `about` gets the reason if the model is refused as a whole, or cannot be followed."""
     about["refused"] = about["unknown"] = None
     try:
-        from flexmask.integrations.layer_plan import layer_plan
+        from flexmask.integrations.huggingface.layer_plan import layer_plan
 
-        with option_errors(otherwise="--model" if settings is None else "--set"):
+        with option_errors(otherwise="--model" if settings is None else "--option"):
             return layer_plan(config, settings, **arguments)
     except (ImportError, NotImplementedError) as error:
         about["refused"] = str(error)
@@ -128,7 +131,7 @@ def _show_machine(output: Output, document: dict[str, Any]) -> None:
     output.line("  ".join(f"{name} {version or 'missing'}" for name, version in document["versions"].items()))
     output.line()
     rows = [
-        [each["name"], "taken by auto" if each["chosen"] else "usable" if each["usable"] else "no", each["reason"]]
+        [each["name"], "chosen by auto" if each["chosen"] else "usable" if each["usable"] else "no", each["reason"]]
         for each in document["backends"]
     ]
     output.table(["backend", "", "why not"], rows, "FlexAttention's backends")
@@ -144,11 +147,11 @@ def _show_layers(output: Output, model: dict[str, Any], plan: Sequence[PlannedLa
     if model["refused"] is not None:
         output.line(f"{model['path']} ({model['type']}) is refused: {model['refused']}")
     if model["unknown"] is not None:
-        output.line(f"{model['unknown']}; a short prompt inside of flexprefill(model, dense_below=0) shows what is served")
+        output.line(f"{model['unknown']}; run a short prompt under flexmask.sparse_prefill(model, dense_below=0) to see")
     if not plan:
         return
     rows = []
-    # layers in a row that differ in nothing but their number
+    # consecutive layers that differ in their number only
     for same, group in groupby(plan, key=lambda each: each[1:]):
         layers = [each.layer for each in group]
         name = str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"

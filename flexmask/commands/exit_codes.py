@@ -5,7 +5,7 @@ OK = 0
 PROBLEM = 1
 # an unknown option, a value out of its range, a file that is missing or is not what it should be
 USAGE = 2
-# an optional package, or a checkout of the repository
+# an optional package is missing
 MISSING = 3
 # by Ctrl-C, as shells count it: 128 + SIGINT
 INTERRUPTED = 130

@@ -1,19 +1,30 @@
-"""``flexmask generate``: one prompt with dense attention and with FlexPrefill, side by side."""
+"""``flexmask generate``: one prompt with dense and with sparse attention, side by side."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flexmask.commands.errors import option_errors
 from flexmask.commands.loading import load_config, load_model, read_text, remark_if_short, token_ids
-from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Model, Prompt, Selection, Set, Settings, settings_from
+from flexmask.commands.options import (
+    DenseBelow,
+    Device,
+    DType,
+    Gamma,
+    Method,
+    MinBudget,
+    Model,
+    Option,
+    Prompt,
+    Settings,
+    settings_from,
+)
 from flexmask.commands.output import Json, Output
 
 if TYPE_CHECKING:
-    from flexmask.integrations.side_by_side import SideBySide
+    from flexmask.integrations.huggingface.side_by_side import SideBySide
 
 
 def generate(
@@ -24,31 +35,32 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     device: Device = None,
     dtype: DType = None,
+    method: Method = None,
     gamma: Gamma = None,
-    selection: Selection = None,
+    min_budget: MinBudget = None,
     dense_below: DenseBelow = None,
     settings: Settings = None,
-    overrides: Set = None,
+    option: Option = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt, dense and sparse, side by side.
 
-    Compares tokens, time to first token and density.
+    Compares new tokens, time to first token and density.
 
-    Both generate one token first, unmeasured, at the prompt's own length: what compiles compiles there. Decoding is greedy.
-    Without settings those in the model's config.json hold, else the library's defaults.
+    Each kind of attention first generates one token that is not timed: compilation happens there. Decoding is greedy. Without
+    options the settings in the model's config.json hold, else the defaults.
     """
     output = Output(as_json)
-    chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
+    chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
     text = read_text(prompt)
     if chosen is not None:
         config = load_config(model)
-        with option_errors(otherwise="--settings" if settings is not None and not overrides else "--set"):
-            chosen.check_layers(getattr(config.get_text_config(), "num_hidden_layers", sys.maxsize))
+        with option_errors(otherwise="--settings" if settings is not None and not option else "--option"):
+            chosen.check_model(config.get_text_config())
     loaded, tokenizer = load_model(model, output, device, dtype)
     ids = token_ids(tokenizer, text, chat=chat)
     remark_if_short(output, loaded, chosen, ids.shape[1])
-    from flexmask.integrations.side_by_side import side_by_side
+    from flexmask.integrations.huggingface.side_by_side import side_by_side
 
     with output.progress(f"generating from {ids.shape[1]:,} tokens") as advance:
         found = side_by_side(loaded, ids, chosen, max_new_tokens=max_new_tokens, repeats=repeats, progress=advance)
@@ -86,27 +98,28 @@ def _document(found: SideBySide, tokenizer: Any, model: str) -> dict[str, Any]:
 
 
 def _show(output: Output, document: dict[str, Any], dense: tuple[bool, str] | None) -> None:
-    settings = ", ".join(f"{name} {value}" for name, value in document["settings"].items() if name != "layers") or "defaults"
-    by_layer = ", gammas by layer and head" if "layers" in document["settings"] else ""
-    output.line(f"{document['model']}, {document['prompt_tokens']:,} tokens; FlexPrefill: {settings}{by_layer}")
+    settings = {"method": "hybrid", **document["settings"]}
+    options = ", ".join(f"{name} {value}" for name, value in settings.items() if name != "layers")
+    by_layer = ", options by layer" if "layers" in settings else ""
+    output.line(f"{document['model']}, {document['prompt_tokens']:,} tokens; {options}{by_layer}")
     output.line()
     ways = (document["dense"], document["sparse"])
     rows = [
         ["time to first token", *(f"{each['first_token_seconds']:.3f} s" for each in ways)],
         ["warm-up before it", *(f"{each['warm_up_seconds']:.3f} s" for each in ways)],
-        ["blocks kept", "100%", "not measured" if document["density"] is None else f"{document['density']:.1%}"],
+        ["blocks kept", "100%", f"{document['density']:.1%}"],
     ]
-    output.table(["", "dense", "FlexPrefill"], rows)
+    output.table(["", "dense", "sparse"], rows)
     output.line()
     ratio = ways[0]["first_token_seconds"] / ways[1]["first_token_seconds"]
     output.line(
-        f"First token {ratio:.2f} times as fast. Largest change of a logit {document['largest_logit_change']:.3g}, "
-        f"of logits up to {document['largest_logit']:.3g}."
+        f"First token {ratio:.2f} times as fast. Largest change of a logit: {document['largest_logit_change']:.3g}; largest "
+        f"logit: {document['largest_logit']:.3g}."
     )
     if dense is not None:
         output.line(f"{dense[1]}")
     output.line()
     same, number = document["same_tokens"], max(len(each["tokens"]) for each in ways)
-    output.line(f"dense        {ways[0]['text']!r}")
-    output.line(f"FlexPrefill  {ways[1]['text']!r}")
-    output.line("All new tokens are the same." if same == number else f"The first {same} of {number} new tokens are the same.")
+    output.line(f"dense   {ways[0]['text']!r}")
+    output.line(f"sparse  {ways[1]['text']!r}")
+    output.line("All new tokens are equal." if same == number else f"The first {same} of {number} new tokens are equal.")

@@ -1,4 +1,4 @@
-"""``flexmask inspect``: what FlexPrefill does to a model on a prompt, as one page with pictures."""
+"""``flexmask inspect``: what sparse prefill keeps of one prompt, as one page with pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ import typer
 
 from flexmask.commands.errors import needs, option_errors, usage_error
 from flexmask.commands.loading import load_model, read_text, remark_if_short, token_ids
-from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Model, Prompt, Selection, Set, Settings, settings_from
+from flexmask.commands.options import (
+    DenseBelow,
+    Device,
+    DType,
+    Gamma,
+    Method,
+    MinBudget,
+    Model,
+    Option,
+    Prompt,
+    Settings,
+    settings_from,
+)
 from flexmask.commands.output import Json, Output
 
 
@@ -20,35 +32,31 @@ def inspect(
         Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for report.html, the PNGs and inspection.json.")
     ],
     layers: Annotated[
-        str | None, typer.Option(help="Layers to show masks of, as in 0,5-7. Default: telling heads of all.")
+        str | None, typer.Option(help="Layers whose masks are shown, as in 0,5-7. Default: a few heads of all layers.")
     ] = None,
-    heads: Annotated[
-        str | None, typer.Option(help="Heads to show in each of --layers, as in 0,3. Default: telling ones.")
-    ] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads to show in each of --layers, as in 0,3. Default: a few.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Cut the prompt to this many tokens.")] = None,
     device: Device = None,
     dtype: DType = None,
+    method: Method = None,
     gamma: Gamma = None,
-    selection: Selection = None,
+    min_budget: MinBudget = None,
     dense_below: DenseBelow = None,
     settings: Settings = None,
-    overrides: Set = None,
+    option: Option = None,
     as_json: Json = False,
 ) -> None:
-    """Write a report on one prompt: what every head keeps.
+    """Write a report on one prompt.
 
-    Density, patterns, distances and coverage of every head, time by stage, masks. The report is one HTML page that loads nothing
-    from elsewhere. For a few heads it shows the mask over their true attention.
-    A prompt shorter than dense_below (16,384 tokens) runs dense: --dense-below 0 makes it sparse.
+    Density, patterns, distances and coverage of every head, attention held by position, time by stage. The report is one HTML
+    page that loads nothing from elsewhere. For a few heads it shows the mask over their true attention.
     """
     output = Output(as_json)
     try:
         import matplotlib  # noqa: F401  # only to see that it is there
     except ImportError as error:
         raise needs("matplotlib", "plot") from error
-    chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
-    if chosen is not None and chosen.method != "flexprefill":
-        usage_error(f"only FlexPrefill is inspected; got the method {chosen.method!r}", "--set")
+    chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
     shown = {"layers": _numbers(layers, "--layers"), "heads": _numbers(heads, "--heads")}
     if shown["heads"] is not None and shown["layers"] is None:
         usage_error("must come with --layers", "--heads")
@@ -59,10 +67,10 @@ def inspect(
     ids = token_ids(tokenizer, text, tokens)
     remark_if_short(output, loaded, chosen, ids.shape[1])
 
-    from flexmask.integrations.inspection import inspect_prefill
+    from flexmask.integrations.inspect import inspect_prefill
     from flexmask.report.write import write_report
 
-    options: dict[str, Any] = shown if chosen is None else {**shown, "config": chosen}
+    options: dict[str, Any] = shown if chosen is None else {**shown, "settings": chosen}
     with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors("--layers", "--heads"):
         found = inspect_prefill(loaded, ids, progress=advance, **options)
     with output.progress("drawing"):
@@ -72,15 +80,20 @@ def inspect(
     output.line(f"forward pass {found.times.total:.3g} s: {stages}")
     for head in found.heads:
         output.line(f"layer {head.layer}, head {head.head} ({head.why}): {head.attention_kept:.1%} of its attention kept")
+    if found.held:
+        quarters = ", ".join(f"{share:.1%}" for share in found.held_by_quarter)
+        output.line(f"attention held by quarter of the prompt, mean over layers and heads: {quarters}")
+    if found.warning is not None:
+        output.line(f"warning: {found.warning}")
     if not found.heads:
         which = "every layer" if layers is None else f"every layer of {layers}"
-        output.remark(f"{which} ran dense, so that there are no masks to show")
+        output.remark(f"{which} ran dense: there are no masks to show")
     output.line(f"report: {page}")
     output.result({"report": str(page), **found.to_dict()})
 
 
 def _numbers(text: str | None, option: str) -> list[int] | None:
-    """The numbers of a list like ``0,5-7``."""
+    """The numbers in a list such as ``0,5-7``."""
     if text is None:
         return None
     found: list[int] = []

@@ -16,28 +16,30 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from flexmask.integrations.settings import PrefillSettings
+    from flexmask.integrations.huggingface import PrefillSettings
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def load_config(model: str) -> Any:
-    """The config of a model, without its weights."""
+def load_config(model: str, option: str = "--model") -> Any:
+    """The config of a model, without its weights; errors name `option`."""
     model = _expanded(model)
-    auto, local = _transformers(), _local(model)
+    auto, local = _transformers(), _local(model, option)
     try:
         return auto.AutoConfig.from_pretrained(model, local_files_only=local)
     except Exception as error:  # of whatever reads the file
         raise _not_a_model(model, error) from error
 
 
-def load_model(model: str, output: Output, device: str | None = None, dtype: str | None = None) -> tuple[PreTrainedModel, Any]:
+def load_model(
+    model: str, output: Output, device: str | None = None, dtype: str | None = None, option: str = "--model"
+) -> tuple[PreTrainedModel, Any]:
     """A decoder and its tokenizer, from a folder (without network) or by name; with the attention that it has by default.
 
-    `device` and `dtype` are those of the options `Device` and `DType`.
+    `device` and `dtype` are those of the options `Device` and `DType`; errors name `option`.
     """
     model = _expanded(model)
-    auto, local = _transformers(), _local(model)
+    auto, local = _transformers(), _local(model, option)
     chosen = chosen_device(device)
     kind = chosen_dtype(dtype, chosen)
     placed = {"device_map": "auto"} if chosen == "auto" else {}
@@ -52,12 +54,12 @@ def load_model(model: str, output: Output, device: str | None = None, dtype: str
 
 
 def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSettings | None, tokens: int) -> None:
-    """Say, before the wait, that a prompt is so short that it runs dense; without `settings` by the model's own."""
-    from flexmask.integrations.blocks import model_settings
+    """Remark, before the wait, that a short prompt runs dense; without `settings` by the model's own."""
+    from flexmask.integrations.huggingface.session import model_settings
 
-    dense_below = (settings or model_settings(model, None, None, {})).break_even
+    dense_below = (settings or model_settings(model)).run_options.policy.dense_below
     if tokens < dense_below:
-        output.remark(f"{tokens:,} tokens < dense_below {dense_below:,}: all of it runs dense. --dense-below 0 makes it sparse.")
+        output.remark(f"{tokens:,} tokens < dense_below {dense_below:,}: the prompt runs dense. --dense-below 0 makes it sparse.")
 
 
 def chosen_device(device: str | None) -> str:
@@ -114,28 +116,28 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise needs("transformers", "hf") from error
-    # a bar of its own for the weights; the warning about long texts is not for us, who do not train
+    # no second progress bar, and no warnings about long texts
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
 
 def _expanded(model: str) -> str:
-    """The home folder for ~, which a shell leaves in --model=~/folder."""
+    """The home folder in place of ~, which a shell leaves in --model=~/folder."""
     return os.path.expanduser(model)
 
 
-def _local(model: str) -> bool:
-    """True for a folder, where no network is asked; what looks like a path must be one."""
+def _local(model: str, option: str) -> bool:
+    """True for a folder, which is read without network; what looks like a path must be one."""
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            usage_error(f"{model} is not a model: it has no config.json", "--model")
+            usage_error(f"{model} is not a model: it has no config.json", option)
         return True
     # a name on the hub is one word, or owner/name; a folder that is there owns no models
     in_a_folder = "/" in model and path.parent.is_dir()
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
-        usage_error(f"no folder {model}", "--model")
+        usage_error(f"no folder {model}", option)
     return False
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands share: FlexPrefill's settings, and where to load a model."""
+"""Options that several commands share: the model, the method and its options."""
 
 from __future__ import annotations
 
@@ -11,32 +11,44 @@ import typer
 from flexmask.commands.errors import option_errors, usage_error
 
 if TYPE_CHECKING:
-    from flexmask.integrations.settings import PrefillSettings
+    from flexmask.integrations.huggingface import PrefillSettings
 
 Model = Annotated[
     str, typer.Option("--model", "-m", metavar="PATH", help="Folder of a transformers model, or its name on the hub.")
 ]
-Device = Annotated[str | None, typer.Option(help="As torch names it, or 'auto' for device_map='auto'. Default: cuda, else cpu.")]
+Device = Annotated[str | None, typer.Option(help="A torch device, or 'auto' for device_map='auto'. Default: cuda, else cpu.")]
 DType = Annotated[str | None, typer.Option(help="float32, bfloat16, float16. Default: float32 on a CPU, else bfloat16.")]
 Prompt = Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")]
 
-Gamma = Annotated[float | None, typer.Option(help="Share of the attention mass that the kept blocks hold, in (0, 1].")]
-Selection = Annotated[str | None, typer.Option(help="coverage, hybrid or reference.")]
-DenseBelow = Annotated[int | None, typer.Option(help="Tokens: shorter prompts run dense. 0 never does.")]
-Settings = Annotated[Path | None, typer.Option(metavar="FILE", help="Settings as JSON, as 'flexmask tune' writes them.")]
-Set = Annotated[
+Method = Annotated[
+    str | None, typer.Option(help="How blocks are selected: hybrid (default), flexprefill (the paper's) or another method.")
+]
+Gamma = Annotated[float | None, typer.Option(help="In (0, 1]: higher keeps more blocks and loses less. Default of hybrid: 0.9.")]
+MinBudget = Annotated[
+    int | None, typer.Option("--min-budget", help="Tokens' worth of blocks that every query block keeps at least.")
+]
+Option = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, as in --set min_budget=512. Repeatable."),
+    typer.Option("--option", metavar="NAME=VALUE", help="Any other option or setting, as in --option block_size=64. Repeatable."),
+]
+DenseBelow = Annotated[int | None, typer.Option(help="Tokens: shorter prompts run dense. Default: 16384; 0: none does.")]
+Settings = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Settings as JSON, as 'flexmask tune' writes them; options override them.")
 ]
 
+# those with a flag of their own; errors about any other name go to --option
+_FLAGS = ("--method", "--gamma", "--min-budget", "--dense-below")
 
-def settings_from(settings: Path | None = None, overrides: list[str] | None = None, **options: Any) -> PrefillSettings | None:
-    """The settings that the options of a command name; None where they name none: then the model's own hold.
 
-    Options go before what the file `settings` holds. `options` that are None were not given.
+def settings_from(settings: Path | None = None, others: list[str] | None = None, **options: Any) -> PrefillSettings | None:
+    """The settings that a command's options name; None where they name none: then the model's own hold.
+
+    Options override those of the file `settings`. `options` that are None were not given, `others` are NAME=VALUE.
     """
-    chosen = {name: value for name, value in options.items() if value is not None} | parsed_overrides(overrides)
-    from flexmask.integrations.settings import PrefillSettings
+    chosen = given_options(others, **options)
+    if settings is None and not chosen:
+        return None
+    from flexmask.integrations.huggingface import PrefillSettings
 
     saved: dict[str, Any] = {}
     if settings is not None:
@@ -46,22 +58,32 @@ def settings_from(settings: Path | None = None, overrides: list[str] | None = No
             again = next((name for name in chosen if name in of_layer), None)
             if again is not None:
                 usage_error(f"{settings} sets {again} of layer {layer}, which one {again} cannot override", f"--{again}")
-    if settings is None and not chosen:
-        return None
-    with option_errors("--gamma", "--selection", "--dense-below", otherwise="--set" if overrides else "--settings"):
-        return PrefillSettings.from_dict({**saved, **chosen})
+    with option_errors(*_FLAGS, otherwise="--option" if others else "--settings"):
+        try:
+            return PrefillSettings.from_dict({**saved, **chosen})
+        except ValueError as error:
+            # without the source that the message begins with: the option takes its place
+            raise error.__cause__ or error from None
 
 
-def parsed_overrides(overrides: list[str] | None) -> dict[str, Any]:
-    """The settings of ``--set NAME=VALUE``; values are JSON, or words."""
-    return dict(map(_parsed, overrides or ()))
+def given_options(others: list[str] | None = None, **options: Any) -> dict[str, Any]:
+    """The options that were given: those that are not None, and NAME=VALUE pairs, whose values are JSON or words."""
+    found = {name: value for name, value in options.items() if value is not None}
+    for each in others or ():
+        name, given, value = (part.strip() for part in each.partition("="))
+        if not given or not name:
+            usage_error(f"must be NAME=VALUE; got {each!r}", "--option")
+        if name in found:
+            usage_error(f"{name} is given twice", "--option")
+        found[name] = _parsed(value)
+    return found
 
 
-def _parsed(override: str) -> tuple[str, Any]:
-    name, given, value = override.partition("=")
-    if not given or not name:
-        usage_error(f"must be NAME=VALUE; got {override!r}", "--set")
-    try:
-        return name.strip(), json.loads(value)
-    except json.JSONDecodeError:
-        return name.strip(), value.strip()
+def _parsed(value: str) -> Any:
+    """JSON, a number that JSON would write otherwise (.9), or a word."""
+    for parse in (json.loads, float):
+        try:
+            return parse(value)
+        except ValueError:
+            pass
+    return value

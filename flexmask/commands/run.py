@@ -1,4 +1,4 @@
-"""``flexmask run``: another program with "flexprefill" registered in it and in the Pythons that it starts."""
+"""``flexmask run``: another program with attn_implementation="flexmask" registered in it and in its children."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ from typing import Annotated
 import typer
 
 from flexmask.commands.errors import needs, usage_error
-from flexmask.commands.options import DenseBelow, Gamma, Selection, Set, Settings, settings_from
+from flexmask.commands.options import DenseBelow, Gamma, Method, MinBudget, Option, Settings, settings_from
 from flexmask.commands.output import Json, Output
 
 STARTUP = Path(__file__).resolve().parent / "startup"
 # read by startup/sitecustomize.py
 SETTINGS_VARIABLE, NAME_VARIABLE = "FLEXMASK_SETTINGS", "FLEXMASK_NAME"
-NAMES = ("flexprefill", "flex_attention")
+NAMES = ("flexmask", "flex_attention")
 
 
 def run(
     context: typer.Context,
     program: Annotated[
-        str | None, typer.Argument(metavar="MODULE", help="A module as of python -m, a .py file, or an installed Python command.")
+        str | None,
+        typer.Argument(metavar="MODULE", help="A module, as for python -m; a .py file; or an installed Python command."),
     ] = None,
     environment: Annotated[
-        bool, typer.Option("--environment", help="Start nothing; print the variables that would do it, for a shell's eval.")
+        bool, typer.Option("--environment", help="Start nothing; print the variables for a shell's eval.")
     ] = False,
     name: Annotated[
-        str, typer.Option("--as", help="flexprefill, or flex_attention for a program that takes only names it knows.")
+        str, typer.Option("--as", help="flexmask, or flex_attention for programs that accept known names only.")
     ] = NAMES[0],
+    method: Method = None,
     gamma: Gamma = None,
-    selection: Selection = None,
+    min_budget: MinBudget = None,
     dense_below: DenseBelow = None,
     settings: Settings = None,
-    overrides: Set = None,
+    option: Option = None,
     as_json: Json = False,
 ) -> None:
-    """Start another program with FlexPrefill registered.
+    """Start another program with sparse prefill registered.
 
-    It then knows attn_implementation="flexprefill". Options of FlexPrefill stand before MODULE; they go before what a model's
-    config.json holds. All words after MODULE are the program's own. Its exit code is the command's.
+    The program then accepts attn_implementation="flexmask". Options of flexmask stand before MODULE and override a model's
+    config.json. All words after MODULE are the program's own. Its exit code is the command's.
     """
-    chosen = settings_from(settings, overrides, gamma=gamma, selection=selection, dense_below=dense_below)
+    chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
     if name not in NAMES:
         usage_error(f"must be one of {', '.join(NAMES)}; got {name!r}", "--as")
     if find_spec("transformers") is None:
         raise needs("transformers", "hf")
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))}
     variables[NAME_VARIABLE] = name
-    # an empty value: settings of a surrounding `flexmask run` are not these
+    # empty without settings: those of a surrounding `flexmask run` must not apply
     variables[SETTINGS_VARIABLE] = "" if chosen is None else json.dumps(chosen.to_dict())
     if environment:
         output = Output(as_json)
@@ -64,7 +66,7 @@ def run(
         output.result(variables)
         return
     if program is None:
-        usage_error("name a module, a file or a command to start", "MODULE")
+        usage_error("must be a module, a file or a command to start", "MODULE")
     _start([sys.executable, *_arguments(program), *context.args], {**os.environ, **variables})
 
 
@@ -78,7 +80,7 @@ def _arguments(program: str) -> list[str]:
         return ["-m", program]
     entry = next(iter(metadata.entry_points(group="console_scripts", name=program)), None)
     if entry is None:
-        usage_error(f"no module {program} that python -m could run, and no installed command of that name", "MODULE")
+        usage_error(f"neither a module that python -m can run nor an installed command: {program}", "MODULE")
     called = f"{entry.module}:{entry.attr}".partition(":")[2]
     code = f"import sys; from {entry.module} import {called.partition('.')[0]}; sys.argv[0] = {program!r}; sys.exit({called}())"
     return ["-c", code]

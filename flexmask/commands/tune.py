@@ -1,4 +1,4 @@
-"""``flexmask tune``: a gamma for every head, from the user's own text."""
+"""``flexmask tune``: a gamma per head, from the user's own text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import typer
 
 from flexmask.commands.errors import option_errors, usage_error
 from flexmask.commands.loading import load_model, read_text, token_ids
-from flexmask.commands.options import DenseBelow, Device, DType, Model, Set, parsed_overrides
+from flexmask.commands.options import DenseBelow, Device, DType, Method, MinBudget, Model, Option, given_options
 from flexmask.commands.output import Json, Output
 
 if TYPE_CHECKING:
-    from flexmask.integrations.tune_result import TuneResult
+    from flexmask.integrations.huggingface import TuneResult
 
 
 def tune(
@@ -21,58 +21,59 @@ def tune(
     text: Annotated[
         list[str], typer.Option("--text", "-t", metavar="FILE", help="A prompt to tune on; '-' is stdin. Repeatable.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the settings go, as JSON.")],
-    density: Annotated[float | None, typer.Option(help="Target in (0, 1]: share of the visible blocks to keep.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Writes the settings here, as JSON.")],
+    density: Annotated[float | None, typer.Option(help="Target in (0, 1]: share of the blocks to keep.")] = None,
     error: Annotated[
-        float | None, typer.Option(help="Target >= 0 instead: relative squared error of a head's output, mean over heads.")
+        float | None, typer.Option(help="Target >= 0 instead: relative squared error of head outputs, mean over heads.")
     ] = None,
-    selection: Annotated[str, typer.Option(help="hybrid or coverage.")] = "hybrid",
     gradient: Annotated[
-        bool, typer.Option("--gradient", help="Weigh errors by the gradient of the text's loss: takes the memory of training.")
+        bool, typer.Option("--gradient", help="Weigh errors by the gradient of the text's loss; needs the memory of training.")
     ] = False,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Read only the first so many tokens of each text.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Cut each text to this many tokens.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on from the measurements next to --out, or start over.")
+        bool, typer.Option("--resume/--no-resume", help="Continue from the measurements next to --out, or start over.")
     ] = True,
     device: Device = None,
     dtype: DType = None,
+    method: Method = None,
+    min_budget: MinBudget = None,
     dense_below: DenseBelow = None,
-    overrides: Set = None,
+    option: Option = None,
     as_json: Json = False,
 ) -> None:
-    """Find a gamma for every head on your own text.
+    """Find a gamma per head on your own text.
 
-    The target is a density or an error. One dense prefill a text, with every head's output compared at every gamma. Measurements
-    are written after each layer to OUT.measured: an interrupted run goes on from there, and another target on the same texts
-    takes no new measurement.
+    The target is a density or an error. One dense prefill per text compares the output of every head at every gamma.
+    Measurements are saved after each layer to OUT.measured: an interrupted run continues from there, and another target on the
+    same texts needs no new measurement.
     """
     output = Output(as_json)
     if (density is None) == (error is None):
         usage_error("give one of --density and --error", "--density")
     if out.is_dir() or not out.parent.is_dir():
         usage_error(f"{out} is a folder" if out.is_dir() else f"no folder {out.parent}", "--out")
-    options = parsed_overrides(overrides) | ({} if dense_below is None else {"dense_below": dense_below})
+    options = given_options(option, method=method, min_budget=min_budget, dense_below=dense_below)
     texts = [read_text(path, "--text") for path in text]
     loaded, tokenizer = load_model(model, output, device, dtype)
-    from flexmask.integrations.tune import tune as run
+    from flexmask.integrations.huggingface import tune as run
 
     prompts = [token_ids(tokenizer, each, tokens) for each in texts]
     measured = out.with_name(out.name + ".measured")
     if out.is_file() and out.name == "config.json":
         usage_error("config.json is a model's; name another file", "--out")
     if not resume and measured.exists():
-        # until the new one is complete, in case of an option that is wrong
+        # kept until the new one is complete: an option may be wrong
         measured.replace(measured.with_name(measured.name + ".old"))
-    own = ("--density", "--error", "--selection", "--dense-below", "--resume")
+    own = ("--density", "--error", "--method", "--min-budget", "--dense-below", "--resume")
     try:
         with (
             output.progress(f"measuring {len(prompts)} texts") as advance,
-            option_errors(*own, otherwise="--set" if overrides else None, input_ids="--text"),
+            option_errors(*own, otherwise="--option" if option else None, input_ids="--text"),
         ):
-            how: dict[str, Any] = {"density": density, "error": error, "selection": selection, "gradient": gradient, **options}
+            how: dict[str, Any] = {"density": density, "error": error, "gradient": gradient, **options}
             result = run(loaded, prompts, **how, resume=measured, progress=advance)
     except KeyboardInterrupt:
-        output.remark(f"What was measured is in {measured}: the same command goes on from there.")
+        output.remark(f"Measurements so far are in {measured}: the same command continues from there.")
         raise
     result.settings.save(out)
     document: dict[str, Any] = {
@@ -99,12 +100,12 @@ def _document(result: TuneResult) -> dict[str, Any]:
 
 def _show(output: Output, document: dict[str, Any]) -> None:
     rows: list[list[Any]] = [
-        [f"gamma {each['gamma']:g} in every head", each["density"], each["error"]] for each in document["uniform"]
+        [f"gamma {each['gamma']:g} for all heads", each["density"], each["error"]] for each in document["uniform"]
     ]
-    rows.append(["tuned by head", document["density"], document["error"]])
+    rows.append(["gamma per head, tuned", document["density"], document["error"]])
     rows.sort(key=lambda row: -row[1])
-    what = "squared change of the loss that they cause" if document["gradient"] else "relative squared error of their output"
-    output.table(["settings", "density", "error"], rows, f"What the heads keep, and the {what}")
+    what = "squared change of the loss that heads cause" if document["gradient"] else "relative squared error of head outputs"
+    output.table(["settings", "density", "error"], rows, f"Density, and the {what}; means over heads")
     output.line()
     layers: dict[int, list[dict[str, Any]]] = {}
     for row in document["heads"]:
@@ -119,4 +120,4 @@ def _show(output: Output, document: dict[str, Any]) -> None:
     for layer, reason in document["dense_layers"].items():
         output.line(f"layer {layer} stays dense: {reason}")
     output.line()
-    output.line(f"{document['out']}: flexprefill(model, config={document['out']!r}), or --settings {document['out']}")
+    output.line(f"To use it: flexmask.sparse_prefill(model, settings={document['out']!r}), or --settings {document['out']}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from flexmask._torch import HAS_FLASH_BACKEND
+from flexmask._torch import HAS_CPU_KERNEL, HAS_FLASH_BACKEND, is_exporting
 from flexmask.base.inputs import AttentionInputs
 
 BACKENDS = ("auto", "triton", "flash")
@@ -35,10 +34,13 @@ def flash_available() -> bool:
     return _HAS_FLASH
 
 
-def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, return_lse: bool) -> str:
+def chosen_backend(
+    backend: str, inputs: AttentionInputs, block_size: int, return_lse: bool = False, is_dense: bool = False
+) -> str:
     """Resolve "auto" and refuse what a backend cannot do.
 
-    `return_lse`: the caller wants the log-sum-exp. Sinks need it too.
+    `return_lse`: the caller wants the log-sum-exp. Sinks need it too. `is_dense`: the call runs by SDPA, and the backend only has
+    to be one that would do.
 
     Returns
     -------
@@ -74,8 +76,10 @@ def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, retur
         reasons.append("it is not tested with softcap")
     if return_lse or inputs.sinks is not None:
         reasons.append("its log-sum-exp was not that of the kept scores when measured (off by up to 7.6, torch 2.11)")
-    if inputs.wants_gradients():
+    if inputs.needs_grad:
         reasons.append("its gradient is not tested; use torch.no_grad()")
+    if not is_dense:
+        _check_sparse(device, inputs.needs_grad, return_lse)
     if backend == "flash":
         if reasons:
             raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
@@ -99,16 +103,21 @@ def chosen_backend(backend: str, inputs: AttentionInputs, block_size: int, retur
     return "flash" if capability == _HOPPER and not reasons and flash_available() else "triton"
 
 
-def kernel_options(backend: str, block_size: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any] | None:
-    """Options of the kernel.
-
-    Triton's tiles must divide the block: blocks that its defaults do not divide get the largest power of two up to 64. Wide rows
-    (float32 with a head_dim over 64) get small tiles too, since queries, keys and values of all stages share 227 KiB.
-    """
-    if backend == "flash":
-        return {"BACKEND": "FLASH"}
-    row_bytes = head_dim * dtype.itemsize
-    if backend == "cpu" or (block_size % 128 == 0 and row_bytes <= 512):
-        return None
-    tile = min(64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, block_size & -block_size)
-    return {"BLOCK_M": tile, "BLOCK_N": tile} | ({"num_stages": 2} if row_bytes > 256 else {})
+def _check_sparse(device: str, needs_grad: bool, return_lse: bool) -> None:
+    """Refuse what no sparse call can do."""
+    if is_exporting():
+        raise NotImplementedError(
+            "torch.export cannot take sparse attention: an exported program may run flex_attention uncompiled, which ignores the "
+            "block lists. Use torch.compile, or make the call dense by dense_below"
+        )
+    if device != "cpu":
+        return
+    if needs_grad:
+        raise ValueError("query, key, value and sinks must not require gradients on a CPU; call under torch.no_grad()")
+    if return_lse:
+        raise NotImplementedError("return_lse is not there on CPUs: FlexAttention's CPU kernel has no log-sum-exp")
+    if not HAS_CPU_KERNEL:
+        raise NotImplementedError(
+            f"FlexAttention runs on CPUs from torch 2.6 on; got torch {torch.__version__}. "
+            "Use a newer torch or a GPU, or let the call run dense by dense_below"
+        )

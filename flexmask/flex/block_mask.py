@@ -11,37 +11,28 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import block_mask_from_lists, named
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.search_result import BlockLists
-from flexmask.flex.mask_mods import kept_mask_mod, visible_mask_mod
+from flexmask.base.selection import BlockLists, Selected
+from flexmask.flex.from_lists import block_mask_from_lists
+from flexmask.flex.mask_mods import kept_mask_mod, limited_mask_mod, named, visible_mask_mod
 
 
-def block_mask(
-    inputs: AttentionInputs, lists: BlockLists, keep: Tensor | None, block_size: int, name: str | None = None
-) -> BlockMask:
-    """The BlockMask of `lists` for a placed problem.
+def block_mask(inputs: AttentionInputs, selected: Selected) -> BlockMask:
+    """The BlockMask of kept blocks, for placed inputs, whose visibility the mask_mod applies inside partial blocks.
 
-    Parameters
-    ----------
-    inputs
-        Whose visibility the mask_mod applies inside partial blocks.
-    lists
-        Of (batch, num_heads or 1) heads.
-    keep
-        (batch, num_heads, num_q_blocks, num_kv_blocks) bool: the mask_mod holds the block choice too, so that ``to_dense()`` and
-        uncompiled flex_attention agree with the lists. None: it holds visibility alone, and the lists do the selection.
-    name
-        Title of the mask_mod. Default None: what it hides.
+    Where the inputs need gradients it has the lists by key block that the backward pass reads.
     """
-    visible = visible_mask_mod(inputs)
-    if keep is not None:
-        visible = kept_mask_mod(visible, keep, block_size)
-    mask_mod = visible if name is None else named(visible, name)
+    mask_mod, title = visible_mask_mod(inputs), selected.title
+    if selected.keep is not None:
+        mask_mod = kept_mask_mod(mask_mod, selected.keep, selected.block_size)
+    if selected.mask_mod is not None:
+        mask_mod = limited_mask_mod(mask_mod, selected.mask_mod, title or "own")
+    elif title is not None:
+        mask_mod = named(mask_mod, title)
     lengths = (inputs.query.shape[2], inputs.key.shape[2])
-    mask = block_mask_from_lists(lists, mask_mod, block_size, lengths)
+    mask = block_mask_from_lists(selected.lists, mask_mod, selected.block_size, lengths, inputs.needs_grad)
     if not torch.compiler.is_compiling():
-        parts = (lists, keep, block_size, name, lengths, inputs.window, inputs.attention_mask, inputs.offset)
+        parts = (selected, lengths, inputs.window, inputs.attention_mask, inputs.offset)
         # by a weak reference: a cycle would keep the memory of dropped masks until Python looks for cycles
         owner = weakref.ref(mask)
         mask.__reduce_ex__ = functools.partial(_pickled, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
@@ -50,7 +41,7 @@ def block_mask(
 
 
 def _is_as_made(mask: BlockMask, mask_mod: Any, parts: tuple[Any, ...]) -> bool:
-    return mask.mask_mod is mask_mod and all(getattr(mask, field) is tensor for field, tensor in parts[0]._asdict().items())
+    return mask.mask_mod is mask_mod and all(getattr(mask, field) is tensor for field, tensor in parts[0].lists._asdict().items())
 
 
 def _moved(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...], device: torch.device | str) -> BlockMask:
@@ -59,7 +50,8 @@ def _moved(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...],
     if mask is not None and not _is_as_made(mask, mask_mod, parts):
         return BlockMask.to(mask, device)
     rest: list[Any] = [part.to(device) if isinstance(part, Tensor) else part for part in parts[1:]]
-    return _unpickled(BlockLists(*(x.to(device) for x in parts[0])), *rest)
+    lists, keep = BlockLists(*(x.to(device) for x in parts[0].lists)), parts[0].keep
+    return _unpickled(parts[0]._replace(lists=lists, keep=None if keep is None else keep.to(device)), *rest)
 
 
 def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...], protocol: int) -> tuple[Any, ...]:
@@ -74,25 +66,9 @@ def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...
 
 
 def _unpickled(
-    lists: BlockLists,
-    keep: Tensor | None,
-    block_size: int,
-    name: str | None,
-    lengths: tuple[int, int],
-    window: int | None,
-    attention_mask: Tensor | None,
-    offset: Tensor | None,
+    selected: Selected, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
 ) -> BlockMask:
     """`block_mask` again, of what a pickled one is made of; of query and key it reads the lengths and the device alone."""
-    batch = lists.kv_indices.shape[0]
-    query, key = (lists.kv_indices.new_empty(()).expand(batch, 1, length, 1) for length in lengths)
-    inputs = AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset)
-    return block_mask(inputs, lists, keep, block_size, name)
-
-
-def with_gradients(mask: BlockMask) -> BlockMask:
-    """`mask` with the lists by key block that the backward pass reads, twice the memory."""
-    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
-    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    q_len, kv_len = mask.shape[-2:]
-    return block_mask_from_lists(lists, mask.mask_mod, mask.BLOCK_SIZE[0], (q_len, kv_len), with_gradients=True)
+    indices = selected.lists.kv_indices
+    query, key = (indices.new_empty(()).expand(indices.shape[0], 1, length, 1) for length in lengths)
+    return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset), selected)

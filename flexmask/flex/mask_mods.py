@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from flexmask._torch import captured, captured_number, named
+from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, RELEASE
 from flexmask.base.inputs import AttentionInputs
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def visible_mask_mod(inputs: AttentionInputs) -> MaskMod:
-    """The mask_mod of visibility, of a placed problem: causality from the row's position, padding and window."""
+    """The mask_mod of visibility, of placed inputs: causality from the row's position, padding and window."""
     window, token = inputs.window, inputs.attention_mask
     name = f"visible(window={window}, padded={token is not None}, shifted={inputs.offset is not None})"
     offset = None if inputs.offset is None else captured(inputs.offset)
@@ -32,6 +35,15 @@ def visible_mask_mod(inputs: AttentionInputs) -> MaskMod:
     return named(visible, name)
 
 
+def limited_mask_mod(visible: MaskMod, own: MaskMod, name: str) -> MaskMod:
+    """`visible`, limited to what a user's mask_mod of that name lets through."""
+
+    def limited(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return own(b, h, q_idx, kv_idx) & visible(b, h, q_idx, kv_idx)
+
+    return named(limited, f"{name} and {visible.__name__}")
+
+
 def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
     """`visible`, limited to kept blocks, so that the mask says the same with and without its block lists.
 
@@ -48,3 +60,47 @@ def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
         return own & visible(b, h, q_idx, kv_idx)
 
     return named(kept, f"kept and {visible.__name__}")
+
+
+def captured(tensor: Tensor) -> Tensor:
+    """`tensor` in the form in which a mask_mod may capture it: itself on accelerators, one that torch can compile on CPUs.
+
+    The template of FlexAttention's C++ kernel (2.8.0, 2.13.0) puts its own variables into the generated code by replacing text:
+    ``ks1`` by ``cur_qSplitSize``. That also makes ``ks12``, the symbolic size s12 of a captured tensor, ``cur_qSplitSize2``,
+    which nothing declares. Sizes marked as unbacked are called ``ku0`` and stay as they are; like symbolic ones they serve all
+    lengths with one compilation. A size of 1 is never symbolic.
+
+    In a surrounding compilation nothing can be marked, and symbolic sizes may still fail. What does fail there at any size is a
+    captured tensor that Inductor would compute in passing: the kernel needs it in memory, where as_strided puts it. Indexing
+    with a range keeps Inductor from taking a constant for what it is and leaving that step out.
+    """
+    if tensor.device.type != "cpu":
+        return tensor
+    if torch.compiler.is_compiling():
+        in_passing = tensor[torch.arange(tensor.shape[0], device=tensor.device)]
+        return in_passing.as_strided(in_passing.shape, in_passing.stride())
+    view = tensor.detach()
+    if CPU_TAKES_UNBACKED_SIZES:
+        for dim, size in enumerate(view.shape):
+            if size > 1:
+                torch._dynamo.decorators.mark_unbacked(view, dim)
+    return view
+
+
+def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
+    """`number` in the form in which a mask_mod may capture it: (batch,) int32, read at the batch index.
+
+    A Python int that changes between calls becomes symbolic. FlexAttention's FLASH backend (2.11) rejects symbolic scalars, and
+    the CPU's C++ template misnames them like the sizes in `captured`. Numbers beyond int32 are clamped.
+    """
+    return captured(torch.full((batch,), min(number, 2**31 - 1), dtype=torch.int32, device=device))
+
+
+def named(function: _Function, name: str) -> _Function:
+    """`function` with another ``__name__``; in a surrounding compilation only where torch can trace that.
+
+    2.8.0 can, 2.5.1 cannot, others were not tried.
+    """
+    if RELEASE >= (2, 8) or not torch.compiler.is_compiling():
+        function.__name__ = name
+    return function

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import block_mask_from_lists, captured, named
-from flexmask.base.inputs import HEAD_DIMS, AttentionInputs
-from flexmask.flex.block_mask import with_gradients
-from flexmask.flex.dense import dense_attention, has_fused_kernel, sdpa_serves
-from flexmask.flex.mask_mods import MaskMod
+from flexmask.base.checks import HEAD_DIMS
+from flexmask.base.inputs import AttentionInputs
+from flexmask.flex.dense import dense_attention, sdpa_serves
+from flexmask.flex.from_lists import block_mask_from_lists
+from flexmask.flex.mask_mods import MaskMod, captured, named
 from flexmask.flex.run import run_flex_attention
+from flexmask.flex.visible import has_fused_kernel
 from flexmask.plain.block_lists import block_lists
 
 _BLOCK = 128  # FlexAttention's default, which its tiles divide
@@ -41,7 +42,7 @@ class Segment(NamedTuple):
         return int(self.key.stop - self.key.start)
 
     def of(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The sequence as a problem of its own, as views of the pack's."""
+        """The sequence as a inputs of its own, as views of the pack's."""
         value = None if inputs.value is None else inputs.value[:, :, self.key]
         return inputs.with_fields(query=inputs.query[:, :, self.query], key=inputs.key[:, :, self.key], value=value)
 
@@ -95,9 +96,7 @@ def attention_in_one_call(
     aligned = inputs.with_fields(
         query=inputs.query.index_select(2, rows), key=inputs.key.index_select(2, keys), value=value.index_select(2, keys)
     )
-    mask = _mask(blocks, inputs.window)
-    if inputs.wants_gradients():
-        mask = with_gradients(mask)
+    mask = _mask(blocks, inputs.window, inputs.needs_grad)
     out, lse = run_flex_attention(aligned.with_fields(window=None), mask, kernel, return_lse)
     # a copy of the sequences' own rows, so that nobody keeps the rows that fill up their blocks
     lengths = [segment.q_len for segment in segments]
@@ -147,7 +146,7 @@ def _on_device(table: list[Any], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def _mask(blocks: _Blocks, window: int | None) -> BlockMask:
+def _mask(blocks: _Blocks, window: int | None, with_gradients: bool) -> BlockMask:
     """The mask of aligned sequences. Rows behind a sequence's last see what that one sees; nobody reads them."""
     within = torch.arange(_BLOCK, device=blocks.rows.device, dtype=torch.int32)
     position = blocks.rows[:, 2:3] + within
@@ -162,7 +161,7 @@ def _mask(blocks: _Blocks, window: int | None) -> BlockMask:
     full = (start >= first[:, -1:]) & (end <= last[:, :1])
     lists = block_lists(keep[None, None], full[None])
     lengths = (len(blocks.rows) * _BLOCK, len(blocks.keys) * _BLOCK)
-    return block_mask_from_lists(lists, _mask_mod(first.flatten(), last.flatten()), _BLOCK, lengths)
+    return block_mask_from_lists(lists, _mask_mod(first.flatten(), last.flatten()), _BLOCK, lengths, with_gradients)
 
 
 def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
@@ -184,7 +183,8 @@ def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: 
         return []
     waiting = iter(shared)
     calls = [list(itertools.islice(waiting, len(part))) for part in _calls([segments[number] for number in shared])]
-    fused = has_fused_kernel(inputs)
+    assert inputs.value is not None
+    fused = has_fused_kernel(inputs.query, inputs.key, inputs.value)
     return [call for call in calls if len(call) > 1 or not (fused and sdpa_serves(segments[call[0]].of(inputs), return_lse))]
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flexmask._torch import captured, runs_flex_attention_uncompiled, without_autocast
+from flexmask._torch import runs_flex_attention_uncompiled
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
 from flexmask.compilation import compiled
-from flexmask.flex.backend import kernel_options
+from flexmask.flex.mask_mods import captured
 from flexmask.flex.sinks import with_sink_block, with_sinks
 
 
@@ -30,12 +30,11 @@ def run_flex_attention(
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     assert value is not None
     scale, softcap = inputs.scale, inputs.softcap
-    on_cpu = backend == "cpu"
+    on_cpu, head_dim = backend == "cpu", query.shape[3]
+    options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim, query.dtype)
     if sinks is not None and on_cpu:
         key, value, block_mask = with_sink_block(key, value, block_mask)
         sinks = captured(sinks.float())
-    head_dim = query.shape[3]
-    options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim, query.dtype)
     shapes = (
         query.device.type,
         query.device.index,
@@ -53,8 +52,7 @@ def run_flex_attention(
     # As text, which is always a constant. A float becomes symbolic once another variant had another one (dynamo remembers values
     # by their place in the source), and score_mods cannot capture a symbolic float. Traced from outside it may already be one.
     limit = softcap if softcap is None or torch.compiler.is_compiling() else repr(float(softcap))
-    with without_autocast(query.device):
-        out, lse = run(query, key, value, block_mask, scale, limit, options, needs_lse, sinks if on_cpu else None)
+    out, lse = run(query, key, value, block_mask, scale, limit, options, needs_lse, sinks if on_cpu else None)
     if sinks is not None and lse is not None:
         out = with_sinks(out, lse, sinks)
     return out, lse if return_lse else None
@@ -97,3 +95,18 @@ def _flex_attention(
         out, lse = attend(return_lse=True, kernel_options=cast(Any, options))
         return out, lse
     return attend(kernel_options=cast(Any, options)), None
+
+
+def kernel_options(backend: str, block_size: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Options of the kernel.
+
+    Triton's tiles must divide the block: blocks that its defaults do not divide get the largest power of two up to 64. Wide rows
+    (float32 with a head_dim over 64) get small tiles too, since queries, keys and values of all stages share 227 KiB.
+    """
+    if backend == "flash":
+        return {"BACKEND": "FLASH"}
+    row_bytes = head_dim * dtype.itemsize
+    if backend == "cpu" or (block_size % 128 == 0 and row_bytes <= 512):
+        return None
+    tile = min(64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, block_size & -block_size)
+    return {"BLOCK_M": tile, "BLOCK_N": tile} | ({"num_stages": 2} if row_bytes > 256 else {})

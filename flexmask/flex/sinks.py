@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import block_mask_from_lists, captured_number
+from flexmask.flex.from_lists import block_mask_from_lists
+from flexmask.flex.mask_mods import captured_number
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.search_result import BlockLists
-from flexmask.kernels.last_rows import LastRowsLines
+from flexmask.base.blocks import BlockProblem
+from flexmask.base.selection import BlockLists
 from flexmask.kernels.pattern import Lines
-from flexmask.kernels.visibility import PackedEdges, row_edges, sees
+from flexmask.kernels.vertical_slash import RepresentativeMass
+from flexmask.kernels.visibility import row_edges, sees
 
 _TILE = 128
+# more blocks than there are: a floor of any size stays within int32
+MOST_BLOCKS = 2**30
+
+
+class Blocks(NamedTuple):
+    """Blocks that rows choose."""
+
+    # (batch, num_heads, num_q_blocks, num_kv_blocks) int8: nonzero where a block is kept; `gated`, bit 1 says so, and bit 0 that
+    # kept lines count there
+    codes: Tensor
+    active: Tensor | None = None  # (batch, num_heads) bool: the heads that choose blocks; None: all
+    gated: bool = False
 
 
 @triton.jit
 def _lists_kernel(
     kept,  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
-    active,  # (batch, num_heads) bool: heads that add blocks
-    chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, read in active heads if HAS_CHOSEN
+    active,  # (batch, num_heads) bool, read if HAS_ACTIVE: heads that add blocks, else all do
+    codes,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, read in active heads if HAS_CODES: see Blocks
     rows,  # edges, see PackedEdges
     keys,
     last_rows,  # (batch or 1, 1 + block_size) int32, from packed_rows, read if HAS_LAST_ROWS
@@ -35,7 +49,8 @@ def _lists_kernel(
     keys_stride_batch,
     kept_stride,
     last_rows_stride,  # between batch rows; 0 where all agree
-    nearest,  # key blocks that the query blocks of these rows keep, the nearest
+    nearest,  # key blocks that each query block keeps, read if HAS_LAST_ROWS
+    nearest_of_last,  # of the query blocks of these rows
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -44,7 +59,9 @@ def _lists_kernel(
     window,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_CHOSEN: tl.constexpr,
+    HAS_CODES: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr,
     HAS_LAST_ROWS: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     WRITE_KEEP: tl.constexpr,
@@ -63,16 +80,20 @@ def _lists_kernel(
     key_edges = keys + batch * keys_stride_batch
     vertical = kept + head * num_kv_blocks
     slash = vertical + kept_stride
-    adds_blocks = tl.load(active + head) != 0
+    adds_blocks = row >= 0
+    if HAS_ACTIVE:
+        adds_blocks = tl.load(active + head) != 0
     near_from = to
+    holds = row < 0
     if HAS_LAST_ROWS:
+        near_from = tl.minimum(first_diagonal - nearest + 1, to)
         row_list = last_rows + batch * last_rows_stride + 1
         # rows ascend: all that stand before the first need not look through them
         if (row + 1) * BLOCK_SIZE > tl.load(row_list):
             slot = tl.arange(0, PADDED_SIZE)
             own_slot = tl.load(row_list + slot, mask=slot < BLOCK_SIZE, other=-1) - row * BLOCK_SIZE
             holds = tl.sum(((own_slot >= 0) & (own_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
-            near_from = tl.where(holds, first_diagonal - nearest + 1, to).to(to.dtype)
+            near_from = tl.where(holds, tl.minimum(first_diagonal - nearest_of_last + 1, to), near_from)
 
     line = (head * num_q_blocks + row) * num_kv_blocks
     lane = tl.arange(0, TILE)
@@ -89,8 +110,11 @@ def _lists_kernel(
         on = tl.load(vertical + column, mask=exists, other=0) != 0
         on = on | (tl.load(slash + first_diagonal - column, mask=column <= first_diagonal, other=0) != 0)
         on = on | (tl.load(slash + last_diagonal - column, mask=column <= last_diagonal, other=0) != 0)
-        if adds_blocks & HAS_CHOSEN:
-            on = on | (tl.load(chosen + line + column, mask=exists, other=0) != 0)
+        if GATED:
+            code = tl.load(codes + line + column, mask=exists, other=0)
+            on = (on & (((code & 1) != 0) | holds)) | ((code & 2) != 0)
+        elif adds_blocks & HAS_CODES:
+            on = on | (tl.load(codes + line + column, mask=exists, other=0) != 0)
         if HAS_LAST_ROWS:
             on = on | (column >= near_from)
         on = on | (column == first_visible) | (column == first_diagonal) | (column == last_diagonal)
@@ -122,28 +146,19 @@ def _lists_kernel(
     tl.store(partial_count + head * num_q_blocks + row, num_partial)
 
 
-def block_lists(
-    lines: Lines | LastRowsLines,
-    blocks: Tensor | None,
-    edges: PackedEdges,
-    inputs: AttentionInputs,
-    block_size: int,
-    with_keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Counts and ascending indices of partial and of full blocks, entries past the count 0, and the map of kept blocks.
+def kept_blocks(
+    problem: BlockProblem,
+    lines: Lines,
+    blocks: Blocks | None,
+    last: RepresentativeMass | None = None,
+    nearest: tuple[int, int] = (0, 0),
+) -> tuple[BlockLists, Tensor | None]:
+    """Steps 4 and 5: the lists of the kept lines and `blocks` with the blocks kept always, and the map of kept blocks if wanted.
 
-    Parameters
-    ----------
-    lines
-        Key blocks and block diagonals to keep, and which heads add blocks; those of hybrid selection come with the query rows
-        whose blocks keep the nearest key blocks.
-    blocks
-        (batch, num_heads, num_q_blocks, num_kv_blocks) int8: the blocks that those heads add, or None.
-    edges
-        Which blocks see which.
-    with_keep
-        Whether to write the map of kept blocks too.
+    Every query block keeps its nearest blocks, the first number of `nearest`; those that hold rows of `last` the second number,
+    and all of their lines.
     """
+    inputs, edges, block_size, with_keep = problem.inputs, problem.edges, problem.block_size, problem.with_map
     kept, kv_len, window = lines.kept, inputs.key.shape[2], inputs.window
     batch, num_heads, num_kv_blocks = kept.shape[1:]
     num_q_blocks = edges.rows.shape[2]
@@ -152,11 +167,12 @@ def block_lists(
     partial_indices, full_indices = (kept.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
     keep = kept.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
     shared = edges.rows.shape[1] == 1
-    last_rows, nearest = (lines.rows, lines.nearest) if isinstance(lines, LastRowsLines) else (None, 0)
+    codes, active = (None, None) if blocks is None else (blocks.codes, blocks.active)
+    last_rows = None if last is None else last.packed
     _lists_kernel[(num_q_blocks, batch * num_heads)](
         kept,
-        lines.adds_blocks,
-        kept if blocks is None else blocks,
+        kept if active is None else active,
+        kept if codes is None else codes,
         edges.rows,
         edges.keys,
         edges.rows if last_rows is None else last_rows,
@@ -171,7 +187,7 @@ def block_lists(
         0 if shared else num_kv_blocks,
         batch * num_heads * num_kv_blocks,
         0 if last_rows is None or last_rows.shape[0] == 1 else 1 + block_size,
-        nearest,
+        *(min(blocks, MOST_BLOCKS) for blocks in nearest),
         num_heads,
         num_q_blocks,
         num_kv_blocks,
@@ -180,21 +196,13 @@ def block_lists(
         kv_len if window is None else window,
         BLOCK_SIZE=block_size,
         HAS_WINDOW=window is not None,
-        HAS_CHOSEN=blocks is not None,
+        HAS_CODES=codes is not None,
+        GATED=blocks is not None and blocks.gated,
+        HAS_ACTIVE=active is not None,
         HAS_LAST_ROWS=last_rows is not None,
         PADDED_SIZE=triton.next_power_of_2(block_size),
         WRITE_KEEP=keep is not None,
         TILE=_TILE,
         num_warps=1,
     )
-    return partial_count, partial_indices, full_count, full_indices, keep
-
-
-def density(lists: BlockLists, visible: Tensor) -> Tensor:
-    """Kept blocks as a share of the visible ones, (batch, num_heads) float32; `visible` is (batch, num_q_blocks, num_kv_blocks).
-
-    Counted row by row: a sum over a whole map at once is one program a head (Inductor 2.11), which took 9 ms for 32 heads at 128k
-    tokens on an H200.
-    """
-    kept = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum(-1)
-    return kept.float() / visible.sum(-1).sum(-1).clamp(min=1)[:, None]
+    return BlockLists(partial_count, partial_indices, full_count, full_indices), keep

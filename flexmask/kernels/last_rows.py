@@ -1,100 +1,95 @@
-"""Triton kernel for the lines that hybrid selection keeps of the representative rows: the twin of `last_rows_lines`."""
+"""Triton kernels for the lines that hybrid selection keeps of the representative rows: the twin of `last_rows_lines`."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base import hybrid_rule
-from flexmask.config import FlexPrefillConfig
-
-_TILE = 32
-# more blocks than there are: a floor of any size stays within int32
-_MOST_BLOCKS = 2**30
-
-
-class LastRowsLines(NamedTuple):
-    """The lines of each head."""
-
-    adds_blocks: Tensor  # (batch, num_heads) bool, True
-    kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
-    rows: Tensor  # (batch or 1, 1 + block_size) int32: the representative rows, from packed_rows
-    nearest: int  # key blocks that the query blocks of these rows keep, the nearest
+from flexmask.base.blocks import BlockProblem
+from flexmask.kernels.block_lists import MOST_BLOCKS
+from flexmask.kernels.pattern import Lines
+from flexmask.kernels.vertical_slash import (
+    LINES_PER_PROGRAM,
+    RepresentativeMass,
+    diagonal_sums,
+    key_block_shares,
+    load_rows,
+)
 
 
 @triton.jit
-def _last_rows_kernel(
-    lines,  # (2, batch, num_heads, num_kv_blocks) float32: the largest share by key block, and S; -1: no candidate
-    gamma,  # (num_heads,) float64
-    kept,  # (2, batch, num_heads, num_kv_blocks) int8
-    adds_blocks,  # (batch, num_heads) bool
-    lines_stride,  # between the families
+def _line_kernel(
+    sums,
+    base,
+    factor,
+    rows,  # (batch or 1, 1 + block_size) int32, from packed_rows
+    candidates,  # (batch or 1, num_kv_blocks) int32: key blocks, or block diagonals
+    thresholds,  # (batch or 1, num_heads) float64
+    kept,  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals; the first are read where OF_DIAGONALS
+    rows_stride,
+    candidates_stride_batch,
+    thresholds_stride_batch,
+    kept_stride,
     num_heads,
     num_kv_blocks,
-    floor,
-    KEY_BLOCK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
+    near,
+    OF_DIAGONALS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
-    row = head * num_kv_blocks
+    batch = tl.program_id(1) // num_heads
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = line < num_kv_blocks
-    dropped = 1.0 - tl.load(gamma + head % num_heads)
-    # the same from every program of a head
-    tl.store(adds_blocks + head, True)
-
-    # places in descending order, equal ones by lower index; NaN counts as 0, and drops nothing below
-    largest = tl.load(lines + row + line, mask=inside, other=-1.0)
-    own = tl.where(largest == largest, largest, 0.0)
-    rank = tl.zeros([TILE], tl.int32)
-    for start in range(0, num_kv_blocks, TILE):
-        rival = start + tl.arange(0, TILE)
-        value = tl.load(lines + row + rival, mask=rival < num_kv_blocks, other=-1.0)
-        value = tl.where(value == value, value, 0.0)
-        equal_before = (value[None, :] == own[:, None]) & (rival[None, :] < line[:, None])
-        rank += tl.sum(((value[None, :] > own[:, None]) | equal_before).to(tl.int32), 1)
-    keep = ((largest < (KEY_BLOCK * dropped).to(tl.float32)) == 0) | (rank < floor)
-    tl.store(kept + row + line, (keep & (largest != -1.0)).to(tl.int8), mask=inside)
-
-    mean = tl.load(lines + lines_stride + row + line, mask=inside, other=-1.0)
-    keep = ((mean < (DIAGONAL * dropped).to(tl.float32)) == 0) | (line < floor)
-    tl.store(kept + lines_stride + row + line, (keep & (mean != -1.0)).to(tl.int8), mask=inside)
+    least = tl.load(thresholds + batch * thresholds_stride_batch + head % num_heads).to(tl.float32)
+    row_base, row_factor, own, num_rows = load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE, PADDED_SIZE)
+    if OF_DIAGONALS:
+        total = diagonal_sums(
+            sums, kept, row_base, row_factor, own, head, line[:, None], near, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
+            LEAVES_OUT=True,
+        )  # fmt: skip
+        share = total / num_rows
+    else:
+        shares = key_block_shares(sums, row_base, row_factor, head, line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
+        # NaN must not be lost in a maximum
+        share = tl.where(tl.sum((shares != shares).to(tl.int32), 1) > 0, float("nan"), tl.max(shares, 1))
+    mask = line < num_kv_blocks
+    candidate = tl.load(candidates + batch * candidates_stride_batch + line, mask=mask, other=0) != 0
+    ptrs = kept + head * num_kv_blocks + line
+    if OF_DIAGONALS:
+        ptrs += kept_stride
+    # NaN drops nothing
+    tl.store(ptrs, (((share < least) == 0) & candidate).to(tl.int8), mask=mask)
 
 
-def last_rows_lines(lines: Tensor, rows: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> LastRowsLines:
-    """Key blocks and block diagonals that the representative rows keep; every head adds blocks of its own rows.
-
-    Parameters
-    ----------
-    lines
-        (2, batch, num_heads, num_kv_blocks) float32: by key block the most that one row gives to it, by block diagonal S; -1
-        where no row sees a line.
-    rows
-        (batch or 1, 1 + block_size) int32, from `packed_rows`: handed on.
-    gamma
-        (num_heads,) float64.
-    config
-        The floor, half of which each family takes, and a multiple the query blocks of the rows.
-    """
-    _, batch, num_heads, blocks = lines.shape
-    adds_blocks = lines.new_empty((batch, num_heads), dtype=torch.bool)
-    kept = lines.new_empty(lines.shape, dtype=torch.int8)
-    _last_rows_kernel[(triton.cdiv(blocks, _TILE), batch * num_heads)](
-        lines,
-        gamma,
-        kept,
-        adds_blocks,
-        batch * num_heads * blocks,
-        num_heads,
-        blocks,
-        config.half_of_min_blocks,
-        KEY_BLOCK=hybrid_rule.KEY_BLOCK,
-        DIAGONAL=hybrid_rule.DIAGONAL,
-        TILE=_TILE,
-    )
-    return LastRowsLines(adds_blocks, kept, rows, min(hybrid_rule.NEAREST * config.min_blocks, _MOST_BLOCKS))
+def last_rows_lines(
+    problem: BlockProblem, last: RepresentativeMass, of_key_block: Tensor, of_diagonal: Tensor, near: int
+) -> Lines:
+    """Key blocks and block diagonals that the representative rows keep, as `flexmask.plain.last_rows.last_rows_lines`."""
+    batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
+    candidates = problem.edges.candidates
+    kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
+    for family, thresholds in enumerate((of_key_block, of_diagonal)):
+        _line_kernel[(triton.cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
+            last.sums.blocks,
+            last.norms.base,
+            last.norms.factor,
+            last.packed,
+            candidates[family],
+            thresholds,
+            kept,
+            1 + block_size if last.packed.shape[0] > 1 else 0,
+            blocks if candidates.shape[1] > 1 else 0,
+            num_heads if thresholds.shape[0] > 1 else 0,
+            batch * num_heads * blocks,
+            num_heads,
+            blocks,
+            min(near, MOST_BLOCKS),
+            OF_DIAGONALS=family == 1,
+            BLOCK_SIZE=block_size,
+            PADDED_SIZE=triton.next_power_of_2(block_size),
+            TILE=LINES_PER_PROGRAM,
+        )
+    return Lines(kept, kept.sum(-1))

@@ -13,24 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs
-from flexmask.config import FlexPrefillConfig
+from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.scores import soft_capped
 from flexmask.kernels.top_p import keep_top_p
+from flexmask.kernels.vertical_slash import RepresentativeMass, line_mass
 
 
 class Lines(NamedTuple):
-    """The decisions of each head."""
+    """The lines that each head keeps."""
 
-    is_query_aware: Tensor  # (batch, num_heads) bool
-    distance: Tensor  # (batch, num_heads) float32
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
     number: Tensor  # (2, batch, num_heads) int64: how many of either
 
-    @property
-    def adds_blocks(self) -> Tensor:
-        """The heads that keep blocks of their own too, (batch, num_heads) bool."""
-        return self.is_query_aware
+
+class Pattern(NamedTuple):
+    """The kind of each head, and its lines."""
+
+    is_query_aware: Tensor  # (batch, num_heads) bool
+    distance: Tensor  # (batch, num_heads) float32
+    lines: Lines
 
 
 @triton.jit
@@ -85,12 +86,13 @@ def _estimate_kernel(
     tl.store(estimate + head * num_kv_blocks + block, score, mask=block < num_kv_blocks)
 
 
-def estimated_scores(inputs: AttentionInputs, key_means: Tensor, rows: Tensor, last_valid_key: Tensor, block_size: int) -> Tensor:
+def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> Tensor:
     """Unscaled scores of the mean representative row with the mean of each key block, (batch, num_heads, num_kv_blocks) float32.
 
-    -inf for key blocks of which no representative row sees anything. `last_valid_key` is (batch or 1, num_kv_blocks) int32 as in
-    `BlockEdges`; `key_means` is (batch, num_kv_heads, num_kv_blocks, head_dim) float32; `rows` as in `block_sums`.
+    -inf for key blocks of which no representative row sees anything. `key_means` is (batch, num_kv_heads, num_kv_blocks,
+    head_dim) float32; `rows` as in `block_sums`.
     """
+    inputs, block_size, last_valid_key = problem.inputs, problem.block_size, problem.edges.last_valid_key
     query, kv_len, window = inputs.query, inputs.key.shape[2], inputs.window
     batch, num_heads, _, head_dim = query.shape
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
@@ -209,40 +211,26 @@ def _pattern_kernel(
 
 
 def pattern_and_lines(
-    estimate: Tensor,
-    vertical: Tensor,
-    rows: Tensor,
-    key_count: Tensor,
-    lines: Tensor,
-    gamma: Tensor,
-    tau: Tensor,
-    config: FlexPrefillConfig,
-    inputs: AttentionInputs,
-) -> Lines:
-    """Decide each head's pattern and keep its lines; a query-aware head keeps the floor of lines alone.
+    problem: BlockProblem,
+    pattern: RepresentativeMass,
+    index: RepresentativeMass,
+    key_means: Tensor,
+    shares: tuple[Tensor, Tensor | float],
+    budget: tuple[int, int | None],
+) -> Pattern:
+    """Steps 2 and 3a in one launch: each head's kind, and the lines it keeps; a query-aware head keeps the floor only.
 
-    Nine arguments: this is two steps in one launch, with the inputs of both.
-
-    Parameters
-    ----------
-    estimate
-        (batch, num_heads, num_kv_blocks) float32, from `estimated_scores` of the pattern rows.
-    vertical
-        (batch, num_heads, num_kv_blocks) float32: V of the pattern rows.
-    rows
-        (batch or 1, 1 + block_size) int32: the pattern rows, from `packed_rows`.
-    key_count
-        (batch or 1, num_kv_blocks) int32: valid keys.
-    lines
-        (2, batch, num_heads, num_kv_blocks) float32: V and S of the index rows, -1 where no row sees a line.
-    gamma, tau
-        (num_heads,) and 0-d float64.
-    config, inputs
-        Floor and cap of either family, in lines; scale and soft cap.
+    The arguments are those of `flexmask.plain.pattern.pattern_and_lines`.
     """
+    (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
+    block_size, rows, key_count = problem.block_size, pattern.packed, edges.key_count
+    lines = line_mass(index.sums, index.norms, index.packed, edges.candidates)
+    vertical = lines[0]
+    if pattern is not index:
+        vertical = line_mass(pattern.sums, pattern.norms, pattern.packed, edges.candidates)[0]
+    estimate = estimated_scores(problem, key_means, rows)
     _, batch, num_heads, blocks = lines.shape
     heads = batch * num_heads
-    block_size = config.block_size
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)
     distance = lines.new_empty((batch, num_heads))
     kept = lines.new_empty(lines.shape, dtype=torch.int8)
@@ -254,7 +242,7 @@ def pattern_and_lines(
         key_count,
         lines,
         gamma,
-        tau,
+        tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]),
         is_query_aware,
         distance,
         kept,
@@ -264,8 +252,8 @@ def pattern_and_lines(
         heads,
         num_heads,
         blocks,
-        blocks + 1 if config.max_blocks is None else config.max_blocks,
-        config.min_blocks,
+        blocks + 1 if cap is None else cap,
+        floor,
         inputs.scale,
         1.0 if inputs.softcap is None else inputs.softcap,
         HAS_SOFTCAP=inputs.softcap is not None,
@@ -274,4 +262,4 @@ def pattern_and_lines(
         TILE=64,
         num_warps=8,
     )
-    return Lines(is_query_aware, distance, kept, count)
+    return Pattern(is_query_aware, distance, Lines(kept, count))

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.visibility import num_blocks
 
 # bits of a float32 that the dtype holds as well
@@ -92,6 +93,12 @@ def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_si
     means = x.new_empty((batch, heads, num_blocks(length, block_size), head_dim), dtype=torch.float32)
     _launch(x, valid, wanted, means, None, block_size)
     return means
+
+
+def key_means(problem: BlockProblem) -> Tensor:
+    """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 where it has none."""
+    tokens = problem.tokens
+    return block_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, None, problem.block_size)
 
 
 def split_means(x: Tensor, valid: Tensor | None, block_size: int) -> tuple[Tensor, Tensor]:

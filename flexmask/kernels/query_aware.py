@@ -7,7 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
+from flexmask.kernels.block_lists import Blocks
+from flexmask.kernels.pooling import block_means
+from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
 from flexmask.kernels.scores import soft_capped
 from flexmask.kernels.visibility import PackedEdges, row_edges, sees
 
@@ -187,3 +191,19 @@ def pooled_map(
         num_stages=2 if padded_dim <= 128 else 1,
     )
     return values
+
+
+def query_aware_blocks(
+    problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
+) -> Blocks:
+    """Step 3b: the blocks that query-aware heads keep of their pooled map; those of other heads stay unwritten."""
+    inputs, tokens, edges, size = problem.inputs, problem.tokens, problem.edges, problem.block_size
+    query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, is_query_aware, size)
+    values = pooled_map(query_means, key_means, is_query_aware, edges, inputs, size)
+    if rule == "per_query":
+        return Blocks(top_p_rows(values, is_query_aware, edges, gamma, max_blocks, size), is_query_aware)
+    blocks = top_p_map(values, is_query_aware, edges, gamma, size)
+    if max_blocks is not None:
+        within = torch.where(blocks != 0, values, -1.0)
+        blocks = top_p_rows(within, is_query_aware, edges, torch.ones_like(gamma), max_blocks, size)
+    return Blocks(blocks, is_query_aware)

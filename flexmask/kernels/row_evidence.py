@@ -2,23 +2,21 @@
 
 A program takes a few neighbouring query blocks and the query heads of one key head, so that they share the key means. It goes
 over the means twice, for the softmax of its rows and for their sums over the rows of a block, and writes the decision alone.
-
-Over 300 lines: one kernel and its launch. Apart from each other, the meaning of an argument and its value would be in two files.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base import hybrid_rule
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.visibility import Tokens
-from flexmask.config import FlexPrefillConfig
+from flexmask.base.blocks import BlockProblem
+from flexmask.kernels.block_lists import Blocks
+from flexmask.kernels.pooling import split_means
 from flexmask.kernels.scores import soft_capped
-from flexmask.kernels.visibility import PackedEdges
 
 # query rows of a program and their bytes, which must fit into the shared memory of consumer GPUs next to the key means
 _ROWS = 64
@@ -70,8 +68,8 @@ def _evidence_kernel(
     row_valid,  # (batch, q_len) int8, read if PADDED
     rows,  # edges, see PackedEdges
     keys,
-    gamma,  # (num_heads,) float64, read unless MEASURE
-    chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, written unless MEASURE
+    thresholds,  # (batch or 1, num_heads, num_q_blocks) float64, read unless MEASURE
+    codes,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, written unless MEASURE: see Blocks
     keep,  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool, read if MEASURE
     held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: mean attention that the kept blocks hold; NaN: no rows
     query_stride_batch,
@@ -82,6 +80,7 @@ def _evidence_kernel(
     keys_stride,
     rows_stride_batch,  # 0 where all agree
     keys_stride_batch,
+    thresholds_stride_batch,
     num_kv_heads,
     q_len,
     num_q_blocks,
@@ -89,6 +88,7 @@ def _evidence_kernel(
     max_distance,
     scale,
     softcap,
+    of_lines,  # share of its threshold from which on a query block takes lines
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -98,7 +98,6 @@ def _evidence_kernel(
     Q_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FACTOR: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_HALF: tl.constexpr,
     HAS_TF32: tl.constexpr,
@@ -170,12 +169,17 @@ def _evidence_kernel(
     factor = 1.0 / tl.where(total == 0, 1.0, total)
 
     in_kept = tl.zeros([LINES], tl.float32)
-    threshold = tl.zeros([LINES], tl.float32)
+    least_of_rows = tl.zeros([LINES], tl.float32)
+    least_of_lines = tl.zeros([LINES], tl.float32)
     if not MEASURE:
         # of the sum of squares, so that no root need be taken
         head = (key_head % num_kv_heads) * GROUPS + group_head
-        least = FACTOR * (1.0 - tl.load(gamma + head, mask=here, other=1.0))
-        threshold = (tl.maximum(number, 1).to(tl.float64) * least * least).to(tl.float32)
+        squares = tl.maximum(number, 1).to(tl.float64)
+        own = batch * thresholds_stride_batch + head * num_q_blocks + q_block
+        least = tl.load(thresholds + own, mask=here, other=0.0)
+        least_of_rows = (squares * least * least).to(tl.float32)
+        least *= tl.cast(of_lines, tl.float64)
+        least_of_lines = (squares * least * least).to(tl.float32)
     # the products once more: cheaper than to write the scores and read them back
     for start in range(begin, to, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
@@ -194,75 +198,56 @@ def _evidence_kernel(
         else:
             by_line = tl.sum(tl.reshape(p * p, (LINES, ROWS, COLUMNS)), 1)
             # NaN drops nothing
-            tl.store(chosen + entry, ((by_line < threshold[:, None]) == 0).to(tl.int8), mask=there)
+            takes_lines = ((by_line < least_of_lines[:, None]) == 0).to(tl.int8)
+            tl.store(codes + entry, takes_lines + 2 * ((by_line < least_of_rows[:, None]) == 0).to(tl.int8), mask=there)
     if MEASURE:
         mean = tl.where(number > 0, in_kept / tl.maximum(number, 1).to(tl.float32), float("nan"))
         tl.store(held + at, mean, mask=here)
 
 
-def row_blocks(
-    inputs: AttentionInputs,
-    means: tuple[Tensor, Tensor],
-    tokens: Tokens,
-    edges: PackedEdges,
-    gamma: Tensor,
-    config: FlexPrefillConfig,
-) -> Tensor:
-    """The key blocks whose row evidence reaches its threshold, for every query block.
+class RowEvidence(NamedTuple):
+    """The attention of the sampled rows to the means of the key blocks, of which the kernel writes decisions only."""
 
-    Parameters
-    ----------
-    inputs
-        The problem.
-    means
-        Key means, from `flexmask.kernels.pooling.split_means`.
-    tokens, edges
-        Which rows are tokens, and which blocks see which.
-    gamma
-        (num_heads,) float64.
-    config
-        Block size and row stride.
+    means: tuple[Tensor, Tensor]  # of the keys, from `split_means`
+    row_stride: int
 
-    Returns
-    -------
-    Tensor
-        (batch, num_heads, num_q_blocks, num_kv_blocks) int8; unwritten in each row past the key block in which the query block's
-        last row stands, and before a window; of no meaning where nothing is visible.
+
+def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
+    """The means that the sampled rows, every `row_stride`-th of a query block, are compared with."""
+    tokens = problem.tokens
+    return RowEvidence(
+        split_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, problem.block_size), row_stride
+    )
+
+
+def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float) -> Blocks:
+    """The key blocks whose evidence reaches the threshold of their query block, and those where it reaches `of_lines` times that.
+
+    The codes are unwritten in each row past the key block in which the query block's last row stands, and before a window, and of
+    no meaning where nothing is visible.
     """
-    batch, num_heads, _, _ = inputs.query.shape
-    chosen = means[0].new_empty((batch, num_heads, edges.rows.shape[2], means[0].shape[2]), dtype=torch.int8)
-    _launch(inputs, means, tokens, edges, config, gamma=gamma, chosen=chosen)
-    return chosen
+    batch, num_heads, _, _ = problem.inputs.query.shape
+    means = evidence.means[0]
+    codes = means.new_empty((batch, num_heads, problem.edges.rows.shape[2], means.shape[2]), dtype=torch.int8)
+    _launch(problem, evidence, of_lines, thresholds=thresholds, codes=codes)
+    return Blocks(codes, gated=True)
 
 
-def row_coverage(
-    inputs: AttentionInputs,
-    means: tuple[Tensor, Tensor],
-    tokens: Tokens,
-    edges: PackedEdges,
-    keep: Tensor,
-    config: FlexPrefillConfig,
-) -> Tensor:
-    """Attention of the rows asked to key means that `keep` holds, mean over the query blocks with rows, (batch, num_heads)."""
-    held = means[0].new_empty(keep.shape[:3], dtype=torch.float32)
-    _launch(inputs, means, tokens, edges, config, keep=keep, held=held)
+def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> Tensor:
+    """Evidence that the kept blocks hold, mean over the query blocks with rows, (batch, num_heads) float32."""
+    held = evidence.means[0].new_empty(keep.shape[:3], dtype=torch.float32)
+    _launch(problem, evidence, keep=keep, held=held)
     return held.nanmean(-1)
 
 
-def _launch(
-    inputs: AttentionInputs,
-    means: tuple[Tensor, Tensor],
-    tokens: Tokens,
-    edges: PackedEdges,
-    config: FlexPrefillConfig,
-    **written: Tensor,
-) -> None:
+def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0, **written: Tensor) -> None:
+    inputs, tokens, edges, means, block_size = problem.inputs, problem.tokens, problem.edges, evidence.means, problem.block_size
     query, window, softcap = inputs.query, inputs.window, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, num_kv_blocks = means[0].shape[1:3]
     num_q_blocks, groups = edges.rows.shape[2], num_heads // num_kv_heads
     kv_len = inputs.key.shape[2]
-    samples = triton.next_power_of_2(config.block_size // config.row_stride)
+    samples = triton.next_power_of_2(block_size // evidence.row_stride)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     # rows at a time: as many as fit into the shared memory of consumer GPUs, next to the keys
     most = min(_ROWS, _QUERY_BYTES // (padded_dim * query.element_size()))
@@ -278,8 +263,8 @@ def _launch(
         tokens.row_valid.to(torch.int8).contiguous() if tokens.padded else any_tensor,
         edges.rows,
         edges.keys,
-        written.get("gamma", any_tensor),
-        written.get("chosen", any_tensor),
+        written.get("thresholds", any_tensor),
+        written.get("codes", any_tensor),
         written.get("keep", any_tensor),
         written.get("held", any_tensor),
         *query.stride(),
@@ -287,6 +272,7 @@ def _launch(
         edges.keys.stride(0),
         0 if shared else num_q_blocks,
         0 if shared else num_kv_blocks,
+        num_heads * num_q_blocks if "thresholds" in written and written["thresholds"].shape[0] > 1 else 0,
         num_kv_heads,
         q_len,
         num_q_blocks,
@@ -294,16 +280,16 @@ def _launch(
         kv_len if window is None else min(window, kv_len),
         inputs.scale,
         1.0 if softcap is None else softcap,
+        of_lines,
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
-        BLOCK_SIZE=config.block_size,
-        ROW_STRIDE=config.row_stride,
+        BLOCK_SIZE=block_size,
+        ROW_STRIDE=evidence.row_stride,
         GROUPS=groups,
         HEADS=heads,
         Q_BLOCKS=q_blocks,
         ROWS=rows,
         COLUMNS=_COLUMNS,
-        FACTOR=hybrid_rule.ROWS,
         HAS_SOFTCAP=softcap is not None,
         IS_HALF=query.dtype != torch.float32,
         # three products in TF32 are as exact as one in float32, and faster; AMD's GPUs have none

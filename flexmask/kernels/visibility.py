@@ -37,7 +37,7 @@ class PackedEdges(NamedTuple):
         return self.keys[3:]
 
 
-def packed_edges(tokens: Tokens, block_size: int, window: int | None) -> PackedEdges:
+def edges_of(tokens: Tokens, block_size: int, window: int | None) -> PackedEdges:
     """The edges of all blocks; ``whole_to`` is the position up to which key blocks are full, -1 where none is."""
     edges = block_edges(tokens, block_size)
     whole_to = torch.where(edges.rows_whole, edges.first_row, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flexmask.pictures.style import PATTERNS
+_PATTERNS = ("vertical-slash", "query-aware")
 
 
 class HeadMap(NamedTuple):
@@ -73,16 +73,14 @@ def pattern_shares(source: Any) -> tuple[list[int], dict[str, list[float]]]:
     if not all("pattern" in row for row in rows):
         raise ValueError("source must have the pattern in every row, as those of a run have")
     layers = sorted({row["layer"] for row in rows})
-    counts = {pattern: dict.fromkeys(layers, 0) for pattern in PATTERNS}
+    found = {row["pattern"] for row in rows}
+    # patterns of heads first, then a method without them, dense last
+    order = (*_PATTERNS, *sorted(found - {*_PATTERNS, "dense"}), "dense")
+    counts = {pattern: dict.fromkeys(layers, 0) for pattern in order if pattern in found}
     for row in rows:
         counts[row["pattern"]][row["layer"]] += 1
     totals = {layer: sum(by_layer[layer] for by_layer in counts.values()) for layer in layers}
-    shares = {
-        pattern: [by_layer[layer] / totals[layer] for layer in layers]
-        for pattern, by_layer in counts.items()
-        if any(by_layer.values())
-    }
-    return layers, shares
+    return layers, {pattern: [each[layer] / totals[layer] for layer in layers] for pattern, each in counts.items()}
 
 
 def query_aware_heads(rows: list[Mapping[str, Any]]) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from flexmask.pictures.head_rows import HeadMap, head_map, query_aware_heads, rows_of
+from flexmask.pictures.pattern_share import plot_pattern_share
 from flexmask.pictures.style import LEFT_OUT, legend_below, own_axes, whole_numbers
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
     Parameters
     ----------
     source
-        A run (`FlexPrefillRun`) or the result of `tune`; or their rows, dicts with ``layer``, ``head`` and ``density``. Values
+        A run (`PrefillRun`) or the result of `tune`; or their rows, dicts with ``layer``, ``head`` and ``density``. Values
         are means over batch rows and over the prefill calls that ran sparse, if any did.
     axes
         Where to draw. Default: a new figure of pyplot.
@@ -78,7 +79,7 @@ def plot_distances(source: Any, axes: Axes | None = None, *, tau: float | None =
     Parameters
     ----------
     source, axes
-        As in `plot_density`, with ``distance`` in the rows, and ``pattern`` for the dots.
+        As in `plot_density`, with ``js_distance`` in the rows, and ``pattern`` for the dots.
     tau
         Written into the title. Default None: the title names none.
 
@@ -90,12 +91,12 @@ def plot_distances(source: Any, axes: Axes | None = None, *, tau: float | None =
     Raises
     ------
     TypeError, ValueError
-        As `plot_density`, and for rows without a single distance: hybrid selection and dense attention have none.
+        As `plot_density`, and for rows without a single distance: `flexprefill` and `published` compute them.
     """
     rows = rows_of(source)
-    values = head_map(rows, "distance")
+    values = head_map(rows, "js_distance")
     if all(math.isnan(value) for row in values.values for value in row):
-        raise ValueError("source must have Jensen-Shannon distances; hybrid selection and dense attention have none")
+        raise ValueError("source must have Jensen-Shannon distances, which flexprefill and published compute; got none")
     limit = "" if tau is None else f" (query-aware below {tau:g}: dot)"
     axes = _draw(values, axes, (0.0, _LARGEST_DISTANCE), f"Jensen-Shannon distance{limit}")
     places = [(head, values.layers.index(layer)) for layer, head in query_aware_heads(rows)]
@@ -104,6 +105,23 @@ def plot_distances(source: Any, axes: Axes | None = None, *, tau: float | None =
         x, y = [head + 0.3 for head, _ in places], [number - 0.28 for _, number in places]
         axes.scatter(x, y, s=14, c="#ffffff", edgecolors="#000000", linewidths=0.7)
     return axes
+
+
+def plot_run(source: Any, tau: float | None = None) -> list[Axes]:
+    """Draw density, pattern share and, where a head has one, Jensen-Shannon distance, side by side in a new figure of pyplot."""
+    import matplotlib.pyplot as plt
+
+    rows = rows_of(source)
+    has_distances = not all(math.isnan(row["js_distance"]) for row in rows)
+    heads, layers = 1 + max(row["head"] for row in rows), len({row["layer"] for row in rows})
+    number = 3 if has_distances else 2
+    width, height = min(max(4.8, 1.6 + 0.42 * heads), 12), min(max(3.2, 1.6 + 0.3 * layers), 12)
+    drawn = plt.subplots(1, number, figsize=(width * number, height), dpi=110, layout="constrained")[1]
+    plot_density(rows, drawn[0])
+    plot_pattern_share(rows, drawn[1])
+    if has_distances:
+        plot_distances(rows, drawn[2], tau=tau)
+    return list(drawn)
 
 
 def _draw(found: HeadMap, axes: Axes | None, limits: tuple[float, float], title: str) -> Axes:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flexmask.pictures.head_rows import pattern_shares
-from flexmask.pictures.style import EDGE, PATTERNS, legend_below, own_axes, whole_numbers
+from flexmask.pictures.style import EDGE, METHOD, PATTERNS, legend_below, own_axes, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def plot_pattern_share(source: Any, axes: Axes | None = None) -> Axes:
-    """Draw the share of each layer's heads by pattern: vertical-slash, query-aware, hybrid or dense.
+    """Draw the share of each layer's heads by pattern: vertical-slash, query-aware, dense, or a method without patterns.
 
     Parameters
     ----------
     source
-        A run (`FlexPrefillRun`), or its rows, dicts with ``layer``, ``head`` and ``pattern``. All prefill calls and batch rows
+        A run (`PrefillRun`), or its rows, dicts with ``layer``, ``head`` and ``pattern``. All prefill calls and batch rows
         count alike.
     axes
         Where to draw. Default: a new figure of pyplot.
@@ -25,7 +25,7 @@ def plot_pattern_share(source: Any, axes: Axes | None = None) -> Axes:
     Returns
     -------
     matplotlib.axes.Axes
-        One container of bars a pattern, labelled with it.
+        One container of bars per pattern, labelled with it.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def plot_pattern_share(source: Any, axes: Axes | None = None) -> Axes:
     axes = own_axes(axes, min(max(4.8, 1.8 + 0.3 * len(layers)), 14), 3.2)
     below = [0.0] * len(layers)
     for pattern, share in shares.items():
-        face, hatch = PATTERNS[pattern]
+        face, hatch = PATTERNS.get(pattern, METHOD)
         places = range(len(layers))
         axes.bar(places, share, 0.86, below, color=face, edgecolor=EDGE, linewidth=0.4, hatch=hatch, label=pattern)
         below = [low + high for low, high in zip(below, share, strict=True)]

@@ -16,9 +16,9 @@ EDGE = "#444444"
 PATTERNS: dict[str, tuple[str, str]] = {
     "vertical-slash": ("#1f5fa8", ""),
     "query-aware": ("#f0a02f", ".."),
-    "hybrid": ("#6fa8a0", "\\\\"),
     "dense": ("#e9e9ed", "//"),
 }
+METHOD = ("#6fa8a0", "\\\\")  # of a method without patterns
 
 # Okabe and Ito's colours from dark to light, each with a marker and a dash
 LINES: tuple[tuple[str, str, str], ...] = (

@@ -1,1 +1,17 @@
-"""FlexPrefill in PyTorch, one step a file, in the order of `flexmask.plain.search`."""
+"""The steps of selections in PyTorch; those of `flexmask.kernels` are their twins, under the same names."""
+
+from flexmask.plain.block_lists import kept_blocks as kept_blocks
+from flexmask.plain.last_rows import last_rows_lines as last_rows_lines
+from flexmask.plain.pattern import pattern_and_lines as pattern_and_lines
+from flexmask.plain.pooling import block_means as block_means
+from flexmask.plain.pooling import key_means as key_means
+from flexmask.plain.query_aware import query_aware_blocks as query_aware_blocks
+from flexmask.plain.representative import coverage as coverage
+from flexmask.plain.representative import representative_mass as representative_mass
+from flexmask.plain.row_evidence import row_blocks as row_blocks
+from flexmask.plain.row_evidence import row_coverage as row_coverage
+from flexmask.plain.row_evidence import row_evidence as row_evidence
+
+
+def edges_of(*_: object) -> None:
+    """Nothing: the plain steps read `BlockProblem.seen`, the kernels its edges."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from flexmask.base.blocks import BlockProblem
+from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.scores import masked_softmax
-from flexmask.base.visibility import Tokens, blocks_seen_by_rows
+from flexmask.base.visibility import Tokens, blocks_seen_by_rows, valid_keys
 from flexmask.plain.pooling import pooled_scores
-from flexmask.plain.representative import take_rows
+from flexmask.plain.representative import RepresentativeMass, take_rows
+from flexmask.plain.vertical_slash import Lines, kept_lines
 
 
 def estimated_attention(
@@ -48,3 +53,44 @@ def jensen_shannon_distance(estimated: Tensor, true: Tensor) -> Tensor:
 
 def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(p == 0, 0.0, p * (p / torch.where(p == 0, 1.0, q)).log()).sum(-1)
+
+
+class Pattern(NamedTuple):
+    """The kind of each head, and its lines."""
+
+    is_query_aware: Tensor  # (batch, num_heads) bool
+    distance: Tensor  # (batch, num_heads) float32
+    lines: Lines
+
+
+def pattern_and_lines(
+    problem: BlockProblem,
+    pattern: RepresentativeMass,
+    index: RepresentativeMass,
+    key_means: Tensor,
+    shares: tuple[Tensor, Tensor | float],
+    budget: tuple[int, int | None],
+) -> Pattern:
+    """Steps 2 and 3a: each head's kind, and the lines it keeps; a query-aware head keeps the floor only.
+
+    Parameters
+    ----------
+    problem
+        The problem.
+    pattern, index
+        The rows that decide the kind, and those that the lines are read from.
+    key_means
+        (batch, num_kv_heads, num_kv_blocks, head_dim) float32.
+    shares
+        Gamma, (num_heads,), and tau, 0-d or the number 0.
+    budget
+        Floor and cap of either family, in lines.
+    """
+    gamma, tau = shares
+    tokens, size = problem.tokens, problem.block_size
+    estimated = estimated_attention(problem.inputs, pattern.rows, key_means, valid_keys(tokens, size), tokens, size)
+    distance = jensen_shannon_distance(estimated, pattern.mass.vertical)
+    is_query_aware = (distance.to(gamma.dtype) < tau) & tokens.row_valid.any(-1, keepdim=True)
+    candidates = candidate_lines(tokens, size, problem.inputs.window)
+    vertical, slash, number = kept_lines(index.mass, candidates, is_query_aware, gamma, *budget)
+    return Pattern(is_query_aware, distance, Lines(vertical, slash, number))

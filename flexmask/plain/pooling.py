@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks, whole_blocks
 
@@ -33,6 +34,12 @@ def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
         values = torch.where(valid[:, None, :, None], values, 0.0)
     count = in_blocks(valid, block_size, False).sum(-1)
     return whole_blocks(values, 2, block_size).sum(3) / count.clamp(min=1)[:, None, :, None]
+
+
+def key_means(problem: BlockProblem) -> Tensor:
+    """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 where it has none."""
+    tokens = problem.tokens
+    return block_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, problem.block_size)
 
 
 def pooled_scores(query_means: Tensor, key_means: Tensor, key_counts: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The block sets of the authors' published code, for parity (``selection="reference"``).
+"""The block sets of the authors' published code, for parity (``method="published"``).
 
 Source: github.com/bytedance/FlexPrefill, described in our own words by what it keeps. It differs from the default selection:
 
@@ -16,9 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs
 from flexmask.base.running_sums import running_sums
-from flexmask.config import FlexPrefillConfig
 
 
 class PublishedSelection(NamedTuple):
@@ -33,33 +31,8 @@ class PublishedSelection(NamedTuple):
     num_slash: Tensor  # (batch, num_heads) int64
 
 
-def check_published(config: FlexPrefillConfig, inputs: AttentionInputs) -> None:
-    """Refuse what the published code cannot do, when its block sets are asked for."""
-    if config.selection != "reference":
-        return
-    for name, value in (
-        ("softcap", inputs.softcap),
-        ("window", inputs.window),
-        ("attention_mask", inputs.attention_mask),
-        ("q_offset", inputs.offset),
-    ):
-        if value is not None:
-            raise ValueError(f'selection="reference" takes no {name}; use selection="coverage"')
-    if config.pattern_queries != "last" or config.index_queries != "last" or config.query_aware != "flatten":
-        raise ValueError(
-            'selection="reference" needs pattern_queries="last", index_queries="last" and query_aware="flatten"; '
-            f"got {config.pattern_queries!r}, {config.index_queries!r} and {config.query_aware!r}"
-        )
-    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
-    if q_len != kv_len or q_len % config.block_size != 0:
-        raise ValueError(
-            'selection="reference" needs a whole prompt of a multiple of block_size '
-            f"({config.block_size}) tokens; got q_len {q_len} and kv_len {kv_len}"
-        )
-
-
 def published_selection(
-    attention: Tensor, estimated: Tensor, pooled: Tensor, gamma: Tensor, tau: Tensor, config: FlexPrefillConfig
+    attention: Tensor, estimated: Tensor, pooled: Tensor, shares: tuple[Tensor, Tensor | float], budget: tuple[int, int | None]
 ) -> PublishedSelection:
     """Select as the published code does.
 
@@ -71,13 +44,14 @@ def published_selection(
         (batch, num_heads, num_blocks) float32: softmax over key blocks of the pooled last block (no log term).
     pooled
         (batch, num_heads, num_blocks, num_blocks) float32: causal softmax of the pooled scores (no log term).
-    gamma, tau
-        (num_heads,) and 0-d; sums are in gamma's dtype.
-    config
-        The options; the budgets bound the two counts.
+    shares
+        Gamma, (num_heads,), in whose dtype the sums are, and tau, 0-d or the number 0.
+    budget
+        Floor and cap of the two counts, in blocks.
     """
-    block_size, min_blocks, max_blocks = config.block_size, config.min_blocks, config.max_blocks
-    blocks = estimated.shape[-1]
+    gamma, tau = shares
+    min_blocks, max_blocks = budget
+    blocks, block_size = estimated.shape[-1], attention.shape[2]
     vertical_tokens = attention.mean(2)
     slash_tokens = _by_offset(attention)
     vertical = vertical_tokens.unflatten(-1, (blocks, block_size)).sum(-1)

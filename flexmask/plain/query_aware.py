@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import masked_softmax
-from flexmask.base.visibility import BlockVisibility, Tokens
-from flexmask.config import FlexPrefillConfig
+from flexmask.base.visibility import BlockVisibility, Tokens, valid_keys
+from flexmask.plain.block_lists import Blocks
 from flexmask.plain.pooling import block_means, pooled_scores
 from flexmask.plain.top_p import ranks, top_p
 
@@ -25,15 +26,25 @@ def pooled_map(
     return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
 
 
-def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, config: FlexPrefillConfig) -> Tensor:
-    """The fewest blocks that hold gamma of a head's map, as a whole or row by row, capped in each row; bool.
+def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, rule: str, max_blocks: int | None) -> Tensor:
+    """The fewest blocks that hold gamma of a head's map, capped in each row; by the rule "per_query" of each row of it; bool.
 
     `values` is (batch, num_heads, num_q_blocks, num_kv_blocks), `gamma` (num_heads,).
     """
-    if config.query_aware == "per_query":
+    if rule == "per_query":
         kept = top_p(values, visible, gamma.unsqueeze(-1))
     else:
         kept = top_p(values.flatten(2), visible.flatten(2), gamma).unflatten(2, values.shape[2:])
-    if config.max_blocks is not None:
-        kept = kept & (ranks(values, kept) < config.max_blocks)
+    if max_blocks is not None:
+        kept = kept & (ranks(values, kept) < max_blocks)
     return kept
+
+
+def query_aware_blocks(
+    problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
+) -> Blocks:
+    """Step 3b: what query-aware heads keep of their pooled map."""
+    tokens, size, seen = problem.tokens, problem.block_size, problem.seen
+    values = pooled_map(problem.inputs, key_means, valid_keys(tokens, size), tokens, seen, size)
+    kept = top_p_blocks(values, seen.visible[:, None], gamma, rule, max_blocks)
+    return Blocks(kept & is_query_aware[..., None, None])

@@ -11,43 +11,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.scores import masked_softmax
-from flexmask.base.visibility import Tokens, blocks_seen_by_rows, in_blocks, whole_blocks
+from flexmask.base.visibility import blocks_seen_by_rows, in_blocks, valid_keys, whole_blocks
+from flexmask.plain.block_lists import Blocks
 from flexmask.plain.pooling import pooled_scores
 
 
 class RowEvidence(NamedTuple):
-    """Attention of the rows asked to the means of the key blocks, (batch, num_heads, num_q_blocks, num_kv_blocks) float32.
+    """Attention of the sampled rows to the means of the key blocks, (batch, num_heads, num_q_blocks, num_kv_blocks) float32.
 
-    Both are 0 in query blocks of which no row is asked.
+    Both are 0 in query blocks of which no row is sampled.
     """
 
     root_mean_square: Tensor  # R: over the rows of a query block
     mean: Tensor
 
 
-def row_evidence(
-    inputs: AttentionInputs, key_means: Tensor, key_counts: Tensor, tokens: Tokens, block_size: int, row_stride: int
-) -> RowEvidence:
+def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     """The attention of every `row_stride`-th valid row of each query block to the means of the key blocks it sees.
 
     The rows are those at a multiple of `row_stride` from the start of their block. It goes through them one row of every block at
-    a time, so that the scores take no more memory than the result.
-
-    Parameters
-    ----------
-    inputs
-        A placed problem.
-    key_means
-        (batch, num_kv_heads, num_kv_blocks, head_dim) float32.
-    key_counts
-        (batch or 1, num_kv_blocks) integer: valid keys.
+    a time: the scores take no more memory than the result.
     """
+    inputs, tokens, block_size = problem.inputs, problem.tokens, problem.block_size
+    key_means, key_counts = problem.key_means(), valid_keys(tokens, block_size)
     query = whole_blocks(inputs.query, 2, block_size)
     valid = in_blocks(tokens.row_valid, block_size, False)
     first_row = tokens.offset.unsqueeze(-1) + torch.arange(valid.shape[1], device=query.device) * block_size
-    asked = valid[..., ::row_stride].sum(-1).clamp(min=1)[:, None, :, None]
+    sampled = valid[..., ::row_stride].sum(-1).clamp(min=1)[:, None, :, None]
     shape = (*query.shape[:3], key_means.shape[2])
     mean, square = (torch.zeros(shape, dtype=torch.float32, device=query.device) for _ in range(2))
     for slot in range(0, block_size, row_stride):
@@ -58,4 +50,19 @@ def row_evidence(
         share = torch.where(sees, masked_softmax(scores, sees), 0.0)
         mean = mean + share
         square = square + share * share
-    return RowEvidence((square / asked).sqrt(), mean / asked)
+    return RowEvidence((square / sampled).sqrt(), mean / sampled)
+
+
+def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float) -> Blocks:
+    """The key blocks whose evidence reaches the threshold of their query block, and those where it reaches `of_lines` times that.
+
+    NaN reaches both: it drops nothing. `thresholds` are (batch or 1, num_heads, num_q_blocks).
+    """
+    found, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
+    return Blocks(~(found < thresholds.float()), ~(found < (of_lines * thresholds).float()))
+
+
+def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> Tensor:
+    """Evidence that the kept blocks hold, mean over the query blocks with rows, (batch, num_heads) float32."""
+    with_evidence = (evidence.mean.sum(-1) != 0).sum(-1)  # NaN, if there are none, or in the evidence
+    return torch.where(keep, evidence.mean, 0.0).sum((-2, -1)) / with_evidence

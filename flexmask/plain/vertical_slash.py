@@ -22,7 +22,6 @@ from torch import Tensor
 
 from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.visibility import BlockVisibility, whole_blocks
-from flexmask.config import FlexPrefillConfig
 from flexmask.plain.top_p import ranks, top_p_count
 
 
@@ -104,7 +103,7 @@ def line_counts(
 
 
 def kept_lines(
-    mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, config: FlexPrefillConfig
+    mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Key blocks and block diagonals to keep: top-p of each family, within floor and cap; query-aware heads keep the floor.
 
@@ -113,10 +112,18 @@ def kept_lines(
     """
     lines = torch.stack([mass.vertical, mass.slash])
     candidates = candidates.unsqueeze(2)
-    count, floor = line_counts(lines, candidates, gamma, config.min_blocks, config.max_blocks)
+    count, floor = line_counts(lines, candidates, gamma, min_blocks, max_blocks)
     count = torch.where(is_query_aware, floor, count)
     vertical, slash = (ranks(lines, candidates) < count.unsqueeze(-1)).unbind(0)
     return vertical, slash, count
+
+
+class Lines(NamedTuple):
+    """The lines that each head keeps."""
+
+    vertical: Tensor  # (batch, num_heads, num_kv_blocks) bool: key blocks
+    slash: Tensor  # (batch, num_heads, num_kv_blocks) bool: block diagonals
+    number: Tensor  # (2, batch, num_heads) int64: how many of either
 
 
 def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flexmask.integrations.inspection import Inspection, ShownHead
+from flexmask.integrations.inspect import Inspection, ShownHead
 from flexmask.plot import plot_attention, plot_coverage, plot_density, plot_distances, plot_pattern_share
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ _PARTS = (("all", "attention"), ("kept", "kept"), ("left out", "left-out"))
 
 
 class Image(NamedTuple):
-    """One picture: its file name without ``.png``, what it says to who cannot see it, and its bytes."""
+    """One picture: its file name without ``.png``, its text for those who cannot see it, and its bytes."""
 
     name: str
     alt: str
@@ -24,7 +25,7 @@ class Image(NamedTuple):
 
 
 def head_images(found: Inspection) -> list[Image]:
-    """Density, patterns, distances where heads have one, and coverage where a layer ran sparse."""
+    """Density and patterns; distances and coverage where the method computes them."""
     rows = found.run.rows()
     layers, heads = len({row["layer"] for row in rows}), 1 + max(row["head"] for row in rows)
     size = (min(max(4.8, 1.6 + 0.42 * heads), 14), min(max(2.6, 1.6 + 0.3 * layers), 12))
@@ -38,19 +39,19 @@ def head_images(found: Inspection) -> list[Image]:
             lambda axes: plot_pattern_share(rows, axes),
         ),
     ]
-    tau = found.run.settings.config.tau
-    if has_distances(rows):
+    tau = found.run.settings.selector().options.get("tau")
+    if has(rows, "js_distance"):
         alt = "Jensen-Shannon distance of each head by layer."
         images.append(_image("distances", alt, size, lambda axes: plot_distances(rows, axes, tau=tau)))
-    if any(row["pattern"] != "dense" for row in rows):
+    if has(rows, "coverage"):
         alt = "Coverage of each head by layer."
         images.append(_image("coverage", alt, size, lambda axes: plot_coverage(rows, axes)))
     return images
 
 
-def has_distances(rows: list[dict[str, Any]]) -> bool:
-    """True if a head has a Jensen-Shannon distance: one that ran sparse without hybrid selection."""
-    return any(row["distance"] == row["distance"] for row in rows)  # NaN is unequal to itself
+def has(rows: list[dict[str, Any]], statistic: str) -> bool:
+    """True if a head that ran sparse has the statistic."""
+    return any(row["pattern"] != "dense" and not math.isnan(row[statistic]) for row in rows)
 
 
 def shown_head_images(shown: ShownHead) -> list[Image]:
@@ -70,7 +71,7 @@ def shown_head_images(shown: ShownHead) -> list[Image]:
 
 
 def _image(name: str, alt: str, size: tuple[float, float], draw: Callable[[Axes], object]) -> Image:
-    # without pyplot, which would keep the figure
+    # not by pyplot, which would keep the figure
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=130, layout="constrained")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Sequence
 from html import escape
 
-from flexmask.integrations.inspection import Inspection, ShownHead
-from flexmask.integrations.inspection_calls import HOW_TIMED
-from flexmask.integrations.inspection_heads import ASKED, RULE
-from flexmask.report.images import Image, has_distances
+from flexmask.integrations.inspect import HOW_TIMED, NAMED, RULE, Inspection, ShownHead
+from flexmask.report.images import Image, has
 from flexmask.report.style import STYLE
 
 
@@ -27,9 +26,9 @@ def page(found: Inspection, overview: Sequence[Image], shown: Sequence[Sequence[
     prompt
         The prompt's text; its beginning and end are shown.
     """
-    title = escape(f"FlexPrefill in {model}")
+    title = escape(f"Sparse prefill in {model}")
     heads = "".join(_shown(head, images) for head, images in zip(found.heads, shown, strict=True))
-    rule = RULE if any(head.why != ASKED for head in found.heads) else ""
+    rule = RULE if any(head.why != NAMED for head in found.heads) else ""
     none = "" if found.heads else "<p>The layers to show ran dense: there is no mask.</p>"
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -45,7 +44,7 @@ def page(found: Inspection, overview: Sequence[Image], shown: Sequence[Sequence[
 {_facts(found)}
 <h2>Heads</h2>
 <div class="figures">{"".join(_figure(image, _caption(image, found)) for image in overview)}</div>
-{_without_distances(found)}
+{_held(found)}
 <h2>Masks over the true attention</h2>
 <p>{escape(rule)} Attention is that of all rows, computed in full from the layer's queries and keys and
 pooled to blocks: a cell is the mean share of a row's attention. Grey is what a picture leaves out.</p>
@@ -87,34 +86,39 @@ def _figure(image: Image, caption: str) -> str:
 
 
 def _caption(image: Image, found: Inspection) -> str:
-    tau = found.run.settings.config.tau
-    kinds = {pattern for layer in found.summary.layers for pattern in layer.patterns}
-    patterns = "Hybrid selection chooses by the same rule in every head."
-    if kinds != {"hybrid"}:
-        patterns = "Vertical-slash heads keep whole key blocks and block diagonals; query-aware heads keep blocks of their own."
+    tau = found.run.settings.selector().options.get("tau", 0)
+    patterns = "Vertical-slash heads keep whole key blocks and block diagonals; query-aware heads keep blocks of their own."
     return {
         "density": "Share of its visible blocks that each head keeps. Attention costs as much.",
-        "patterns": patterns,
-        "distances": f"Distance of the pooled estimate to the true attention of the last rows. Below tau = {tau:g} (dot) a "
-        "head is query-aware.",
-        "coverage": "Share of the last rows' true attention that the kept blocks hold. A low value in a head whose attention is "
-        "diffuse loses less than the same in a head that looks something up.",
+        "patterns": patterns if has(found.run.rows(), "js_distance") else "The method has one rule for all heads.",
+        "distances": f"Distance of the pooled estimate to the true attention of the last rows. Heads below tau = {tau:g} (dot) "
+        "are query-aware.",
+        "coverage": "Share of the last rows' true attention that the kept blocks hold. A low value costs little in a head whose "
+        "attention is diffuse, and much in a head that looks something up.",
     }[image.name]
 
 
-def _without_distances(found: Inspection) -> str:
-    rows = found.run.rows()
-    if has_distances(rows) or not found.heads:
+def _held(found: Inspection) -> str:
+    """Attention held by quarter of the prompt, by layer."""
+    if not found.held:
         return ""
-    return (
-        "<p>No Jensen-Shannon distances: hybrid selection takes none, since it chooses by the same thresholds in every head.</p>"
+    warning = "" if found.warning is None else f'<p class="warning">{escape(found.warning)}</p>\n'
+    rows = [("all", found.held_by_quarter), *((str(layer), each) for layer, each in found.held.items())]
+    lines = "".join(
+        f'<tr><td class="n">{layer}</td>{"".join(_number(f"{share:.1%}") for share in quarters)}</tr>' for layer, quarters in rows
     )
+    names = "".join(f'<th class="n">{name}</th>' for name in ("layer", "first quarter", "second", "third", "last"))
+    return f"""<h2>Attention held, by position</h2>
+{warning}<p>Share of the true attention of eight query rows of each quarter of the prompt that the kept blocks hold,
+mean over rows and heads.</p>
+<div class="scroll"><table><tr>{names}</tr>{lines}</table></div>"""
 
 
 def _shown(head: ShownHead, images: Sequence[Image]) -> str:
     row = head.row
-    about = f"Shown for: {head.why}. {row['pattern'].capitalize()}, density {row['density']:.3f}. Kept are "
-    about += f"{head.attention_kept:.1%} of all rows' attention, {row['coverage']:.1%} of the last rows'."
+    about = f"Shown for: {head.why}. {row['pattern'].capitalize()}, density {row['density']:.3f}. The mask holds "
+    about += f"{head.attention_kept:.1%} of all rows' attention"
+    about += "." if math.isnan(row["coverage"]) else f", {row['coverage']:.1%} of the last rows'."
     if row["reason"]:
         about += f" This head's mask was not used: {row['reason']}."
     captions = ("", "Through the mask; grey blocks are left out.", "Left out by the mask; grey blocks are kept.")
@@ -147,12 +151,16 @@ def _layers(found: Inspection) -> str:
             coverage,
             *(("", "") if took is None else (_seconds(took.selection), _seconds(took.call))),
         ]
-        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+        numbers = "".join(map(_number, cells))
         text = "".join(f"<td>{escape(cell)}</td>" for cell in (patterns, "; ".join(layer.reasons)))
         lines.append(f'<tr><td class="n">{layer.layer}</td><td>{layer.ran}</td>{numbers}{text}</tr>')
     names = ("density", "coverage", "selection", "whole call")
     head = '<th class="n">layer</th><th>ran</th>' + "".join(f'<th class="n">{name}</th>' for name in names)
     return f'<div class="scroll"><table><tr>{head}<th>heads</th><th>dense because</th></tr>{"".join(lines)}</table></div>'
+
+
+def _number(text: str) -> str:
+    return f'<td class="n">{text}</td>'
 
 
 def _seconds(seconds: float) -> str:
@@ -161,14 +169,12 @@ def _seconds(seconds: float) -> str:
 
 def _settings(found: Inspection) -> str:
     settings = found.run.settings
+    selector = settings.selector()
+    options = {**selector.options, "block_size": selector.block_size}
+    words = ", ".join(f"{name} {'by head' if isinstance(value, tuple) else value}" for name, value in options.items())
+    by_layer = f"; options of their own in {len(settings.layers)} layers" if settings.layers else ""
     changed = ", ".join(f"{name} {value}" for name, value in settings.to_dict().items() if name != "layers")
-    of_layers = f"; options of their own in {len(settings.layers)} layers" if settings.layers else ""
-    config = settings.config
-    gamma = "by head" if isinstance(config.gamma, tuple) else f"{config.gamma:g}"
-    return (
-        f"selection {config.selection}, gamma {gamma}, block_size {config.block_size}, min_budget {config.min_budget}"
-        f"{of_layers}\nother than the defaults: {changed or 'nothing'}"
-    )
+    return f"method {settings.method}: {words}{by_layer}\nother than the defaults: {changed or 'nothing'}"
 
 
 def _excerpt(prompt: str, most: int = 400) -> str:

@@ -11,7 +11,7 @@ body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page);
 h1 { font-size: 1.5rem; line-height: 1.2; }
 h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
-p, li { max-width: 46rem; } .soft { color: var(--soft); }
+p, li { max-width: 46rem; } .soft { color: var(--soft); } .warning { font-weight: bold; }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem; }
 figure { flex: 1 1 22rem; min-width: 0; margin: 0; }
 figure img { width: 100%;

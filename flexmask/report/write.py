@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flexmask.integrations.inspection import Inspection
+from flexmask.integrations.inspect import Inspection
 from flexmask.report.images import head_images, shown_head_images
 from flexmask.report.page import page
 
@@ -13,18 +13,18 @@ from flexmask.report.page import page
 def write_report(found: Inspection, folder: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
     """Write ``report.html``, its pictures as PNG and ``inspection.json`` into a folder, which is made if need be.
 
-    The page is one file: it loads nothing from elsewhere, not from the folder either, and has no script.
+    The page is one file without scripts that loads nothing, not from the folder either. Nothing is written before all is drawn.
 
     Parameters
     ----------
     found
-        Of `flexmask.integrations.inspection.inspect_prefill`.
+        From `flexmask.integrations.huggingface.inspect_prefill`.
     folder
         Where to write; files of these names are replaced.
     model
         The model's name. Default: that of its class.
     prompt
-        The prompt's text, of which the page shows the beginning and the end. Default: none.
+        The prompt's text; the page shows its beginning and end. Default: none.
 
     Returns
     -------
@@ -39,10 +39,12 @@ def write_report(found: Inspection, folder: str | Path, *, model: str | None = N
     folder = Path(folder)
     overview = head_images(found)
     shown = [shown_head_images(head) for head in found.heads]
+    files = {f"{image.name}.png": image.png for image in [*overview, *(image for images in shown for image in images)]}
+    text = page(found, overview, shown, model or str(found.about["model"]), prompt)
+    # a tokenizer may decode half of a character pair, which UTF-8 does not have
+    files["report.html"] = text.encode("utf-8", errors="backslashreplace")
+    files["inspection.json"] = json.dumps(found.to_dict(), indent=1, allow_nan=False).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    for image in [*overview, *(image for images in shown for image in images)]:
-        (folder / f"{image.name}.png").write_bytes(image.png)
-    (folder / "inspection.json").write_text(json.dumps(found.to_dict(), indent=1, allow_nan=False), encoding="utf-8")
-    path = folder / "report.html"
-    path.write_text(page(found, overview, shown, model or str(found.about["model"]), prompt), encoding="utf-8")
-    return path
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder / "report.html"

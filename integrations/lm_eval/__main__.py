@@ -1,4 +1,4 @@
-"""The harness's program with the model "flexprefill": ``python -m flexmask.integrations.lm_eval --model flexprefill``."""
+"""The harness's program with the model "flexmask": ``python -m flexmask.integrations.lm_eval --model flexmask``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of the harness's ``--model_args``: which are FlexPrefill's, and a refusal of those that nobody knows."""
+"""The arguments of the harness's ``--model_args``: which are flexmask's, and a refusal of those that nobody has."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from flexmask.config import OPTIONS
 from flexmask.flex.backend import BACKENDS
-from flexmask.integrations.settings import CONFIG_KEY, PrefillSettings
+from flexmask.integrations.huggingface.settings import CONFIG_KEY, PrefillSettings
+from flexmask.selector import METHODS
 
-_OWN = (*OPTIONS, *(item.name for item in fields(PrefillSettings) if item.name not in ("config", "backend")))
+_FIELDS = tuple(item.name for item in fields(PrefillSettings) if item.name not in ("options", "backend"))
+_OWN = (*_FIELDS, *sorted({name for method in METHODS.values() for name in method.defaults}))
 # What from_pretrained takes besides the arguments that it spells out and the fields of the model's config
 _PLACING = ("device_map", "device_mesh", "distributed_config", "max_memory", "offload_buffers", "offload_folder", "tp_size")
 _RUNNING = ("allow_all_kernels", "attn_implementation", "experts_implementation", "kernel_config", "use_kernels")
@@ -26,9 +27,9 @@ _LOADING = {*_PLACING, *_RUNNING, *_READING, *_QUANTIZING, *_FORMERLY}
 
 
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[PrefillSettings | None, dict[str, Any]]:
-    """Take FlexPrefill's options out of the arguments of a model.
+    """Take flexmask's options out of the arguments of a model.
 
-    Both FlexPrefill and the harness have a `backend`; their words for it differ, so the value tells whose it is.
+    Both flexmask and the harness have a `backend`; their words for it differ, so the value decides whose it is.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[PrefillSettings | Non
     settings
         None where no option is given.
     rest
-        The arguments that are not FlexPrefill's.
+        The arguments that are not flexmask's.
 
     Raises
     ------
@@ -79,7 +80,7 @@ def _saved(settings: Any) -> dict[str, Any] | None:
 
 
 def check_known(names: Collection[str], known: Collection[str], config: Any) -> None:
-    """Refuse names that neither FlexPrefill, nor the harness (`known`), nor transformers' ``from_pretrained`` has.
+    """Refuse names that neither flexmask, nor the harness (`known`), nor transformers' ``from_pretrained`` has.
 
     The harness hands what it does not know to ``from_pretrained``, which takes the fields of the model's config as well.
 
@@ -93,7 +94,7 @@ def check_known(names: Collection[str], known: Collection[str], config: Any) -> 
         if name in others or name.startswith("bnb_4bit_") or hasattr(config, name):
             continue
         close = difflib.get_close_matches(name, [*_OWN, *others], n=3)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"FlexPrefill has {', '.join(_OWN)}"
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"flexmask has {', '.join(_OWN)}"
         raise TypeError(
-            f"model_args must be options of FlexPrefill, of the harness's hf model or of from_pretrained; got {name!r}: {hint}"
+            f"model_args must be options of flexmask, of the harness's hf model or of from_pretrained; got {name!r}: {hint}"
         )

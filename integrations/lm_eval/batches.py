@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
-from flexmask.flex.dense import runs_dense
-from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.huggingface.settings import PrefillSettings
 
 
 def row_lengths(requests: Iterable[tuple[object, list[int], list[int]]], max_length: int, merges: bool) -> list[int]:
@@ -49,13 +47,11 @@ def rows_alike(lengths: Sequence[int], settings: PrefillSettings, padded_left: b
     list of lists
         Indices of rows, ascending within a part; the parts in the order of their first row.
     """
-    configs = [settings.config, *(settings.of_layer(layer) for layer in settings.layers)]
-    sizes = sorted({config.block_size for config in configs})
-    common = math.lcm(*sizes)
+    policy = settings.run_options.policy
     parts: dict[tuple[object, ...], list[int]] = {}
     for row, length in enumerate(lengths):
-        dense = tuple(runs_dense(length, length, settings.break_even, size) for size in sizes)
-        shift = length % common if padded_left and not all(dense) else None
-        single = row if on_cpu and settings.break_even > 0 and not all(dense) else None
+        dense = policy.by_size(length, length) is not None
+        shift = length % settings.block_size if padded_left and not dense else None
+        single = row if on_cpu and policy.dense_below > 0 and not dense else None
         parts.setdefault((dense, shift, single), []).append(row)
     return list(parts.values())

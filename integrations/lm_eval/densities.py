@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexmask.integrations.run import FlexPrefillRun
+from flexmask.integrations.record import PrefillRun
 
 
 class Densities:
@@ -20,7 +20,7 @@ class Densities:
         self._reasons: Counter[str] = Counter()
         self._measured = True
 
-    def add(self, run: FlexPrefillRun, lengths: Sequence[int]) -> None:
+    def add(self, run: PrefillRun, lengths: Sequence[int]) -> None:
         """Note the prefill of a batch.
 
         Parameters

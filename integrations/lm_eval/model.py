@@ -1,4 +1,4 @@
-"""The model class "flexprefill" of lm-evaluation-harness."""
+"""The model class "flexmask" of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from flexmask.integrations.blocks import OpenBlock, checked, model_settings, warn_unreached
+from flexmask.integrations.huggingface.attention import register
+from flexmask.integrations.huggingface.compat import check_servable, unwrapped
+from flexmask.integrations.huggingface.session import model_settings, opened, warn_unreached
 from flexmask.integrations.lm_eval.arguments import check_known, split_arguments
 from flexmask.integrations.lm_eval.batches import row_lengths, rows_alike
 from flexmask.integrations.lm_eval.densities import Densities
 from flexmask.integrations.lm_eval.greedy import decode, decodes_greedily, ends_of
-from flexmask.integrations.models import check_servable, unwrapped
-from flexmask.integrations.registration import register
-from flexmask.integrations.run import FlexPrefillRun
+from flexmask.integrations.record import PrefillRun
 
 _log = logging.getLogger("flexmask")
 
 
-@register_model("flexprefill")
-class FlexPrefillLM(HFLM):
-    """The harness's Hugging Face model with FlexPrefill in the prefill; decoding is dense.
+@register_model("flexmask")
+class FlexmaskLM(HFLM):
+    """The harness's Hugging Face model with a sparse prefill; decoding is dense.
 
     Serves `loglikelihood`, `loglikelihood_rolling` and `generate_until`, with chat templates, `batch_size="auto"` and data
     parallelism as the harness's own class does. Outside of its calls the model keeps its own attention.
@@ -47,25 +47,25 @@ class FlexPrefillLM(HFLM):
     pretrained
         Name or folder of a model, or the model.
     settings
-        Options of FlexPrefill: a PrefillSettings, its dict, or the path of a JSON file with that dict, such as a model's
+        Options of flexmask: a PrefillSettings, its dict, or the path of a JSON file with that dict, such as a model's
         ``config.json`` that holds it. Single options go before it. Default: none.
     collect_stats
         Measure densities; costs a little time. Default True.
     arguments
-        The options of `flexmask.integrations.huggingface.flexprefill` by name, and those of the harness's ``hf`` model.
-        `backend` is either's: "auto", "triton" and "flash" are FlexPrefill's words. With no option of FlexPrefill at all, those
+        The options of `flexmask.sparse_prefill` by name, and those of the harness's ``hf`` model.
+        `backend` is either's: "auto", "triton" and "flash" are flexmask's words. With no option of flexmask at all, those
         in the model's config, else the defaults.
 
     Raises
     ------
     TypeError, ValueError
-        For options that nobody knows, with those that come close; for values out of their range.
+        For options that nobody has, with those that come close; for values out of their range.
     NotImplementedError
-        For a model that FlexPrefill does not serve.
+        For a model that flexmask does not serve.
 
     Examples
     --------
-    ``python -m flexmask.integrations.lm_eval --model flexprefill --model_args pretrained=FOLDER,gamma=0.95,selection=hybrid
+    ``python -m flexmask.integrations.lm_eval --model flexmask --model_args pretrained=FOLDER,method=hybrid,gamma=0.95
     --tasks niah_single_1 --metadata 'max_seq_lengths=[32768]'``
     """
 
@@ -80,7 +80,7 @@ class FlexPrefillLM(HFLM):
         super().__init__(pretrained, **rest)
         self._inner = unwrapped(self.model)
         check_servable(self._inner)
-        self.settings = model_settings(self._inner, None, None, {}) if chosen is None else checked(self._inner, chosen)
+        self.settings = model_settings(self._inner, chosen)
         self._warned = False
 
     def _create_model(self, *args: Any, **kwargs: Any) -> None:
@@ -91,12 +91,9 @@ class FlexPrefillLM(HFLM):
     @contextmanager
     def _sparse(self, lengths: Sequence[int] | None) -> Iterator[None]:
         """Run the model sparse; prompts of these lengths enter the record."""
-        run = FlexPrefillRun(self.settings, self._collect_stats, padding_is_masked=lengths is not None)
-        block = OpenBlock.enter(self._inner, run)
-        try:
+        run = PrefillRun(self.settings, self._collect_stats)
+        with opened(self._inner, run):
             yield
-        finally:
-            block.leave()
         if run.unreached and not self._warned:
             self._warned = True
             warn_unreached(self._inner)
@@ -192,7 +189,7 @@ class FlexPrefillLM(HFLM):
         densities = self.densities.summary()
         if densities["prompts"] and densities["dense_prompts"] == densities["prompts"]:
             number, reason = densities["prompts"], next(iter(densities["dense_because"]))
-            _log.warning("flexprefill: all %d prompts ran dense, so these are the dense model's scores: %s", number, reason)
+            _log.warning("flexmask: all %d prompts ran dense, so these are the dense model's scores: %s", number, reason)
         method = self.settings.method
         options = {"method": getattr(method, "__name__", repr(method))} if callable(method) else self.settings.to_dict()
         version = importlib.import_module("flexmask").__version__

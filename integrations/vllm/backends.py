@@ -7,10 +7,11 @@ that is not used. FLASH_ATTN's and TRITON_ATTN's were run on a GPU with vLLM 0.2
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from typing import Any
 
-from flexmask.integrations.vllm.versions import check_release
+from flexmask.integrations.vllm.versions import check_release, interface_faults
 
 _log = logging.getLogger("vllm.flexmask")
 # by the name here: the stock backend's module and class, and vLLM's name for ours
@@ -18,6 +19,7 @@ _STOCK = {
     "SparseFlashAttention": ("flash_attn", "FlashAttentionBackend", "FLASH_ATTN", "CUSTOM"),
     "SparseTritonAttention": ("triton_attn", "TritonAttentionBackend", "TRITON_ATTN", "CUSTOM"),
     "SparseCPUAttention": ("cpu_attn", "CPUAttentionBackend", "CPU_ATTN", "CPU_ATTN"),
+    "SparseCPULatentAttention": ("mla.cpu_mla", "CPUMLABackend", "CPU_MLA", "CPU_MLA"),
 }
 _BY_KERNEL = {"FLASH_ATTN": "SparseFlashAttention", "TRITON_ATTN": "SparseTritonAttention"}
 
@@ -39,31 +41,39 @@ def _chosen_kernel() -> str:
     return "FLASH_ATTN" if config is None else engine_of(config).options.kernel
 
 
-@functools.cache
-def _backend(name: str) -> type:
+def _check(stock: Any) -> None:
     import vllm
 
     try:
-        check_release(vllm.__version__)
+        warning = check_release(vllm.__version__, interface_faults(stock))
     except ImportError as error:
         # vLLM reports an ImportError of a backend without its words
         _log.error("%s", error)
         raise
-    import importlib
+    if warning is not None:
+        _log.warning("%s", warning)
 
-    from flexmask.integrations.vllm.builder import SparsePrefillBuilder
-    from flexmask.integrations.vllm.impl import SparsePrefillImpl
 
+@functools.cache
+def _backend(name: str) -> type:
     module, stock_name, kernel, vllm_name = _STOCK[name]
     stock: Any = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), stock_name)
-    bases: tuple[type, ...] = (SparsePrefillImpl, stock.get_impl_cls())
+    _check(stock)
+
+    from flexmask.integrations.vllm import builder as builders
+    from flexmask.integrations.vllm import impl as impls
+
+    is_latent = stock.is_mla()
+    own_builder = builders.SparseLatentBuilder if is_latent else builders.SparsePrefillBuilder
+    own_impl = impls.SparseLatentImpl if is_latent else impls.SparsePrefillImpl
+    bases: tuple[type, ...] = (own_impl, stock.get_impl_cls())
     if kernel == "CPU_ATTN":
-        from flexmask.integrations.vllm.cpu_impl import ReadsCPUCache
+        from flexmask.integrations.vllm.cpu_pages import ReadsCPUCache
 
         bases = (ReadsCPUCache, *bases)
     where = {"__module__": __name__}
     impl = type(f"{name}Impl", bases, {**where, "flexmask_kernel": kernel})
-    builder: Any = type(f"{name}Builder", (SparsePrefillBuilder, stock.get_builder_cls()), where)
+    builder: Any = type(f"{name}Builder", (own_builder, stock.get_builder_cls()), where)
     builder.flexmask_own = builder
 
     def supports_batch_invariance(cls: type) -> bool:

@@ -10,8 +10,7 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from flexmask.integrations.vllm.engine import engine_of
 from flexmask.integrations.vllm.pages import Places
-from flexmask.integrations.vllm.plan import StepPlan, plan_step
-from flexmask.integrations.vllm.step import SparseStep
+from flexmask.integrations.vllm.plan import SparseStep, StepPlan, plan_step
 
 
 class SparsePrefillBuilder:
@@ -31,8 +30,7 @@ class SparsePrefillBuilder:
         self._engine = engine_of(vllm_config)
         self._engine.prepare(device, in_profile=False)
         self._plans = type(self) is self.flexmask_own
-        self._settings = self._engine.options.settings
-        self._least_rows = self._engine.options.least_rows
+        self._policy = self._engine.options.policy
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -64,21 +62,24 @@ class SparsePrefillBuilder:
         """Stock metadata of all rows, and the planned step with it."""
         stock: Any = super()
         metadata = stock.build(common_prefix_len, common_attn_metadata, fast_build)
-        plan = self._plan(common_attn_metadata) if self._plans else None
+        plan = self._plan(common_attn_metadata, metadata) if self._plans else None
         if plan is None:
             return metadata
         parts = []
         if plan.sparse and plan.stock:
             slices = [UBatchSlice(slice(run.first, run.last), slice(run.start, run.stop)) for run in plan.stock]
-            for part in split_attn_metadata(slices, common_attn_metadata):
-                # fast: an ahead-of-time schedule (FA3) lies in one buffer a builder, and the metadata of all rows has it
-                parts.append(stock.build(0, part, True))
+            parts = [self._part(stock.build, part) for part in split_attn_metadata(slices, common_attn_metadata)]
         table = common_attn_metadata.block_table_tensor
         places = tuple(Places(table[each.request], each.tokens) for each in plan.sparse)
         metadata.flexmask_step = SparseStep(plan, tuple(parts), places)
         return metadata
 
-    def _plan(self, common: Any) -> StepPlan | None:
+    def _part(self, build: Any, common: Any) -> Any:
+        """Stock metadata of one stock run."""
+        # fast: an ahead-of-time schedule (FA3) lies in one buffer a builder, and the metadata of all rows has it
+        return build(0, common, True)
+
+    def _plan(self, common: Any, metadata: Any) -> StepPlan | None:
         """The plan of a step, None where nothing is known of it or attention is not causal.
 
         In a step with images that see later tokens all rows run stock. Models that take images hand over an empty list for each
@@ -87,8 +88,39 @@ class SparsePrefillBuilder:
         lengths = common.seq_lens_cpu_upper_bound
         if lengths is None or common.causal is not True:
             return None
-        least_rows = sys.maxsize if any((common.mm_req_doc_ranges or {}).values()) else self._least_rows
+        images = any((common.mm_req_doc_ranges or {}).values())
+        policy = self._policy._replace(least_rows=sys.maxsize) if images else self._policy
         number = common.num_reqs
         prefilling = None if common.is_prefilling is None else common.is_prefilling[:number].tolist()
         starts = common.query_start_loc_cpu[: number + 1].tolist()
-        return plan_step(starts, lengths[:number].tolist(), least_rows, self._settings.break_even, prefilling)
+        return plan_step(starts, lengths[:number].tolist(), policy, prefilling)
+
+
+class SparseLatentBuilder(SparsePrefillBuilder):
+    """The same before a builder of multi-head latent attention, whose metadata part decoding rows, the first, from prefills.
+
+    What the stock backend decodes, it decodes for all rows at once: parts are of prefills only.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # rows that the stock backend takes for decoding
+        most: int = self.reorder_batch_threshold
+        self._policy = self._policy._replace(least_rows=max(self._policy.least_rows, most + 1))
+
+    def _plan(self, common: Any, metadata: Any) -> StepPlan | None:
+        plan = super()._plan(common, metadata)
+        if plan is None:
+            return None
+        first, start = metadata.num_decodes, metadata.num_decode_tokens
+        runs = [run._replace(first=max(run.first, first), start=max(run.start, start)) for run in plan.stock]
+        return plan._replace(stock=tuple(run for run in runs if run.first < run.last))
+
+    def _part(self, build: Any, common: Any) -> Any:
+        own = {name: getattr(self, name) for name in ("reorder_batch_threshold", "_prefill_backend")}
+        # no row is taken for decoding, and each part keeps its own metadata on a prefill backend
+        self.reorder_batch_threshold, self._prefill_backend = 0, own["_prefill_backend"].clone()
+        try:
+            return super()._part(build, common)
+        finally:
+            vars(self).update(own)

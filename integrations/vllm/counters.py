@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from typing import Any
@@ -12,7 +13,7 @@ from flexmask.integrations.vllm.plan import StepPlan
 
 
 class Counters:
-    """Counts of one process. Densities are summed up on the device and read only for the report."""
+    """Counts of one engine in this process. Densities are summed up on the device and read only for the report."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,13 +74,13 @@ class Counters:
 
         vLLM's ``/metrics`` shows it where the engine runs in the server's process, or PROMETHEUS_MULTIPROC_DIR is set.
         """
-        if self._metric is not None:
-            return
-        from prometheus_client import Counter
-
-        self._metric = Counter("flexmask:prefill_tokens", "Prefill tokens, by how attention ran", ["attention"])
+        self._metric = _metric()
         for attention in ("sparse", "dense"):
             self._metric.labels(attention)
 
 
-COUNTERS = Counters()
+@functools.cache
+def _metric() -> Any:
+    from prometheus_client import Counter
+
+    return Counter("flexmask:prefill_tokens", "Prefill tokens, by how attention ran", ["attention"])

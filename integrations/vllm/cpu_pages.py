@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmask.integrations.vllm.pages import Places
+from flexmask.integrations.vllm.pages import FP8_CACHES, Places
 
-# digits of the numbers that are written to find the order: base 128 is exact in every dtype of a cache
-_BASE, _DIGITS = 128, 3
+# digits of the numbers that are written to find the order: base 8 is exact in every dtype of a cache, 8**6 more than a page has
+_BASE, _DIGITS = 8, 6
 # writes keys and values, (tokens, 1, head_dim) each, into a cache of one page
 Write = Callable[[Tensor, Tensor, Tensor], None]
+
+
+class ReadsCPUCache:
+    """Mixin before `SparsePrefillImpl`: finds the order of the cache by the stock implementation's own writing."""
+
+    flexmask_orders: tuple[Tensor, Tensor] | None = None
+
+    def flexmask_gather(self, layer: Any, kv_cache: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Keys and values of one request, as the cache has them."""
+        stock: Any = self
+        page_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
+        cache = kv_cache if kv_cache.is_floating_point() else kv_cache.view(FP8_CACHES[stock.kv_cache_dtype])
+        if self.flexmask_orders is None:
+            write = functools.partial(_write, stock, _Unscaled(layer), kv_cache.dtype)
+            self.flexmask_orders = order_of_cache(page_size, head_dim, cache.dtype, write)
+        return gathered_on_cpu(kv_cache, places, head_dim, self.flexmask_orders)
+
+
+class _Unscaled:
+    """A layer, as what writes its cache sees it, whose scales are 1."""
+
+    _k_scale_float = _v_scale_float = 1.0
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _write(stock: Any, layer: Any, stored: torch.dtype, keys: Tensor, values: Tensor, cache: Tensor) -> None:
+    dtype = keys.dtype if keys.dtype.itemsize > 1 else torch.bfloat16
+    rows = (keys.to(dtype), values.to(dtype))
+    stock.do_kv_cache_update(layer, *rows, cache.view(stored), torch.arange(cache.shape[2]))
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from flexmask.integrations.vllm import startup
-from flexmask.integrations.vllm.counters import COUNTERS
-from flexmask.integrations.vllm.layers import SparseLayer, layer_number, reason_for_stock, sparse_layer
+from flexmask.integrations.vllm.counters import Counters
+from flexmask.integrations.vllm.layers import SparseLayer, layer_number, role_of
 from flexmask.integrations.vllm.options import ServingOptions, serving_options
 from flexmask.integrations.vllm.plan import StepPlan
 
@@ -45,10 +45,11 @@ class Engine:
                 "VLLM_BATCH_INVARIANT must be off with flexmask: a row's blocks depend on the chunk that it comes in"
             )
         self.options: ServingOptions = serving_options(vllm_config.additional_config, model.hf_config)
-        self.options.settings.check_layers(model.get_total_num_hidden_layers())
+        self.options.settings.check_model(model.hf_text_config)
         self.dtype: torch.dtype = model.dtype
         self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self.roles: dict[str, SparseLayer | str] = {}
+        self.counters = Counters()
         # the layer whose calls count the tokens of a step, once for all layers
         self.counting: str | None = None
         self._prepared = self._first = False
@@ -72,11 +73,7 @@ class Engine:
             return DRAFT
         if getattr(own, "rswa_window", None) is not None:
             return "a window that leaves the prompt visible"
-        reason = reason_for_stock(number, given, defaults, self.options.settings, self.dtype)
-        if reason is not None:
-            return reason
-        assert number is not None
-        return sparse_layer(number, given, self.options.settings, *_tensor_parallel_rank())
+        return role_of(number, given, defaults, self.options.settings, self.dtype, *_tensor_parallel_rank())
 
     def prepare(self, device: torch.device, in_profile: bool) -> None:
         """Once: settle all layers, log the roles, compile, and make the largest call if memory is being measured."""
@@ -100,14 +97,14 @@ class Engine:
             if self._first:
                 startup.log_warm_up(seconds)
                 if is_first_stage():
-                    COUNTERS.export()
-                startup.log_at_exit()
+                    self.counters.export()
+                startup.log_at_exit(self.counters)
 
     def count(self, plan: StepPlan) -> None:
         """Count the prefill tokens of one step, and log the counters now and then."""
-        COUNTERS.add_step(plan)
-        if self._first and plan.sparse_tokens + plan.dense_tokens > 0 and COUNTERS.due(self.options.log_every):
-            startup.log_counters()
+        self.counters.add_step(plan)
+        if self._first and plan.sparse_tokens + plan.dense_tokens > 0 and self.counters.due(self.options.log_every):
+            startup.log_counters(self.counters)
 
     def _largest_call(self) -> tuple[int, int]:
         """Rows and tokens of the largest call: the last chunk of the longest prompt."""

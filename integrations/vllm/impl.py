@@ -10,15 +10,14 @@ from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
 from flexmask.integrations.vllm.attend import attend
-from flexmask.integrations.vllm.counters import COUNTERS
 from flexmask.integrations.vllm.engine import DRAFT, engine_of
 from flexmask.integrations.vllm.layers import SparseLayer
-from flexmask.integrations.vllm.pages import Places, gathered
-from flexmask.integrations.vllm.step import SparseStep
+from flexmask.integrations.vllm.pages import FP8_CACHES, Places, gathered, scaled
+from flexmask.integrations.vllm.plan import SparseStep
 
 
-class SparsePrefillImpl:
-    """Mixin before a stock implementation; by the step's plan, rows go to flexmask or to ``super().forward``."""
+class FindsItsRole:
+    """Mixin before a stock implementation: it finds out whether its layer prefills sparse."""
 
     flexmask_kernel = ""
 
@@ -30,22 +29,44 @@ class SparsePrefillImpl:
         is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
         self._model = DRAFT if is_draft else config.model_config.model
         self._role: SparseLayer | str | None = None
+        self._layer_name = ""
         own: Any = super()
         signature = inspect.signature(own.__init__)
         bound = signature.bind(*arguments, **options).arguments
         more = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), None)
-        self._given = {**bound, **bound.pop(more, {})} if more else dict(bound)
+        others = bound.pop(more, {}) if more else {}
+        self._given = {**bound, **others}
         self._defaults = {name: each.default for name, each in signature.parameters.items()}
 
     def flexmask_role(self, name: str) -> SparseLayer | str:
         """The role of the layer that this implementation serves, by the layer's name."""
         if self._role is None:
+            self._layer_name = name
             self._role = self._engine.role_of(name, self._model, self._given, self._defaults)
         return self._role
+
+    def flexmask_step(self, attn_metadata: Any) -> SparseStep | None:
+        """The planned step of a layer that prefills sparse, None where all rows are stock; counts its tokens once."""
+        step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
+        if step is not None and self._engine.counting == self._layer_name:
+            self._engine.count(step.plan)
+        return step if step is not None and step.plan.sparse and isinstance(self._role, SparseLayer) else None
+
+    def flexmask_attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """`attend` of one request, its density counted."""
+        assert isinstance(self._role, SparseLayer)
+        out, density = attend(self._role, query, key, value, sinks, self._engine.options.count_density)
+        if density is not None:
+            self._engine.counters.add_density(density, query.shape[0])
+        return out
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Report that output is not quantized here: sparse rows are written as they come."""
         return False
+
+
+class SparsePrefillImpl(FindsItsRole):
+    """Mixin before a stock implementation; by the step's plan, rows go to flexmask or to ``super().forward``."""
 
     def forward(
         self,
@@ -65,16 +86,17 @@ class SparsePrefillImpl:
         if attn_metadata is None:  # memory is measured, or the model is compiled
             self._engine.prepare(query.device, in_profile=True)
             return stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
         role = self.flexmask_role(layer.layer_name)
-        if step is not None and self._engine.counting == layer.layer_name:
-            self._engine.count(step.plan)
-        if step is None or not step.plan.sparse or isinstance(role, str):
+        step = self.flexmask_step(attn_metadata)
+        if step is None or isinstance(role, str):
             return stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         for run, metadata in zip(step.plan.stock, step.stock, strict=True):
             rows = slice(run.start, run.stop)
             stock.forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
-        counts = self._engine.options.count_density
+        cache = self._given.get("kv_cache_dtype") or "auto"
+        if query.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
+            scale = layer._q_scale if layer._q_scale.dim() == 0 else layer._q_scale.repeat_interleave(role.groups)
+            query = scaled(query.transpose(0, 1), scale, cache, output.dtype).transpose(0, 1)
         sinks = getattr(self, "sinks", None)
         # a parameter is no tensor of inference mode, and what is compiled for one kind is not for the other
         sinks = None if sinks is None else sinks.clone()
@@ -84,12 +106,59 @@ class SparsePrefillImpl:
                 keys, values = (x[rows].transpose(0, 1).contiguous() for x in (key, value))
             else:
                 keys, values = self.flexmask_gather(layer, kv_cache, places)
-            out, density = attend(role, query[rows], keys, values, sinks, counts)
-            output[rows] = out
-            if density is not None:
-                COUNTERS.add_density(density, each.stop - each.start)
+                if cache in FP8_CACHES:
+                    keys = scaled(keys, layer._k_scale, cache, output.dtype)
+                    values = scaled(values, layer._v_scale, cache, output.dtype)
+            output[rows] = self.flexmask_attend(query[rows], keys, values, sinks)
         return output
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Keys and values of one request, this step's included: they are in the cache before attention runs."""
+        """Keys and values of one request, as the cache has them, this step's included: those are in it before attention runs."""
         return gathered(kv_cache, places, self._given["head_size"])
+
+
+class SparseLatentImpl(FindsItsRole):
+    """Mixin before a stock implementation of multi-head latent attention (DeepSeek), whose prefills are plain attention.
+
+    A latent row and its rotated part, which all heads share, become keys and values of every head: ``kv_b_proj``. Decoding, which
+    attends to the latent rows themselves, stays stock.
+    """
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Attention of the prefills of one step, whose rows follow those of decoding; see the stock implementation."""
+        stock: Any = super()
+        step = self.flexmask_step(attn_metadata)
+        if step is None:
+            stock.forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
+            return
+        decoding = attn_metadata.num_decode_tokens
+        for run, metadata in zip(step.plan.stock, step.stock, strict=True):
+            rows = slice(run.start - decoding, run.stop - decoding)
+            own = (q[rows], kv_c_normed[rows], k_pe[rows])
+            stock.forward_mha(*own, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
+        for each, places in zip(step.plan.sparse, step.places, strict=True):
+            rows = slice(each.start - decoding, each.stop - decoding)
+            latent, rotated = kv_c_normed[rows], k_pe[rows]
+            if each.tokens > each.stop - each.start:
+                page, place = places.of(kv_c_and_k_pe_cache.shape[1])
+                latent, rotated = kv_c_and_k_pe_cache[page, place].split([latent.shape[-1], rotated.shape[-1]], -1)
+                rotated = rotated.unsqueeze(1)
+            output[rows] = self.flexmask_attend(q[rows], *self._keys_and_values(latent, rotated)).flatten(1)
+
+    def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        stock: Any = self
+        widths = [stock.qk_nope_head_dim, stock.v_head_dim]
+        by_head = stock.kv_b_proj(latent)[0].view(-1, stock.num_heads, sum(widths))
+        key, value = by_head.split(widths, -1)
+        key = stock._concat_k_nope_k_pe(key, rotated)
+        return key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexmask.base.checks import check_real, check_word
-from flexmask.integrations.settings import PrefillSettings, saved_settings
+from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
 
 KEY = "flexmask"
 KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -41,10 +42,9 @@ class ServingOptions:
     source: str = "defaults"
 
     @property
-    def least_rows(self) -> int:
-        """Rows that a chunk needs to run sparse: a block of the layer with the largest blocks."""
-        sizes = [self.settings.of_layer(layer).block_size for layer in self.settings.layers]
-        return max(self.settings.config.block_size, *sizes) if sizes else self.settings.config.block_size
+    def policy(self) -> DensePolicy:
+        """Which chunks run dense."""
+        return self.settings.run_options.policy
 
 
 def serving_options(additional_config: Any, model_config: Any = None) -> ServingOptions:
@@ -53,19 +53,16 @@ def serving_options(additional_config: Any, model_config: Any = None) -> Serving
     Parameters
     ----------
     additional_config
-        vLLM's, a dict or another object without options of ours. Under ``"flexmask"``: fields of `PrefillSettings` and of
-        FlexPrefillConfig by name, or ``"file"``, the path of a JSON file with such a dict (`PrefillSettings.to_dict`, as `tune`
-        gives it); and fields of `ServingOptions`.
+        vLLM's, a dict or another object without options of ours. Under ``"flexmask"``: the settings, flat, as
+        `PrefillSettings.to_dict` and `tune` write them, or ``"file"``, the path of a JSON file of them; and fields of
+        `ServingOptions`.
     model_config
-        The model's own, of transformers: its ``flexprefill_config`` counts where neither settings nor a file are given.
+        The model's own, of transformers: its ``flexmask_config`` counts where neither settings nor a file are given.
 
     Raises
     ------
-    TypeError
-        For an unknown option, by name, or a value of the wrong type.
-    ValueError
-        For a value out of its range, for a file together with settings, and for ``selection="reference"``, which takes neither
-        chunks nor prompts that are no multiple of a block.
+    TypeError, ValueError
+        For an unknown option, by name, a value of the wrong type or out of its range, and a file together with settings.
     """
     given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     given = {} if given is None else given
@@ -83,9 +80,6 @@ def serving_options(additional_config: Any, model_config: Any = None) -> Serving
         if own["log_every"] <= 0:
             raise ValueError(f"log_every must be > 0 seconds; got {own['log_every']}")
     settings, source = _settings(chosen, path, model_config)
-    for config in (settings.config, *(settings.of_layer(layer) for layer in settings.layers)):
-        if config.selection == "reference" and settings.method == "flexprefill":
-            raise ValueError('selection must be "coverage" or "hybrid" to be served: chunks have any length; got "reference"')
     return ServingOptions(settings=settings, source=source, **own)
 
 
@@ -97,7 +91,7 @@ def _settings(chosen: dict[str, Any], path: Any, model_config: Any) -> tuple[Pre
             raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
         return PrefillSettings.load(path), path
     if chosen:
-        return _from_options(chosen), "additional_config"
+        return _of(chosen), "additional_config"
     # a model of several parts keeps its language model's config inside
     text = getattr(model_config, "get_text_config", lambda: model_config)()
     for config in (model_config, text):
@@ -107,11 +101,11 @@ def _settings(chosen: dict[str, Any], path: Any, model_config: Any) -> tuple[Pre
     return PrefillSettings(), "defaults"
 
 
-def _from_options(chosen: dict[str, Any]) -> PrefillSettings:
+def _of(chosen: dict[str, Any]) -> PrefillSettings:
     try:
-        return PrefillSettings.from_dict(chosen)
-    except TypeError as error:
-        # it names the options of settings; ours stand beside them
-        if str(error).startswith("the options must be of"):
-            raise TypeError(f"{error}; or of {', '.join(_OWN)}") from None
+        return PrefillSettings.from_dict(chosen, f"additional_config[{KEY!r}]")
+    except ValueError as error:
+        # it names the options of the method; ours stand beside them
+        if "takes the options" in str(error):
+            raise ValueError(f"{error}; beside them stand those of PrefillSettings, and {', '.join(_OWN)}") from None
         raise

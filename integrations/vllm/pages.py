@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""By vLLM's name: caches of bytes, one scale for all keys of a layer, or one for each key head, and likewise for values"""
+
 
 class Places:
     """Page and place in the page of each token of one request; made once a step, for all layers.
@@ -66,6 +69,15 @@ def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tens
     return by_head[:, page, place, :head_dim], by_head[:, page, place, head_dim:]
 
 
+def scaled(rows: Tensor, scale: Tensor, cache: str, dtype: torch.dtype) -> Tensor:
+    """Keys or values of an FP8 cache, (num_kv_heads, tokens, head_dim), as numbers of `dtype`, rounded once.
+
+    `cache` is one of `FP8_CACHES`; `scale` holds one number, or one for each key head.
+    """
+    numbers = rows if rows.is_floating_point() else rows.view(FP8_CACHES[cache])
+    return numbers.to(dtype).mul_(scale if scale.dim() == 0 else scale.view(-1, 1, 1))
+
+
 def gathered_bytes(num_kv_heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Memory that `gathered` takes besides what it returns."""
+    """Memory that `gathered` takes besides what it returns, at most."""
     return num_kv_heads * tokens * 2 * head_dim * dtype.itemsize

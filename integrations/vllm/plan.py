@@ -7,7 +7,10 @@ planning waits for no device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.vllm.pages import Places
 
 
 class SparseRequest(NamedTuple):
@@ -37,12 +40,16 @@ class StepPlan(NamedTuple):
     dense_tokens: int  # of prefills; decoding rows count as neither
 
 
+class SparseStep(NamedTuple):
+    """A planned step, as the builder hands it to the layers."""
+
+    plan: StepPlan
+    stock: tuple[Any, ...]  # metadata of each stock run
+    places: tuple[Places, ...]  # of each sparse request's tokens
+
+
 def plan_step(
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    least_rows: int,
-    dense_below: int,
-    prefilling: Sequence[bool] | None = None,
+    starts: Sequence[int], lengths: Sequence[int], policy: DensePolicy, prefilling: Sequence[bool] | None = None
 ) -> StepPlan:
     """Plan one step.
 
@@ -52,10 +59,8 @@ def plan_step(
         First rows of the requests, and the end of the last: one number more than requests.
     lengths
         Tokens of each request so far, those of this step included; exact for every request that prefills.
-    least_rows
-        Rows that a chunk needs to run sparse, at least 2.
-    dense_below
-        Tokens: a shorter request runs dense.
+    policy
+        Which chunks run dense, by their rows and by the tokens of their requests.
     prefilling
         False for requests whose prompts are done: rows of theirs are decoded, or verify guessed tokens. Default None: more than
         one row means a prefill.
@@ -69,7 +74,7 @@ def plan_step(
         if rows <= 0:
             continue
         prefills = rows > 1 if prefilling is None else prefilling[request]
-        if prefills and rows >= max(least_rows, 2) and tokens >= max(dense_below, rows):
+        if prefills and tokens >= rows and policy.by_size(rows, tokens) is None:
             sparse.append(SparseRequest(request, start, stop, tokens))
             sparse_tokens += rows
             run = None

@@ -13,7 +13,7 @@ _log = logging.getLogger("vllm.flexmask")
 def register() -> None:
     """Make ``--attention-backend CUSTOM`` choose sparse prefill; vLLM calls this in each of its processes.
 
-    On CPUs vLLM ignores the choice of a backend: with FLEXMASK_VLLM_CPU=1 in the environment its one backend there is overridden.
+    On CPUs vLLM ignores the choice of a backend: with FLEXMASK_VLLM_CPU=1 in the environment its backends there are overridden.
     Releases are checked when the backend is first used, so that another vLLM starts as ever without it.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -26,3 +26,6 @@ def register() -> None:
         register_backend(custom, path)
     if os.environ.get(CPU_VARIABLE) == "1":
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.SparseCPUAttention")
+        # since 0.27
+        if "CPU_MLA" in AttentionBackendEnum.__members__:
+            register_backend(AttentionBackendEnum.CPU_MLA, f"{_BACKENDS}.SparseCPULatentAttention")

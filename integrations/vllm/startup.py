@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask.integrations.vllm.attend import attend
-from flexmask.integrations.vllm.counters import COUNTERS
+from flexmask.integrations.vllm.counters import Counters
 from flexmask.integrations.vllm.layers import SparseLayer
 from flexmask.integrations.vllm.options import ServingOptions
 from flexmask.integrations.vllm.pages import gathered_bytes
@@ -24,13 +24,10 @@ _log = logging.getLogger("vllm.flexmask")
 def roles_line(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str) -> str:
     """The line at start-up: sparse layers and from how many tokens on, the others with reasons, the kernels, and the settings."""
     sparse = [role for role in roles.values() if isinstance(role, SparseLayer)]
-    settings = options.settings
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
-        own = f"FlexPrefill, gamma {_gammas(sparse)}, selection {sparse[0].config.selection}"
-        line += f" ({own if settings.method == 'flexprefill' else settings.method})"
-        line += f" from {settings.break_even} tokens on, in chunks of at least {options.least_rows} rows"
-        line += f", on FlexAttention's backend {settings.backend!r}"
+        line += f" ({_method(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least"
+        line += f" {options.policy.least_rows} rows, on FlexAttention's backend {options.settings.backend!r}"
     line += f"; {kernel} serves all else. Settings: {options.source}."
     reasons: dict[str, int] = {}
     for role in roles.values():
@@ -41,11 +38,20 @@ def roles_line(roles: Mapping[str, SparseLayer | str], options: ServingOptions, 
     return line
 
 
-def _gammas(layers: Iterable[SparseLayer]) -> str:
-    gammas = [each.config.gamma for each in layers]
-    values = [float(value) for gamma in gammas for value in (gamma if isinstance(gamma, tuple) else (gamma,))]
-    low, high = min(values), max(values)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g} by layer or head"
+def _method(layers: Iterable[SparseLayer]) -> str:
+    """The method's name, its options by head, and those that are not the defaults: "hybrid, gamma 0.9, min_budget 1024"."""
+    selectors = [layer.selector for layer in layers]
+    method = selectors[0].method
+    told = [method.name]
+    for name, default in method.defaults.items():
+        found = [each.options[name] for each in selectors]
+        if name in method.shares:
+            values = [float(share) for value in found for share in (value if isinstance(value, tuple) else (value,))]
+            low, high = min(values), max(values)
+            told.append(f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g} by layer or head")
+        elif any(value != default for value in found):
+            told.append(f"{name} {found[0]}" if all(value == found[0] for value in found) else f"{name} by layer")
+    return ", ".join(told)
 
 
 def log_roles(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str) -> None:
@@ -58,17 +64,17 @@ def log_warm_up(seconds: float) -> None:
     _log.info("flexmask: kernels compiled in %.1f s", seconds)
 
 
-def log_at_exit() -> None:
+def log_at_exit(counters: Counters) -> None:
     """Log the counters when the process ends.
 
     By multiprocessing's finalizers: vLLM's engines and workers are processes of its own, which run no atexit.
     """
-    multiprocessing.util.Finalize(None, log_counters, exitpriority=100)
+    multiprocessing.util.Finalize(None, log_counters, args=(counters,), exitpriority=100)
 
 
-def log_counters() -> None:
+def log_counters(counters: Counters) -> None:
     """Log the counters; waits for the device."""
-    _log.info("%s", COUNTERS.report())
+    _log.info("%s", counters.report())
 
 
 def warm_up(
@@ -103,8 +109,10 @@ def call_of_size(
     rows, tokens = size
     random = torch.Generator(device).manual_seed(0)
     query = torch.randn(rows, layer.num_heads, layer.head_dim, dtype=dtype, device=device, generator=random)
-    shape = (layer.num_kv_heads, tokens, layer.head_dim)
-    key, value = (torch.randn(shape, dtype=dtype, device=device, generator=random) for _ in range(2))
+    key, value = (
+        torch.randn(layer.num_kv_heads, tokens, width, dtype=dtype, device=device, generator=random)
+        for width in (layer.head_dim, layer.v_head_dim)
+    )
     sinks = torch.zeros(layer.num_heads, dtype=dtype, device=device) if layer.has_sinks else None
     return attend(layer, query, key, value, sinks, count_density)[0]
 

@@ -1,24 +1,117 @@
-"""The releases of vLLM that the plug-in serves, and the check of the installed one."""
+"""The releases of vLLM that were run with the plug-in, and the check of another one's interfaces at start-up."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
+from typing import Any
 
-OLDEST, NEWEST = (0, 26), (0, 33)
+Release = tuple[int, int]
+RUN: dict[Release, str] = {
+    (0, 26): "one and two H200s, and CPUs",
+    (0, 29): "CPUs",
+    (0, 32): "CPUs",
+}
+"""By release: where tests/vllm ran on it"""
+# of the stock classes, in their order: what the plug-in overrides and calls
+_FUNCTIONS = {
+    "builder.__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+    "builder.build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+    "builder.build_for_cudagraph_capture": ("common_attn_metadata",),
+    "builder.get_cudagraph_support": ("vllm_config", "kv_cache_spec"),
+    "split_attn_metadata": ("ubatch_slices", "common_attn_metadata"),
+    "UBatchSlice": ("request_slice", "token_slice"),
+}
+_OF_PLAIN_ATTENTION = {
+    "impl.forward": (
+        "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale",
+    ),
+    "impl.do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
+}  # fmt: skip
+_OF_LATENT_ATTENTION = {
+    "impl.forward_mha": (
+        "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale",
+    ),
+    "impl._concat_k_nope_k_pe": ("k_nope", "k_pe"),
+}  # fmt: skip
+# arguments of an implementation that say which layers are served
+_ARGUMENTS = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
+_ARGUMENTS |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"}
+# of a step
+_FIELDS = {"query_start_loc_cpu", "seq_lens_cpu_upper_bound", "num_reqs", "block_table_tensor", "causal", "is_prefilling"}
+_FIELDS |= {"mm_req_doc_ranges"}
 
 
-def check_release(version: str) -> None:
-    """Refuse a vLLM outside of the releases whose interfaces were read.
+def release_of(version: str) -> Release:
+    """Major and minor number of a version."""
+    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
+    return (numbers[0], numbers[1] if len(numbers) > 1 else 0)
 
-    0.26 was run on a GPU and 0.32 on CPUs (tests/vllm); before 0.26 the cache of FLASH_ATTN has another layout. 0.33 was compared
-    with them in its sources. What lies between was neither run nor read.
+
+def check_release(version: str, faults: list[str]) -> str | None:
+    """Refuse a vLLM whose interfaces are not those that the plug-in stands on, and one that is older than what was run.
+
+    Parameters
+    ----------
+    version
+        The installed one.
+    faults
+        Those of its interfaces (`interface_faults`).
+
+    Returns
+    -------
+    str
+        A warning for a newer release than those that were run; None for these.
 
     Raises
     ------
     ImportError
-        With the release that is installed and those that are served.
+        With the release that is installed, those that were run, and what does not fit.
     """
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if not OLDEST <= release <= NEWEST:
-        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-        raise ImportError(f"flexmask serves vLLM {oldest} to {newest}; got {version}")
+    release, known = release_of(version), ", ".join(f"{major}.{minor}" for major, minor in sorted(RUN))
+    if release not in RUN and release < max(RUN):
+        raise ImportError(f"flexmask was run with vLLM {known}; got {version}, which it was not run with")
+    if faults:
+        raise ImportError(f"flexmask was run with vLLM {known}; got {version}, whose interfaces are others: {'; '.join(faults)}")
+    if release in RUN:
+        return None
+    return (
+        f"flexmask was run with vLLM {known}; got {version}, which it was not run with. Its interfaces fit: it is served. "
+        "Compare answers at gamma 1 with a server without flexmask"
+    )
+
+
+def interface_faults(stock: Any) -> list[str]:
+    """What of the installed vLLM's interfaces is not as the plug-in needs it, for one of its stock backends; none: []."""
+    from vllm.compilation import backends
+    from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+    from vllm.v1.worker import ubatch_utils
+
+    builder, impl = stock.get_builder_cls(), stock.get_impl_cls()
+    faults = []
+    is_latent = stock.is_mla()
+    arguments = _ARGUMENTS if is_latent else {*_ARGUMENTS, "sinks"}
+    for name, wanted in {**_FUNCTIONS, **(_OF_LATENT_ATTENTION if is_latent else _OF_PLAIN_ATTENTION)}.items():
+        owner, _, attribute = name.rpartition(".")
+        holder: Any = {"builder": builder, "impl": impl}.get(owner, ubatch_utils)
+        function = getattr(holder, attribute, None)
+        found = [] if function is None else [each for each in inspect.signature(function).parameters if each != "self"]
+        if tuple(found[: len(wanted)]) != wanted:
+            faults.append(f"{name} must take {', '.join(wanted)}; got {', '.join(found) or 'none'}")
+    for what, wanted_names, names in (
+        (
+            "the implementation's arguments",
+            arguments,
+            set(inspect.signature(impl).parameters),
+        ),
+        ("CommonAttentionMetadata", _FIELDS, {each.name for each in dataclasses.fields(CommonAttentionMetadata)}),
+        ("AttentionCGSupport", {"UNIFORM_BATCH"}, set(AttentionCGSupport.__members__)),
+        ("vllm.compilation.backends", {"model_tag"}, set(vars(backends))),
+    ):
+        absent = sorted(wanted_names - names)
+        if absent:
+            faults.append(f"{what} must have {', '.join(absent)}")
+    if not is_latent and stock.forward_includes_kv_cache_update:
+        faults.append("keys and values must be in the cache before forward runs")
+    return faults

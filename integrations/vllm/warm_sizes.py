@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexmask.base.inputs import AttentionInputs
-from flexmask.block_masks import MASKS
-from flexmask.flex.head_groups import head_bytes, head_groups
-from flexmask.gallery import heads_at_once
+from flexmask.flex.head_groups import head_groups
 from flexmask.integrations.vllm.layers import SparseLayer
 from flexmask.warmup import MANY_BLOCKS
 
@@ -24,7 +21,7 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
     """The calls, of which none that is long is larger than the `largest` of the engine: whole prompts and chunks of each kind."""
     sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)] + _short_sizes(layer)
     if device.type == "cuda":
-        longest = [min(blocks * layer.config.block_size, largest[1]) for blocks in MANY_BLOCKS]
+        longest = [min(blocks * layer.selector.block_size, largest[1]) for blocks in MANY_BLOCKS]
         sizes += [(min(rows, largest[0]), length) for length in longest for rows in (length, length // 2)]
         sizes += grouped_sizes(layer, largest, device)
     return list(dict.fromkeys(sizes))
@@ -32,9 +29,9 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
 
 def _short_sizes(layer: SparseLayer) -> list[Size]:
     """A chunk of one block, whose size torch takes as a constant, and chunks below `_SHORT`; prompts that a plan lets run."""
-    block = layer.config.block_size
+    block = layer.selector.block_size
     rows = [block] if block >= _SHORT else [block, _SHORT - 1]
-    whole = [(each, each) for each in rows if each >= layer.settings.break_even]
+    whole = [(each, each) for each in rows if each >= layer.dense_below]
     return [(each, _LENGTHS[0]) for each in rows] + whole
 
 
@@ -43,7 +40,7 @@ def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> li
 
     Two, since what is compiled in a first call is for its very size.
     """
-    block, (most_rows, most_tokens) = layer.config.block_size, largest
+    block, (most_rows, most_tokens) = layer.selector.block_size, largest
     found: dict[tuple[int, bool], list[Size]] = {}
     step = max(most_tokens // _STEPS, 2 * block)
     for tokens in range(most_tokens, 4 * block, -step):
@@ -64,16 +61,8 @@ def _shorter(rows: int, tokens: int, block: int) -> Size:
 
 def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:
     """Query heads whose masks are made at a time in a call of this size."""
-    rows, tokens = size
-    one = torch.empty(1, dtype=torch.bfloat16, device=device)
-    query = one.expand(1, layer.num_heads, rows, layer.head_dim)
-    key = one.expand(1, layer.num_kv_heads, tokens, layer.head_dim)
-    inputs = AttentionInputs(query, key, key, layer.scale, layer.softcap, layer.window)
-    settings = layer.settings
-    if settings.method == "flexprefill":
-        at_once = settings.max_mask_bytes // head_bytes(inputs, layer.config)
-    else:
-        method = MASKS[settings.method] if isinstance(settings.method, str) else settings.method
-        at_once = heads_at_once(method, inputs, layer.config.block_size, settings.max_mask_bytes, settings.method_options)
-    group = head_groups(1, layer.num_heads, layer.num_kv_heads, at_once)[0]
+    inputs = layer.inputs_of(*size, device)
+    selector = layer.selector.for_inputs(inputs)
+    at_once = layer.run.max_mask_bytes // selector.head_bytes
+    group = head_groups(inputs.query, inputs.key, at_once, selector.method.shared)[0]
     return group.query.stop - group.query.start

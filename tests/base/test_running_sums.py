@@ -1,4 +1,4 @@
-"""Running sums with and without float64, and the plain search on a device that has none."""
+"""Running sums with and without float64, and the plain steps on a device that has none."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmask import search
-from flexmask._torch import widest_float
+from flexmask import numbers
+from flexmask.base import blocks
+from flexmask.base.floats import widest_float
 from flexmask.base.running_sums import running_sums
 from tests.cases import cases, published_cases
 from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics
@@ -42,18 +43,19 @@ def test_float64_is_not_asked_for_where_there_is_none(monkeypatch, has_float64):
     assert {name: widest_float(torch.device(name)) for name in expected} == expected
 
 
-def test_the_search_needs_no_float64(monkeypatch):
+def test_selection_needs_no_float64(monkeypatch):
     tally, drawn = Tally(), Drawn()
-    monkeypatch.setattr(search, "widest_float", lambda device: torch.float32)
+    for module in (numbers, blocks):
+        monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
 
     @settings(max_examples=40)
-    @given(cases() | published_cases())
+    @given(cases() | published_cases() | cases(method="hybrid", row_stride=16))
     def run(case):
         with NoFloat64():
             result = case.search()
         expected = case.reference()
         assert_same_blocks(result, expected)
-        assert_same_statistics(result, expected, underflow=case.config.selection == "reference")
+        assert_same_statistics(result, expected, underflow=case.config.method == "published")
         tally.add_decisions(expected)
         drawn.add(expected)
 
@@ -61,7 +63,7 @@ def test_the_search_needs_no_float64(monkeypatch):
     tally.check()
 
 
-def test_the_search_is_seen_to_use_float64_elsewhere():
+def test_selection_is_seen_to_use_float64_elsewhere():
     @settings(max_examples=1)
     @given(cases(max_budget=None))
     def run(case):

@@ -36,7 +36,7 @@ def test_blocks_of_every_padding_of_short_prompts(kv_len, block_size):
     paddings = torch.tensor(list(itertools.product([False, True], repeat=kv_len)))
     for q_len in range(1, kv_len + 1):
         for offset in range(kv_len - q_len + 1):
-            for window in (None, *range(1, kv_len + 2)):
+            for window in (None, *range(1, kv_len + 2), 2 * kv_len, 3 * kv_len):
                 assert_exact(q_len, torch.full((len(paddings),), offset), paddings, window, block_size)
 
 
@@ -49,7 +49,7 @@ def test_blocks_of_longer_prompts(data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     share = data.draw(st.sampled_from([0.0, 0.02, 0.5, 0.95, 1.0]))
     is_token = torch.rand(len(offsets), kv_len, generator=generator) < share
-    window = data.draw(st.none() | st.integers(1, kv_len + 5))
+    window = data.draw(st.none() | st.integers(1, kv_len + 5) | st.integers(kv_len, 4 * kv_len))
     assert_exact(q_len, offsets, is_token, window, data.draw(st.sampled_from([16, 48, 64])))
 
 

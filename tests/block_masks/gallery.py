@@ -1,7 +1,4 @@
-"""One matrix over the gallery: every mask in every setting, what makes it sparse, and what makes it keep everything.
-
-A new mask is tested by adding it to `MASKS`; what makes it sparse, and what makes it keep everything, goes into the tables here.
-"""
+"""One matrix over the methods: every mask in every setting. A new method is tested by its entry in `definitions`."""
 
 from __future__ import annotations
 
@@ -11,47 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from flexmask.block_masks import MASKS
+from flexmask import block_masks
+from tests.block_masks.definitions import TESTED
 from tests.cases import structured_inputs
-from tests.comparisons import dense_map
 
-# by mask: options under which it leaves something out of a short prompt, and options under which it leaves out nothing
-SPARSE: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "flash_prefill": {"alpha": 1.0, "sink_blocks": 1, "window_blocks": 1, "last_blocks": 1},
-    "flexprefill": {"gamma": 0.5, "min_budget": 0},
-    "hip": {"topk_blocks": 2, "sink_blocks": 1, "window_blocks": 1},
-    "infllm": {"topk_blocks": 1, "local_tokens": 40, "execution_blocks": 2},
-    "lm_infinite": {"global_tokens": 5, "local_tokens": 50},
-    "minference": {"plan": (30, 64)},
-    "moa": {"plan": (40, 0.2)},
-    "oracle": {"gamma": 0.6},
-    "sparge": {"similarity_threshold": 0.1, "cdf_threshold": 0.5},
-    "streaming_llm": {"sink_blocks": 1, "window_blocks": 2},
-    "tri_shape": {"sink_blocks": 1, "window_blocks": 2, "last_blocks": 1},
-    "vertical_slash": {"vertical_size": 64, "slash_size": 64},
-    "xattention": {"stride": 4, "threshold": 0.6},
-}
-KEEP_EVERYTHING: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "flash_prefill": {"alpha": 0.0},
-    "flexprefill": {"gamma": 1.0},
-    "hip": {"topk_blocks": 64},
-    "infllm": {"topk_blocks": 64},
-    "lm_infinite": {"local_tokens": 10**6},
-    "minference": {"plan": (10**6, 0)},
-    "moa": {"plan": (0, 1.0)},
-    "oracle": {"gamma": 1.0},
-    "sparge": {"cdf_threshold": 1.0},
-    "streaming_llm": {"window_blocks": 10**6},
-    "tri_shape": {"last_blocks": 10**6},
-    "vertical_slash": {"slash_size": 10**6},
-    "xattention": {"threshold": 1.0},
-}
+# the mask function of every method
+MASKS = {name.removesuffix("_mask"): getattr(block_masks, name) for name in block_masks.__all__}
+
+SPARSE = {name: tested.sparse for name, tested in TESTED.items()}
+KEEP_EVERYTHING = {name: tested.everything for name, tested in TESTED.items()}
 
 
 @dataclass(frozen=True)
@@ -132,16 +100,28 @@ SETTINGS = {
     "offsets by batch row": Setting(batch=3, q_len=64, kv_len=300, q_offset=(0, 50, 236), window=90, padding="left"),
 }
 ON_GPU = ("whole", "offsets by batch row")  # one compilation each there
+# the published code takes whole, unpadded prompts of whole blocks, and nothing else
+SERVED = {"published": ("whole",)}
 
-settings = pytest.mark.parametrize("setting", list(SETTINGS))
-settings_and_devices = pytest.mark.parametrize(
-    ("setting", "device"),
+
+def serves(name: str, setting: str) -> bool:
+    """True if a method takes the inputs of a setting."""
+    return setting in SERVED.get(name, (setting,))
+
+
+all_masks = pytest.mark.parametrize("name", list(MASKS))
+masks_and_settings = pytest.mark.parametrize(
+    ("name", "setting", "device"),
     [
-        *((setting, "cpu") for setting in SETTINGS),
-        *(pytest.param(setting, "cuda", marks=pytest.mark.gpu) for setting in ON_GPU),
+        *((name, setting, "cpu") for name in MASKS for setting in SETTINGS if serves(name, setting)),
+        *(
+            pytest.param(name, setting, "cuda", marks=pytest.mark.gpu)
+            for name in MASKS
+            for setting in ON_GPU
+            if serves(name, setting)
+        ),
     ],
 )
-all_masks = pytest.mark.parametrize("name", list(MASKS))
 
 
 class Made(NamedTuple):
@@ -153,6 +133,7 @@ class Made(NamedTuple):
 
 @functools.cache
 def made(name: str, setting: str, device: str = "cpu") -> Made:
+    """The mask of a method in a setting in which it drops blocks."""
     chosen = SETTINGS[setting]
     mask = MASKS[name](*chosen.inputs(device), **SPARSE[name], **chosen.shared_options(device))
     allowed = create_mask(mask.mask_mod, chosen.batch, mask.shape[1], chosen.q_len, chosen.kv_len, device=device)
@@ -160,34 +141,7 @@ def made(name: str, setting: str, device: str = "cpu") -> Made:
 
 
 def lists_of(mask: BlockMask) -> tuple[Tensor, ...]:
+    """The four lists of a mask."""
     assert mask.full_kv_num_blocks is not None
     assert mask.full_kv_indices is not None
     return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-
-
-def num_blocks(length: int, block_size: int) -> int:
-    return -(-length // block_size)
-
-
-def block_map(counts: Tensor, indices: Tensor) -> Tensor:
-    """Bool map of the blocks listed, each at most once."""
-    return dense_map(counts.cpu(), indices.cpu())
-
-
-def by_block(pairs: Tensor, block_size: int, reduction: str, fill: bool) -> Tensor:
-    """`any` or `all` over the blocks of a map of pairs, whose tails are filled."""
-    q_len, kv_len = pairs.shape[-2:]
-    blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
-    padding = (0, blocks[1] * block_size - kv_len, 0, blocks[0] * block_size - q_len)
-    tiles = F.pad(pairs, padding, value=fill).unflatten(-2, (blocks[0], block_size)).unflatten(-1, (blocks[1], block_size))
-    tiles = tiles.transpose(-3, -2).flatten(-2)
-    return tiles.any(-1) if reduction == "any" else tiles.all(-1)
-
-
-def check_lists(mask: BlockMask, allowed: Tensor) -> None:
-    """The lists name every block with an allowed pair, once, and call full only those without a hidden one."""
-    block_size = mask.BLOCK_SIZE[0]
-    partial, full = block_map(*lists_of(mask)[:2]), block_map(*lists_of(mask)[2:])
-    assert not (partial & full).any(), "a block is in both lists"
-    assert torch.equal(partial | full, by_block(allowed, block_size, "any", False))
-    assert not (full & ~by_block(allowed, block_size, "all", True)).any(), "a full block has hidden pairs"

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexmask import compilation
-from flexmask import gallery_method as core
-from flexmask.block_masks import MASKS
-from tests.block_masks.gallery import SPARSE
+from flexmask import compilation, row_slices
+from tests.block_masks.gallery import MASKS, SPARSE
 from tests.cases import structured_inputs
 from tests.compile_support import fresh_compiler as fresh_compiler
 
@@ -33,33 +31,45 @@ def counters(monkeypatch):
         return torch.compile(own, fullgraph=True, backend=counter)
 
     monkeypatch.setattr(compilation, "_compile", count)
-    monkeypatch.setattr(core, "runs_uncompiled", lambda query: torch.compiler.is_compiling())
+    monkeypatch.setattr(compilation, "runs_plain", lambda query: torch.compiler.is_compiling())
     return counted
 
 
-@pytest.mark.parametrize("name", [pytest.param("hip", marks=pytest.mark.slow), "xattention"])
-def test_lengths_share_a_compilation(name, counters, monkeypatch):
+def graphs(counters) -> dict[str, int]:
+    """Graphs of all variants of each function."""
+    total: dict[str, int] = {}
+    for (function, _), counter in counters.items():
+        total[function] = total.get(function, 0) + counter.frame_count
+    return total
+
+
+# in slices of rows, compiled slice by slice, and whole; in steps
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("xattention", {"_map": 1, "_lists": 2}), ("vertical_slash", {"_chosen": 1}), ("hybrid", {"_chosen": 1})],
+)
+def test_lengths_share_a_compilation(name, expected, counters, monkeypatch):
     for length in LENGTHS:
         # copies, since a view would bring its whole tensor's shape into the guards
         inputs = [x[:, :, :length].clone(memory_format=torch.contiguous_format) for x in (QUERY, KEY)]
         got = MASKS[name](*inputs, block_size=16, **SPARSE[name]).to_dense()
         with monkeypatch.context() as plain:
-            plain.setattr(core, "runs_uncompiled", lambda query: True)
+            plain.setattr(compilation, "runs_plain", lambda query: True)
             assert torch.equal(got, MASKS[name](*inputs, block_size=16, **SPARSE[name]).to_dense())
     # the lists' sizes are not known to be of any length in advance: a compilation for one, then one for all
-    assert {function: counter.frame_count for (function, _), counter in counters.items()} == {"_limited": 1, "_lists": 2}
+    assert graphs(counters) == expected
 
 
 def test_values_of_a_float_share_a_compilation_and_constants_do_not(counters):
     for threshold in (0.3, 0.5, 1, 0.9):
         MASKS["xattention"](QUERY, KEY, block_size=16, threshold=threshold)
-    assert [counter.frame_count for counter in counters.values()] == [1, 1]
+    assert graphs(counters) == {"_map": 1, "_lists": 1}
     MASKS["xattention"](QUERY, KEY, block_size=16, stride=4)
-    assert [counter.frame_count for counter in counters.values()] == [1, 1, 1]
+    assert graphs(counters) == {"_map": 2, "_lists": 1}
 
 
 def test_slices_share_a_compilation(counters, monkeypatch):
-    monkeypatch.setattr(core, "MOST_NUMBERS", 16 * 333 * 4)
+    monkeypatch.setattr(row_slices, "MOST_NUMBERS", 16 * 333 * 4)
     MASKS["oracle"](QUERY, KEY, block_size=16)
     # the last slice is shorter than a block
-    assert [counter.frame_count for counter in counters.values()] == [2, 1]
+    assert graphs(counters) == {"_map": 2, "_lists": 1}

@@ -1,4 +1,7 @@
-"""Every method equals its definition, and keeps to it in chunks, in slices and next to heads that are not finite."""
+"""Every method equals its definition, and keeps to it in chunks, in slices and next to heads that are not finite.
+
+Those with an oracle of their own, flexprefill, hybrid and published, are compared with it in tests/test_flexprefill.py and so on.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask import gallery_method as core
-from flexmask.block_masks import MASKS
+from flexmask import METHODS, row_slices
 from tests.block_masks.definition_call import make_call
-from tests.block_masks.definitions import DEFINITIONS
-from tests.block_masks.gallery import SPARSE
+from tests.block_masks.definitions import DEFINITIONS, TESTED
+from tests.block_masks.gallery import MASKS, SPARSE
 from tests.cases import structured_inputs
 from tests.expected import by_block, seen_pairs
 
@@ -28,29 +30,9 @@ CASES: dict[str, tuple[int, int, tuple[int, int] | None, int | None, str | None,
     "right padding": (129, 129, None, None, "right", {"softcap": 5.0}),
     "holes and window": (110, 110, None, 60, "holes", {}),
 }
-OTHER_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "flash_prefill": ({"alpha": 0.3, "sink_blocks": 0, "window_blocks": 2, "last_blocks": 0},),
-    "hip": ({"topk_blocks": 1, "sink_blocks": 2, "window_blocks": 2, "query_stride": 1},),
-    # tokens at which a block's nearest key is just out of reach, or its last one just counts
-    "infllm": ({"topk_blocks": 0, "sink_blocks": 0, "local_tokens": 33, "execution_blocks": 1},),
-    "lm_infinite": ({"global_tokens": 16, "local_tokens": 33},),
-    "minference": ({"plan": ((40, 50), (64, 20)), "lines": "covering"}, {"plan": ((100, 16), (30, 100))}),
-    "moa": ({"plan": ((16, 0.0), (10, 0.3)), "sink_blocks": 0},),
-    "sparge": (
-        {"similarity_threshold": -0.1, "cdf_threshold": 0.9, "topk": 0.3},
-        {"similarity_threshold": 0.4, "cdf_threshold": 0.8},
-    ),
-    "xattention": ({"stride": 16, "threshold": 0.9},),
-}
-CHOICES = [(name, options) for name in DEFINITIONS for options in (SPARSE[name], *OTHER_OPTIONS.get(name, ()))]
+CHOICES = [(name, options) for name in DEFINITIONS for options in (TESTED[name].sparse, *TESTED[name].others)]
 # the same blocks for the rows of a chunk as for those of the whole prompt: no estimate from the last rows, no length in the rule
 BY_ROW = ("causal", "flash_prefill", "hip", "infllm", "lm_infinite", "oracle", "streaming_llm", "xattention")
-
-
-def method_of(name: str) -> core.Method:
-    found = MASKS[name].method  # type: ignore[attr-defined]  # which mask_method sets
-    assert isinstance(found, core.Method)
-    return found
 
 
 def inputs_of(case: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -92,10 +74,6 @@ def test_keeps_the_blocks_of_its_definition(name, options, case):
     assert len(wrong) == 0, f"{len(wrong)} blocks differ, the first at {wrong[0].tolist()}"
 
 
-def test_every_method_but_ours_has_a_definition():
-    assert set(DEFINITIONS) == set(MASKS) - {"flexprefill"}
-
-
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if name != "causal"])
 def test_comparison_has_something_to_find(name):
     # blocks to drop, blocks to add, and rows that differ: a mask with any of these faults would not pass for its definition
@@ -119,25 +97,23 @@ def test_mask_of_a_chunk_is_the_rows_of_the_whole(name):
 
 
 @pytest.mark.parametrize("case", ["offsets, window and left padding", "right padding"])
-@pytest.mark.parametrize("name", [name for name in DEFINITIONS if method_of(name).numbers is not None])
-def test_slices_of_rows_and_heads_change_nothing(name, case, monkeypatch):
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if not METHODS[name].compiled])
+def test_slices_of_rows_change_nothing(name, case, monkeypatch):
     query, key, shared = inputs_of(case)
-    plan = {"plan": ((40, 50), (64, 20))} if name == "minference" else {}
-    options = {**SPARSE[name], **plan, "block_size": SIZE, **shared}
+    options = {**SPARSE[name], "block_size": SIZE, **shared}
     expected = MASKS[name](query, key, **options).to_dense()
-    calls = []
-    kept = core._kept
-    monkeypatch.setattr(core, "_kept", lambda *arguments: calls.append(1) or kept(*arguments))
-    monkeypatch.setattr(core, "MOST_NUMBERS", 1)
+    slices = []
+    map_of = row_slices._map
+    monkeypatch.setattr(row_slices, "_map", lambda *given: slices.append(given[0].query.shape[2]) or map_of(*given))
+    monkeypatch.setattr(row_slices, "MOST_NUMBERS", 1)
     assert torch.equal(MASKS[name](query, key, **options).to_dense(), expected)
-    blocks = expected.shape[2]
-    assert len(calls) == 2 * 2 * (blocks if method_of(name).by_rows else 1)
+    assert max(slices) == SIZE and sum(slices) == query.shape[2]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("infllm", "causal")])
 def test_a_head_that_is_not_finite_spoils_no_other(name, bad):
-    query, key = structured_inputs(torch.Generator().manual_seed(5), 2, 4, 2, 100, 100, 32, sharpness=2.0)
+    query, key = structured_inputs(torch.Generator().manual_seed(5), 2, 4, 2, 112, 112, 32, sharpness=2.0)
     options = {**SPARSE[name], "block_size": SIZE}
     expected = MASKS[name](query, key, **options).to_dense()
     query[0, 1, 50:60] = bad
@@ -147,7 +123,7 @@ def test_a_head_that_is_not_finite_spoils_no_other(name, bad):
     assert torch.equal(got[1], expected[1])
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "published"])  # which takes no padding
 def test_what_padding_holds_does_not_matter(name):
     query, key, shared = inputs_of("right padding")
     expected = MASKS[name](query, key, block_size=SIZE, **SPARSE[name], **shared).to_dense()

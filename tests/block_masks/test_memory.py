@@ -7,10 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmask import gallery_method as core
-from flexmask.block_masks import MASKS
+from flexmask import METHODS, row_slices
+from flexmask.base.inputs import attention_inputs
+from tests.block_masks.gallery import MASKS
 
-TOKENS, HEADS, HEAD_DIM = 131072, 32, 64
+TOKENS, HEADS, HEAD_DIM = 131072, 16, 64
 
 
 class Largest(TorchDispatchMode):
@@ -26,13 +27,17 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", [name for name in MASKS if name != "flexprefill"])
-def test_nothing_grows_with_the_square_of_the_tokens(name):
+@pytest.mark.parametrize("name", MASKS)
+def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_square_of_the_tokens(name):
+    by_rows = not METHODS[name].compiled
     with FakeTensorMode(), Largest() as largest:
         # the last rows of the prompt are enough for the methods that go slice by slice: a slice is as large as ever
-        rows = 512 if name == "oracle" else 4096 if MASKS[name].method.by_rows else TOKENS
-        query, key = torch.empty(1, HEADS, rows, HEAD_DIM), torch.empty(1, 8, TOKENS, HEAD_DIM)
+        rows = 512 if name == "oracle" else 4096 if by_rows else TOKENS
+        query, key = torch.empty(1, HEADS, rows, HEAD_DIM), torch.empty(1, 4, TOKENS, HEAD_DIM)
+        stated = HEADS * METHODS[name].checked(128, {}).for_inputs(attention_inputs(query, key)).head_bytes
+        largest.nbytes = 0
         MASKS[name](query, key)
-    maps = HEADS * (rows // 128) * (TOKENS // 128) * 8  # of blocks, in int64
-    assert largest.nbytes <= max(core.MOST_NUMBERS * 4, maps, query.nbytes, key.nbytes)
+    # a slice has a block of rows at least
+    a_slice = 4 * max(row_slices.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
+    assert largest.nbytes <= max(stated, a_slice)
     assert largest.nbytes < TOKENS**2 / 8

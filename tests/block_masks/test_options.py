@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 
-from flexmask.block_masks import MASKS
+from flexmask import METHODS
+from tests.block_masks.gallery import MASKS
 
 INPUTS = torch.zeros(1, 4, 64, 32), torch.zeros(1, 2, 64, 32)
 COUNTS = {
@@ -22,7 +23,7 @@ COUNTS = {
     "vertical_slash": {"vertical_size": 0, "slash_size": 0},
     "xattention": {"stride": 1},
 }
-OWN = [name for name in MASKS if name not in ("causal", "flexprefill")]
+OWN = [name for name in MASKS if name != "causal"]
 
 
 @pytest.mark.parametrize(("name", "option", "least"), [(name, *item) for name, own in COUNTS.items() for item in own.items()])
@@ -57,7 +58,13 @@ def test_counts_have_a_least_value(name, option, least):
         ("minference", {"plan": 7}, "plan must be a pair .*; got int"),
         ("minference", {"plan": None}, "plan must be a pair .*; got NoneType"),
         ("moa", {"plan": (1, float("inf"))}, "plan must be finite; got inf"),
-        ("xattention", {"tau": 0.1}, "xattention takes the options stride, threshold; got 'tau'"),
+        (
+            "xattention",
+            {"tau": 0.1},
+            "method 'xattention' takes the options stride, threshold; got 'tau', an option of flexprefill, published",
+        ),
+        ("flexprefill", {"row_stride": 4}, "takes the options gamma, .*; got 'row_stride', an option of hybrid"),
+        ("causal", {"beta": 1}, "method 'causal' takes the options of every mask only; got 'beta'$"),
     ],
 )
 def test_wrong_options_are_refused(name, options, message):
@@ -68,12 +75,16 @@ def test_wrong_options_are_refused(name, options, message):
 @pytest.mark.parametrize("name", OWN)
 def test_docstring_states_the_defaults_and_the_difference(name):
     text = inspect.getdoc(MASKS[name])
-    assert name == "oracle" or "Differs from the paper:" in text
-    assert "Source: " in text
-    for option, default in MASKS[name].method.defaults.items():
-        entry = re.search(rf"^{option}\n((?: .*\n?)+)", text, re.MULTILINE).group(1)
-        number = r"Default\s+(\([^)]*\)|-?\d+(?:\.\d+)?|None)"
-        stated = re.search(number + r"|``\"(\w+)\"``\s+\(default\)|(None)\s+\(default\)", entry)
+    ours = name == "hybrid" and "Not from the paper:" in text
+    assert ours or "Source: " in text
+    assert ours or name == "oracle" or "Differs from the p" in text
+    for option, default in METHODS[name].defaults.items():
+        entry = re.search(rf"^(?:\w+, )*{option}(?:, \w+)*\n((?: .*\n?)+)", text, re.MULTILINE).group(1)
+        if "As in `flexprefill_mask`" in entry:
+            assert default == METHODS["flexprefill"].defaults[option]
+            continue
+        number = r"[Dd]efault\s+(\([^)]*\)|-?\d+(?:\.\d+)?|None)"
+        stated = re.search(number + r"|``\"(\w+)\"``\s+\(default\b|(None)\s+\(default\b", entry)
         assert stated is not None, f"{option} has no default"
         assert str(default) == next(filter(None, stated.groups())), option
 

@@ -1,4 +1,4 @@
-"""The registry, the exports, the files, the README's table and the signatures of the gallery agree."""
+"""The table of methods, the exports, the files, the README's table and the signatures agree."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import inspect
 import re
 from pathlib import Path
 
-import pytest
-
-import flexmask.block_masks
-from flexmask import flexprefill_mask
-from flexmask.block_masks import MASKS, causal_mask
-from tests.block_masks.gallery import KEEP_EVERYTHING, SPARSE, all_masks, made
+import flexmask
+from flexmask import METHODS, block_masks
+from tests.block_masks.definitions import TESTED
+from tests.block_masks.gallery import MASKS, all_masks, made
 
 FOLDER = Path(__file__).resolve().parents[2] / "block_masks"
 
 
-def test_registry_exports_and_files_agree():
-    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
-    assert set(MASKS) == files
-    assert flexmask.block_masks.__all__ == ["MASKS", *(f"{name}_mask" for name in sorted(MASKS))]
+def test_table_exports_and_files_agree():
+    assert set(MASKS) == {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
+    # other tests enter methods of their own
+    assert set(MASKS) <= set(METHODS)
     for name, function in MASKS.items():
-        assert function is getattr(flexmask.block_masks, f"{name}_mask")
         assert function.__name__ == f"{name}_mask"
-    assert MASKS["flexprefill"] is flexprefill_mask
+        assert function.method is METHODS[name]
+    for name in ("flexprefill_mask", "hybrid_mask"):
+        assert getattr(flexmask, name) is getattr(block_masks, name)
 
 
-def test_registry_and_readme_table_agree():
+def test_table_and_readme_agree():
     rows = re.findall(r"^\| \[`(\w+)`\]\((\w+\.py)\) \|", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == [(f"{name}_mask", f"{name}.py") for name in sorted(MASKS)]
 
@@ -34,18 +33,15 @@ def test_registry_and_readme_table_agree():
 @all_masks
 def test_readme_table_names_every_knob(name):
     row = re.search(rf"^\| \[`{name}_mask`\].*$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    knobs = set(re.findall(r"`(\w+)`", row.group().rsplit(" | ", 1)[1]))
-    not_knobs = {"query", "key", *inspect.signature(causal_mask).parameters, "scale", "softcap", "config", "return_stats"}
-    assert knobs == set(inspect.signature(MASKS[name]).parameters) - not_knobs
+    assert row is not None
+    assert re.findall(r"`(\w+)`", row.group().rsplit(" | ", 1)[1]) == list(METHODS[name].defaults)
 
 
 @all_masks
-def test_shared_arguments_are_those_of_flexprefill_mask(name):
-    shared, own = inspect.signature(causal_mask).parameters, inspect.signature(MASKS[name]).parameters
-    assert set(shared) <= set(own)
-    for argument, parameter in shared.items():
-        assert own[argument] == parameter
-        assert own[argument] == inspect.signature(flexprefill_mask).parameters[argument]
+def test_shared_arguments_are_those_of_every_mask(name):
+    shared, own = (inspect.signature(MASKS[each]).parameters for each in ("causal", name))
+    assert {argument: own[argument] for argument in shared} == dict(shared)
+    assert set(own) - set(shared) == set(METHODS[name].defaults)
 
 
 @all_masks
@@ -53,6 +49,6 @@ def test_mask_mod_carries_the_name(name):
     assert made(name, "whole").mask.mask_mod.__name__.startswith(f"{name}(")
 
 
-@pytest.mark.parametrize("table", [SPARSE, KEEP_EVERYTHING])
-def test_every_mask_is_in_the_tables_of_the_gallery(table):
-    assert set(table) == set(MASKS)
+def test_every_method_has_a_definition_or_an_oracle():
+    assert set(TESTED) == set(MASKS)
+    assert {name for name, tested in TESTED.items() if tested.definition is None} == {"flexprefill", "hybrid", "published"}

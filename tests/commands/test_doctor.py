@@ -19,7 +19,7 @@ def test_self_test_passes_and_doctor_says_so(flexmask):
     found = flexmask("doctor", "--device", "cpu", "--json").json
     assert found["ok"]
     tests = found["self_test"]
-    assert [each["selection"] for each in tests] == ["coverage", "hybrid"]
+    assert [each["method"] for each in tests] == ["hybrid", "flexprefill"]
     for each in tests:
         assert each["passed"]
         assert each["density"] < 0.9
@@ -28,17 +28,17 @@ def test_self_test_passes_and_doctor_says_so(flexmask):
     assert "CUDA" in next(each["reason"] for each in found["backends"] if each["name"] == "flash")
 
 
-def dense(query, key, value, **keywords):
+def dense(query, key, value, method, **keywords):
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-def raises(query, key, value, **keywords):
+def raises(query, key, value, method, **keywords):
     raise RuntimeError("no compiler\nsecond line")
 
 
 @pytest.mark.parametrize("attention", [dense, raises])
 def test_self_test_fails_where_attention_is_wrong(flexmask, monkeypatch, attention):
-    monkeypatch.setattr(self_test, "flexprefill_attention", attention)
+    monkeypatch.setattr(self_test, "sparse_attention", attention)
     result = flexmask("doctor", "--device", "cpu", code=exit_codes.PROBLEM)
     assert result.stdout.count("FAILED") == 2
     assert result.stdout.count("RuntimeError: no compiler") == (2 if attention is raises else 0)
@@ -52,7 +52,7 @@ def test_self_test_fails_where_attention_is_wrong(flexmask, monkeypatch, attenti
 )
 def test_a_case_that_skips_nothing_or_is_no_number_is_not_passed(difference, skipped, passed):
     """A case that keeps everything would pass with any attention under any mask."""
-    case = self_test.SelfTest("coverage", "auto", "float32", 1.0, difference, skipped, 1e-4, 0.1)
+    case = self_test.SelfTest("hybrid", "auto", "float32", 1.0, difference, skipped, 1e-4, 0.1)
     assert case.passed is passed
 
 
@@ -84,22 +84,22 @@ def test_surroundings_with_problems_are_known(monkeypatch):
     assert "no C++ compiler (no-such-compiler -O3)" in what
 
 
-def test_layers_are_told_from_the_config_alone(flexmask, folder, tmp_path):
+def test_layers_are_planned_from_the_config(flexmask, folder, tmp_path):
     """Without weights, and as the adapter runs them."""
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    words = ("doctor", "--skip-self-test", "--model", tmp_path, "--device", "cpu", "--set", "dense_layers=[1]")
+    words = ("doctor", "--skip-self-test", "--model", tmp_path, "--device", "cpu", "--option", "dense_layers=[1]")
     found = flexmask(*words, "--json").json
     assert [(each["plan"], each["reason"]) for each in found["layers"]] == [
         ("sparse", ""),
         ("dense", "in dense_layers"),
         ("sparse", ""),
     ]
-    assert found["layers"][0]["heads"], found["layers"][0]["kv_heads"] == (4, 2)
+    assert (found["layers"][0]["heads"], found["layers"][0]["kv_heads"]) == (4, 2)
     short = flexmask(*words, "--tokens", 500, "--json").json
     assert {each["reason"] for each in short["layers"]} == {"500 tokens < dense_below 16384"}
     assert "2  " in flexmask(*words).stdout
-    assert flexmask(*words, "--set", "dense_layers=[7]", code=exit_codes.USAGE)
+    assert flexmask(*words, "--option", "dense_layers=[7]", code=exit_codes.USAGE)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_refused_models_exit_with_a_problem(flexmask, tmp_path, config, said):
 def test_a_missing_transformers_is_a_problem_only_with_a_model(flexmask, monkeypatch, folder):
     import sys
 
-    for name in [name for name in sys.modules if name.startswith("flexmask.integrations.versions")]:
+    for name in [name for name in sys.modules if name.startswith("flexmask.integrations.huggingface")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "warning: transformers is missing" in flexmask("doctor", "--skip-self-test").stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ pytest.importorskip("matplotlib")
 from tests.integrations.common import MARKS
 
 pytestmark = MARKS[0]
+SPARSE = ("--dense-below", 0, "--option", "block_size=32")
 
 
 def test_short_prompt_runs_dense_and_says_so(flexmask, folder, prompt, tmp_path):
@@ -20,7 +22,7 @@ def test_short_prompt_runs_dense_and_says_so(flexmask, folder, prompt, tmp_path)
     result = flexmask("inspect", "--model", folder, "--prompt", prompt, "--out", out)
     said = result.stdout
     assert "530 tokens < dense_below" in said
-    assert "530 tokens < dense_below 16,384: all of it runs dense" in result.stderr.partition("report:")[0]
+    assert "530 tokens < dense_below 16,384: the prompt runs dense" in result.stderr.partition("report:")[0]
     assert f"report: {out / 'report.html'}" in said
     assert {path.name for path in out.iterdir()} == {"report.html", "inspection.json", "density.png", "patterns.png"}
 
@@ -28,15 +30,31 @@ def test_short_prompt_runs_dense_and_says_so(flexmask, folder, prompt, tmp_path)
 @pytest.mark.attention
 def test_json_is_what_is_written(flexmask, folder, prompt, tmp_path):
     out = tmp_path / "report"
-    options = ["--dense-below", 0, "--gamma", 0.6, "--set", "block_size=32", "--set", "min_budget=0", "--set", "tau=0.12"]
+    options = [*SPARSE, "--method", "flexprefill", "--gamma", 0.6, "--min-budget", 0, "--option", "tau=0.12"]
     where = ["--model", folder, "--prompt", prompt, "--out", out]
     found = json.loads(flexmask("inspect", *where, *options, "--layers", "0-1", "--heads", "1", "--json").stdout)
     assert found["report"] == str(out / "report.html")
     written = json.loads((out / "inspection.json").read_text(encoding="utf-8"))
     assert {name: value for name, value in found.items() if name != "report"} == written
-    assert written["settings"] == {"gamma": 0.6, "block_size": 32, "min_budget": 0, "tau": 0.12, "dense_below": 0}
+    expected = {"method": "flexprefill", "gamma": 0.6, "block_size": 32, "min_budget": 0, "tau": 0.12, "dense_below": 0}
+    assert written["settings"] == expected
+    assert len(written["held_by_quarter"]) == 4
     assert [(each["layer"], each["head"]) for each in written["shown"]] == [(0, 1), (1, 1)]
     assert (out / "layer1-head1-left-out.png").exists()
+
+
+@pytest.mark.attention
+def test_attention_held_by_position_is_shown_with_its_warning(flexmask, folder, prompt, tmp_path, monkeypatch):
+    """With a bound that every prompt exceeds."""
+    from flexmask.integrations.inspect import inspection
+
+    monkeypatch.setattr(inspection, "MOST_LOST", -1.0)
+    options = [*SPARSE, "--method", "streaming_llm"]
+    shown = flexmask("inspect", "--model", folder, "--prompt", prompt, "--out", tmp_path / "out", *options).stdout
+    quarters = re.search(r"attention held by quarter of the prompt, mean over layers and heads: (.*)", shown)[1].split(", ")
+    assert len(quarters) == 4
+    assert all(0 < float(share.removesuffix("%")) <= 100 for share in quarters)
+    assert f"warning: The mask holds {quarters[3]} of the attention of the prompt's last quarter" in shown
 
 
 @pytest.mark.parametrize(
@@ -47,7 +65,6 @@ def test_json_is_what_is_written(flexmask, folder, prompt, tmp_path):
         (["--layers", "3-1"], "must name at least one"),
         (["--layers", "7"], r"layers must be in [0, 2); got 7"),
         (["--gamma", "2"], "gamma must be"),
-        (["--set", "method=causal"], "only FlexPrefill is inspected; got the method 'causal'"),
     ],
 )
 def test_wrong_options_are_usage_errors(flexmask, folder, prompt, tmp_path, options, message):

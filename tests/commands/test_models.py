@@ -9,14 +9,14 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 from flexmask.commands import exit_codes
-from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.huggingface import PrefillSettings
 from tests.integrations.common import MARKS
 from tests.repository import ROOT
 
 pytestmark = MARKS[0]
-SPARSE = ("--gamma", ".6", "--dense-below", "0", "--set", "block_size=32", "--set", "min_budget=0")
-QUICK = ("--set", "block_size=32", "--tokens", "100")
-TUNE = ("--set", "block_size=32", "--set", "min_budget=0", "--json")
+SPARSE = ("--gamma", ".6", "--dense-below", "0", "--option", "block_size=32", "--min-budget", "0")
+QUICK = ("--option", "block_size=32", "--tokens", "100")
+TUNE = ("--option", "block_size=32", "--min-budget", "0", "--json")
 
 
 @pytest.mark.slow
@@ -31,12 +31,12 @@ def test_generate_compares_dense_and_sparse(flexmask, folder, prompt):
     # its own generate gives the same tokens
     from transformers import AutoModelForCausalLM
 
+    from flexmask import sparse_prefill
     from flexmask.commands.loading import token_ids
-    from flexmask.integrations.huggingface import flexprefill
 
     model, ids = AutoModelForCausalLM.from_pretrained(folder), token_ids(tokenizer_of(folder), prompt.read_text())
     assert found["dense"]["tokens"] == model.generate(ids, max_new_tokens=5, do_sample=False)[0, 530:].tolist()
-    with torch.no_grad(), flexprefill(model, config=PrefillSettings.from_dict(found["settings"])):
+    with torch.no_grad(), sparse_prefill(model, settings=PrefillSettings.from_dict(found["settings"])):
         sparse = model.generate(ids, max_new_tokens=5, do_sample=False)[0, 530:].tolist()
         logits = model(ids).logits[0, -1]
     with torch.no_grad():
@@ -55,9 +55,9 @@ def tokenizer_of(folder):
 def test_generate_says_that_a_short_prompt_ran_dense(flexmask, folder, prompt):
     result = flexmask("generate", "--model", folder, "--prompt", "-", "--max-new-tokens", "3", input=prompt.read_text())
     shown = result.stdout
-    assert "530 tokens < dense_below 16,384: all of it runs dense. --dense-below 0 makes it sparse." in result.stderr
+    assert "530 tokens < dense_below 16,384: the prompt runs dense. --dense-below 0 makes it sparse." in result.stderr
     assert "all 2 layers ran dense: 530 tokens < dense_below 16384" in shown
-    assert "All new tokens are the same." in shown
+    assert "All new tokens are equal." in shown
     assert "blocks kept          100%" in shown
     assert shown.count("'w") == 2
 
@@ -65,22 +65,20 @@ def test_generate_says_that_a_short_prompt_ran_dense(flexmask, folder, prompt):
 def test_first_different_token_is_found():
     from dataclasses import replace
 
-    from flexmask.integrations.run import FlexPrefillRun
-    from flexmask.integrations.settings import PrefillSettings
-    from flexmask.integrations.side_by_side import Generated, SideBySide
+    from flexmask.integrations.huggingface import PrefillRun
+    from flexmask.integrations.huggingface.side_by_side import Generated, SideBySide
 
     one = Generated((1, 2, 3, 4), (3.0, 1.0, 2.0), 9.0, torch.tensor([1.0, 2.0]))
     other = replace(one, tokens=(1, 2, 5, 4), logits=torch.tensor([1.5, -1.0]))
-    found = SideBySide(10, one, other, FlexPrefillRun())
+    found = SideBySide(10, one, other, PrefillRun())
     assert found.same_tokens == 2
     assert found.logit_difference == 3.0
     assert one.seconds == 2.0
-    assert SideBySide(10, one, replace(one, tokens=(1, 2)), FlexPrefillRun()).same_tokens == 2
-    # tokens that are ruled out have no logit, other methods no statistics
+    assert SideBySide(10, one, replace(one, tokens=(1, 2)), PrefillRun()).same_tokens == 2
+    # tokens that are ruled out have no logit
     ruled_out = replace(one, logits=torch.tensor([1.0, -torch.inf]))
-    other_method = FlexPrefillRun(PrefillSettings.from_options(method="streaming_llm"))
-    found = SideBySide(10, ruled_out, replace(ruled_out, logits=torch.tensor([1.5, -torch.inf])), other_method)
-    assert (found.logit_difference, found.largest_logit, found.density) == (0.5, 1.0, None)
+    found = SideBySide(10, ruled_out, replace(ruled_out, logits=torch.tensor([1.5, -torch.inf])), PrefillRun())
+    assert (found.logit_difference, found.largest_logit) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_first_different_token_is_found():
         (("--model", "{folder}", "--prompt", "{empty}/none.txt"), "none.txt: No such file"),
         (("--model", "{folder}", "--prompt", "{blank}"), "'--prompt': {blank} is empty"),
         (("--model", "{folder}", "--prompt", "{binary}"), "not UTF-8 text"),
-        (("--model", "{folder}", "--prompt", "{prompt}", "--set", "dense_layers=[99]"), "'--set': dense_layers must hold layer"),
+        (("--model", "{folder}", "--prompt", "{prompt}", "--option", "dense_layers=[99]"), "'--option': dense_layers must hold"),
         (("--model", "{folder}", "--prompt", "{prompt}", "--chat"), "'--chat': the model's tokenizer has no chat template"),
     ],
 )
@@ -126,13 +124,13 @@ def test_a_broken_model_is_one_line(flexmask, folder, prompt, tmp_path):
 
 def test_tune_writes_settings_that_are_read_back(flexmask, folder, prompt, tmp_path):
     out = tmp_path / "settings.json"
-    words = ("tune", "-m", folder, "-t", prompt, "-t", prompt, "--tokens", "150", "--selection", "coverage", "-o", out, *TUNE)
+    words = ("tune", "-m", folder, "-t", prompt, "-t", prompt, "--tokens", "150", "--method", "flexprefill", "-o", out, *TUNE)
     found = flexmask(*words, "--density", ".9").json
     assert found["prompt_tokens"] == [150, 150]
     assert found["density"] <= 0.9 + 1e-9
     settings = PrefillSettings.load(out)
     assert settings.to_dict() == found["settings"] == PrefillSettings.from_options(str(out)).to_dict()
-    assert [settings.of_layer(row["layer"]).gamma[row["head"]] for row in found["heads"]] == [
+    assert [settings.selector(row["layer"]).options["gamma"][row["head"]] for row in found["heads"]] == [
         row["gamma"] for row in found["heads"]
     ]
     assert len(found["heads"]) == 8
@@ -146,7 +144,7 @@ def test_tune_writes_settings_that_are_read_back(flexmask, folder, prompt, tmp_p
 
 
 def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeypatch):
-    import flexmask.integrations.head_probe as module
+    import flexmask.integrations.tune.probe as module
 
     out, layers = tmp_path / "settings.json", []
     measure = module.head_errors
@@ -160,7 +158,7 @@ def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeyp
     monkeypatch.setattr(module, "head_errors", interrupted)
     words = ("tune", "-m", folder, "-t", prompt, "--tokens", "100", "-o", out, *TUNE, "--density", "1")
     result = flexmask(*words, code=exit_codes.INTERRUPTED)
-    assert "settings.json.measured: the same command goes on from there" in result.stderr.replace("\n", " ")
+    assert "settings.json.measured: the same command continues from there" in result.stderr.replace("\n", " ")
     assert result.stdout == ""
     assert not out.exists()
     flexmask(*words)
@@ -185,8 +183,8 @@ def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeyp
         (("--density", "1.5"), "'--density': density must be"),
         ((*QUICK, "--density", ".001"), "'--density': density must be at least"),
         (("--error", "-1"), "'--error': error must be"),
-        (("--density", ".5", "--selection", "reference"), "'--selection': selection must be one of"),
-        (("--density", ".5", "--set", "tau=3"), "'--set': tau must be in [0, 1]"),
+        (("--density", ".5", "--method", "best"), "'--method': method must be one of"),
+        (("--density", ".5", "--option", "tau=.3"), "got 'tau', an option of flexprefill"),
         (("--density", ".5", "--tokens", "20"), "'--text': input_ids must hold more than block_size (128) tokens"),
         (("--density", ".5", "--out", "no/such/folder/x.json"), "'--out': no folder no/such/folder"),
         (("--density", ".5", "--out", "{folder}/config.json"), "'--out': config.json is a model's; name another file"),
@@ -204,8 +202,8 @@ def test_tune_shows_what_heads_keep(flexmask, folder, prompt, tmp_path):
     shown = flexmask(
         "tune", "-m", folder, "-t", prompt, "-o", tmp_path / "s.json", "--tokens", "100", *TUNE[:-1], "--density", "1"
     ).stdout
-    assert "tuned by head" in shown
-    assert "gamma 0.95 in every head" in shown
+    assert "gamma per head, tuned" in shown
+    assert "gamma 0.95 for all heads" in shown
     assert f"--settings {tmp_path / 's.json'}" in shown
     words = ("tune", "-m", folder, "-t", prompt, "--tokens", "100", *TUNE[:-1], "--density", "1", "--gradient")
     shown = flexmask(*words, "-o", tmp_path / "by_loss.json").stdout
@@ -226,7 +224,7 @@ def test_the_retriever_from_texts_to_tuned_generation(flexmask, tmp_path):
     for number, each in enumerate(prompts):
         (tmp_path / f"{number}.txt").write_text(tokenizer.decode(each.token_ids.flatten().tolist()))
     out = tmp_path / "settings.json"
-    words = ("--model", folder, "--set", "min_budget=256", "--dense-below", "0")
+    words = ("--model", folder, "--min-budget", "256", "--dense-below", "0")
     found = flexmask("tune", *words, "--text", tmp_path / "0.txt", "--density", ".5", "--out", out, "--json").json
     assert found["density"] <= 0.5
     assert len({row["gamma"] for row in found["heads"]}) > 2

@@ -30,14 +30,12 @@ def test_every_command_is_documented_with_its_options(flexmask):
     """docs/command-line.md names each command and each of its own options."""
     text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     listed = re.findall(r"^│? *(\w+)  ", flexmask("--help").stdout.partition("Commands")[2], re.MULTILINE)
-    assert {"doctor", "generate", "tune", "bench", "fidelity", "demo", "run"} <= set(listed)
+    assert {"doctor", "gain", "generate", "inspect", "tune", "run"} == set(listed)
     for command in listed:
         assert f"## flexmask {command}" in text
         section = text.partition(f"## flexmask {command}")[2].partition("\n## ")[0]
         shared = text.partition("## Options that commands share")[2].partition("\n## ")[0]
         options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", flexmask(command, "--help").stdout)) - {"--help"}
-        # other programs' options, in the help's examples
-        options -= {"--minutes"} if command == "bench" else set()
         assert options, command
         assert {option for option in options if option not in section + shared} == set(), command
 
@@ -76,15 +74,21 @@ def test_another_missing_module_is_not_taken_for_typer(monkeypatch):
     [
         (["nothing"], "No such command 'nothing'"),
         (["generate", "--prompt", "x"], "Missing option '--model'"),
+        (["gain"], "Missing argument 'MODEL'"),
         (["generate", "--model", "x", "--prompt", "x", "--gama", "1"], "--gama"),
         (["doctor", "--device", "nowhere"], "'--device': no such device"),
         (["doctor", "--dtype", "int8"], "'--dtype': must be one of float32, bfloat16, float16; got 'int8'"),
         (["doctor", "--gamma", "1.5"], "'--gamma': gamma must be in (0, 1]; got 1.5"),
-        (["doctor", "--selection", "best"], "'--selection': selection must be one of"),
+        (["doctor", "--min-budget", "-1"], "'--min-budget': min_budget must be >= 0 tokens; got -1"),
+        (["doctor", "--method", "best"], "'--method': method must be one of"),
         (["doctor", "--dense-below", "-1"], "'--dense-below': dense_below must be >= 0 tokens; got -1"),
-        (["doctor", "--set", "tau=2"], "'--set': tau must be in [0, 1]; got 2"),
-        (["doctor", "--set", "tau"], "'--set': must be NAME=VALUE; got 'tau'"),
-        (["doctor", "--set", "taw=1"], "'--set': the options must be of gamma, tau"),
+        (["doctor", "--method", "flexprefill", "--option", "tau=2"], "'--option': tau must be in [0, 1]; got 2"),
+        (["doctor", "--option", "tau"], "'--option': must be NAME=VALUE; got 'tau'"),
+        (["doctor", "--gamma", ".9", "--option", "gamma=.8"], "'--option': gamma is given twice"),
+        # an option of another method names the method
+        (["doctor", "--option", "tau=0.1"], "method 'hybrid' takes the options gamma"),
+        (["doctor", "--option", "tau=0.1"], "got 'tau', an option of flexprefill"),
+        (["doctor", "--option", "taw=1"], "got 'taw'"),
         (["doctor", "--settings", "nowhere.json"], "'--settings': cannot read nowhere.json: No such file"),
     ],
 )
@@ -100,11 +104,10 @@ def test_a_settings_file_of_something_else_is_refused(flexmask, tmp_path, text):
     path = tmp_path / "settings.json"
     path.write_text(text)
     said = flexmask("doctor", "--settings", path, code=exit_codes.USAGE).stderr
-    assert "'--settings': settings must be a JSON object of FlexPrefill's options" in said
-    assert str(path) in said
+    assert f"'--settings': {path}: " in said
 
 
-def test_one_gamma_does_not_override_gammas_by_head(flexmask, tmp_path):
+def test_one_gamma_does_not_override_gammas_per_head(flexmask, tmp_path):
     path = tmp_path / "settings.json"
     path.write_text(json.dumps({"layers": {"3": {"gamma": [0.5, 0.9]}}}))
     said = flexmask("doctor", "--settings", path, "--gamma", ".9", code=exit_codes.USAGE).stderr

@@ -23,12 +23,11 @@ PROGRAM = """
 import json, sys
 
 def show():
-    from transformers import AttentionInterface, LlamaConfig  # whose settings in the config go after those of the command
-    from flexmask.integrations.settings import outside_of_blocks
-    known = AttentionInterface().valid_keys()
-    config = LlamaConfig(flexprefill_config={"gamma": 0.125})
-    own = AttentionInterface()["flex_attention"].__module__
-    print(json.dumps([sys.argv[1:], "flexprefill" in known, outside_of_blocks(config).to_dict(), own]), flush=True)
+    from transformers import AttentionInterface
+    from flexmask.integrations.huggingface.attention import process_settings
+    known = AttentionInterface()
+    own = getattr(known["flex_attention"], "func", known["flex_attention"]).__module__
+    print(json.dumps([sys.argv[1:], "flexmask" in known.valid_keys(), process_settings().to_dict(), own]), flush=True)
 
 if __name__ == "__main__":
     show()
@@ -59,7 +58,7 @@ def in_environment(*words, **variables):
 def test_program_and_its_child_know_the_name_and_the_settings(program):
     """And the command ends with the program's exit code."""
     run = subprocess.run(
-        [sys.executable, "-m", "flexmask", "run", "--gamma", "0.5", "--set", "min_budget=256", str(program), "child"],
+        [sys.executable, "-m", "flexmask", "run", "--gamma", "0.5", "--min-budget", "256", str(program), "child"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -91,26 +90,26 @@ def test_name_is_registered_when_the_outermost_import_has_ended(tmp_path):
     copy = root / "commands" / "startup" / "sitecustomize.py"
     copy.write_text((command.STARTUP / copy.name).read_text())
     (root / "integrations").mkdir()
-    for name in ("__init__", "integrations/__init__", "integrations/settings"):
-        (root / f"{name}.py").write_text("PrefillSettings = None")
+    for name in ("__init__", "integrations/__init__"):
+        (root / f"{name}.py").write_text("")
     (root / "integrations" / "huggingface.py").write_text(
-        "from transformers import outer\ndef register(given, name): print(outer.COMPLETE, given, name)"
+        "from transformers import outer\nPrefillSettings = None\ndef register(given, name): print(outer.COMPLETE, given, name)"
     )
     for outermost in ("transformers.outer", "flexmask.integrations.huggingface"):
         code = f"import transformers; print('before'); import {outermost}; print('after'); import transformers.modeling_utils"
         path = os.pathsep.join([str(copy.parent), str(tmp_path)])
         out = in_environment("-c", code, PYTHONPATH=path, FLEXMASK_SETTINGS="x.json")
-        assert out.splitlines() == ["before", "True x.json flexprefill", "after"]
+        assert out.splitlines() == ["before", "True x.json flexmask", "after"]
 
 
 def test_environment_is_what_a_shell_sets(flexmask, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    words = ("run", "--environment", "--gamma", ".5", "--selection", "hybrid")
+    words = ("run", "--environment", "--gamma", ".5", "--method", "flexprefill")
     variables = flexmask(*words, "--json").json
     assert variables == {
         "PYTHONPATH": str(command.STARTUP),
-        "FLEXMASK_NAME": "flexprefill",
-        "FLEXMASK_SETTINGS": '{"gamma": 0.5, "selection": "hybrid"}',
+        "FLEXMASK_NAME": "flexmask",
+        "FLEXMASK_SETTINGS": '{"method": "flexprefill", "gamma": 0.5}',
     }
     show = f"{sys.executable} -c 'import os, json; print(json.dumps(dict(os.environ)))'"
     lines = flexmask(*words).stdout
@@ -130,8 +129,7 @@ def test_wrong_settings_in_the_environment_are_one_line(monkeypatch, capsys):
     sys.meta_path.pop(0)
     module._register()
     assert capsys.readouterr().err == (
-        'flexmask: "flexprefill" is not registered: ValueError: settings must be a JSON object of FlexPrefill\'s options; '
-        "this text: gamma must be in (0, 1]; got 5\n"
+        'flexmask: "flexmask" is not registered: ValueError: FLEXMASK_SETTINGS: gamma must be in (0, 1]; got 5\n'
     )
 
 
@@ -149,7 +147,7 @@ def execve(monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a child process elsewhere")
-def test_modules_files_and_commands_are_told_apart(flexmask, execve, tmp_path, monkeypatch):
+def test_modules_files_and_commands_are_distinguished(flexmask, execve, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").write_text("")
     (tmp_path / "folder").mkdir()
@@ -177,12 +175,12 @@ def test_modules_files_and_commands_are_told_apart(flexmask, execve, tmp_path, m
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no-such-thing"], "no module no-such-thing that python -m could run, and no installed command"),
-        (["flexmask.commands"], "no module flexmask.commands that python -m could run"),
+        (["no-such-thing"], "neither a module that python -m can run nor an installed command: no-such-thing"),
+        (["flexmask.commands"], "neither a module that python -m can run nor an installed command: flexmask.commands"),
         (["nowhere.py"], "no file nowhere.py"),
-        ([], "name a module, a file or a command to start"),
+        ([], "must be a module, a file or a command to start"),
         (["--gamma", "0", "json.tool"], "'--gamma': gamma must be in (0, 1]"),
-        (["--as", "sdpa", "json.tool"], "'--as': must be one of flexprefill, flex_attention; got 'sdpa'"),
+        (["--as", "sdpa", "json.tool"], "'--as': must be one of flexmask, flex_attention; got 'sdpa'"),
         (["--gama", "1", "json.tool"], "No such option"),
     ],
 )

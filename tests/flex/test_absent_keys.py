@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from flexmask import flexprefill_attention
 from flexmask.base.inputs import attention_inputs
-from flexmask.flex.dense import attention_to_visible
-from tests.attention_calls import CPP_ERROR, SINKS, call, padding
+from flexmask.flex.visible import attention_to_visible
+from tests.attention_calls import CPP_ERROR, SINKS, call, flexprefill_attention, padding
 from tests.comparisons import assert_same_attention
 
 NAN = float("nan")
@@ -59,9 +58,10 @@ def test_dense_attention_does_not_see_them(problem, scores):
 def test_decoding_under_a_mask_does_not_see_them(scores):
     it = call(q_len=1, kv_len=200, attention_mask=padding(200, ("left", 70), ("right", 50)), batch=2)
     key, value, absent = spoiled(it)
-    visible = ~absent[:, None, None]
-    out, _ = attention_to_visible(attention_inputs(it.case.query, key, value, **scores), visible)
-    expected, _ = attention_to_visible(attention_inputs(it.case.query, it.case.key, it.value, **scores), visible)
+    out, expected = (
+        attention_to_visible(attention_inputs(it.case.query, *given, **scores), it.case.query, ~absent[:, None, None], hidden)[0]
+        for given, hidden in (((key, value), absent), ((it.case.key, it.value), None))
+    )
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
 
 
@@ -101,14 +101,15 @@ def test_what_is_there_is_left_as_it_is():
     it = call(**PROBLEMS["padding"])
     inputs = attention_inputs(it.case.query, it.case.key, it.value, **it.case.keywords())
     tokens = it.case.attention_mask.bool()[:, None, :, None]
-    without = inputs.without_absent()
+    without = inputs.with_fields(needs_grad=True).prepared()
     assert torch.equal(without.key, it.case.key * tokens)
     assert torch.equal(without.value, it.value * tokens)
-    assert inputs.without_absent(keys=False).key is inputs.key
-    whole = attention_inputs(it.case.query, it.case.key, it.value)
-    assert whole.without_absent() is whole
+    # scores of hidden keys are replaced: only the backward pass multiplies by them
+    assert inputs.prepared().key.data_ptr() == it.case.key.data_ptr()
+    whole = attention_inputs(it.case.query, it.case.key, it.value).prepared()
+    assert (whole.key.data_ptr(), whole.value.data_ptr()) == (it.case.key.data_ptr(), it.value.data_ptr())
     chunk = call(**PROBLEMS["behind a chunk"])
-    inputs = attention_inputs(chunk.case.query, chunk.case.key, chunk.value, **chunk.case.keywords()).without_absent()
+    inputs = attention_inputs(chunk.case.query, chunk.case.key, chunk.value, **chunk.case.keywords()).prepared()
     assert_same_attention(inputs.value[0, :, :170], chunk.value[0, :, :170].double())
     assert inputs.value[0, :, 169].any()
     assert not inputs.value[0, :, 170:].any()

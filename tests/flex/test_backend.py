@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from flexmask._torch import HAS_FLASH_BACKEND
 from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.flex import backend
+from flexmask.flex import backend, packed
 from flexmask.flex.backend import chosen_backend
-from flexmask.flex.mask_mods import visible_mask_mod
+from flexmask.flex.mask_mods import kept_mask_mod, limited_mask_mod, visible_mask_mod
 
 
 @pytest.fixture
@@ -79,4 +79,14 @@ def test_no_mask_of_ours_is_trivial(window, padded, shifted):
     query, key = torch.zeros(1, 1, 24, 16), torch.zeros(1, 1, 24 if shifted is None else 64, 16)
     mask = torch.ones(1, key.shape[2], dtype=torch.bool) if padded else None
     inputs = attention_inputs(query, key, window=window, attention_mask=mask, q_offset=shifted)
-    assert not is_trivial(visible_mask_mod(inputs.placed()))
+    visible = visible_mask_mod(inputs.placed())
+    for mask_mod in (
+        visible,
+        kept_mask_mod(visible, torch.ones(1, 1, 1, 1, dtype=torch.bool), 64),
+        limited_mask_mod(visible, noop_mask, "a user's"),
+    ):
+        assert not is_trivial(mask_mod)
+
+
+def test_the_mask_of_a_pack_is_not_trivial():
+    assert not is_trivial(packed._mask_mod(torch.zeros(64, dtype=torch.int32), torch.arange(64, dtype=torch.int32)))

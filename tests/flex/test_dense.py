@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from flexmask import FlexPrefillStats, flexprefill_attention
-from flexmask.flex import dense
-from tests.attention_calls import call, padding
+from flexmask import SelectionStats
+from flexmask.flex import dense, visible
+from tests.attention_calls import call, flexprefill_attention, padding
 from tests.comparisons import assert_same_attention
 from tests.expected import masked_attention, visible_pairs
 
@@ -41,7 +41,7 @@ def test_short_prompts_and_single_rows_run_dense(keywords):
     assert_same_attention(out, expected)
     # the log-sum-exp is there on every device
     again, got, more = it.attend(return_lse=True, return_stats=True, **below)
-    assert isinstance(more, FlexPrefillStats)
+    assert isinstance(more, SelectionStats)
     assert_same_attention(again, expected)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), lse, atol=1e-5, rtol=1e-5)
@@ -55,9 +55,8 @@ def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
     calls = []
     monkeypatch.setattr(dense, "_MOST_SCORES", it.case.query.shape[1] * 100 * 13)  # 13 rows at a time
     monkeypatch.setattr(dense, "_MOST_VISIBLE", 100 * 13)
-    monkeypatch.setattr(
-        dense, "_attention_to_visible", lambda *args, run=dense._attention_to_visible: calls.append(1) or run(*args)
-    )
+    run = visible.attention_to_visible
+    monkeypatch.setattr(dense, "attention_to_visible", lambda *arguments: calls.append(1) or run(*arguments))
     parts = it.attend(dense_below=101, **keywords)
     assert len(calls) == 6
     torch.testing.assert_close(parts[0], whole[0], atol=1e-6, rtol=0)
@@ -83,7 +82,7 @@ def test_refuses_a_dense_below_that_is_no_length(dense_below):
 def test_gradients_flow_through_the_dense_path():
     it = call(q_len=50, scores={"softcap": 2.0}, attention_mask=padding(50, ("left", 10)))
     tensors = [x.clone().requires_grad_() for x in (it.case.query, it.case.key, it.value)]
-    out = flexprefill_attention(*tensors, config=it.case.config, dense_below=64, **it.case.keywords())
+    out = flexprefill_attention(*tensors, **it.case.config.call, dense_below=64, **it.case.keywords())
     out.square().sum().backward()
     exact = [x.detach().clone().double().requires_grad_() for x in tensors]
     masked_attention(*exact, visible_pairs(it.case)[:, None], softcap=2.0)[0].square().sum().backward()
@@ -100,22 +99,6 @@ def test_float32_grouped_heads_write_out_no_scores(cuda):
     out = flexprefill_attention(query, key, value, dense_below=tokens + 1)
     # the scores alone would take 4 GiB
     assert torch.cuda.max_memory_allocated(cuda) - before < 2**29
-    visible = torch.ones(64, tokens, dtype=torch.bool, device=cuda).tril(tokens - 64)
-    exact, _ = masked_attention(query[:, :, -64:], key, value, visible)
+    seen = torch.ones(64, tokens, dtype=torch.bool, device=cuda).tril(tokens - 64)
+    exact, _ = masked_attention(query[:, :, -64:], key, value, seen)
     torch.testing.assert_close(out[:, :, -64:].double(), exact, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("keywords", [{"q_len": 100}, {"q_len": 60, "kv_len": 100}, {"q_len": 1, "kv_len": 100}])
-def test_copied_heads_attend_as_groups_do(monkeypatch, keywords):
-    it = call(**keywords, heads=(4, 2))
-    tensors = [it.case.query, it.case.key, it.value]
-    found = []
-    for copies in (False, True):
-        with monkeypatch.context() as patch:
-            patch.setattr(dense, "_copies_heads", lambda inputs, copies=copies: copies)
-            leaves = [x.clone().requires_grad_() for x in tensors]
-            out = flexprefill_attention(*leaves, dense_below=101)
-            assert out.shape == (*it.value.shape[:1], 4, keywords["q_len"], it.value.shape[3])
-            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for grouped, copied in zip(*found, strict=True):
-        torch.testing.assert_close(copied, grouped, atol=1e-5, rtol=1e-5)

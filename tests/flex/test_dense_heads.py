@@ -6,18 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask
+from flexmask import flexprefill_mask, sparse_attention
 from flexmask.base.inputs import attention_inputs
-from flexmask.flex import sparse
+from flexmask.block_masks import causal_mask
+from flexmask.dense_policy import CPU_BREAK_EVEN, DensePolicy, has_causal_kernel
+from flexmask.flex import heads
 from flexmask.flex.dense import dense_attention
-from flexmask.flex.dense_heads import CPU_BREAK_EVEN, above_break_even, at_gamma_one, has_causal_kernel, runs_of
+from flexmask.select import select_blocks
+from flexmask.selector import selector_of
+from tests.attention_calls import flexprefill_attention
 from tests.cases import structured_inputs
 from tests.compile_support import dense_under, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 
 LENGTH = 240
-OPTIONS = {"tau": 0.0, "block_size": 16, "min_budget": 0, "dense_below": 100, "return_stats": True}
-MASK_OPTIONS = {name: OPTIONS[name] for name in ("tau", "block_size", "min_budget")}
+MASK_OPTIONS = {"tau": 0.0, "block_size": 16, "min_budget": 0}
+OPTIONS = {**MASK_OPTIONS, "dense_below": 100, "return_stats": True}
 # the second key head's query heads keep everything
 GAMMAS = (0.3, 1.0, 1.0, 1.0)
 
@@ -32,24 +36,33 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return dense_attention(attention_inputs(query, key, value))[0]
 
 
+def plan_of(method="flexprefill", dense_below=100, return_lse=False, tensors=None, fields=None, **options):
+    given = attention_inputs(*(tensors or inputs()), **(fields or {}))
+    selector = selector_of(method, 16, options).for_inputs(given)
+    return DensePolicy(dense_below).plan(given, selector, return_lse)
+
+
 @pytest.fixture
 def listed(monkeypatch):
     """Blocks that the sparse kernel was given in each call, by head."""
     calls = []
-    run = sparse.run_flex_attention
+    run = heads.run_flex_attention
 
     def counting(part, mask, *rest):
         calls.append((mask.kv_num_blocks + mask.full_kv_num_blocks).sum((0, 2)).tolist())
         return run(part, mask, *rest)
 
-    monkeypatch.setattr(sparse, "run_flex_attention", counting)
+    monkeypatch.setattr(heads, "run_flex_attention", counting)
     return calls
 
 
 def test_runs_are_slices_without_gaps():
-    assert runs_of([True, True, False, True]) == (slice(0, 2), slice(3, 4))
-    assert runs_of([False, False]) == ()
-    assert runs_of([True]) == (slice(0, 1),)
+    assert heads._runs([True, True, False, True]) == [slice(0, 2), slice(3, 4)]
+    assert heads._runs([False, False]) == []
+    assert heads._runs([True]) == [slice(0, 1)]
+
+
+KEEPS_ALL = "every head keeps every block"
 
 
 @pytest.mark.parametrize(
@@ -58,19 +71,61 @@ def test_runs_are_slices_without_gaps():
         (GAMMAS, {}, [False, True]),
         ((1, 1, 0.99, 1), {}, [True, False]),
         ((0.99, 1, 1, 0.99), {}, [False, False]),
-        ((1.0,) * 4, {}, [True, True]),
-        (1.0, {}, [True, True]),
+        ((1.0,) * 4, {}, KEEPS_ALL),
+        (1.0, {}, KEEPS_ALL),
+        (1.0, {"method": "hybrid"}, KEEPS_ALL),
+        (GAMMAS, {"method": "hybrid"}, [False, True]),
         (0.99, {}, [False, False]),
         (torch.ones(4), {}, [False, False]),  # its values are not read
         ((1.0,) * 4, {"max_budget": 32, "min_budget": 0}, [False, False]),
-        (1.0, {"selection": "reference"}, [False, False]),
+        (1.0, {"method": "published"}, [False, False]),
     ],
     ids=str,
 )
-def test_heads_at_gamma_one_are_known_by_key_head(gamma, options, expected):
-    config = FlexPrefillConfig(gamma=0.5 if isinstance(gamma, Tensor) else gamma, **options)
-    problem = attention_inputs(*inputs(), gamma=gamma if isinstance(gamma, Tensor) else config.gamma)
-    assert at_gamma_one(problem, config) == expected
+def test_heads_that_keep_everything_are_known_by_key_head(gamma, options, expected):
+    plan = plan_of(gamma=gamma, **options)
+    if expected == KEEPS_ALL:
+        assert plan == (KEEPS_ALL, [True, True], None)
+    else:
+        assert plan == (None, expected, CPU_BREAK_EVEN[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dense_below": 241}, ("240 tokens < dense_below 241", [True, True], None)),
+        ({"dense_below": 240}, (None, [False, True], 0.66)),
+        # switched off
+        ({"dense_below": 0}, (None, [False, False], None)),
+        ({"dense_below": 0, "gamma": 1.0}, (None, [False, False], None)),
+        # SDPA gives none
+        ({"return_lse": True}, (None, [False, False], None)),
+        ({"return_lse": True, "gamma": 1.0}, (None, [False, False], None)),
+    ],
+    ids=str,
+)
+def test_what_the_call_says_comes_first(changes, expected):
+    assert plan_of(**{"gamma": GAMMAS, **changes}) == expected
+
+
+def test_a_single_row_is_dense_whatever_it_follows():
+    query, key, value = inputs()
+    for dense_below in (0, 100):
+        plan = plan_of(tensors=(query[:, :, -1:], key, value), dense_below=dense_below, gamma=0.5)
+        assert plan == ("1 rows < 2", [True, True], None)
+
+
+def test_gradients_keep_single_heads_sparse():
+    tensors = tuple(x.requires_grad_() for x in inputs())
+    with torch.enable_grad():  # fresh_compiler's tests run without
+        assert plan_of(tensors=tensors, gamma=GAMMAS) == (None, [False, False], None)
+        assert plan_of(tensors=tensors, gamma=1.0).reason == KEEPS_ALL
+
+
+def test_lists_are_not_read_of_a_users_mask():
+    given = attention_inputs(*inputs())
+    selector = selector_of(lambda *tensors, **options: causal_mask(*tensors, **options), 16, {}).for_inputs(given)
+    assert DensePolicy(100).plan(given, selector) == (None, [False, False], None)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +139,17 @@ def test_heads_at_gamma_one_are_known_by_key_head(gamma, options, expected):
     ],
     ids=lambda options: next(iter(options)),
 )
-@pytest.mark.attention
-@pytest.mark.usefixtures("without_kernel")
-def test_only_whole_plain_prompts_have_dense_heads(options):
+def test_only_whole_plain_prompts_have_dense_heads(without_kernel, options):
     assert has_causal_kernel(attention_inputs(*inputs()))
-    assert not has_causal_kernel(attention_inputs(*inputs(), **options))
-    _, stats = flexprefill_attention(*inputs(), GAMMAS, **OPTIONS, **options)
-    assert not stats.is_dense.any()
+    assert plan_of(fields=options, gamma=GAMMAS) == (None, [False, False], None)
+    assert plan_of(fields=options, gamma=1.0) == (None, [False, False], None)
+    _, stats = flexprefill_attention(*inputs(), gamma=GAMMAS, **OPTIONS, **options)
+    assert not stats.is_dense.any() and len(without_kernel) == 1
 
 
 def test_a_chunk_has_no_dense_heads():
     query, key, value = inputs()
-    assert not has_causal_kernel(attention_inputs(query[:, :, 100:], key, value).placed())
+    assert plan_of(tensors=(query[:, :, 100:], key, value), gamma=GAMMAS) == (None, [False, False], None)
 
 
 @pytest.mark.attention
@@ -103,24 +157,22 @@ def test_a_chunk_has_no_dense_heads():
 def test_heads_at_gamma_one_run_dense_and_others_under_their_mask(monkeypatch, listed, at_once):
     monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, 2.0)
     query, key, value = inputs()
-    out, stats = flexprefill_attention(query, key, value, GAMMAS, **OPTIONS, max_mask_bytes=at_once)
+    out, stats = flexprefill_attention(query, key, value, gamma=GAMMAS, **OPTIONS, max_mask_bytes=at_once)
     mask, found = flexprefill_mask(query, key, GAMMAS, **MASK_OPTIONS, return_stats=True)
     whole = dense(query, key, value)
     if at_once == 1:  # torch 2.8 rounds a head by itself otherwise
         each = [dense(query[:, head : head + 1], *(x[:, head // 2 : head // 2 + 1] for x in (key, value))) for head in range(4)]
         whole = torch.cat(each, 1)
-    # the second head is at gamma 1, but shares its key head with one that is not, unless it comes alone
-    alone = at_once == 1
-    assert stats.is_dense.tolist() == [[False, alone, True, True]]
+    assert stats.is_dense.tolist() == [[False, False, True, True]]
     assert torch.equal(out[:, 2:], whole[:, 2:])
     torch.testing.assert_close(out, dense_under(mask, query, key, value), atol=2e-5, rtol=0)
     assert (out[:, 0] - whole[:, 0]).abs().max() > 0.01
     for name in ("density", "coverage", "num_slash_blocks", "js_distance"):
         torch.testing.assert_close(getattr(stats, name), getattr(found, name))
     blocks = [sum(by_head) for by_head in zip(*listed, strict=True)]
-    assert len(listed) == 1  # nothing is left to the kernel where all heads of a group run dense
-    assert blocks[0] > 0
-    assert alone or (blocks[1] > blocks[0] and blocks[2:] == [0, 0])
+    # nothing is left to the kernel where all heads of a group run dense
+    assert len(listed) == (2 if at_once == 1 else 1)
+    assert min(blocks) > 0 if at_once == 1 else blocks[1] > blocks[0] > 0 == sum(blocks[2:])
 
 
 @pytest.mark.attention
@@ -131,7 +183,7 @@ def test_heads_above_the_break_even_of_a_cpu_run_dense(monkeypatch, listed):
     shares = found.density.unflatten(1, (2, 2)).mean(2)[0].tolist()
     assert shares[0] + 0.1 < shares[1] < 0.97
     monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, shares[1] - 0.05)
-    out, stats = flexprefill_attention(query, key, value, gammas, **OPTIONS)
+    out, stats = flexprefill_attention(query, key, value, gamma=gammas, **OPTIONS)
     under, whole = dense_under(mask, query, key, value), dense(query, key, value)
     assert stats.is_dense.tolist() == [[False, False, True, True]]
     assert torch.equal(out[:, 2:], whole[:, 2:])
@@ -141,27 +193,29 @@ def test_heads_above_the_break_even_of_a_cpu_run_dense(monkeypatch, listed):
     assert listed[0][2:] == [0, 0]
     assert min(listed[0][:2]) > 0
     monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, shares[1] + 0.01)
-    assert not flexprefill_attention(query, key, value, gammas, **OPTIONS)[1].is_dense.any()
+    assert not flexprefill_attention(query, key, value, gamma=gammas, **OPTIONS)[1].is_dense.any()
 
 
 def test_share_of_a_key_head_is_that_of_its_query_heads():
     query, key, _ = (x.expand(3, -1, -1, -1) for x in inputs())
-    seen = set()
+    given, seen = attention_inputs(query, key), set()
     for gamma in (0.2, 0.7, 0.9, 0.95, 1.0):
-        mask, stats = flexprefill_mask(query, key, gamma, **MASK_OPTIONS, return_stats=True)
-        shares = stats.density.mean(0).unflatten(0, (2, 2)).mean(1)
-        for dtype, limit in CPU_BREAK_EVEN.items():
-            problem = attention_inputs(query.to(dtype), key.to(dtype))
-            assert above_break_even(mask, problem) == (shares > limit).tolist()
-            seen.add(tuple(above_break_even(mask, problem)))
+        selector = selector_of("flexprefill", 16, {"gamma": gamma, "tau": 0.0, "min_budget": 0}).for_inputs(given)
+        selected = select_blocks(selector, given, statistics=("density",))
+        shares = selected.stats["density"].mean(0).unflatten(0, (2, 2)).mean(1)
+        for limit in CPU_BREAK_EVEN.values():
+            more = heads._keeps_more(selected.lists, 2, limit)
+            assert more == (shares > limit).tolist()
+            seen.add(tuple(more))
     assert {(False, False), (True, True)} < seen
 
 
-@pytest.mark.attention
 @pytest.mark.parametrize("gamma", [1.0, (1.0,) * 4], ids=["one number", "by head"])
-def test_a_call_at_gamma_one_is_dense(listed, gamma):
+@pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
+def test_a_call_at_gamma_one_is_dense(listed, method, gamma):
     query, key, value = inputs()
-    out, stats = flexprefill_attention(query, key, value, gamma, **OPTIONS)
+    options = {name: OPTIONS[name] for name in OPTIONS if name != "tau" or method != "hybrid"}
+    out, stats = sparse_attention(query, key, value, method, gamma=gamma, **options)
     assert stats.dense
     assert stats.is_dense.all()
     assert torch.equal(out, dense(query, key, value))
@@ -172,7 +226,7 @@ def test_a_call_at_gamma_one_is_dense(listed, gamma):
 def test_zero_switches_dense_heads_off(listed):
     query, key, value = inputs()
     for gamma in (1.0, GAMMAS):
-        out, stats = flexprefill_attention(query, key, value, gamma, **{**OPTIONS, "dense_below": 0})
+        out, stats = flexprefill_attention(query, key, value, gamma=gamma, **{**OPTIONS, "dense_below": 0})
         assert not stats.dense
         assert not stats.is_dense.any()
         mask = flexprefill_mask(query, key, gamma, **MASK_OPTIONS)
@@ -185,7 +239,7 @@ def test_heads_at_gamma_one_run_dense_on_a_gpu(cuda, listed):
     query, key, value = (x.to(cuda) for x in inputs())
     options = {**OPTIONS, "block_size": 64}
     with torch.no_grad():
-        out, stats = flexprefill_attention(query, key, value, GAMMAS, **options)
+        out, stats = flexprefill_attention(query, key, value, gamma=GAMMAS, **options)
     assert stats.is_dense.tolist() == [[False, False, True, True]]
     mask = flexprefill_mask(query, key, GAMMAS, tau=0.0, block_size=64, min_budget=0)
     torch.testing.assert_close(out, dense_under(mask, query, key, value), atol=2e-5, rtol=0)
@@ -198,18 +252,17 @@ def test_gradients_go_through_the_sparse_kernel(cuda):
     grads = []
     for dense_below in (100, 0):
         options = {**OPTIONS, "block_size": 64, "dense_below": dense_below}
-        with torch.enable_grad():  # fresh_compiler's tests run without
-            out, stats = flexprefill_attention(query, key, value, GAMMAS, **options)
+        with torch.enable_grad():
+            out, stats = flexprefill_attention(query, key, value, gamma=GAMMAS, **options)
             assert not stats.is_dense.any()
             grads.append(torch.autograd.grad(out.square().sum(), (query, key, value)))
     for pair in zip(*grads, strict=True):
         torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.attention
 def test_in_a_surrounding_compilation_every_head_runs_sparse(monkeypatch):
     # what counts the graphs stands for Inductor here; other compilers get no sparse attention
     monkeypatch.setattr("flexmask.flex.run.runs_flex_attention_uncompiled", lambda: False)
-    run, counter = traced(lambda *tensors: flexprefill_attention(*tensors, GAMMAS, **OPTIONS)[1].is_dense)
+    run, counter = traced(lambda *tensors: flexprefill_attention(*tensors, gamma=GAMMAS, **OPTIONS)[1].is_dense)
     assert not run(*inputs()).any()
     assert counter.frame_count == 1

@@ -7,42 +7,88 @@ import sys
 import pytest
 import torch
 
-from flexmask import FlexPrefillConfig, flexprefill_attention, flexprefill_mask, mask
+from flexmask import flexprefill_mask, hybrid_mask, sparse_attention
 from flexmask.base.inputs import attention_inputs
-from flexmask.flex.head_groups import head_bytes, head_groups
-from tests.attention_calls import CPP_ERROR
+from flexmask.flex.head_groups import head_groups
+from flexmask.selector import selector_of
+from tests.attention_calls import CPP_ERROR, flexprefill_attention
 from tests.cases import structured_inputs
 
 
-@pytest.mark.parametrize("heads", [(1, 1, 1), (1, 32, 8), (3, 12, 4), (4, 6, 6), (2, 7, 1)])
-@pytest.mark.parametrize("at_once", [0, 1, 2, 3, 4, 5, 8, 12, 24, 1000])
-def test_every_head_is_in_one_group(heads, at_once):
+def head_bytes(inputs, named="flexprefill", block_size=16, **options):
+    """Bytes that the mask of one head takes."""
+    return selector_of(named, block_size, options).for_inputs(inputs).head_bytes
+
+
+def groups_of(batch, num_heads, num_kv_heads, at_once, shared=False):
+    query, key = torch.empty(batch, num_heads, 1, 16), torch.empty(batch, num_kv_heads, 1, 16)
+    return head_groups(query, key, at_once, shared)
+
+
+def sizes(groups):
+    """Batch rows, query heads and key heads of each group."""
+    return {tuple(part.stop - part.start for part in group) for group in groups}
+
+
+SHAPES = [(1, 1, 1), (1, 32, 8), (3, 12, 4), (4, 6, 6), (2, 7, 1)]
+
+
+@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("at_once", [0, 1, 2, 3, 4, 5, 8, 12, 24, 1000, None])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+def test_every_head_is_in_one_group(heads, at_once, shared):
     batch, num_heads, num_kv_heads = heads
     count = torch.zeros(batch, num_heads, dtype=torch.int64)
-    groups = head_groups(*heads, at_once)
+    groups = groups_of(*heads, at_once, shared)
+    most = batch * num_heads if at_once is None else max(at_once, num_heads if shared else 1)
     for group in groups:
         queries = range(num_heads)[group.query]
         keys = range(num_kv_heads)[group.key]
         count[group.batch, group.query] += 1
-        assert len(range(batch)[group.batch]) * len(queries) <= max(1, at_once)
-        assert len(queries) % len(keys) == 0
+        assert len(range(batch)[group.batch]) * len(queries) <= most
+        assert len(queries) == num_heads or not shared
         # the query heads that share a key head still do, by their place in the group
         each = len(queries) // len(keys)
         assert [keys[i // each] for i in range(len(queries))] == [h // (num_heads // num_kv_heads) for h in queries]
     assert (count == 1).all()
-    assert len({(g.batch.stop - g.batch.start, g.query.stop - g.query.start) for g in groups}) == 1
+    assert len(sizes(groups)) == 1
+
+
+# from so many heads on: batch rows, heads and key heads of a group, of 2 rows with 16 heads on 4
+LARGEST = {32: (2, 16, 4), 16: (1, 16, 4), 8: (1, 8, 2), 4: (1, 4, 1), 2: (1, 2, 1), 0: (1, 1, 1)}
+
+
+@pytest.mark.parametrize("at_once", range(34))
+def test_groups_are_as_large_as_the_limit_allows(at_once):
+    assert sizes(groups_of(2, 16, 4, at_once)) == {LARGEST[max(n for n in LARGEST if n <= at_once)]}
+    assert sizes(groups_of(2, 16, 4, at_once, shared=True)) == {(2 if at_once >= 32 else 1, 16, 4)}
+
+
+@pytest.mark.parametrize("named", ["flexprefill", "hybrid", "streaming_llm", "infllm"])
+def test_calls_take_as_many_heads_as_memory_allows(without_kernel, named):
+    query, key = torch.randn(2, 16, 100, 16), torch.randn(2, 4, 100, 16)
+    one_head = head_bytes(attention_inputs(query, key), named)
+    for at_once in (32, 16, 4, 1):
+        for spare, heads in ((0, at_once), (1, at_once - 1)):
+            without_kernel.clear()
+            limit = at_once * one_head - spare
+            sparse_attention(query, key, key, named, block_size=16, dense_below=0, max_mask_bytes=limit)
+            rows, of_each, _ = LARGEST[max(n for n in LARGEST if n <= heads)]
+            if named == "infllm":  # whose heads decide together
+                rows, of_each = 2 if heads >= 32 else 1, 16
+            assert [shape[:2] for shape in without_kernel] == [(rows, of_each)] * (32 // (rows * of_each))
 
 
 @pytest.mark.attention
 @CPP_ERROR
-@pytest.mark.parametrize("at_once", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8])
 def test_groups_give_what_all_heads_give(at_once):
     query, key = structured_inputs(torch.Generator().manual_seed(1), 2, 4, 2, 300, 330, 32, 5.0)
     value = torch.randn(2, 2, 330, 32)
     options = {"gamma": 0.6, "block_size": 32, "min_budget": 0, "dense_below": 0, "return_stats": True}
     options |= {"attention_mask": torch.rand(2, 330) < 0.9, "q_offset": torch.tensor([3, 30])}
     inputs = attention_inputs(query, key, attention_mask=options["attention_mask"], q_offset=options["q_offset"])
-    one_head = head_bytes(inputs, FlexPrefillConfig(block_size=32))
+    one_head = head_bytes(inputs, block_size=32)
     with torch.no_grad():
         out, stats = flexprefill_attention(query, key, value, **options)
         grouped, by_group = flexprefill_attention(query, key, value, **options, max_mask_bytes=at_once * one_head)
@@ -53,14 +99,15 @@ def test_groups_give_what_all_heads_give(at_once):
     assert by_group.dense is False
 
 
-def test_mask_over_the_limit_is_refused(monkeypatch):
+@pytest.mark.parametrize("make", [flexprefill_mask, hybrid_mask], ids=lambda make: make.__name__)
+def test_mask_over_the_limit_is_refused(monkeypatch, make):
     query, key = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
-    needed = 4 * head_bytes(attention_inputs(query, key), FlexPrefillConfig(block_size=16))
-    monkeypatch.setattr(mask, "MOST_BYTES", needed)
-    flexprefill_mask(query, key, block_size=16)
-    monkeypatch.setattr(mask, "MOST_BYTES", needed - 1)
+    needed = 4 * head_bytes(attention_inputs(query, key), make)
+    monkeypatch.setattr(sys.modules["flexmask.method"], "MOST_MASK_BYTES", needed)
+    make(query, key, block_size=16)
+    monkeypatch.setattr(sys.modules["flexmask.method"], "MOST_MASK_BYTES", needed - 1)
     with pytest.raises(ValueError, match=r"query and key need a mask of at most .* GiB while it is made; got"):
-        flexprefill_mask(query, key, block_size=16)
+        make(query, key, block_size=16)
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
@@ -71,22 +118,26 @@ def test_limit_is_checked(value, error):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pattern_queries", ["last", "middle"])
-def test_a_mask_takes_no_more_than_it_is_counted_for(cuda, pattern_queries):
-    tokens, config = 65536, FlexPrefillConfig(tau=1.0, pattern_queries=pattern_queries)
-    query, key = (torch.randn(1, heads, tokens, 128, device=cuda, dtype=torch.bfloat16) for heads in (8, 2))
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [("flexprefill", {"tau": 1.0}), ("flexprefill", {"tau": 1.0, "pattern_queries": "middle"}), ("hybrid", {})],
+    ids=str,
+)
+def test_a_mask_takes_no_more_than_it_is_counted_for(cuda, named, options):
+    query, key = (torch.randn(1, heads, 65536, 128, device=cuda, dtype=torch.bfloat16) for heads in (8, 2))
+    make = {"flexprefill": flexprefill_mask, "hybrid": hybrid_mask}[named]
     peak = 0
     with torch.no_grad():
         for _ in range(2):  # the rest of the first call's memory is the compiler's
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            made = flexprefill_mask(query, key, config=config)
+            made = make(query, key, **options)
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
             del made
     # block means and small tensors come on top
-    counted = 8 * head_bytes(attention_inputs(query, key), config)
+    counted = 8 * head_bytes(attention_inputs(query, key), named, 128, **options)
     assert peak <= 1.1 * counted + 4 * (query.numel() + key.numel()) // 128 + 2**22
 
 
@@ -94,13 +145,12 @@ def test_a_mask_takes_no_more_than_it_is_counted_for(cuda, pattern_queries):
 MEASURED = """
 import json, sys
 import torch
-from flexmask import FlexPrefillConfig, flexprefill_mask
+from flexmask import block_masks
 from flexmask.base.inputs import attention_inputs
-from flexmask.flex.head_groups import head_bytes
+from flexmask.selector import selector_of
 
 torch.set_num_threads(1)
-lengths, head_dim, dtype, scores, padded, options = json.loads(sys.argv[1])
-config = FlexPrefillConfig(**options)
+lengths, head_dim, dtype, scores, padded, method, block_size, options = json.loads(sys.argv[1])
 
 def peak():
     # of this program alone: ru_maxrss begins at what the process that started it had resident
@@ -110,9 +160,10 @@ def peak():
 def growth(q_len, kv_len):
     query, key = (torch.randn(1, 2, n, head_dim).to(getattr(torch, dtype)) for n in (q_len, kv_len))
     mask = torch.ones(1, kv_len, dtype=torch.bool) if padded else None
-    counted = 2 * head_bytes(attention_inputs(query, key, attention_mask=mask, **scores), config)
+    inputs = attention_inputs(query, key, attention_mask=mask, **scores)
+    counted = 2 * selector_of(method, block_size, options).for_inputs(inputs).head_bytes
     before = peak()
-    flexprefill_mask(query, key, attention_mask=mask, config=config, **scores)
+    getattr(block_masks, f"{method}_mask")(query, key, attention_mask=mask, block_size=block_size, **scores, **options)
     return peak() - before, counted
 
 growth(256, 256)  # what the first call loads is no part of a mask
@@ -125,12 +176,12 @@ print(json.dumps(growth(*lengths)))
     "problem",
     # a process of several seconds each; the slow ones have kinds of tensors that others have too
     [
-        pytest.param(([16000, 16000], 16, "float32", {}, False, {"block_size": 16}), marks=pytest.mark.slow),
-        ([1024, 66000], 16, "float32", {"softcap": 20.0}, False, {"block_size": 256, "tau": 0.0}),
-        ([4096, 50000], 128, "bfloat16", {}, True, {"block_size": 128, "index_queries": "middle"}),
-        pytest.param(([1024, 60000], 256, "bfloat16", {}, True, {"block_size": 16}), marks=pytest.mark.slow),
-        ([32768, 32768], 32, "float32", {}, False, {"block_size": 256, "selection": "reference"}),
-        ([16000, 16000], 16, "float32", {}, False, {"block_size": 16, "tau": 0.0, "selection": "hybrid"}),
+        pytest.param(([16000, 16000], 16, "float32", {}, False, "flexprefill", 16, {}), marks=pytest.mark.slow),
+        ([1024, 66000], 16, "float32", {"softcap": 20.0}, False, "flexprefill", 256, {"tau": 0.0}),
+        ([4096, 50000], 128, "bfloat16", {}, True, "flexprefill", 128, {"index_queries": "middle"}),
+        pytest.param(([1024, 60000], 256, "bfloat16", {}, True, "flexprefill", 16, {}), marks=pytest.mark.slow),
+        ([32768, 32768], 32, "float32", {}, False, "published", 256, {}),
+        ([16000, 16000], 16, "float32", {}, False, "hybrid", 16, {}),
     ],
     ids=["many blocks", "soft cap", "half precision, two subsets", "copied keys", "published", "hybrid"],
 )

@@ -21,7 +21,7 @@ def test_mask_of_one_call_is_each_sequence_alone(window):
     """Pairs of the mask_mod, kept blocks and full blocks, against a map of tokens."""
     q_lens, k_lens = (300, 1, 150, 129), (300, 77, 333, 600)
     segments = segments_of(bounds_of(q_lens), bounds_of(k_lens), sum(q_lens), sum(k_lens))
-    mask = _mask(_table(segments, torch.device("cpu")), window)
+    mask = _mask(_table(segments, torch.device("cpu")), window, False)
     pairs = torch.zeros(mask.shape[-2:], dtype=torch.bool)
     real = torch.zeros(len(pairs), dtype=torch.bool)
     row = key = 0

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from flexmask import flexprefill_attention
 from flexmask.flex.sinks import with_sinks
-from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call
+from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call, flexprefill_attention
 from tests.comparisons import assert_same_attention
 from tests.expected import expanded
 
@@ -43,6 +42,23 @@ def test_sinks_round_a_half_precision_output_once(gradients):
     assert scaled.dtype == torch.bfloat16
     # half a unit in the last of 8 binary digits
     torch.testing.assert_close(scaled.double(), exact, rtol=2**-8, atol=0)
+
+
+def test_a_gradient_reaches_sinks_alone():
+    out, lse, sinks = torch.randn(1, 4, 63, 32), torch.randn(1, 4, 63), SINKS.clone().requires_grad_()
+    before, exact = out.clone(), SINKS.double().requires_grad_()
+    with_sinks(out, lse, sinks).square().sum().backward()
+    (out.double() * torch.sigmoid(lse.double() - exact[:, None])[..., None]).square().sum().backward()
+    torch.testing.assert_close(sinks.grad.double(), exact.grad, atol=1e-4, rtol=1e-4)
+    # what the backward pass of the kernel reads is not overwritten
+    assert torch.equal(out, before)
+
+
+def test_gradients_of_sinks_alone_are_refused_where_the_kernel_has_none():
+    it = call(**VARIANTS["groups"])
+    given = {**it.case.config.call, "dense_below": 0, "sinks": SINKS.clone().requires_grad_()}
+    with pytest.raises(ValueError, match="query, key, value and sinks must not require gradients on a CPU"):
+        flexprefill_attention(it.case.query, it.case.key, it.value, **given)
 
 
 WITH_SINKS = ["groups", "chunk inside a block", "window", "softcap"]
@@ -83,6 +99,24 @@ def test_dense_path_has_sinks(rows):
     assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), under_with_sinks(it, keep, SINKS))
 
 
+@pytest.mark.parametrize("others_too", [True, False], ids=["of all", "of sinks"])
+@pytest.mark.parametrize("name", ["groups", "everything"])
+def test_gradients_reach_sinks_on_the_dense_path(name, others_too):
+    it = call(**VARIANTS[name])
+    batch, num_heads, q_len, _ = it.case.query.shape
+    weights = torch.randn(batch, num_heads, q_len, it.value.shape[3])
+    keep = torch.ones(batch, num_heads, -(-q_len // 16), -(-it.case.key.shape[2] // 16), dtype=torch.bool)
+    exact = SINKS.double().requires_grad_()
+    (under_with_sinks(it, keep, exact) * weights).sum().backward()
+    tensors = [x.requires_grad_(others_too) for x in (it.case.query, it.case.key, it.value)]
+    sinks = SINKS.clone().requires_grad_()
+    out = flexprefill_attention(*tensors, **it.case.config.call, sinks=sinks, dense_below=1000, **it.case.keywords())
+    (out * weights).sum().backward()
+    torch.testing.assert_close(sinks.grad.double(), exact.grad, atol=1e-4, rtol=1e-4)
+    assert sinks.grad.abs().min() > 1e-3
+    assert all((x.grad is not None) == others_too for x in tensors)
+
+
 @pytest.mark.parametrize(
     ("sinks", "error"),
     [
@@ -109,6 +143,6 @@ def test_gradients_reach_sinks(cuda):
     for others_too in (True, False):
         tensors = [x.to(cuda).requires_grad_(others_too) for x in (it.case.query, it.case.key, it.value)]
         sinks = SINKS.to(cuda).requires_grad_()
-        out = flexprefill_attention(*tensors, config=it.case.config, dense_below=0, sinks=sinks, backend="triton")
+        out = flexprefill_attention(*tensors, **it.case.config.call, dense_below=0, sinks=sinks, backend="triton")
         (out * weights.to(cuda)).sum().backward()
         torch.testing.assert_close(sinks.grad.cpu().double(), exact.grad, atol=1e-3, rtol=1e-3)

@@ -22,8 +22,8 @@ MARKS = [
 
 # one shape for all that runs compiled: each further one costs a compilation
 BATCH, LENGTH = 2, 530
-KEEP_ALL: dict[str, Any] = {"gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
-SPARSE: dict[str, Any] = {"gamma": 0.6, "tau": 0.12, "block_size": 32, "min_budget": 0, "dense_below": 0}
+KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
+SPARSE: dict[str, Any] = {"method": "flexprefill", "gamma": 0.6, "tau": 0.12, "block_size": 32, "min_budget": 0, "dense_below": 0}
 
 
 def make_model(family="Llama", seed=0, **options):
@@ -39,7 +39,7 @@ def padded(tokens, number=70):
 def switchable(model):
     """The model, or a skip where this release does not let it change its attention: entering a block is refused then."""
     try:
-        with flexmask_hf.flexprefill(model):
+        with flexmask_hf.sparse_prefill(model):
             return model
     except ValueError as error:
         if "must go through transformers' attention interface" not in str(error):

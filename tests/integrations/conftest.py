@@ -23,14 +23,3 @@ def tokens():
 def no_gradients():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def eager_block_masks(monkeypatch):
-    """Transformers makes the BlockMask of "flex_attention" without compiling, which takes it seconds for each kind of call."""
-    from transformers import masking_utils
-
-    create = masking_utils.create_block_mask
-    monkeypatch.setattr(
-        masking_utils, "create_block_mask", lambda *args, **options: create(*args, **{**options, "_compile": False})
-    )

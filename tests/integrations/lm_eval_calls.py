@@ -11,7 +11,7 @@ from bench.retriever.task import make_prompt, text_of
 from tests.repository import ROOT
 
 MODEL = str(ROOT / "bench" / "retriever" / "model")
-SPARSE = {"gamma": 0.6, "selection": "hybrid", "block_size": 32, "min_budget": 0, "dense_below": 0}
+SPARSE = {"method": "hybrid", "gamma": 0.6, "block_size": 32, "min_budget": 0, "dense_below": 0}
 LENGTHS = (700, 683, 640, 512, 510, 333, 330, 290)
 
 

@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from flexmask import FlexPrefillStats
-from flexmask.integrations.prefill_calls import CallSize
-from flexmask.integrations.recorded_run import FlexPrefillRun
-from flexmask.integrations.settings import PrefillSettings
-from flexmask.stats import empty_stats
+from flexmask import SelectionStats
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.record.run import PrefillRun
+from flexmask.integrations.record.summary import CallSize
+from flexmask.stats import dense_stats as dense_stats_of
 
 HEADS = 4
 
@@ -23,16 +23,16 @@ def stats_of(seed, batch=1, hybrid=False):
     query_aware, is_dense = torch.rand((2, *shape), generator=generator) < 0.4
     distance = torch.full(shape, math.nan) if hybrid else torch.rand(shape, generator=generator)
     rows = rows if hybrid else torch.full(shape, math.nan)
-    return FlexPrefillStats(query_aware, distance, density, *counts, coverage, rows, is_dense)
+    return SelectionStats(query_aware, distance, density, *counts, coverage, rows, is_dense)
 
 
 def dense_stats(batch=1):
-    return empty_stats(torch.zeros(batch, HEADS, 1, 1), dense=True)
+    return dense_stats_of(torch.zeros(batch, HEADS, 1, 1))
 
 
 def recorded(calls=6, max_calls=None, **options):
     """Layer 0 sparse; layer 1 dense in every third call; layer 2 dense."""
-    run = FlexPrefillRun(PrefillSettings.from_options(gamma=0.9, tau=0.2), max_calls=max_calls, **options)
+    run = PrefillRun(PrefillSettings.from_options(method="flexprefill", gamma=0.9, tau=0.2), max_calls=max_calls, **options)
     for call in range(calls):
         batch, q_len = 1 + call % 2, 100 + 10 * call
         size = CallSize(batch, q_len, q_len + 64 * (call % 2))

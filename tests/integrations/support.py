@@ -13,7 +13,7 @@ import transformers
 from tests.integrations.cells import BATCH, CHOICES, CHUNK, LENGTH, Cell
 from tests.integrations.families import FAMILIES
 
-PATH = Path(__file__).resolve().parents[2] / "integrations" / "SUPPORT.md"
+PATH = Path(__file__).resolve().parents[2] / "integrations" / "huggingface" / "SUPPORT.md"
 _, CACHES, PADDINGS, PREFILLS, CALLS = CHOICES
 
 

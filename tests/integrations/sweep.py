@@ -1,7 +1,7 @@
-"""Try every causal-LM type of the installed transformers, and write the table of integrations/MODELS.md; run by hand.
+"""Try every causal-LM type of the installed transformers, and write integrations/huggingface/MODELS.md; run by hand.
 
-A tiny random model of each type runs a prompt dense, with FlexPrefill at gamma 1, which must give the same logits, and at a lower
-gamma, which must not::
+A tiny random model of each type runs a prompt dense, by method flexprefill at gamma 1, which must give the same logits, and at a
+lower gamma, which must not::
 
     python -m tests.integrations.sweep run --results sweep-5.23.jsonl      # goes on where it was stopped; some minutes
     python -m tests.integrations.sweep table sweep-*.jsonl                 # one file for each release, the newest first
@@ -37,7 +37,7 @@ from tests.integrations.sweep_table import PATH, table
 
 BATCH, LENGTH = 2, 160
 SECONDS_EACH = 90
-KEEP_ALL: dict[str, Any] = {"gamma": 1.0, "block_size": 16, "min_budget": 0, "dense_below": 0}
+KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 16, "min_budget": 0, "dense_below": 0}
 SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.5, "tau": 0.12}
 # of the largest logit; a model that a wrong mask would change by less shows nothing
 TOLERANCE, SENSITIVE = 1e-4, 1e-3
@@ -62,23 +62,23 @@ def try_type(name: str) -> dict[str, str]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
+            with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run:
                 whole = model(tokens).logits
             if any("did not reach" in str(each.message) for each in caught):
                 return {"verdict": "untouched", "note": ""}
-            with flexmask_hf.flexprefill(model, **SPARSE) as sparse_run:
+            with flexmask_hf.sparse_prefill(model, **SPARSE) as sparse_run:
                 sparse = model(tokens).logits
     except TimeoutError:
         raise
     except Exception as error:
-        ours = "flexprefill" in str(error) or str(error).startswith("model must go through")
+        ours = "flexmask" in str(error) or str(error).startswith("model must go through")
         return {"verdict": "refused" if ours else "fails", "note": one_line(error), "trace": traceback.format_exc()[-1500:]}
     return judged(run, sparse_run, dense, whole, sparse)
 
 
 def judged(
-    run: flexmask_hf.FlexPrefillRun,
-    sparse_run: flexmask_hf.FlexPrefillRun,
+    run: flexmask_hf.PrefillRun,
+    sparse_run: flexmask_hf.PrefillRun,
     dense: torch.Tensor,
     whole: torch.Tensor,
     sparse: torch.Tensor,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,17 +9,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 import flexmask.flex.run
-import flexmask.search
 
 
 def write_out() -> None:
-    """Replace, in this process, the compiled search by the plain one and the compiled attention by attention written out."""
-    flexmask.search.compiled = _uncompiled  # type: ignore[attr-defined]
-    flexmask.flex.run.compiled = _uncompiled  # type: ignore[attr-defined]
-
-
-def _uncompiled(function: Callable[..., Any], *variant: Any, launched: bool = False) -> Callable[..., Any]:
-    return _attention if function is flexmask.flex.run._flex_attention else function
+    """Replace, in this process, the compiled attention by attention written out."""
+    flexmask.flex.run.compiled = lambda function, *variant, launched=False: _attention  # type: ignore[attr-defined]
 
 
 def _attention(

@@ -1,4 +1,4 @@
-"""The table of integrations/MODELS.md, made of the results of sweep.py."""
+"""The table of integrations/huggingface/MODELS.md, made of the results of sweep.py."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from collections import Counter
 
 from tests.repository import ROOT
 
-PATH = ROOT / "integrations" / "MODELS.md"
+PATH = ROOT / "integrations" / "huggingface" / "MODELS.md"
 
 MEANINGS = {
     "served": "logits at gamma 1 are those of dense attention, and a lower gamma makes attention sparse",
     "dense": "runs, right, and dense; the note says why",
     "refused": "raises when the block opens or in the forward, with the message below",
-    "untouched": "FlexPrefill does not reach its layers: it runs as without the block, which warns",
+    "untouched": "no layer calls flexmask: the model runs as without the block, and a warning says so",
     "wrong": "logits at gamma 1 are not those of dense attention",
     "fails": "an error that is not a refusal of ours",
-    "cannot be built here": "no tiny model of it could be made by shrinking its default configuration, so that nothing is known",
+    "cannot be built here": "its default configuration could not be shrunk to a tiny model: unknown",
 }
 TEXT = """\
 # Models
 
-Every type that `AutoModelForCausalLM` knows, tried with one tiny random model on a CPU in float32: a prompt of 2 x 160 tokens
-without padding, blocks of 16, the default cache, `dense_below=0`. Attention was written out in PyTorch over the chosen blocks
-instead of compiled. Trained weights, other options of a type, images and sound were not tried. [SUPPORT.md](SUPPORT.md) has
-caches, padding and generation through the compiled kernels, for fewer families.
+Every model type of `AutoModelForCausalLM`, run as one tiny random model on a CPU in float32: 2 prompts of 160 tokens without
+padding, blocks of 16, the default cache, `dense_below=0`, attention written out in PyTorch over the chosen blocks. Trained
+weights, other options of a type, images and sound were not run. [SUPPORT.md](SUPPORT.md) has caches, padding and generation
+through the compiled kernels, for fewer families.
 
 Run: {run}.
-Other releases were not swept.
-Written by `python -m tests.integrations.sweep`, not by hand.
+Other releases were not run. `python -m tests.integrations.sweep` writes this file.
 
 | | {heads} | |
 {lines}|---|
@@ -36,7 +35,7 @@ Written by `python -m tests.integrations.sweep`, not by hand.
 
 ## By type
 
-`-`: the release does not have the type. Numbers stand for the notes below.
+`-`: not in this release. Numbers refer to the notes below.
 
 | type | {heads} |
 {lines}|
@@ -78,7 +77,7 @@ def _cell(result: dict[str, str] | None, notes: dict[str, int]) -> str:
     if result is None:
         return "-"
     # one note for all models of which the same is said
-    note = re.sub(r"; got \w+, which does not$|^\w+Error: (?=flexprefill)|^MaskNotServed: ", "", result.get("note", ""))
+    note = re.sub(r"; got \w+, which does not$|^\w+Error: (?=flexmask)|^MaskNotServed: ", "", result.get("note", ""))
     note = (
         re.sub(r"does not serve \w+(?:LM|Generation|Model), ", "does not serve ", note).replace("|", "\\|").replace("<", "&lt;")
     )

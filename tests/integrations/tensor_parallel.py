@@ -1,4 +1,4 @@
-"""One process of test_tensor_parallel.py: a model that is spread over all of them, dense and with FlexPrefill.
+"""One process of test_tensor_parallel.py: a model that is spread over all of them, dense and sparse.
 
 Run by torchrun with a model's folder, a file of tokens and the file that process 0 writes its results to.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from flexmask.integrations.huggingface import flexprefill
+from flexmask.integrations.huggingface import sparse_prefill
 
 
 def main(model_folder: str, tokens_file: str, results_file: str) -> None:
@@ -24,7 +24,7 @@ def main(model_folder: str, tokens_file: str, results_file: str) -> None:
     tokens = data["tokens"].to(device)
     results = {"processes": dist.get_world_size(), "dense": model(tokens).logits.cpu()}
     for name, options in data["options"].items():
-        with torch.no_grad(), flexprefill(model, **options) as run:
+        with torch.no_grad(), sparse_prefill(model, **options) as run:
             results[name] = model(tokens).logits.cpu()
             results[f"{name}, generated"] = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0).cpu()
         density = run.stats[1][0].density

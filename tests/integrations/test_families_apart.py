@@ -12,8 +12,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.cells import static_cache
-from tests.integrations.common import MARKS, make_model, padded, switchable
+from tests.integrations.common import MARKS, padded, switchable
 
 pytestmark = MARKS
 
@@ -46,7 +45,7 @@ def made(name: str, **options: Any) -> Any:
 )
 def test_call_is_the_prefill(tokens, name, options, entries):
     model = switchable(made(name, **options))
-    with flexmask_hf.flexprefill(model) as run:
+    with flexmask_hf.sparse_prefill(model) as run:
         model(tokens[:, :100])
         model(tokens)
     calls = {layer: sorted({row["call"] for row in run.rows() if row["layer"] == layer}) for layer in run.stats}
@@ -58,7 +57,7 @@ def test_call_is_the_prefill(tokens, name, options, entries):
 def test_layers_without_an_index_are_told_apart(model, tokens):
     for layer in model.model.layers:
         del layer.self_attn.layer_idx
-    with flexmask_hf.flexprefill(model, dense_below=0, dense_layers=(0, 1)) as run:
+    with flexmask_hf.sparse_prefill(model, dense_below=0, dense_layers=(0, 1)) as run:
         model(tokens, use_cache=False)
     assert sorted(run.stats) == [0, 1]
     assert run.reasons == {0: ["in dense_layers"], 1: ["in dense_layers"]}
@@ -70,7 +69,7 @@ def test_heads_of_other_sizes_run_dense(tokens, padding):
     mask = padded(tokens) if padding else torch.ones_like(tokens)
     expected = model(tokens, attention_mask=mask).logits
     step = torch.nn.functional.pad(mask, (0, 1), value=1)
-    with flexmask_hf.flexprefill(model, dense_below=0) as run:
+    with flexmask_hf.sparse_prefill(model, dense_below=0) as run:
         out = model(tokens, attention_mask=mask)
         model(tokens[:, :1], attention_mask=step, past_key_values=out.past_key_values)
     assert (out.logits - expected)[mask != 0].abs().max() < 1e-4
@@ -78,22 +77,11 @@ def test_heads_of_other_sizes_run_dense(tokens, padding):
     assert run.stats[1][0].dense
 
 
-def test_prompt_in_a_long_cache_is_short(tokens):
-    model = make_model()
-    expected = model(tokens[:, :200]).logits
-    cache = static_cache(model, 1000)
-    with flexmask_hf.flexprefill(model, dense_below=500, block_size=32) as run:
-        logits = model(tokens[:, :200], past_key_values=cache).logits
-        model(tokens[:, 200:400], past_key_values=cache)
-    assert (logits - expected).abs().max() < 1e-4
-    assert run.reasons[0] == ["200 tokens < dense_below 500", "400 tokens < dense_below 500"]
-
-
 def test_layers_that_share_keys_run_on_the_rows_asked_for(tokens):
     options = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
     model = made("Gemma4", **options, global_head_dim=16, sliding_window=64, hidden_size_per_layer_input=8)
     expected = model(tokens, logits_to_keep=1).logits
-    with flexmask_hf.flexprefill(model) as run:
+    with flexmask_hf.sparse_prefill(model) as run:
         logits = model(tokens, logits_to_keep=1).logits
     assert (logits - expected).abs().max() < 1e-4
     assert sorted(run.stats) == [0, 1, 2, 3]

@@ -16,7 +16,7 @@ from tests.integrations.written_out import written_out
 
 pytestmark = pytest.mark.gpu
 LENGTH = 530
-KEEP_ALL: dict[str, Any] = {"gamma": 1.0, "block_size": 64, "min_budget": 0, "dense_below": 0}
+KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 64, "min_budget": 0, "dense_below": 0}
 SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.4, "tau": 0.13}
 TOLERANCE = 1e-3  # of logits below 1, in float32
 
@@ -42,9 +42,9 @@ def test_equals_dense_attention(cuda, tokens, family):
     inputs = {"input_ids": tokens.to(cuda), "attention_mask": mask.to(cuda)}
     real = mask.to(cuda) != 0
     dense = model(**inputs).logits
-    with flexmask_hf.flexprefill(model, **KEEP_ALL):
+    with flexmask_hf.sparse_prefill(model, **KEEP_ALL):
         assert (model(**inputs).logits - dense)[real].abs().max() < TOLERANCE
-    with flexmask_hf.flexprefill(model, **SPARSE, collect_masks=True) as run:
+    with flexmask_hf.sparse_prefill(model, **SPARSE, collect_masks=True) as run:
         sparse = model(**inputs).logits
     assert run.stats[1][0].density.mean() < 0.9
     assert (sparse - dense)[real].abs().max() > 10 * TOLERANCE
@@ -62,7 +62,7 @@ def test_static_cache_generates_as_a_dynamic_one(cuda, tokens, family):
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(tokens).to(cuda)
     expected = model.generate(tokens.to(cuda), **options)
-    with flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
+    with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run:
         got = model.generate(tokens.to(cuda), cache_implementation="static", **options)
     assert torch.equal(got, expected)
     assert not run.stats[1][0].dense
@@ -70,7 +70,11 @@ def test_static_cache_generates_as_a_dynamic_one(cuda, tokens, family):
 
 # torch's compiler looks at it and hides the warning, but not from a filter that makes errors of warnings
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("options", [{"method": "causal"}, {"dense_layers": (0, 1)}], ids=["method", "dense layers"])
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "causal", "block_size": 64, "dense_below": 0}, {**KEEP_ALL, "dense_layers": (0, 1)}],
+    ids=["method", "dense layers"],
+)
 def test_gradients_of_other_masks(cuda, tokens, options):
     """A sliding window, so that the dense layers have a mask too."""
     model = FAMILIES["Mistral"].make().to(cuda)
@@ -78,7 +82,7 @@ def test_gradients_of_other_masks(cuda, tokens, options):
     weight = model.get_input_embeddings().weight
     gradients = []
     for sparse in (False, True):
-        with torch.enable_grad(), flexmask_hf.flexprefill(model, **KEEP_ALL, **options) if sparse else nullcontext():
+        with torch.enable_grad(), flexmask_hf.sparse_prefill(model, **options) if sparse else nullcontext():
             loss = model(tokens.to(cuda), labels=tokens.to(cuda)).loss
             gradients.append(torch.autograd.grad(loss, weight)[0])
     assert gradients[0].abs().max() > 1e-3
@@ -97,7 +101,7 @@ def test_model_over_two_gpus(tokens, tmp_path):
     layers = {f"model.layers.{layer}": layer for layer in (0, 1)}
     parts = {"model.embed_tokens": 0, "model.rotary_emb": 0, **layers, "model.norm": 1, "lm_head": 1}
     spread = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=parts).eval()
-    with flexmask_hf.flexprefill(spread, **KEEP_ALL) as run:
+    with flexmask_hf.sparse_prefill(spread, **KEEP_ALL) as run:
         logits = spread(tokens.to("cuda:0"), attention_mask=mask.to("cuda:0")).logits.cpu()
     assert (logits - expected)[mask != 0].abs().max() < 1e-3
     assert {run.stats[layer][0].density.device.index for layer in (0, 1)} == {0, 1}

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexmask import FlexPrefillConfig, flexprefill_mask
+from flexmask import block_masks
 from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.gamma_allocation import Choice, allocate
-from flexmask.integrations.head_errors import errors_of_key_head, head_errors
+from flexmask.integrations.tune.allocation import Choice, allocate
+from flexmask.integrations.tune.head_errors import errors_of_key_head, head_errors
+from flexmask.selector import selector_of
 from tests.cases import structured_inputs
 
 GAMMAS = (0.2, 0.5, 0.8, 1.0)
+METHODS = {"hybrid": {"min_budget": 0}, "flexprefill": {"min_budget": 0, "tau": 0.12}}
 
 
-def expected_errors(query, key, value, gamma, selection, scores, sinks, gradient=None):
+def expected_errors(query, key, value, gamma, method, scores, sinks, gradient=None):
     """Density and error by head, from the mask's own map of pairs and attention in float64."""
-    options = {"block_size": 16, "min_budget": 0, "selection": selection, "tau": 0.12}
+    make_mask = getattr(block_masks, f"{method}_mask")
     num_heads, length = query.shape[1:3]
     groups = num_heads // key.shape[1]
     keys, values = (x.double().repeat_interleave(groups, 1) for x in (key, value))
@@ -32,7 +34,7 @@ def expected_errors(query, key, value, gamma, selection, scores, sinks, gradient
 
     row, column = torch.arange(length)[:, None], torch.arange(length)
     visible = (column <= row) & (column > row - scores.get("window", length))
-    mask, stats = flexprefill_mask(query, key, gamma, return_stats=True, **options, **scores)
+    mask, stats = make_mask(query, key, gamma, block_size=16, return_stats=True, **METHODS[method], **scores)
     b, h = torch.zeros((), dtype=torch.int64), torch.arange(num_heads)[:, None, None]
     keep = mask.mask_mod(b, h, row, column)
     dense = attend(visible)
@@ -42,7 +44,7 @@ def expected_errors(query, key, value, gamma, selection, scores, sinks, gradient
     return stats.density[0], (change.square().sum((-2, -1)) / dense.square().sum((-2, -1)))[0]
 
 
-@pytest.mark.parametrize("selection", ["hybrid", "coverage"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("heads", "scores", "with_sinks", "max_mask_bytes"),
     [
@@ -54,21 +56,21 @@ def expected_errors(query, key, value, gamma, selection, scores, sinks, gradient
     ids=["gqa", "groups", "softcap", "window-sinks"],
 )
 @pytest.mark.parametrize("with_gradient", [False, True])
-def test_errors_are_those_of_attention_under_the_masks(selection, heads, scores, with_sinks, max_mask_bytes, with_gradient):
+def test_errors_are_those_of_attention_under_the_masks(method, heads, scores, with_sinks, max_mask_bytes, with_gradient):
     generator = torch.Generator().manual_seed(3)
     query, key = structured_inputs(generator, 1, *heads, 250, 250, 16, sharpness=4.0)
     value = torch.randn(1, heads[1], 250, 24, generator=generator)
     sinks = torch.randn(4, generator=generator) if with_sinks else None
     inputs = attention_inputs(query, key, value, sinks=sinks, **scores)
-    config = FlexPrefillConfig(block_size=16, min_budget=0, selection=selection, tau=0.12)
+    selector = selector_of(method, 16, METHODS[method])
     # of sizes far apart from head to head, as they are
     gradient = torch.randn(1, 4, 250, 24, generator=generator) * torch.tensor([1.0, 10.0, 0.1, 3.0])[:, None, None]
     gradient = gradient if with_gradient else None
-    out, errors = head_errors(inputs, config, GAMMAS, max_mask_bytes, gradient)
+    out, errors = head_errors(inputs, selector, GAMMAS, max_mask_bytes, gradient)
     assert out.shape == (1, 4, 250, 24)
     lost = []
     for at, gamma in enumerate(GAMMAS):
-        density, wrong = expected_errors(query, key, value, gamma, selection, scores, sinks, gradient)
+        density, wrong = expected_errors(query, key, value, gamma, method, scores, sinks, gradient)
         assert torch.tensor([each[at] for each in errors.density]) == pytest.approx(density, abs=1e-6)
         found = torch.tensor([each[at] for each in errors.error])
         torch.testing.assert_close(found, wrong, atol=1e-6, rtol=1e-3, check_dtype=False)

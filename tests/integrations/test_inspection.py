@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import torch
 pytest.importorskip("transformers")
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.integrations.huggingface import flexprefill
-from flexmask.integrations.inspection import inspect_prefill
-from flexmask.integrations.inspection_heads import ASKED, asked_heads, telling_heads
-from flexmask.integrations.inspection_maps import block_attention
+from flexmask.integrations.huggingface import sparse_prefill
+from flexmask.integrations.inspect import NAMED, inspect_prefill
+from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
+from flexmask.integrations.inspect.heads import named_heads, telling_heads
 from tests.integrations.common import LENGTH, MARKS, SPARSE, make_model
 from tests.integrations.families import VOCABULARY
 
@@ -72,6 +73,27 @@ def test_block_attention_is_a_dense_softmax_pooled_by_blocks(case, most_scores):
     assert expected.nansum() > 2.5
 
 
+@pytest.mark.parametrize("case", ["whole", "chunk", "window"])
+def test_held_attention_is_that_of_sampled_rows(case):
+    generator = torch.Generator().manual_seed(0)
+    q_len, kv_len, block_size, window = (61 if case == "chunk" else 200), 200, 16, 50 if case == "window" else None
+    query = torch.randn((1, 4, q_len, 16), generator=generator)
+    key = 2 * torch.randn((1, 2, kv_len, 16), generator=generator)
+    keep = torch.rand((1, 4, -(-q_len // block_size), -(-kv_len // block_size)), generator=generator) < 0.5
+    found = held_by_quarter(AttentionInputs(query, key, None, 0.3, window=window), keep, block_size, rows=2)
+    taken = [int((number + 0.5) * q_len / 8) for number in range(8)]
+    for head in range(4):
+        shares = []
+        for row in taken:
+            position = kv_len - q_len + row
+            first = max(0, position - window + 1) if window else 0
+            scores = key[0, head // 2, first : position + 1].double() @ query[0, head, row].double() * 0.3
+            kept = keep[0, head, row // block_size, torch.arange(first, position + 1) // block_size]
+            shares.append(float(scores.softmax(0)[kept].sum()))
+        expected = [sum(shares[2 * quarter : 2 * quarter + 2]) / 2 for quarter in range(4)]
+        assert found[head].tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def rows(densities, coverages, patterns):
     return [
         {"layer": number // 2, "head": number % 2, "density": density, "coverage": coverage, "pattern": pattern}
@@ -102,13 +124,13 @@ def test_telling_heads_follow_their_rule():
     assert telling_heads(rows([1.0], [1.0], ["dense"])) == []
 
 
-def test_asked_heads_are_every_pair():
+def test_named_heads_are_every_pair():
     table = rows([0.5] * 6, [1.0] * 6, [VS] * 4 + ["dense"] * 2)
-    assert [head[:2] for head in asked_heads(table, [1, 0, 1], [0, 1])] == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    assert [head[:2] for head in named_heads(table, [1, 0, 1], [0, 1])] == [(1, 0), (1, 1), (0, 0), (0, 1)]
     with pytest.raises(ValueError, match=r"heads must be in \[0, 2\) in layer 0; got 2"):
-        asked_heads(table, [0], [2])
+        named_heads(table, [0], [2])
     with pytest.raises(ValueError, match="layer 2 ran dense"):
-        asked_heads(table, [2], [0])
+        named_heads(table, [2], [0])
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +148,10 @@ def inspected():
 @pytest.mark.attention
 def test_inspection_has_the_masks_and_statistics_of_a_prefill(inspected):
     model, prompt, found, steps = inspected
-    with torch.no_grad(), flexprefill(model, **SPARSE, dense_layers=(0,), collect_masks=True) as run:
+    with torch.no_grad(), sparse_prefill(model, **SPARSE, dense_layers=(0,), collect_masks=True) as run:
         model(prompt[None])
     assert str(found.run.rows()) == str(run.rows())
-    assert [(head.layer, head.head, head.why) for head in found.heads] == [(1, 0, ASKED), (1, 3, ASKED)]
+    assert [(head.layer, head.head, head.why) for head in found.heads] == [(1, 0, NAMED), (1, 3, NAMED)]
     dense = run.masks[1][0].to_dense().bool()[0]
     for head in found.heads:
         assert torch.equal(head.kept, dense[head.head])
@@ -138,6 +160,20 @@ def test_inspection_has_the_masks_and_statistics_of_a_prefill(inspected):
         assert head.mass.sum(1).tolist() == pytest.approx([1.0] * len(head.mass), abs=1e-5)
     assert steps == [(done, 4) for done in range(1, 5)]
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.attention
+def test_inspection_warns_where_the_end_holds_less(inspected):
+    found = inspected[2]
+    assert list(found.held) == [1]
+    assert found.held_by_quarter == pytest.approx(found.held[1])
+    assert all(0 < share <= 1 + 1e-6 for share in found.held[1])
+    assert found.held[1][3] < 1
+    assert replace(found, held={0: (0.9, 0.9, 0.9, 0.85), 1: (0.95, 0.9, 0.9, 0.85)}).warning is None
+    warning = replace(found, held={0: (0.9, 0.8, 0.8, 0.7), 1: (1.0, 0.9, 0.9, 0.8)}).warning
+    assert warning is not None
+    assert "75.0% of the attention of the prompt's last quarter, 95.0% of the first's" in warning
+    assert replace(found, held={}).warning is None
 
 
 @pytest.mark.attention
@@ -159,7 +195,7 @@ def test_inspection_is_json(inspected):
     assert again["settings"]["dense_layers"] == [0]
     assert [each["attention_kept"] for each in again["shown"]] == [each.attention_kept for each in inspected[2].heads]
     assert len(again["rows"]) == 2 * 4
-    assert again["rows"][0]["distance"] is None
+    assert again["rows"][0]["js_distance"] is None
 
 
 def test_dense_prompt_shows_no_head():
@@ -183,7 +219,7 @@ def test_dense_prompt_shows_no_head():
         ({"layers": [0], "heads": [0]}, ValueError, "layer 0 ran dense"),
         ({"layers": []}, ValueError, "layers must name at least one"),
         ({"layers": ["0"]}, TypeError, "layers must be an int"),
-        ({"method": "causal"}, ValueError, 'method must be "flexprefill" to be inspected'),
+        ({"method": lambda query, key: None}, ValueError, "method must be a name to be inspected"),
         ({"gamm": 0.9}, TypeError, "gamm"),
     ],
 )

@@ -9,9 +9,10 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, T5Config
 
-import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.layer_plan import PlannedLayer, layer_plan
-from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.huggingface.layer_plan import PlannedLayer, layer_plan
+from flexmask.integrations.huggingface.session import opened
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.record.run import PrefillRun
 from tests.integrations.common import MARKS
 from tests.integrations.families import FAMILIES
 
@@ -21,19 +22,20 @@ KEPT = PrefillSettings.from_options(block_size=16, min_budget=0, dense_below=150
 
 def ran(model, tokens, settings):
     """The layers that a real forward served, dense or sparse, and the reasons; what it raised instead."""
+    found = {}
+
+    def note(call):
+        found[call.layer] = call.reason_no_mask() or call.reason_dense_layer() or ""
+        return torch.zeros(*call.inputs.query.shape[:3], call.inputs.value.shape[3])
+
     try:
-        with flexmask_hf.flexprefill(model, config=settings) as run:
-            run.probe = lambda call: planned.append(call) or torch.zeros(*call.inputs.query.shape[:3], call.inputs.value.shape[3])
-            planned = []
+        with opened(model, PrefillRun(settings), note):
             model(torch.ones(1, tokens, dtype=torch.long))
     except NotImplementedError as error:
         return str(error)
-    from flexmask.integrations.route import reason_dense_layer, reason_no_mask
-
-    return {call.layer: reason_no_mask(call) or reason_dense_layer(call) or "" for call in planned}
+    return found
 
 
-@pytest.mark.filterwarnings("ignore:FlexPrefill did not reach")  # the probe serves the calls
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.available])
 def test_the_plan_is_what_happens(name):
     model = FAMILIES[name].make()
@@ -54,15 +56,15 @@ def test_sizes_windows_and_lengths():
     plan = layer_plan(LlamaConfig(num_hidden_layers=2, num_key_value_heads=8), tokens=20000)
     assert plan[1] == (1, "sparse", "", 32, 8, 128, None, "cpu")
     assert layer_plan(LlamaConfig(num_hidden_layers=2), tokens=2000)[0].reason == "2000 tokens < dense_below 16384"
-    saved = LlamaConfig(num_hidden_layers=2, flexprefill_config={"dense_layers": [1]})
+    saved = LlamaConfig(num_hidden_layers=2, flexmask_config={"dense_layers": [1]})
     assert [each.plan for each in layer_plan(saved)] == ["sparse", "dense"]
 
 
 def test_nothing_is_left_behind():
     config = LlamaConfig(num_hidden_layers=1)
-    before = config._attn_implementation, config.to_dict(), torch.autocast, torch.is_autocast_enabled
+    before = config._attn_implementation, config.to_dict()
     layer_plan(config)
-    assert (config._attn_implementation, config.to_dict(), torch.autocast, torch.is_autocast_enabled) == before
+    assert (config._attn_implementation, config.to_dict()) == before
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
     assert model(torch.ones(1, 5, dtype=torch.long)).logits.isfinite().all()
 
@@ -84,12 +86,5 @@ def test_code_that_needs_numbers_is_not_guessed_about(monkeypatch):
         return (x.sum().item(), x)
 
     monkeypatch.setattr(llama.LlamaMLP, "forward", needs_numbers)
-    # its input goes on in its place
-    assert [each.plan for each in layer_plan(LlamaConfig(num_hidden_layers=2))] == ["sparse", "sparse"]
-
-    def of_two(self, x):
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(llama.LlamaMLP, "forward", of_two)
-    with pytest.raises(RuntimeError, match="cannot follow LlamaForCausalLM without weights: something else"):
+    with pytest.raises(RuntimeError, match="cannot follow LlamaForCausalLM without weights: "):
         layer_plan(LlamaConfig(num_hidden_layers=2))

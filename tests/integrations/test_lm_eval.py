@@ -1,4 +1,4 @@
-"""The model "flexprefill" of lm-evaluation-harness: scores that do not depend on the batch, what the results tell.
+"""The model "flexmask" of lm-evaluation-harness: scores that do not depend on the batch, what the results tell.
 
 `make test-eval` runs them; without the harness they are skipped.
 """
@@ -20,9 +20,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from bench.retriever.task import text_of
-from flexmask.integrations.lm_eval import FlexPrefillLM
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.lm_eval import FlexmaskLM
 from flexmask.integrations.lm_eval.batches import row_lengths, rows_alike
-from flexmask.integrations.settings import PrefillSettings
 from tests.integrations.common import KEEP_ALL, MARKS
 from tests.integrations.lm_eval_calls import LENGTHS, MODEL, SPARSE, answers, generated, make, prompts, same, scored
 from tests.integrations.lm_eval_calls import loaded as loaded
@@ -33,12 +33,12 @@ pytestmark = MARKS
 
 
 def test_harness_finds_the_model_by_its_name():
-    assert get_model("flexprefill") is FlexPrefillLM
+    assert get_model("flexmask") is FlexmaskLM
     assert get_model("hf") is HFLM
 
 
 def test_keeping_everything_scores_as_the_harness_does(loaded):
-    lm, dense = (make(kind, loaded, 4, **options) for kind, options in ((FlexPrefillLM, KEEP_ALL), (HFLM, {})))
+    lm, dense = (make(kind, loaded, 4, **options) for kind, options in ((FlexmaskLM, KEEP_ALL), (HFLM, {})))
     pairs = answers()
     assert same(scored(lm, pairs), scored(dense, pairs))
     texts = [context for context, _ in pairs]
@@ -48,7 +48,7 @@ def test_keeping_everything_scores_as_the_harness_does(loaded):
 
 
 def test_scores_do_not_depend_on_the_batch(loaded):
-    alone, together = (make(FlexPrefillLM, loaded, size, **SPARSE) for size in (1, 8))
+    alone, together = (make(FlexmaskLM, loaded, size, **SPARSE) for size in (1, 8))
     pairs = answers()
     found = scored(together, pairs)
     assert same(found, scored(alone, pairs))
@@ -59,30 +59,27 @@ def test_scores_do_not_depend_on_the_batch(loaded):
 
 def test_without_the_mask_scores_would_depend_on_the_batch(loaded, monkeypatch):
     pairs = answers()
-    expected = scored(make(FlexPrefillLM, loaded, 1, **SPARSE), pairs)
+    expected = scored(make(FlexmaskLM, loaded, 1, **SPARSE), pairs)
 
     def forgetful(self, inps, lengths):
         with torch.no_grad(), self._sparse(lengths):
             return self.model(inps).logits
 
-    monkeypatch.setattr(FlexPrefillLM, "_masked_logits", forgetful)
-    assert not same(scored(make(FlexPrefillLM, loaded, 8, **SPARSE), pairs), expected)
+    monkeypatch.setattr(FlexmaskLM, "_masked_logits", forgetful)
+    assert not same(scored(make(FlexmaskLM, loaded, 8, **SPARSE), pairs), expected)
 
 
-def test_equal_tokens_at_the_end_are_the_prompts_own(loaded, monkeypatch):
+def test_equal_tokens_at_the_end_are_the_prompts_own(loaded):
     """Prompts of one length need no padding, so none of their tokens may be taken for it."""
     texts = [" ".join(text_of(prompt.token_ids[:-40]).split() + ["river"] * 40) for prompt in prompts([600] * 4)]
     pairs = [(text, " river river") for text in texts]
-    expected = scored(make(FlexPrefillLM, loaded, 1, **SPARSE), pairs)
-    assert same(scored(make(FlexPrefillLM, loaded, 4, **SPARSE), pairs), expected)
-    never = property(lambda run: False, lambda run, value: None)
-    monkeypatch.setattr("flexmask.integrations.run.FlexPrefillRun.padding_is_masked", never)
-    assert not same(scored(make(FlexPrefillLM, loaded, 4, **SPARSE), pairs), expected)
+    expected = scored(make(FlexmaskLM, loaded, 1, **SPARSE), pairs)
+    assert same(scored(make(FlexmaskLM, loaded, 4, **SPARSE), pairs), expected)
 
 
 def test_short_prompts_stay_dense_in_a_batch_with_long_ones(loaded):
     options = {**SPARSE, "dense_below": 512}
-    alone, together = (make(FlexPrefillLM, loaded, size, **options) for size in (1, 8))
+    alone, together = (make(FlexmaskLM, loaded, size, **options) for size in (1, 8))
     pairs = answers()
     assert same(scored(together, pairs), scored(alone, pairs))
     short = sum(length + 3 < 512 for length in LENGTHS)  # the answer but its last token is read too
@@ -96,16 +93,16 @@ def test_rolling_likelihood_by_windows(loaded):
     options = {"max_length": 256}
     alone, together, dense = (
         make(kind, loaded, size, **options, **chosen).loglikelihood_rolling(requests, disable_tqdm=True)
-        for kind, size, chosen in ((FlexPrefillLM, 1, SPARSE), (FlexPrefillLM, 4, SPARSE), (HFLM, 1, {}))
+        for kind, size, chosen in ((FlexmaskLM, 1, SPARSE), (FlexmaskLM, 4, SPARSE), (HFLM, 1, {}))
     )
     assert torch.allclose(torch.tensor(alone), torch.tensor(together), rtol=1e-4)
     assert not torch.allclose(torch.tensor(alone), torch.tensor(dense), rtol=1e-4)
 
 
 def test_finds_a_batch_size_of_its_own(loaded):
-    lm = make(FlexPrefillLM, loaded, "auto", max_batch_size=4, max_length=768, **SPARSE)
+    lm = make(FlexmaskLM, loaded, "auto", max_batch_size=4, max_length=768, **SPARSE)
     pairs = answers()
-    assert same(scored(lm, pairs), scored(make(FlexPrefillLM, loaded, 1, **SPARSE), pairs))
+    assert same(scored(lm, pairs), scored(make(FlexmaskLM, loaded, 1, **SPARSE), pairs))
     assert list(lm.batch_sizes.values()) == [4]
     assert lm.densities.summary()["prompts"] == len(LENGTHS)  # the trial batches do not count
     assert generated(lm, [pairs[0][0]])
@@ -114,21 +111,21 @@ def test_finds_a_batch_size_of_its_own(loaded):
 def test_requests_that_share_a_row_are_read_once(loaded):
     context, answer = answers()[0]
     pairs = [(context, answer), (context, " the"), (context, " a"), (context[:1000], " river")]
-    alone, together = (make(FlexPrefillLM, loaded, size, **SPARSE) for size in (1, 4))
+    alone, together = (make(FlexmaskLM, loaded, size, **SPARSE) for size in (1, 4))
     assert same(scored(together, pairs), scored(alone, pairs))
     assert together.densities.summary()["prompts"] == 3
 
 
 def test_model_has_its_own_attention_outside_of_calls(loaded):
-    lm = make(FlexPrefillLM, loaded, **SPARSE)
+    lm = make(FlexmaskLM, loaded, **SPARSE)
     before = loaded.config._attn_implementation
     scored(lm, answers()[:1])
-    assert loaded.config._attn_implementation == before != "flexprefill"
+    assert loaded.config._attn_implementation == before != "flexmask"
 
 
 def test_results_tell_version_options_and_density():
     results = simple_evaluate(
-        model="flexprefill",
+        model="flexmask",
         model_args={"pretrained": MODEL, "dtype": "float32", **SPARSE},
         tasks=["retriever_needles", "retriever_needles_likelihood"],
         task_manager=TaskManager(
@@ -151,7 +148,7 @@ def test_results_tell_version_options_and_density():
 
 
 def test_warns_where_every_prompt_ran_dense(loaded, caplog):
-    lm = make(FlexPrefillLM, loaded, gamma=0.6)
+    lm = make(FlexmaskLM, loaded, gamma=0.6)
     scored(lm, answers()[:2])
     with caplog.at_level(logging.WARNING, logger="flexmask"):
         told = lm.get_model_info()["flexmask"]
@@ -160,7 +157,7 @@ def test_warns_where_every_prompt_ran_dense(loaded, caplog):
 
 
 def test_chat_template_goes_before_the_prompt(loaded):
-    lm = make(FlexPrefillLM, loaded, **SPARSE)
+    lm = make(FlexmaskLM, loaded, **SPARSE)
     lm.tokenizer.chat_template = "{% for m in messages %}<bos> {{ m['content'] }}{% endfor %}"
     assert lm.apply_chat_template([{"role": "user", "content": "the river"}]) == "<bos> the river"
     results = simple_evaluate(
@@ -182,13 +179,13 @@ def test_refuses_an_encoder_with_a_decoder():
 
     sizes = {"vocab_size": 5400, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     with pytest.raises(NotImplementedError, match="an encoder with a decoder"):
-        make(FlexPrefillLM, T5ForConditionalGeneration(T5Config(**sizes)))
+        make(FlexmaskLM, T5ForConditionalGeneration(T5Config(**sizes)))
 
 
 def test_refuses_batches_in_another_order(loaded, monkeypatch):
     monkeypatch.setattr("flexmask.integrations.lm_eval.model.row_lengths", lambda *args: [9, 9, 9])
     with pytest.raises(RuntimeError, match="batches in another order than"):
-        scored(make(FlexPrefillLM, loaded, **SPARSE), answers()[:1])
+        scored(make(FlexmaskLM, loaded, **SPARSE), answers()[:1])
 
 
 def test_lengths_of_rows():

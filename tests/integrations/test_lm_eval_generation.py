@@ -1,4 +1,4 @@
-"""Generation by the model "flexprefill" of lm-evaluation-harness: batches of unequal length, ends, strings to stop at.
+"""Generation by the model "flexmask" of lm-evaluation-harness: batches of unequal length, ends, strings to stop at.
 
 `make test-eval` runs them; without the harness they are skipped.
 """
@@ -16,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import MistralConfig, MistralForCausalLM
 
 from bench.retriever.task import text_of
-from flexmask.integrations.lm_eval import FlexPrefillLM
+from flexmask.integrations.lm_eval import FlexmaskLM
 from flexmask.integrations.lm_eval.greedy import decode, decodes_greedily
 from tests.integrations.common import KEEP_ALL, MARKS
 from tests.integrations.lm_eval_calls import LENGTHS, SPARSE, generated, make, prompts
@@ -27,7 +27,7 @@ pytestmark = MARKS
 
 
 def test_generation_does_not_depend_on_the_batch(loaded):
-    alone, together = (make(FlexPrefillLM, loaded, size, **SPARSE) for size in (1, 8))
+    alone, together = (make(FlexmaskLM, loaded, size, **SPARSE) for size in (1, 8))
     texts = [prompt.text() for prompt in prompts((*LENGTHS, 700 - 5 * 32, 290 + 2 * 32))]
     assert generated(together, texts) == generated(alone, texts)
     assert alone.densities.summary() == together.densities.summary()
@@ -36,7 +36,7 @@ def test_generation_does_not_depend_on_the_batch(loaded):
 
 def test_generation_of_a_padded_batch_would_keep_other_blocks(loaded, monkeypatch):
     texts = [prompt.text() for prompt in prompts()]
-    alone, together = (make(FlexPrefillLM, loaded, size, **SPARSE) for size in (1, 8))
+    alone, together = (make(FlexmaskLM, loaded, size, **SPARSE) for size in (1, 8))
     generated(alone, texts)
     monkeypatch.setattr("flexmask.integrations.lm_eval.model.decodes_greedily", lambda *_: False)
     monkeypatch.setattr("flexmask.integrations.lm_eval.model.rows_alike", lambda lengths, *_, **__: [list(range(len(lengths)))])
@@ -55,7 +55,7 @@ def test_greedy_prompts_of_unequal_length_are_decoded_together(loaded, monkeypat
 
     decode = model.decode
     monkeypatch.setattr(model, "decode", recorded)
-    lm = make(FlexPrefillLM, loaded, 8, **SPARSE)
+    lm = make(FlexmaskLM, loaded, 8, **SPARSE)
     texts = [prompt.text() for prompt in prompts()]
     generated(lm, texts)
     assert batches == [8]
@@ -93,7 +93,7 @@ def test_what_plain_greedy_decoding_does_not_serve(loaded):
 
 
 def test_stop_strings_and_ends_of_unequal_length_come_out_as_the_harness_has_them(loaded):
-    lm, dense = (make(kind, loaded, 8, **options) for kind, options in ((FlexPrefillLM, KEEP_ALL), (HFLM, {})))
+    lm, dense = (make(kind, loaded, 8, **options) for kind, options in ((FlexmaskLM, KEEP_ALL), (HFLM, {})))
     drawn = prompts()
     stops = {"until": [text_of(drawn[0].answers[0]).split()[1]], "max_gen_toks": 12}
     texts = [prompt.text() for prompt in drawn]

@@ -1,4 +1,4 @@
-"""Options of the model "flexprefill" of lm-evaluation-harness: names, values, settings files, the model's own.
+"""Options of the model "flexmask" of lm-evaluation-harness: names, values, settings files, the model's own.
 
 `make test-eval` runs them; without the harness they are skipped.
 """
@@ -13,9 +13,9 @@ pytest.importorskip("lm_eval")
 
 from transformers import AutoModelForCausalLM
 
-from flexmask.integrations.lm_eval import FlexPrefillLM
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.lm_eval import FlexmaskLM
 from flexmask.integrations.lm_eval.arguments import split_arguments
-from flexmask.integrations.settings import PrefillSettings
 from tests.integrations.common import MARKS
 from tests.integrations.lm_eval_calls import MODEL, make
 from tests.integrations.lm_eval_calls import loaded as loaded
@@ -26,37 +26,37 @@ pytestmark = MARKS
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "close"), [("gama", 0.9, "gamma"), ("selektion", "hybrid", "selection"), ("dens_below", 0, "dense_below")]
+    ("name", "value", "close"), [("gama", 0.9, "gamma"), ("metod", "hybrid", "method"), ("dens_below", 0, "dense_below")]
 )
 def test_refuses_unknown_options_before_the_weights_are_read(name, value, close, monkeypatch, loaded):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("read the weights"))
     with pytest.raises(TypeError, match=f"got {name!r}: did you mean .*{close!r}"):
-        FlexPrefillLM(pretrained=MODEL, device="cpu", **{name: value})
+        FlexmaskLM(pretrained=MODEL, device="cpu", **{name: value})
     with pytest.raises(TypeError, match=f"got {name!r}: did you mean .*{close!r}"):
-        make(FlexPrefillLM, loaded, **{name: value})
+        make(FlexmaskLM, loaded, **{name: value})
 
 
 def test_fields_of_the_models_config_reach_transformers():
-    lm = FlexPrefillLM(pretrained=MODEL, device="cpu", dtype="float32", rms_norm_eps=1e-5, attn_implementation="eager")
+    lm = FlexmaskLM(pretrained=MODEL, device="cpu", dtype="float32", rms_norm_eps=1e-5, attn_implementation="eager")
     assert lm.model.config.rms_norm_eps == 1e-5
     assert lm.model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("wrong", [{"gamma": 2.0}, {"selection": "best"}, {"dense_layers": [7]}, {"dense_below": -1}])
+@pytest.mark.parametrize("wrong", [{"gamma": 2.0}, {"method": "best"}, {"dense_layers": [7]}, {"dense_below": -1}])
 def test_refuses_values_out_of_range(loaded, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        make(FlexPrefillLM, loaded, **wrong)
+        make(FlexmaskLM, loaded, **wrong)
 
 
 def test_options_go_before_those_of_a_settings_file(tmp_path):
     path = tmp_path / "settings.json"
-    path.write_text(json.dumps({"gamma": 0.8, "selection": "hybrid", "layers": {"1": {"tau": 0.2}}, "dense_layers": [0]}))
+    path.write_text(json.dumps({"gamma": 0.8, "method": "flexprefill", "layers": {"1": {"tau": 0.2}}, "dense_layers": [0]}))
     chosen, rest = split_arguments({"settings": str(path), "gamma": 0.7, "backend": "causal", "dtype": "float32"})
-    expected = PrefillSettings.from_options(gamma=0.7, selection="hybrid", layers={1: {"tau": 0.2}}, dense_layers=(0,))
+    expected = PrefillSettings.from_options(method="flexprefill", gamma=0.7, layers={1: {"tau": 0.2}}, dense_layers=(0,))
     assert chosen == expected
     assert rest == {"backend": "causal", "dtype": "float32"}
     assert split_arguments({"settings": expected})[0] == expected
-    path.write_text(json.dumps({"model_type": "llama", "flexprefill_config": {"gamma": 0.8}}))
+    path.write_text(json.dumps({"model_type": "llama", "flexmask_config": {"gamma": 0.8}}))
     assert split_arguments({"settings": path, "backend": "triton"}) == (
         PrefillSettings.from_options(gamma=0.8, backend="triton"),
         {},
@@ -80,5 +80,5 @@ def test_refuses_what_is_no_settings_file(tmp_path, text, message):
 
 
 def test_without_options_the_models_own_hold(loaded):
-    saved = json.loads((ROOT / MODEL / "config.json").read_text())["flexprefill_config"]
-    assert make(FlexPrefillLM, loaded).settings.to_dict() == saved
+    saved = json.loads((ROOT / MODEL / "config.json").read_text())["flexmask_config"]
+    assert make(FlexmaskLM, loaded).settings.to_dict() == saved

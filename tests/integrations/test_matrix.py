@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from flexmask.integrations.huggingface import FlexPrefillRun, flexprefill
+from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
 from tests.integrations.cells import ALL_CELLS, FEWER_CELLS, Cell, refusal, run_cell
 from tests.integrations.families import FAMILIES
 from tests.integrations.support import Result
@@ -20,7 +20,7 @@ from tests.integrations.written_out import written_out
 pytestmark = pytest.mark.attention
 
 TOLERANCE = 1e-4
-KEEP_ALL: dict[str, Any] = {"gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
+KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
 SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.4, "tau": 0.13}
 # few blocks lie in a window: even attention is farther from its estimate there
 SPARSE_IN_WINDOWS: dict[str, Any] = {"tau": 0.17}
@@ -43,9 +43,9 @@ def run_dense(cell: Cell) -> tuple[Tensor, Tensor | None]:
     return run_cell(model_of(cell.family), cell)
 
 
-def run_sparse(cell: Cell, **settings: Any) -> tuple[Tensor, Tensor | None, FlexPrefillRun]:
+def run_sparse(cell: Cell, **settings: Any) -> tuple[Tensor, Tensor | None, PrefillRun]:
     model = model_of(cell.family)
-    with flexprefill(model, **settings, collect_masks=True) as run:
+    with sparse_prefill(model, **settings, collect_masks=True) as run:
         return *run_cell(model, cell), run
 
 
@@ -89,5 +89,5 @@ def test_equals_dense_attention(cell, keep_result):
 def test_forward_refuses_a_chunk_size():
     cell = Cell("Llama", "dynamic", "unpadded", "one-shot", "forward")
     model = model_of(cell.family)
-    with flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="prefill_chunk_size"):
+    with sparse_prefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="prefill_chunk_size"):
         model(torch.ones(1, 40, dtype=torch.int64), prefill_chunk_size=20)

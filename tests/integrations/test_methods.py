@@ -1,4 +1,4 @@
-"""Other methods than FlexPrefill in the adapter: those of the gallery, and users' own."""
+"""Every method in the adapter: those of the table, and users' own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.block_masks import MASKS, causal_mask
+from flexmask.block_masks.causal import causal_mask
 from tests.integrations.common import LENGTH, MARKS, make_model, padded
 from tests.integrations.families import FAMILIES
 
@@ -26,10 +27,9 @@ def test_takes_another_method(tokens, family, method):
     model.set_attn_implementation(FAMILIES[family].dense)
     mask = padded(tokens)
     expected = model(tokens, attention_mask=mask).logits
-    with flexmask_hf.flexprefill(model, method=method, block_size=32, dense_below=0, collect_masks=True) as run:
+    with flexmask_hf.sparse_prefill(model, method=method, block_size=32, dense_below=0, collect_masks=True) as run:
         logits = model(tokens, attention_mask=mask).logits
     assert (logits - expected)[mask != 0].abs().max() < 1e-4
-    assert run.stats == {}
     assert [len(run.masks[layer]) for layer in (0, 1)] == [1, 1]
 
 
@@ -38,10 +38,57 @@ def test_method_that_gives_other_blocks_is_refused(model, tokens):
         return causal_mask(query, key, block_size=2 * block_size, **visibility)
 
     with (
-        flexmask_hf.flexprefill(model, method=method, block_size=32, dense_below=0),
+        flexmask_hf.sparse_prefill(model, method=method, block_size=32, dense_below=0),
         pytest.raises(ValueError, match=r"in blocks of 32 tokens, as it is told to; got \(64, 64\)"),
     ):
         model(tokens)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        (3, r"method of_some_heads must give kv_num_blocks of \(2 or 1, 4 or 1, 17\), .*; got \(2, 3, 17\)"),
+        (None, "got NoneType"),
+    ],
+)
+def test_method_that_gives_a_wrong_mask_is_refused_by_name(model, tokens, heads, message):
+    def of_some_heads(query, key, *, block_size, **visibility):
+        return heads and create_block_mask(everything, 2, heads, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block_size)
+
+    with (
+        flexmask_hf.sparse_prefill(model, method=of_some_heads, block_size=32, dense_below=0),
+        pytest.raises((TypeError, ValueError), match=message),
+    ):
+        model(tokens)
+
+
+def everything(b, h, q_idx, kv_idx):
+    return q_idx >= 0
+
+
+@pytest.mark.attention
+def test_mask_of_a_method_is_limited_to_what_the_model_shows(model, tokens):
+    def both_ways(query, key, *, block_size, **visibility):
+        return create_block_mask(everything, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block_size)
+
+    mask = padded(tokens)
+    expected = model(tokens, attention_mask=mask).logits
+    with flexmask_hf.sparse_prefill(model, method=both_ways, block_size=32, dense_below=0):
+        logits = model(tokens, attention_mask=mask).logits
+    assert (logits - expected)[mask != 0].abs().max() < 1e-4
+
+
+@pytest.mark.usefixtures("without_kernel")
+def test_masks_of_a_method_that_gives_one_head_have_every_head(model, tokens):
+    def of_one_head(query, key, *, block_size, **visibility):
+        return create_block_mask(everything, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block_size)
+
+    two_heads = 2 * 40 * 17 * 17  # bytes
+    options = {"method": of_one_head, "block_size": 32, "dense_below": 0, "collect_masks": True, "max_mask_bytes": two_heads}
+    with flexmask_hf.sparse_prefill(model, **options) as run:
+        model(tokens)
+    kept = run.masks[0][0].to_dense()
+    assert torch.equal(kept.bool(), torch.ones(17, 17, dtype=torch.bool).tril().expand(2, 4, -1, -1))
 
 
 @pytest.mark.usefixtures("without_kernel")
@@ -53,7 +100,7 @@ def test_method_gets_its_own_options_and_the_scores(model, tokens):
         return causal_mask(query, key, block_size=block_size, **visibility)
 
     one_head = 40 * 17 * 17  # bytes of a mask: so that heads come one by one
-    with flexmask_hf.flexprefill(model, method=partial(method, keep=3), block_size=32, dense_below=0, max_mask_bytes=one_head):
+    with flexmask_hf.sparse_prefill(model, method=partial(method, keep=3), block_size=32, dense_below=0, max_mask_bytes=one_head):
         model(tokens)
     assert seen == [((1, 1, LENGTH, 16), 32, 3, 0.25, {"window", "attention_mask", "q_offset"})] * 16
 
@@ -61,16 +108,16 @@ def test_method_gets_its_own_options_and_the_scores(model, tokens):
 def test_method_options_reach_the_method_and_are_saved(model, tokens):
     options = {
         "method": "minference",
-        "method_options": {"plan": [[30, 60]] * 3 + [[10**6, 0]]},
+        "plan": [[30, 60]] * 3 + [[10**6, 0]],
         "block_size": 32,
         "dense_below": 0,
     }
-    with flexmask_hf.flexprefill(model, **options, collect_masks=True, max_mask_bytes=1) as run:
+    with flexmask_hf.sparse_prefill(model, **options, collect_masks=True, max_mask_bytes=1) as run:
         logits = model(tokens).logits
     kept = run.masks[0][0].to_dense()[0].sum((-2, -1))
     assert (kept[:3] < kept[3]).all()
     flexmask_hf.configure(model, **options)
-    model.set_attn_implementation("flexprefill")
+    model.set_attn_implementation("flexmask")
     torch.testing.assert_close(model(tokens).logits, logits)
 
 
@@ -80,33 +127,13 @@ def test_masks_of_head_groups_are_those_of_all_heads(model, tokens, method):
     options = {"method": method, "block_size": 32, "dense_below": 0, "collect_masks": True}
     masks = []
     for most_bytes in (2**30, 1):
-        with flexmask_hf.flexprefill(model, **options, max_mask_bytes=most_bytes) as run:
+        with flexmask_hf.sparse_prefill(model, **options, max_mask_bytes=most_bytes) as run:
             model(tokens)
         masks.append(run.masks[0][0])
     assert masks[0].shape == masks[1].shape
     assert torch.equal(masks[0].to_dense(), masks[1].to_dense())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "xattention", "method_options": {"gamma": 0.9}}, "takes the options stride, threshold; got 'gamma'"),
-        ({"method": "xattention", "method_options": {"stride": 3}}, "stride must divide block_size 128; got 3"),
-        ({"method_options": {"gamma": 0.9}}, "method_options are for other methods than FlexPrefill; got 'gamma'"),
-        ({"method": "xattention", "method_options": 0.9}, "method_options must be a dict of options; got float"),
-    ],
-)
-def test_wrong_method_options_are_refused(model, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        flexmask_hf.configure(model, **options)
-
-
 def test_function_cannot_be_saved(model):
     with pytest.raises(ValueError, match="method must be a name"):
         flexmask_hf.configure(model, method=causal_mask)
-
-
-def test_every_method_of_the_gallery_has_the_signature_that_the_adapter_calls():
-    query = key = torch.randn(1, 1, 64, 16)
-    for method in MASKS.values():
-        method(query, key, block_size=32, window=None, attention_mask=None, q_offset=None)

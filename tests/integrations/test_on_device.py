@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.packed import PackedCheck
+from flexmask.integrations.huggingface.packed import PackedCheck
 from tests.integrations.cells import static_cache
-from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, SPARSE, make_model, padded
+from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model, padded
 
 pytestmark = MARKS
 
@@ -27,40 +25,13 @@ def wait_for(device):
         torch.cuda.synchronize()
 
 
-@pytest.mark.attention
-def test_padded_batch_selects_as_its_prompts_do_alone(device, tokens):
-    """Right padding without a mask; heads of both kinds. `tests/test_deciding.py` has the rule itself."""
-    model, tokens, options = make_model().to(device), tokens.to(device), options_on(device, SPARSE)
-    length = 435
-    batch = tokens.clone()
-    batch[1, length:] = 0
-    with flexmask_hf.flexprefill(model, **options, collect_masks=True) as run:
-        expected = model(tokens[1:, :length]).logits
-        logits = model(batch).logits
-        model(tokens[1:])
-    blocks = math.ceil(length / options["block_size"])
-    for layer in (0, 1):
-        alone, together, whole = (mask.to_dense().cpu() for mask in run.masks[layer])
-        differs = (together[1, :, :blocks, :blocks] != alone[0]).float().mean()
-        # matmuls of another batch size round otherwise, on which a decision may hang
-        assert differs <= (0.01 if device.type == "cuda" else 0)
-        assert (whole[0, :, :blocks, :blocks] != alone[0]).float().mean() > 0.05
-        # no key is hidden: the padding attends too
-        assert together[1].any(-1).all()
-    kinds = run.stats[0][1].is_query_aware[1]
-    assert kinds.any() and not kinds.all()
-    assert torch.isfinite(logits).all()
-    if differs == 0:
-        assert (logits[1, :length] - expected[0]).abs().max() < 1e-3
-
-
 def test_packed_positions_are_refused(device, tokens):
     """The first layer asks, the others look: here the answer has come when they do."""
     model, tokens = make_model().to(device), tokens.to(device)
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda *arguments: wait_for(device))
     positions = torch.arange(LENGTH, device=device)[None]
-    with flexmask_hf.flexprefill(model):
+    with flexmask_hf.sparse_prefill(model):
         model(tokens, position_ids=positions)
         with pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"):
             model(tokens, position_ids=positions % 265)
@@ -96,7 +67,7 @@ def test_dense_below_in_chunks_over_a_static_cache(device, tokens, with_mask):
     expected = prefill(static_cache(model, 700))
     # everything is kept by the floor: at gamma 1 all heads would run dense
     keep_all = {**KEEP_ALL, "gamma": 0.9, "min_budget": 10**6, "dense_below": 300}
-    with flexmask_hf.flexprefill(model, **options_on(device, keep_all)) as run:
+    with flexmask_hf.sparse_prefill(model, **options_on(device, keep_all)) as run:
         found = prefill(static_cache(model, 700))
     known = with_mask or device.type == "cpu"
     assert [stats.dense for stats in run.stats[0]] == ([True, False, False] if known else [True] * 3)

@@ -14,8 +14,7 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.blocks import _FORMER
-from flexmask.integrations.run import RUNS
+from flexmask.integrations.huggingface.session import _SWITCHED, Session
 from tests.integrations.common import MARKS, make_model
 
 pytestmark = MARKS
@@ -25,7 +24,7 @@ BELOW = (1000, 2000, 3000)
 
 
 def block(model, number, **options):
-    return flexmask_hf.flexprefill(model, dense_below=BELOW[number], **options)
+    return flexmask_hf.sparse_prefill(model, dense_below=BELOW[number], **options)
 
 
 def ran_in(run):
@@ -36,10 +35,10 @@ def ran_in(run):
 def is_untouched(model):
     return (
         model.config._attn_implementation == "sdpa"
-        and not hasattr(model.config, "flexprefill_config")
-        and not any(module in RUNS for module in model.modules())
+        and not hasattr(model.config, "flexmask_config")
+        and not Session.of(model).blocks
         and not model.base_model._forward_hooks
-        and not _FORMER
+        and not _SWITCHED
     )
 
 
@@ -55,7 +54,7 @@ def test_blocks_are_closed_in_any_order(model, tokens, order):
         expected[max(still_open)].append(max(still_open))
         blocks[number].__exit__(None, None, None)
         still_open.remove(number)
-        assert model.config._attn_implementation == ("flexprefill" if still_open else "sdpa")
+        assert model.config._attn_implementation == ("flexmask" if still_open else "sdpa")
     assert [ran_in(run) for run in runs] == expected
     assert is_untouched(model)
 
@@ -78,7 +77,7 @@ def test_same_object_is_entered_again_and_while_it_is_open(model, tokens):
 def test_block_decorates_a_function(model, tokens):
     @block(model, 0)
     def forward():
-        assert model.config._attn_implementation == "flexprefill"
+        assert model.config._attn_implementation == "flexmask"
         return model(tokens[:, :50])
 
     forward()
@@ -122,7 +121,7 @@ def test_threads_run_with_their_own_blocks(model, tokens, shares_object):
         thread.join()
     assert not errors
     assert [ran_in(runs[number]) for number in (0, 1)] == [[0] * 20, [0 if shares_object else 1] * 21]
-    assert names == {1: "flexprefill"}
+    assert names == {1: "flexmask"}
     assert is_untouched(model)
 
 
@@ -191,7 +190,7 @@ def test_tasks_run_with_their_own_blocks(model, tokens):
         await entered[1].wait()
         may_leave[0].set()
         results = [await first]
-        assert model.config._attn_implementation == "flexprefill"
+        assert model.config._attn_implementation == "flexmask"
         may_leave[1].set()
         return [*results, await second]
 
@@ -215,7 +214,7 @@ def test_model_and_its_inner_model_have_blocks_of_their_own(model, tokens):
     outer, inner = block(model, 0), block(model.model, 1)
     runs = [each.__enter__() for each in (outer, inner)]
     outer.__exit__(None, None, None)
-    assert model.config._attn_implementation == "flexprefill"
+    assert model.config._attn_implementation == "flexmask"
     model(tokens[:, :50])
     inner.__exit__(None, None, None)
     assert [ran_in(run) for run in runs] == [[], [1]]

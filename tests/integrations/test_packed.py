@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.packed import Segment
-from flexmask.integrations.packed import GivenBounds, in_one_row, in_rows, segments_of_ids
-from flexmask.integrations.prefill_mask import HookedMask, MaskNotServed, PrefillMask
+from flexmask.integrations.huggingface.mask import MaskNotServed, PrefillMask
+from flexmask.integrations.huggingface.packed import GivenBounds, in_one_row, in_rows, segments_of_ids
 from tests.attention_calls import call
 from tests.integrations.common import KEEP_ALL, LENGTH, MARKS, SPARSE, make_model
 
@@ -30,7 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "method": "streaming_llm",
         "block_size": 32,
         "dense_below": 100,
-        "method_options": {"sink_blocks": 1, "window_blocks": 2},
+        "sink_blocks": 1,
+        "window_blocks": 2,
     },
     "a dense layer": {**SPARSE, "dense_below": 100, "dense_layers": (0,)},
 }
@@ -58,7 +59,7 @@ def one_by_one(model, tokens, bounds=BOUNDS):
 )
 def test_packed_sequences_run_as_alone(model, tokens, name):
     tokens, dense = tokens[:1], one_by_one(model, tokens[:1])
-    with flexmask_hf.flexprefill(model, **OPTIONS[name]) as run:
+    with flexmask_hf.sparse_prefill(model, **OPTIONS[name]) as run:
         expected = one_by_one(model, tokens)
         alone, run.stats = run.stats, {}
         logits = model(tokens, **arguments("positions")).logits
@@ -69,12 +70,11 @@ def test_packed_sequences_run_as_alone(model, tokens, name):
         assert (logits - dense).abs().max() > 1e-2
     # one sequence for all would be another attention
     assert (logits - model(tokens, use_cache=False).logits).abs().max() > 1e-2
-    if name != "another method":
-        # a single token alone is a decoding step, which leaves no statistics
-        kinds = {layer: [stats.dense for stats in calls] for layer, calls in run.stats.items()}
-        assert {layer: each[:1] + each[2:] for layer, each in kinds.items()} == {
-            layer: [stats.dense for stats in calls] for layer, calls in alone.items()
-        }
+    # a single token alone is a decoding step, which leaves no statistics
+    kinds = {layer: [stats.dense for stats in calls] for layer, calls in run.stats.items()}
+    assert {layer: each[:1] + each[2:] for layer, each in kinds.items()} == {
+        layer: [stats.dense for stats in calls] for layer, calls in alone.items()
+    }
     if name == "sparse":
         for layer, calls in run.stats.items():
             for found, twin in zip(calls[:1] + calls[2:], alone[layer], strict=True):
@@ -82,7 +82,7 @@ def test_packed_sequences_run_as_alone(model, tokens, name):
 
 
 def test_statistics_name_the_sequence_of_a_pack(model, tokens):
-    with flexmask_hf.flexprefill(model, **OPTIONS["sparse"], collect_masks=True) as run:
+    with flexmask_hf.sparse_prefill(model, **OPTIONS["sparse"], collect_masks=True) as run:
         model(tokens[:1, :50])
         model(tokens[:1], **arguments("positions"))
     rows = [row for row in run.rows() if row["layer"] == 1 and row["head"] == 0]
@@ -99,7 +99,7 @@ def test_statistics_name_the_sequence_of_a_pack(model, tokens):
 
 @pytest.mark.parametrize("form", ["bounds", "both"])
 def test_bounds_by_flash_attns_names_are_served(model, tokens, form):
-    with flexmask_hf.flexprefill(model, **OPTIONS["gamma 1"]):
+    with flexmask_hf.sparse_prefill(model, **OPTIONS["gamma 1"]):
         expected = model(tokens[:1], **arguments("positions")).logits
         assert (model(tokens[:1], **arguments(form)).logits - expected).abs().max() < 1e-4
 
@@ -107,7 +107,7 @@ def test_bounds_by_flash_attns_names_are_served(model, tokens, form):
 def test_rows_of_a_batch_are_packed_each(model, tokens):
     """Rows without a restart count as one sequence."""
     positions = torch.cat([positions_of(BOUNDS), torch.arange(LENGTH)[None]])
-    with flexmask_hf.flexprefill(model, **OPTIONS["gamma 1"]) as run:
+    with flexmask_hf.sparse_prefill(model, **OPTIONS["gamma 1"]) as run:
         logits = model(tokens, position_ids=positions, use_cache=False).logits
         assert (logits[:1] - one_by_one(model, tokens[:1])).abs().max() < 1e-4
         assert (logits[1:] - model(tokens[1:], use_cache=False).logits).abs().max() < 1e-4
@@ -119,26 +119,8 @@ def test_rows_of_a_batch_are_packed_each(model, tokens):
 def test_windows_and_soft_caps_count_within_a_sequence(family, tokens):
     model = make_model(family)
     dense = one_by_one(model, tokens[:1])
-    with flexmask_hf.flexprefill(model, **OPTIONS["everything kept"]):
+    with flexmask_hf.sparse_prefill(model, **OPTIONS["everything kept"]):
         assert (model(tokens[:1], **arguments("positions")).logits - dense).abs().max() < 1e-4
-
-
-def test_mask_of_a_hooked_model_keeps_the_segments():
-    from torch.nn.attention.flex_attention import BlockMask
-
-    stock = BlockMask.from_kv_blocks(torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32))
-    own = PrefillMask((1, 1, 40, 40), 0, segments=(Segment(slice(0, 40), slice(0, 40)),))
-    assert HookedMask(own, stock).segments is own.segments
-    assert HookedMask(own, stock).bounds is own.bounds
-
-
-@pytest.mark.slow
-def test_hooked_model_serves_them(tokens):
-    model = make_model(attn_implementation="flex_attention")
-    run = flexmask_hf.hook_flex_attention(model, **OPTIONS["sparse"])
-    expected = one_by_one(model, tokens[:1])
-    assert (model(tokens[:1], **arguments("positions")).logits - expected).abs().max() < 1e-4
-    assert {row["sequence"] for row in run.rows()} == {0, 1, 2, 3}
 
 
 def test_collator_of_transformers_makes_what_is_served(model, tokens):
@@ -150,7 +132,7 @@ def test_collator_of_transformers_makes_what_is_served(model, tokens):
         pytest.skip("this release's collator gives positions alone")
     prompts = [{"input_ids": tokens[0, start:end].tolist()} for start, end in itertools.pairwise(BOUNDS)]
     batch = {name: value for name, value in collator(prompts).items() if name != "labels"}
-    with flexmask_hf.flexprefill(model, **OPTIONS["gamma 1"]):
+    with flexmask_hf.sparse_prefill(model, **OPTIONS["gamma 1"]):
         logits = model(**batch, use_cache=False).logits
     assert (logits - one_by_one(model, tokens[:1])).abs().max() < 1e-4
 
@@ -207,11 +189,11 @@ def test_rows_of_a_packed_mask_cannot_be_cut():
     ],
 )
 def test_what_does_not_fit_a_pack_is_refused(model, tokens, changes, error, message):
-    with flexmask_hf.flexprefill(model), pytest.raises(error, match=message):
+    with flexmask_hf.sparse_prefill(model), pytest.raises(error, match=message):
         model(tokens[:1], **{**arguments("bounds"), **changes})
 
 
 @pytest.mark.parametrize("form", ["positions", "both"])
 def test_a_cache_of_several_sequences_is_refused(model, tokens, form):
-    with flexmask_hf.flexprefill(model), pytest.raises(NotImplementedError, match="packed sequences"):
+    with flexmask_hf.sparse_prefill(model), pytest.raises(NotImplementedError, match="packed sequences"):
         model(tokens[:1], **{**arguments(form), "use_cache": True})

@@ -34,7 +34,7 @@ def masked_attention(masks):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_equals_sdpa_at_gamma_one(model, tokens, mode):
     expected = model(tokens).logits
-    with mode(), flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
+    with mode(), flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run:
         logits = model(tokens).logits
     assert (logits - expected).abs().max() < 1e-4
     assert [stats.dense for layer in run.stats.values() for stats in layer] == [False, False]
@@ -42,7 +42,7 @@ def test_equals_sdpa_at_gamma_one(model, tokens, mode):
 
 def test_equals_dense_attention_under_its_masks(model, tokens):
     dense = model(tokens).logits
-    with flexmask_hf.flexprefill(model, **SPARSE, collect_masks=True) as run:
+    with flexmask_hf.sparse_prefill(model, **SPARSE, collect_masks=True) as run:
         logits = model(tokens).logits
     density = torch.stack([run.stats[layer][0].density for layer in (0, 1)])
     query_aware = torch.stack([run.stats[layer][0].is_query_aware for layer in (0, 1)])
@@ -71,31 +71,21 @@ def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
     AttentionInterface.register("recording", attention)
     model.set_attn_implementation("recording")
     model(tokens)
-    options = {name: value for name, value in SPARSE.items() if name != "dense_below"}
+    options = {name: value for name, value in SPARSE.items() if name not in ("method", "dense_below")}
     query, key, scale = seen[0]
     mask, stats = flexprefill_mask(query, key, **options, scale=scale, return_stats=True)
 
-    with flexmask_hf.flexprefill(model, **SPARSE, collect_masks=True) as run:
+    with flexmask_hf.sparse_prefill(model, **SPARSE, collect_masks=True) as run:
         model(tokens)
     assert torch.equal(run.masks[0][0].to_dense(), mask.to_dense())
     assert torch.equal(run.stats[0][0].density, stats.density)
-
-
-def test_generates_as_sdpa_does_at_gamma_one(model, tokens):
-    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    expected = model.generate(tokens, **options)
-    with flexmask_hf.flexprefill(model, **KEEP_ALL) as run:
-        assert torch.equal(model.generate(tokens, **options), expected)
-        assert torch.equal(model.generate(tokens, **options), expected)
-    # a row per prefill, none for the decoding steps
-    assert {layer: len(stats) for layer, stats in run.stats.items()} == {0: 2, 1: 2}
 
 
 def test_rows_that_do_not_fill_a_block_run_dense(model, tokens):
     expected = model(tokens).logits
     cache = dynamic_cache(model)
     model(tokens[:, :500], past_key_values=cache)
-    with flexmask_hf.flexprefill(model, **SPARSE) as run:
+    with flexmask_hf.sparse_prefill(model, **SPARSE) as run:
         logits = model(tokens[:, 500:], past_key_values=cache).logits
     assert (logits - expected[:, 500:]).abs().max() < 1e-4
     assert run.stats[0][0].dense
@@ -104,13 +94,13 @@ def test_rows_that_do_not_fill_a_block_run_dense(model, tokens):
 @pytest.mark.parametrize("collected", [(False, False), (False, True), (True, False)])
 def test_collects_what_is_asked_for(model, tokens, collected):
     stats, masks = collected
-    with flexmask_hf.flexprefill(model, **SPARSE, collect_stats=stats, collect_masks=masks) as run:
+    with flexmask_hf.sparse_prefill(model, **SPARSE, collect_stats=stats, collect_masks=masks) as run:
         model(tokens)
     assert (len(run.stats), len(run.masks)) == (2 * stats, 2 * masks)
 
 
 def test_short_prompt_runs_dense(model, tokens):
-    with flexmask_hf.flexprefill(model, collect_masks=True) as run:
+    with flexmask_hf.sparse_prefill(model, collect_masks=True) as run:
         model(tokens)
     assert run.stats[1][0].dense
     assert run.masks[1] == [None]

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from flexmask.integrations.prefill_mask import PrefillMask, prefill_mask
+from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 
 
 def test_rows_and_heads_are_sliced():

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from flexmask.integrations.huggingface import flexprefill
+from flexmask.integrations.huggingface import sparse_prefill
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -31,7 +31,7 @@ def prefill(length):
 
 sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=1 << 16)).eval()
-with flexprefill(model, gamma=0.5, min_budget=128, dense_below=0) as run:
+with sparse_prefill(model, gamma=0.5, min_budget=128, dense_below=0) as run:
     prefill(600)  # compiles, for these sizes and then for all
     prefill(700)
     Path("/proc/self/clear_refs").write_text("5")

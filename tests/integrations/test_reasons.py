@@ -1,4 +1,4 @@
-"""A block says what FlexPrefill did not do: models that it does not reach, and calls that ran dense, with the reason."""
+"""A block says what did not run sparse: models that it does not reach, and calls that ran dense, with the reason."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.route import PrefillCall, reason_dense_layer
-from flexmask.integrations.run import FlexPrefillRun
-from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.huggingface.attention import PrefillCall
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.record.run import PrefillRun
 from tests.integrations.cells import static_cache
-from tests.integrations.common import MARKS, SPARSE, make_model, switchable
+from tests.integrations.common import MARKS, SPARSE, switchable
 from tests.integrations.families import VOCABULARY
 
 pytestmark = MARKS
@@ -32,14 +32,14 @@ def mamba():
 
 
 def test_model_that_is_not_reached_is_named(mamba, tokens):
-    with pytest.warns(UserWarning, match="did not reach MambaForCausalLM") as caught, flexmask_hf.flexprefill(mamba) as run:
+    with pytest.warns(UserWarning, match="did not reach MambaForCausalLM") as caught, flexmask_hf.sparse_prefill(mamba) as run:
         mamba(tokens[:, :20])
     assert run.stats == {}
     assert caught[0].filename == __file__
 
 
 def test_inner_forward_counts_too(mamba, tokens):
-    with pytest.warns(UserWarning, match="did not reach"), flexmask_hf.flexprefill(mamba):
+    with pytest.warns(UserWarning, match="did not reach"), flexmask_hf.sparse_prefill(mamba):
         mamba.forward(tokens[:, :20])  # as PEFT calls it
 
 
@@ -48,7 +48,7 @@ def test_no_warning_where_nothing_was_prefilled(mamba, tokens, what):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            with flexmask_hf.flexprefill(mamba):
+            with flexmask_hf.sparse_prefill(mamba):
                 if what == "decoding":
                     mamba(tokens[:, :1])
                 elif what == "error":
@@ -61,64 +61,49 @@ def test_no_warning_where_nothing_was_prefilled(mamba, tokens, what):
 @pytest.mark.parametrize("collect", [True, False])
 def test_reached_models_do_not_warn(model, tokens, collect):
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "FlexPrefill did not reach")
-        with flexmask_hf.flexprefill(model, **SPARSE, collect_stats=collect):
+        warnings.filterwarnings("error", "flexmask did not reach")
+        with flexmask_hf.sparse_prefill(model, **SPARSE, collect_stats=collect):
             model(tokens)
 
 
 @pytest.mark.parametrize("collect", [True, False])
 def test_block_that_ran_dense_says_why(model, tokens, caplog, collect):
-    with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.flexprefill(model, collect_stats=collect) as run:
+    with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.sparse_prefill(model, collect_stats=collect) as run:
         model.generate(tokens[:, :200], max_new_tokens=3, do_sample=False)
     assert [(record.levelname, record.message) for record in caplog.records if record.name == "flexmask"] == [
-        ("WARNING", "flexprefill: all 2 layers ran dense: 200 tokens < dense_below 16384")
+        ("WARNING", "flexmask: all 2 layers ran dense: 200 tokens < dense_below 16384")
     ]
     assert run.reasons == ({layer: ["200 tokens < dense_below 16384"] for layer in (0, 1)} if collect else {})
 
 
 def test_statistics_say_why(model, tokens, caplog):
-    with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.flexprefill(model, **SPARSE, dense_layers=(0,)) as run:
+    with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.sparse_prefill(model, **SPARSE, dense_layers=(0,)) as run:
         model(tokens)
-    lines = [(record.levelname, record.message) for record in caplog.records if record.message.startswith("flexprefill:")]
-    assert lines == [("INFO", "flexprefill: 1 of 2 layers ran dense: in dense_layers")]
+    lines = [
+        (record.levelname, record.message)
+        for record in caplog.records
+        if record.message.startswith("flexmask: ") and "dense" in record.message
+    ]
+    assert lines == [("INFO", "flexmask: 1 of 2 layers ran dense: in dense_layers")]
     assert run.reasons == {0: ["in dense_layers"], 1: [None]}
     assert {(row["layer"], row["reason"]) for row in run.rows()} == {(0, "in dense_layers"), (1, None)}
-
-
-def test_window_is_a_reason(tokens):
-    model = make_model("Mistral")
-    with flexmask_hf.flexprefill(model, **{**SPARSE, "dense_below": 300}) as run:
-        model(tokens)
-    assert run.reasons == {layer: ["sliding window 200 < dense_below 300"] for layer in (0, 1)}
 
 
 @pytest.mark.parametrize(("window", "reason"), [(299, "sliding window 299 < dense_below 300"), (300, None)])
 def test_a_window_of_the_break_even_is_long_enough(window, reason):
     inputs = attention_inputs(*(torch.zeros(1, 2, 64, 16) for _ in range(3)), window=window)
     settings = PrefillSettings(dense_below=300)
-    assert reason_dense_layer(PrefillCall(inputs, 400, 0, 0, settings, settings.config, None)) == reason
+    assert PrefillCall(inputs, 400, 0, 0, settings, settings.selector()).reason_dense_layer() == reason
 
 
 def test_sparse_block_logs_nothing_of_itself(model, tokens, caplog):
-    with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.flexprefill(model, **SPARSE):
+    with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.sparse_prefill(model, **SPARSE):
         model(tokens)
-    assert not [record for record in caplog.records if record.message.startswith("flexprefill:")]
-
-
-@pytest.mark.usefixtures("eager_block_masks")
-def test_hook_says_why_when_it_ends(model, tokens, caplog):
-    model.config._attn_implementation = "flex_attention"
-    flexmask_hf.hook_flex_attention(model, dense_below=100)
-    model(tokens[:, :50])
-    with caplog.at_level(logging.INFO, "flexmask"):
-        flexmask_hf.unhook_flex_attention(model)
-    assert [record.message for record in caplog.records if record.name == "flexmask"] == [
-        "flexprefill: all 2 layers ran dense: 50 tokens < dense_below 100"
-    ]
+    assert not [record for record in caplog.records if record.message.startswith("flexmask: ") and "dense" in record.message]
 
 
 def test_summary_of_many_reasons_is_one_short_line():
-    run = FlexPrefillRun()
+    run = PrefillRun()
     for length in range(100):
         for layer in range(3):
             run.record(layer, None, None, f"{length} tokens < dense_below 100")
@@ -133,16 +118,8 @@ def test_summary_of_many_reasons_is_one_short_line():
 @pytest.mark.attention
 def test_a_caches_size_is_not_the_length_of_its_prompt(model, tokens):
     # a StaticCache hands attention all of its keys, filled or not
-    with torch.no_grad(), flexmask_hf.flexprefill(model, **{**SPARSE, "dense_below": 150}) as run:
+    with torch.no_grad(), flexmask_hf.sparse_prefill(model, **{**SPARSE, "dense_below": 150}) as run:
         model(tokens[:, :100], past_key_values=static_cache(model, 400))
         assert run.reasons == {layer: ["100 tokens < dense_below 150"] for layer in (0, 1)}
         model(tokens[:, :200], past_key_values=static_cache(model, 400))
     assert [stats.dense for stats in run.stats[0]] == [True, False]
-
-
-def test_rows_name_hybrid_selection():
-    model = make_model()
-    tokens = torch.randint(1, VOCABULARY, (1, 160))
-    with torch.no_grad(), flexmask_hf.flexprefill(model, selection="hybrid", gamma=0.5, block_size=32, dense_below=0) as run:
-        model(tokens)
-    assert {row["pattern"] for row in run.rows()} == {"hybrid"}

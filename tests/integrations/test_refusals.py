@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.attention_call import attention_call
-from flexmask.integrations.packed import starts_again
-from flexmask.integrations.prefill_mask import PrefillMask
+from flexmask.integrations.huggingface.attention import attention
+from flexmask.integrations.huggingface.mask import PrefillMask
+from flexmask.integrations.huggingface.packed import starts_again
 from tests.integrations.cells import RELEASE, dynamic_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model
-from tests.integrations.families import VOCABULARY
 
 pytestmark = MARKS
 
@@ -32,10 +28,23 @@ FORWARD_REFUSALS = {
 }
 
 
-def test_packed_prompts_are_refused_under_a_mask_without_padding(model, tokens):
-    position_ids = torch.cat([torch.arange(LENGTH - 100), torch.arange(100)])[None]
-    with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"):
+@pytest.mark.parametrize("lengths", [(LENGTH - 100, 100), (1, LENGTH - 1), (LENGTH - 1, 1)], ids=str)
+def test_packed_prompts_are_refused_under_a_mask_without_padding(model, tokens, lengths):
+    # after a sequence of one token the positions are 0 and 0
+    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+    with (
+        flexmask_hf.sparse_prefill(model, **KEEP_ALL),
+        pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"),
+    ):
         model(tokens, position_ids=position_ids, attention_mask=torch.ones_like(tokens))
+
+
+@pytest.mark.usefixtures("without_kernel")
+def test_positions_that_stand_still_or_leap_are_no_pack(model, tokens):
+    position_ids = torch.arange(LENGTH) + (torch.arange(LENGTH) > 200) * 50 - (torch.arange(LENGTH) > 100).long()
+    with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run:
+        model(tokens, position_ids=position_ids[None], attention_mask=torch.ones_like(tokens))
+    assert run.stats
 
 
 def test_positions_of_padding_and_gaps_are_not_packed():
@@ -51,14 +60,14 @@ def test_positions_of_padding_and_gaps_are_not_packed():
 def test_mask_for_other_keys_names_both():
     query, key = torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 41, 16)
     with pytest.raises(NotImplementedError, match=r"40 rows and 41 keys under a mask of 40 and 40 \(keys that the model adds"):
-        attention_call(torch.nn.Module(), query, key, key, PrefillMask((1, 1, 40, 40), 0))
+        attention(torch.nn.Module(), query, key, key, PrefillMask((1, 1, 40, 40), 0))
 
 
 def test_mask_of_a_decoding_step_may_reach_beyond_the_keys():
     """As that of a static cache does where a layer keeps fewer keys."""
     query, key, value = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
     mask = torch.arange(60)[None, None, None] > 5
-    out, _ = attention_call(torch.nn.Module(), query, key, value, mask)
+    out, _ = attention(torch.nn.Module(), query, key, value, mask)
     seen = (x[:, :, 6:].repeat_interleave(2, 1) for x in (key, value))
     assert (out.transpose(1, 2) - torch.nn.functional.scaled_dot_product_attention(query, *seen)).abs().max() < 1e-5
 
@@ -66,10 +75,10 @@ def test_mask_of_a_decoding_step_may_reach_beyond_the_keys():
 @pytest.mark.parametrize("by_model", [True, False])
 def test_mask_of_four_dimensions_names_the_models_that_make_one(monkeypatch, by_model):
     """Before release 5 some models make one whatever they are called with."""
-    monkeypatch.setattr("flexmask.integrations.attention_call.MODELS_MAKE_4D_MASKS", by_model)
+    monkeypatch.setitem(attention.__globals__, "MODELS_MAKE_4D_MASKS", by_model)
     query = torch.zeros(1, 2, 40, 16)
     with pytest.raises(NotImplementedError, match="does not serve a 4-D attention_mask") as caught:
-        attention_call(torch.nn.Module(), query, query, query, torch.ones(1, 1, 40, 40, dtype=torch.bool).tril())
+        attention(torch.nn.Module(), query, query, query, torch.ones(1, 1, 40, 40, dtype=torch.bool).tril())
     assert ("some models (OPT, BART, GraniteMoe, Persimmon, FalconH1) make themselves" in str(caught.value)) == by_model
     assert ("use a newer release" in str(caught.value)) == by_model
 
@@ -78,61 +87,28 @@ def test_argument_is_causal_says_nothing_under_a_mask_of_ours():
     """GPT-2 passes False wherever it was given a mask."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
-    out, _ = attention_call(torch.nn.Module(), query, key, value, PrefillMask((1, 1, 40, 40), 0), is_causal=False)
+    out, _ = attention(torch.nn.Module(), query, key, value, PrefillMask((1, 1, 40, 40), 0), is_causal=False)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert (out.transpose(1, 2) - expected).abs().max() < 1e-5
     # a single row sees every key, whatever it is called
-    out, _ = attention_call(torch.nn.Module(), query[:, :, -1:], key, value, None, is_causal=False)
+    out, _ = attention(torch.nn.Module(), query[:, :, -1:], key, value, None, is_causal=False)
     assert (out.transpose(1, 2) - expected[:, :, -1:]).abs().max() < 1e-5
     with pytest.raises(NotImplementedError, match="bidirectional or cross attention"):
-        attention_call(torch.nn.Module(), query, key, value, None, is_causal=False)
+        attention(torch.nn.Module(), query, key, value, None, is_causal=False)
 
 
-@pytest.mark.usefixtures("eager_block_masks")
-@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("what", FORWARD_REFUSALS)
-def test_forward_refuses(tokens, what, hooked):
-    model = make_model(attn_implementation="flex_attention" if hooked else "sdpa")
-    with nullcontext() if hooked else flexmask_hf.flexprefill(model, **KEEP_ALL):
-        if hooked:
-            flexmask_hf.hook_flex_attention(model, **KEEP_ALL)
-        with pytest.raises(NotImplementedError, match=f"does not serve .*{what}.*; use "):
-            model(tokens, **FORWARD_REFUSALS[what](model, tokens))
+def test_forward_refuses(model, tokens, what):
+    refused = pytest.raises(NotImplementedError, match=f"does not serve .*{what}.*; use ")
+    with flexmask_hf.sparse_prefill(model, **KEEP_ALL), refused:
+        model(tokens, **FORWARD_REFUSALS[what](model, tokens))
 
 
 def test_bidirectional_attention_is_refused(tokens):
     model = make_model()
     model.model.layers[1].self_attn.is_causal = False  # one layer: a model of such layers alone is refused on entering
-    with pytest.raises(NotImplementedError, match="bidirectional"), flexmask_hf.flexprefill(model):
+    with pytest.raises(NotImplementedError, match="bidirectional"), flexmask_hf.sparse_prefill(model):
         model(tokens)
-
-
-def test_encoder_is_refused(tokens):
-    from transformers import BertConfig, BertModel
-
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
-    encoder = BertModel(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)).eval()
-    # before release 5 it does not go through the attention interface
-    errors, message = (NotImplementedError, ValueError), r"bidirectional|attention interface"
-    with pytest.raises(errors, match=message), flexmask_hf.flexprefill(encoder, **KEEP_ALL):
-        encoder(tokens)
-
-
-def test_cross_attention_is_refused():
-    from transformers import BartConfig, BartModel
-
-    sizes = {f"{part}_{what}": number for part in ("encoder", "decoder") for what, number in (("layers", 1), ("ffn_dim", 64))}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 64, "dropout": 0.0}
-    config = BartConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH + 8, **sizes, **heads)
-    model = BartModel(config).eval()
-    with pytest.raises(NotImplementedError, match=r"BartModel.*cross"), flexmask_hf.flexprefill(model, **KEEP_ALL):
-        pytest.fail("entered")
-
-
-def test_config_that_asks_for_attentions_is_refused():
-    model = make_model(attn_implementation="eager", output_attentions=True)
-    with pytest.raises(NotImplementedError, match=r"config with output_attentions; use "), flexmask_hf.flexprefill(model):
-        pytest.fail("entered")
 
 
 def test_mask_of_the_new_tokens_alone_is_refused(model, tokens):
@@ -140,7 +116,7 @@ def test_mask_of_the_new_tokens_alone_is_refused(model, tokens):
     model(tokens[:, :400], past_key_values=cache)
     mask = torch.ones_like(tokens[:, 400:])
     with (
-        flexmask_hf.flexprefill(model, **KEEP_ALL),
+        flexmask_hf.sparse_prefill(model, **KEEP_ALL),
         pytest.raises(ValueError, match=r"attention_mask .*\(2, 530\); got \(2, 130\)"),
     ):
         model(tokens[:, 400:], attention_mask=mask, past_key_values=cache)
@@ -158,31 +134,26 @@ def test_mask_of_the_new_tokens_alone_is_refused(model, tokens):
 def test_arguments_that_do_not_change_attention_are_served(tokens, family, arguments):
     model = make_model(family)
     expected = model(tokens, **arguments).logits
-    with flexmask_hf.flexprefill(model):
+    with flexmask_hf.sparse_prefill(model):
         assert (model(tokens, **arguments).logits - expected).abs().max() < 1e-4
 
 
 def test_dropout_is_refused(tokens):
     model = make_model(attention_dropout=0.1).train()
-    with flexmask_hf.flexprefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="dropout"):
+    with flexmask_hf.sparse_prefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="dropout"):
         model(tokens)
 
 
 def test_gradients_on_a_cpu_are_refused(model, tokens):
-    with flexmask_hf.flexprefill(model, **KEEP_ALL), torch.enable_grad(), pytest.raises(ValueError, match="no_grad"):
+    with flexmask_hf.sparse_prefill(model, **KEEP_ALL), torch.enable_grad(), pytest.raises(ValueError, match="no_grad"):
         model(tokens)
 
 
 def test_continuous_batching_is_refused(model, tokens):
     flexmask_hf.register()
-    model.set_attn_implementation("flexprefill")
+    model.set_attn_implementation("flexmask")
     if RELEASE < (5, 0):  # its thread dies before attention on a CPU
         assert model.generate_batch([[1, 2, 3]]) == {}
         return
     with pytest.raises((ValueError, NotImplementedError), match=r"not supported|does not serve"):
         model.generate_batch([[1, 2, 3]])
-
-
-def test_model_must_be_one():
-    with pytest.raises(TypeError, match="PreTrainedModel"), flexmask_hf.flexprefill(torch.nn.Linear(2, 2)):
-        pytest.fail("entered")

@@ -12,8 +12,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.blocks import _FORMER
-from flexmask.integrations.run import RUNS
+from flexmask.integrations.huggingface.session import _SWITCHED, Session
 from tests.integrations.common import MARKS, make_model
 from tests.integrations.families import VOCABULARY
 
@@ -60,31 +59,21 @@ def test_model_is_refused_and_left_as_it_was(make):
     model = build()
     former = model.config._attn_implementation
     errors = (NotImplementedError, ValueError) if before_5 else NotImplementedError
-    with pytest.raises(errors, match=f"{message}|{before_5}" if before_5 else message) as caught, flexmask_hf.flexprefill(model):
+    with (
+        pytest.raises(errors, match=f"{message}|{before_5}" if before_5 else message) as caught,
+        flexmask_hf.sparse_prefill(model),
+    ):
         pytest.fail("entered")
     # there is no text part to switch, or it is switched alone already
     assert "text_config" not in str(caught.value)
     assert model.config._attn_implementation == former
-    assert not any(module in RUNS for module in model.modules())
-    assert not _FORMER
-
-
-def test_decoder_with_a_bidirectional_part_opens():
-    model = make_model()
-    model.model.layers[0].self_attn.is_causal = False
-    with flexmask_hf.flexprefill(model):
-        pass
-
-
-def test_hooking_refuses_the_same():
-    model = make_model(attn_implementation="eager", output_attentions=True)
-    model.config._attn_implementation_internal = "flex_attention"
-    with pytest.raises(NotImplementedError, match="output_attentions"):
-        flexmask_hf.hook_flex_attention(model)
+    assert not Session.of(model).blocks
+    assert not _SWITCHED
+    assert not model.base_model._forward_hooks
 
 
 def test_dropout_is_not_refused_before_the_forward(tokens):
     """A block may open before the model goes to evaluation."""
     model = make_model(attention_dropout=0.1).train()
-    with flexmask_hf.flexprefill(model), torch.no_grad():
+    with flexmask_hf.sparse_prefill(model), torch.no_grad():
         model.eval()(tokens[:, :50])

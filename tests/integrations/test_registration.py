@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AttentionMaskInterface, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations import versions
-from flexmask.integrations.prefill_mask import prefill_mask
-from flexmask.integrations.run import RUNS
+from flexmask.integrations.huggingface import compat
+from flexmask.integrations.huggingface.session import Session
 from tests.integrations.common import KEEP_ALL, MARKS, SPARSE, make_model
 
 pytestmark = MARKS
@@ -27,9 +26,9 @@ def test_import_registers_nothing():
 import flexmask.integrations.huggingface as flexmask_hf
 from transformers import AttentionInterface, AttentionMaskInterface
 names = [{*AttentionInterface().valid_keys()}, {*AttentionMaskInterface().valid_keys()}]
-assert not any("flexprefill" in name for both in names for name in both)
+assert not any("flexmask" in name for both in names for name in both)
 flexmask_hf.register()
-assert all("flexprefill" in interface().valid_keys() for interface in (AttentionInterface, AttentionMaskInterface))
+assert all("flexmask" in interface().valid_keys() for interface in (AttentionInterface, AttentionMaskInterface))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
@@ -38,19 +37,19 @@ assert all("flexprefill" in interface().valid_keys() for interface in (Attention
 @pytest.mark.parametrize("error", [None, KeyError])
 def test_is_undone_on_exit(model, tokens, error):
     expected = model(tokens).logits
-    with pytest.raises(error) if error else nullcontext(), flexmask_hf.flexprefill(model, **SPARSE):
+    with pytest.raises(error) if error else nullcontext(), flexmask_hf.sparse_prefill(model, **SPARSE):
         model(tokens)
-        assert model.config._attn_implementation == "flexprefill"
+        assert model.config._attn_implementation == "flexmask"
         if error:
             raise error
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(tokens).logits, expected)
-    assert not any(module in RUNS for module in model.modules())
+    assert not Session.of(model).blocks
 
 
 def test_inner_block_gives_back_the_outer_settings(model, tokens):
-    with flexmask_hf.flexprefill(model, **SPARSE) as outer:
-        with flexmask_hf.flexprefill(model, **KEEP_ALL) as inner:
+    with flexmask_hf.sparse_prefill(model, **SPARSE) as outer:
+        with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as inner:
             model(tokens)
         model(tokens)
     assert [len(run.stats[0]) for run in (outer, inner)] == [1, 1]
@@ -64,7 +63,7 @@ def test_two_models_do_not_mix(model, tokens, shares_config):
     if shares_config:
         other = LlamaForCausalLM(model.config).eval()
     expected = model(tokens).logits
-    with flexmask_hf.flexprefill(model, **KEEP_ALL) as run, flexmask_hf.flexprefill(other, **SPARSE) as other_run:
+    with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run, flexmask_hf.sparse_prefill(other, **SPARSE) as other_run:
         other(tokens)
         logits = model(tokens).logits
     assert (logits - expected).abs().max() < 1e-4
@@ -77,18 +76,12 @@ def test_two_models_do_not_mix(model, tokens, shares_config):
 def test_name_alone_runs_with_the_defaults(model, tokens):
     expected = model(tokens).logits
     flexmask_hf.register()
-    model.set_attn_implementation("flexprefill")
+    model.set_attn_implementation("flexmask")
     assert (model(tokens).logits - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("release", ["4.53.3", "5.24.0", "6.0.0"])
 def test_other_transformers_are_named(monkeypatch, release):
-    monkeypatch.setattr(versions.transformers, "__version__", release)
+    monkeypatch.setattr(compat.transformers, "__version__", release)
     with pytest.raises(ImportError, match=rf"transformers 4\.54 to 5\.23; got {release}"):
         flexmask_hf.register()
-
-
-def test_mask_interface_is_registered_too():
-    flexmask_hf.register()
-    # without a mask function transformers would hand over None, padding or not
-    assert AttentionMaskInterface()["flexprefill"] is prefill_mask

@@ -8,14 +8,12 @@ import sys
 import pytest
 import torch
 
-from flexmask import FlexPrefillStats
+from flexmask import SelectionStats
 
 pytest.importorskip("transformers")
 
-from flexmask.integrations.prefill_calls import CallSize
-from flexmask.integrations.recorded_run import MAX_CALLS, FlexPrefillRun
-from flexmask.integrations.run_calls import RecordedCall, on_host
-from flexmask.integrations.run_totals import MOST_REASONS, OTHER_REASONS
+from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
+from flexmask.integrations.record.summary import MOST_REASONS, OTHER_REASONS, CallSize, RecordedCall, on_host
 from tests.integrations.recorded_calls import HEADS, dense_stats, recorded, stats_of, without_nan
 
 
@@ -76,7 +74,7 @@ def test_summary_is_short_and_prints_a_line_a_layer():
 
 
 def test_hybrid_heads_are_named():
-    run = FlexPrefillRun()
+    run = PrefillRun()
     stats = stats_of(0, hybrid=True)
     assert stats.is_query_aware.any()  # which means nothing there
     run.record(0, stats, None, None, 0, CallSize(1, 100, 100))
@@ -87,7 +85,7 @@ def test_hybrid_heads_are_named():
 def test_calls_beyond_the_cap_are_dropped_but_counted():
     whole, capped = recorded(20), recorded(20, max_calls=4)
     for layer in range(3):
-        lists = (capped.stats, capped.reasons, capped.calls.numbers, capped.calls.sizes)
+        lists = (capped.stats, capped.reasons, capped.prefills, capped.sizes)
         assert [len(each[layer]) for each in lists] == [4] * 4
         assert capped.stats[layer][0].density.tolist() == whole.stats[layer][16].density.tolist()
     assert without_nan(capped.rows()) == without_nan(row for row in whole.rows() if row["call"] >= 16)
@@ -102,19 +100,19 @@ def test_calls_beyond_the_cap_are_dropped_but_counted():
 
 
 def test_masks_are_dropped_too():
-    run = FlexPrefillRun(collect_masks=True, max_calls=2)
+    run = PrefillRun(collect_masks=True, max_calls=2)
     for call in range(5):
         run.record(0, stats_of(call), call, None, call, CallSize(1, 8, 8))
     assert run.masks[0] == [3, 4]
-    without_stats = FlexPrefillRun(collect_stats=False, collect_masks=True, max_calls=2)
+    without_stats = PrefillRun(collect_stats=False, collect_masks=True, max_calls=2)
     for call in range(5):
         without_stats.record(0, None, call, None, call)
     assert (without_stats.masks[0], without_stats.stats) == ([3, 4], {})
 
 
 def test_runs_are_bounded_by_default():
-    assert FlexPrefillRun().max_calls == MAX_CALLS == 512
-    run = FlexPrefillRun(max_calls=3)
+    assert PrefillRun().max_calls == MAX_CALLS == 512
+    run = PrefillRun(max_calls=3)
     for length in range(100):
         run.record(0, dense_stats(), None, f"{length} tokens", length, CallSize(1, length, length))
     reasons = run.summary().layers[0].reasons
@@ -126,24 +124,24 @@ def test_runs_are_bounded_by_default():
 @pytest.mark.parametrize(("max_calls", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_a_cap_that_is_none_is_refused(max_calls, error):
     with pytest.raises(error, match="max_calls must be"):
-        FlexPrefillRun(max_calls=max_calls)
+        PrefillRun(max_calls=max_calls)
 
 
 def test_several_calls_of_a_prefill_count_their_tokens_once():
-    run = FlexPrefillRun()
+    run = PrefillRun()
     for prefill in (5, 5, 6):
         run.record(0, stats_of(prefill), None, None, prefill, CallSize(1, 100, 100))
-    assert run.calls.numbers[0] == [0, 0, 1]
+    assert run.prefills[0] == [0, 0, 1]
     assert (run.summary().prefills, run.summary().tokens) == (2, 200)
 
 
 def test_sequences_of_a_pack_count_their_tokens_each():
     """Also where a layer calls attention twice for each of them."""
-    run = FlexPrefillRun()
+    run = PrefillRun()
     for _ in range(2):
         for sequence, tokens in enumerate((100, 50, 20)):
             run.record(0, stats_of(sequence), None, None, 5, CallSize(1, tokens, tokens, sequence))
-    assert run.calls.numbers[0] == [0] * 6
+    assert run.prefills[0] == [0] * 6
     assert (run.summary().prefills, run.summary().tokens) == (1, 170)
 
 
@@ -156,7 +154,7 @@ def test_reset_forgets_all_calls():
 
 
 def test_an_empty_run_has_an_empty_summary():
-    summary = FlexPrefillRun().summary()
+    summary = PrefillRun().summary()
     assert (summary.layers, summary.density, str(summary)) == (
         (),
         None,
@@ -189,11 +187,11 @@ def test_plot_shows_the_rows():
     assert density.get_images()[0].get_array()[0].tolist() == pytest.approx(run.stats[0][0].density[0].tolist())
     assert {bars.get_label() for bars in shares.containers} <= {"vertical-slash", "query-aware", "dense"}
     assert "0.2" in distances.get_title()
-    hybrid = FlexPrefillRun()
+    hybrid = PrefillRun()
     hybrid.record(0, stats_of(0, hybrid=True), None, None, 0, CallSize(1, 100, 100))
     assert len(hybrid.plot()) == 2
     with pytest.raises(ValueError, match="at least one prefill call"):
-        FlexPrefillRun().plot()
+        PrefillRun().plot()
     plt.close("all")
 
 
@@ -222,7 +220,7 @@ def test_statistics_are_copied_once():
         for call in range(4):
             stats = stats_of(10 * layer + call, hybrid=call == 3)
             away = {name: getattr(stats, name).as_subclass(Counted) for name in names}
-            calls[layer].append((stats, RecordedCall(FlexPrefillStats(**away), None, call, 1, 1)))
+            calls[layer].append((stats, RecordedCall(SelectionStats(**away), None, call, CallSize(1, 1, 1))))
     Counted.copies.clear()
     found = on_host({layer: [each for _, each in pairs] for layer, pairs in calls.items()})
     assert Counted.copies == [3 * 4 * len(names) * HEADS]
@@ -236,14 +234,14 @@ def test_statistics_are_copied_once():
 
 @pytest.mark.gpu
 def test_statistics_on_a_gpu(nothing_waits):
-    run = FlexPrefillRun(max_calls=2)
+    run = PrefillRun(max_calls=2)
     names = [name for name in vars(stats_of(0)) if name != "dense"]
-    host = FlexPrefillRun(max_calls=2)
+    host = PrefillRun(max_calls=2)
     for call in range(5):
         stats = stats_of(call)
         with torch.cuda.device(0):
             torch.cuda.synchronize()
-            on_gpu = FlexPrefillStats(**{name: getattr(stats, name).cuda() for name in names})
+            on_gpu = SelectionStats(**{name: getattr(stats, name).cuda() for name in names})
             with nothing_waits():
                 run.record(0, on_gpu, None, None, call, CallSize(1, 100, 100))
         host.record(0, stats, None, None, call, CallSize(1, 100, 100))

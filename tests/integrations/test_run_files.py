@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from dataclasses import replace
 
@@ -12,9 +13,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from flexmask.integrations.prefill_calls import CallSize
-from flexmask.integrations.recorded_run import FlexPrefillRun
-from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.record.run import PrefillRun
+from flexmask.integrations.record.summary import CallSize
 from tests.integrations.recorded_calls import HEADS, recorded, stats_of, without_nan
 
 
@@ -22,7 +23,7 @@ def test_a_saved_run_comes_back(tmp_path):
     run = recorded(10, max_calls=4)
     path = run.save(tmp_path / "new" / "run.json")
     assert not list(path.parent.glob("*.part"))
-    found = FlexPrefillRun.load(path)
+    found = PrefillRun.load(path)
     assert found.settings == run.settings
     assert without_nan(found.rows()) == without_nan(run.rows())
     assert found.summary() == run.summary()
@@ -37,54 +38,73 @@ def test_a_saved_run_comes_back(tmp_path):
 
 
 def test_a_dropped_call_that_is_not_finite_is_saved(tmp_path):
-    run = FlexPrefillRun(max_calls=1)
+    run = PrefillRun(max_calls=1)
     for _ in range(2):
         run.record(0, replace(stats_of(0), coverage=torch.full((1, HEADS), math.nan)), None, None, 0, CallSize(1, 100, 100))
-    found = FlexPrefillRun.load(run.save(tmp_path / "run.json")).summary()
+    found = PrefillRun.load(run.save(tmp_path / "run.json")).summary()
     assert found.dropped_calls == 1
-    assert math.isnan(found.layers[0].coverage)
+    assert found.layers[0].coverage is None
     assert found.layers[0].density == pytest.approx(run.summary().layers[0].density)
 
 
 def test_calls_of_other_threads_wait_while_the_record_is_read(tmp_path, monkeypatch):
-    run, kept = recorded(10, max_calls=4), FlexPrefillRun._kept
+    run, calls_of = recorded(10, max_calls=4), PrefillRun._calls
     read, threads = [], []
 
-    def watched(self):
-        found = kept(self)
-        thread = threading.Thread(target=self.record, args=(0, stats_of(7), None, None, 99, CallSize(1, 50, 50)))
-        thread.start()
-        thread.join(0.05)
-        read.append(thread.is_alive())
-        threads.append(thread)
+    def watched(self, layer, number):
+        found = calls_of(self, layer, number)
+        if layer == 0 and number == 4:  # the record is read, nothing is dropped
+            thread = threading.Thread(target=self.record, args=(0, stats_of(7), None, None, 99, CallSize(1, 50, 50)))
+            thread.start()
+            thread.join(0.05)
+            read.append(thread.is_alive())
+            threads.append(thread)
         return found
 
-    monkeypatch.setattr(FlexPrefillRun, "_kept", watched)
+    monkeypatch.setattr(PrefillRun, "_calls", watched)
     path = tmp_path / "run.json"
     for look in (run.rows, run.summary, lambda: run.save(path)):
         look()
         threads[-1].join()
     assert read == [True] * 3
     # what was dropped meanwhile is in the file once
-    found = FlexPrefillRun.load(path)
     monkeypatch.undo()
+    found = PrefillRun.load(path)
     calls = {layer: each.calls for layer, each in found._dropped.items()}
     assert calls == {0: 6 + 2, 1: 6, 2: 6}
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '{"format": "flexmask tune 1"}', '{"format": "flexmask run 1", "calls": {"0": [{}]}}']
+    "text", ["", "{}", "[1]", '{"format": "flexmask tune 1"}', '{"format": "flexmask run 2", "calls": {"0": [{}]}}']
 )
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"must be a file that run\.save wrote; got .*other\.json"):
-        FlexPrefillRun.load(path)
+        PrefillRun.load(path)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"format": "flexmask run 2"}'.decode().encode("utf-16"), b"\xff\xfe"])
+def test_files_that_are_no_json_are_refused(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=r"must be a file that run\.save wrote"):
+        PrefillRun.load(path)
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    """A FIFO would be waited for."""
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("needs named pipes")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match="path must be a regular file"):
+            PrefillRun.load(path)
 
 
 def test_a_function_as_method_cannot_be_saved(tmp_path):
     from flexmask.block_masks import causal_mask
 
     with pytest.raises(ValueError, match="method must be a name"):
-        FlexPrefillRun(PrefillSettings(method=causal_mask)).save(tmp_path / "run.json")
+        PrefillRun(PrefillSettings(method=causal_mask)).save(tmp_path / "run.json")
     assert not list(tmp_path.iterdir())

@@ -13,11 +13,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from flexmask.integrations.huggingface import flexprefill
+from flexmask.integrations.huggingface import sparse_prefill
 from tests.integrations.families import FAMILIES, VOCABULARY
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKS: dict[str, Any] = {"block_size": 64, "min_budget": 0, "dense_below": 0}
+BLOCKS: dict[str, Any] = {"method": "flexprefill", "block_size": 64, "min_budget": 0, "dense_below": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {"gamma": 1.0, **BLOCKS},
     "sparse": {"gamma": 0.6, "tau": 0.12, **BLOCKS},
@@ -56,7 +56,7 @@ def test_two_processes_give_what_one_gives(tmp_path, tokens):
     with torch.no_grad():
         dense = model(tokens).logits
         for name, options in OPTIONS.items():
-            with flexprefill(model, **options) as alone:
+            with sparse_prefill(model, **options) as alone:
                 logits = model(tokens).logits
                 generated = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
             assert (results[name] - logits).abs().max() < 1e-4
@@ -80,7 +80,7 @@ def test_two_gpus_give_what_one_gives(tmp_path, tokens, dtype, cuda):
     with torch.no_grad():
         alone["dense"] = model(tokens.to(cuda)).logits.cpu()
         for name, options in OPTIONS.items():
-            with flexprefill(model, **options) as run:
+            with sparse_prefill(model, **options) as run:
                 alone[name] = model(tokens.to(cuda)).logits.cpu()
     apart = {name: (results[name] - logits).abs().float() for name, logits in alone.items()}
     for name, difference in apart.items():

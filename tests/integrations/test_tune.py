@@ -14,10 +14,10 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaForCausalLM
 
-import flexmask.integrations.head_probe as head_probe
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.head_errors import head_errors
-from flexmask.integrations.settings import PrefillSettings
+import flexmask.integrations.tune.probe as head_probe
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.tune.head_errors import head_errors
 from tests.integrations.common import MARKS, make_model, padded
 from tests.integrations.tune_calls import GAMMAS, OPTIONS, tuned
 
@@ -30,16 +30,16 @@ def prompt(tokens):
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("selection", ["hybrid", "coverage"])
-def test_the_settings_keep_what_was_predicted(model, prompt, selection):
-    whole = tuned(model, prompt, density=1.0, selection=selection, dense_below=0, gammas=(0.2, 0.5, 0.7, 0.9, 0.95, 1.0))
+@pytest.mark.parametrize("method", ["hybrid", "flexprefill"])
+def test_the_settings_keep_what_was_predicted(model, prompt, method):
+    whole = tuned(model, prompt, density=1.0, method=method, dense_below=0, gammas=(0.2, 0.5, 0.7, 0.9, 0.95, 1.0))
     target = (whole.curve[0][0] + whole.curve[-1][0]) / 2
     result = whole.at(density=target)
     one_step = max(a[0] - b[0] for a, b in zip(result.curve, result.curve[1:], strict=False))
     assert target - one_step <= result.density <= target < 0.8
     gammas = {row["gamma"] for row in result.rows()}
     assert len(gammas) > 1
-    with flexmask_hf.flexprefill(model, config=result.settings) as run:
+    with flexmask_hf.sparse_prefill(model, settings=result.settings) as run:
         model(prompt)
     kept = torch.stack([run.stats[layer][0].density[0] for layer in (0, 1)])
     predicted = torch.tensor([row["density"] for row in result.rows()]).view(2, 4)
@@ -66,8 +66,8 @@ def test_the_result_adds_up(model, prompt):
     assert sum(row["density"] for row in rows) / 8 == pytest.approx(result.density)
     assert sum(row["error"] for row in rows) / 8 == pytest.approx(result.error)
     for layer in (0, 1):
-        assert result.settings.of_layer(layer).gamma == tuple(row["gamma"] for row in rows if row["layer"] == layer)
-    assert result.settings.config.selection == "hybrid"
+        assert result.settings.layers[layer]["gamma"] == tuple(row["gamma"] for row in rows if row["layer"] == layer)
+    assert result.settings.method == "hybrid"
     assert result.curve[0] == (pytest.approx(1.0), 0.0)
     assert (result.density, result.error) in result.curve
     lost = [error for _, error in result.curve]
@@ -146,7 +146,7 @@ def test_a_model_spread_over_processes_is_refused(model, prompt):
 
 def test_half_precision_and_open_blocks(model, prompt):
     exact = tuned(model, prompt)
-    with flexmask_hf.flexprefill(model, gamma=0.5, dense_below=0) as run:  # another block's options have no part in it
+    with flexmask_hf.sparse_prefill(model, gamma=0.5, dense_below=0) as run:  # another block's options have no part in it
         assert tuned(model, prompt).curve == exact.curve
         assert not run.stats
     half = tuned(model.bfloat16(), prompt)
@@ -156,13 +156,13 @@ def test_half_precision_and_open_blocks(model, prompt):
 
 def test_settings_are_saved_with_the_model(model, prompt, tmp_path):
     result = tuned(model, prompt)
-    assert flexmask_hf.configure(model, config=result.settings) == result.settings
+    assert flexmask_hf.configure(model, settings=result.settings) == result.settings
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert PrefillSettings.from_dict(loaded.config.flexprefill_config) == result.settings
+    assert PrefillSettings.from_dict(loaded.config.flexmask_config) == result.settings
     assert PrefillSettings.from_dict(json.loads(json.dumps(result.settings.to_dict()))) == result.settings
-    with pytest.raises(ValueError, match="config must come without options of its own"):
-        flexmask_hf.configure(model, config=result.settings, dense_below=0)
+    with pytest.raises(ValueError, match="settings must come without a method and options"):
+        flexmask_hf.configure(model, settings=result.settings, dense_below=0)
 
 
 def test_the_model_is_left_as_it_was(model, prompt):
@@ -210,10 +210,10 @@ def test_layers_are_let_go_of_one_by_one(model, prompt, monkeypatch):
         ({"gammas": 0.5}, TypeError, "gammas must be a sequence"),
         ({"gammas": (0.5, 1.5)}, ValueError, r"gammas\[1\] must be in \(0, 1\]; got 1.5"),
         ({"gammas": (0.5, "a")}, TypeError, r"gammas\[1\] must be a number"),
-        ({"selection": "reference"}, ValueError, "selection"),
-        ({"gamma": 0.9}, TypeError, "options must be of .*; got 'gamma'"),
-        ({"layers": {0: {"gamma": 0.9}}}, TypeError, "options must be of .*; got 'layers'"),
-        ({"method": "causal"}, TypeError, "options must be of .*; got 'method'"),
+        ({"method": "causal"}, ValueError, "method must be .*hybrid.*; got 'causal'"),
+        ({"selection": "hybrid"}, TypeError, "takes the options .*; got 'selection'"),
+        ({"gamma": 0.9}, TypeError, "options must be without gamma, which tune finds"),
+        ({"layers": {0: {"gamma": 0.9}}}, TypeError, "options must be without layers"),
         ({"block_size": 7}, ValueError, "block_size"),
         ({"dense_layers": (2,)}, ValueError, "dense_layers"),
         ({"dense_layers": (0, 1)}, ValueError, "model must have a layer to tune; got LlamaForCausalLM: in dense_layers"),

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
-import flexmask.integrations.head_probe as head_probe
 import flexmask.integrations.huggingface as flexmask_hf
-import flexmask.integrations.loss_gradient as loss_gradient
-from flexmask.integrations.head_errors import head_errors
+import flexmask.integrations.tune.loss_gradient as loss_gradient
+import flexmask.integrations.tune.probe as head_probe
+from flexmask.integrations.tune.head_errors import head_errors
 from tests.integrations.common import MARKS, make_model
 
 pytestmark = MARKS

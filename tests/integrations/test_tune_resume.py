@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-import flexmask.integrations.head_probe as head_probe
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.head_errors import head_errors
+import flexmask.integrations.tune.probe as head_probe
+from flexmask.integrations.tune.head_errors import head_errors
 from tests.integrations.common import MARKS, make_model
 from tests.integrations.tune_calls import OPTIONS, tuned
 
@@ -46,7 +46,7 @@ def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatc
     for other, options in [
         ("prompts", {"input_ids": tokens.flip(1)}),
         ("gammas", {"gammas": (0.5, 1.0)}),
-        ("options", {"selection": "coverage"}),
+        ("options", {"method": "flexprefill"}),
         ("options", {"min_budget": 64}),
         ("model", {"model": make_model(seed=1)}),
         ("model", {"model": with_another_epsilon(model)}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.blocks import configured
-from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.huggingface.session import _configured
+from flexmask.integrations.huggingface.settings import PrefillSettings
 from tests.integrations.common import MARKS, SPARSE
 
 pytestmark = MARKS
@@ -79,22 +80,11 @@ WRAPPERS = {
 def test_wrapper_is_taken_off(model, tokens, wrap):
     wrapped = wrap(model)
     flexmask_hf.configure(wrapped, dense_below=700)
-    with flexmask_hf.flexprefill(wrapped) as run:
-        assert model.config._attn_implementation == "flexprefill"
+    with flexmask_hf.sparse_prefill(wrapped) as run:
+        assert model.config._attn_implementation == "flexmask"
         (model if "OnlyAModel" in type(wrapped).__name__ or hasattr(wrapped, "_orig_mod") else wrapped)(tokens[:, :50])
     assert run.reasons == {0: ["50 tokens < dense_below 700"], 1: ["50 tokens < dense_below 700"]}
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.usefixtures("eager_block_masks")
-def test_wrapped_model_is_hooked(model, tokens):
-    model.config._attn_implementation = "flex_attention"
-    run = flexmask_hf.hook_flex_attention(Wrapped(model))
-    try:
-        model(tokens[:, :50])
-    finally:
-        flexmask_hf.unhook_flex_attention(Wrapped(model))
-    assert len(run.stats) == 2
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:peft")
@@ -103,7 +93,7 @@ def test_peft(model, tokens):
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     expected = adapted(input_ids=tokens).logits
-    with flexmask_hf.flexprefill(adapted) as run:
+    with flexmask_hf.sparse_prefill(adapted) as run:
         assert (adapted(input_ids=tokens).logits - expected).abs().max() < 1e-4
     assert sorted(run.stats) == [0, 1]
     assert model.config._attn_implementation == "sdpa"
@@ -112,59 +102,61 @@ def test_peft(model, tokens):
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(2, 2), Wrapped(torch.nn.Linear(2, 2)), None, "gpt2"])
 def test_what_holds_no_model_is_named(wrong):
     with pytest.raises(TypeError, match=r"PreTrainedModel.* got (Linear|Wrapped around Linear|NoneType|str)$"):
-        flexmask_hf.flexprefill(wrong)
+        flexmask_hf.sparse_prefill(wrong)
 
 
 def saved_config(model, folder):
     model.save_pretrained(folder)
-    return json.loads((folder / "config.json").read_text()).get("flexprefill_config")
+    return json.loads((folder / "config.json").read_text()).get("flexmask_config")
 
 
 def test_options_of_the_block_are_saved_in_it_and_gone_after_it(model, tmp_path):
-    with flexmask_hf.flexprefill(model, gamma=0.8, dense_layers=(1,)):
+    with flexmask_hf.sparse_prefill(model, gamma=0.8, dense_layers=(1,)):
         assert saved_config(model, tmp_path / "in") == {"gamma": 0.8, "dense_layers": [1]}
-        with flexmask_hf.flexprefill(model, gamma=0.7):
+        with flexmask_hf.sparse_prefill(model, gamma=0.7):
             assert saved_config(model, tmp_path / "inner") == {"gamma": 0.7}
         assert saved_config(model, tmp_path / "again") == {"gamma": 0.8, "dense_layers": [1]}
     assert saved_config(model, tmp_path / "after") is None
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "in")
     assert loaded.config._attn_implementation == "sdpa"
-    with flexmask_hf.flexprefill(loaded) as run:
+    with flexmask_hf.sparse_prefill(loaded) as run:
         pass
     assert run.settings == PrefillSettings.from_options(gamma=0.8, dense_layers=(1,))
 
 
 def test_options_of_the_model_come_back(model, tmp_path):
-    flexmask_hf.configure(model, gamma=0.9)
-    with flexmask_hf.flexprefill(model, gamma=0.8), flexmask_hf.flexprefill(model) as inner:
+    flexmask_hf.configure(model, gamma=0.85)
+    with flexmask_hf.sparse_prefill(model, gamma=0.8), flexmask_hf.sparse_prefill(model) as inner:
         # of a block without options: the model's own, not those of the block around it
-        assert inner.settings.config.gamma == 0.9
-    assert saved_config(model, tmp_path) == {"gamma": 0.9}
+        assert inner.settings.options == {"gamma": 0.85}
+    assert saved_config(model, tmp_path) == {"gamma": 0.85}
 
 
 def test_configure_inside_a_block_lasts(model, tmp_path):
-    with flexmask_hf.flexprefill(model, gamma=0.8) as run:
+    with flexmask_hf.sparse_prefill(model, gamma=0.8) as run:
         flexmask_hf.configure(model, gamma=0.7)
-        assert configured(model.config).config.gamma == 0.7
+        assert _configured(model.config).options == {"gamma": 0.7}
         assert saved_config(model, tmp_path / "in") == {"gamma": 0.7}
-        with flexmask_hf.flexprefill(model, gamma=0.6):
+        with flexmask_hf.sparse_prefill(model, gamma=0.6):
             pass
-    assert run.settings.config.gamma == 0.8
+    assert run.settings.options == {"gamma": 0.8}
     assert saved_config(model, tmp_path / "after") == {"gamma": 0.7}
 
 
 def test_method_that_cannot_be_saved_leaves_the_config_as_it_is(model, tmp_path):
     flexmask_hf.configure(model, gamma=0.9)
-    with flexmask_hf.flexprefill(model, method=lambda *args, **options: None):
+    with flexmask_hf.sparse_prefill(model, method=lambda *args, **options: None):
         assert saved_config(model, tmp_path) == {"gamma": 0.9}
     assert saved_config(model, tmp_path) == {"gamma": 0.9}
 
 
-def test_copy_made_in_a_block_has_its_options(model, tokens):
-    with flexmask_hf.flexprefill(model, **SPARSE):
+def test_copies_made_in_a_block_have_its_options(model, tokens):
+    with flexmask_hf.sparse_prefill(model, **SPARSE) as run:
         expected = model(tokens).logits
-        other = copy.deepcopy(model)
-    assert torch.equal(other(tokens).logits, expected)
-    with flexmask_hf.flexprefill(other, dense_below=1000) as run:
-        other(tokens[:, :50])
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for other in copies:
+        assert torch.equal(other(tokens).logits, expected)  # by its name and its config
+    assert len(run.stats[0]) == 1
+    with flexmask_hf.sparse_prefill(copies[0], dense_below=1000) as run:
+        copies[0](tokens[:, :50])
     assert len(run.stats) == 2

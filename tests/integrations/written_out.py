@@ -18,7 +18,7 @@ _MASKS: dict[int, list[BlockMask]] = {}
 
 @contextmanager
 def written_out(model: Any, masks: dict[int, list[BlockMask | None]]) -> Iterator[None]:
-    """Run a model with `masks`, as `flexprefill` collects them: those of each layer's prefill calls, in order."""
+    """Run a model with `masks`, as `sparse_prefill` collects them: those of each layer's prefill calls, in order."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     former = model.config._attn_implementation

@@ -20,9 +20,10 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.config import FlexPrefillConfig
 from flexmask.kernels import query_aware_top_p
-from flexmask.kernels.search import search
+from flexmask.run_method import _chosen
+from flexmask.stats import STATISTICS
+from tests.cases import Config
 
 # entries up to which a pooled map is small, and up to which it is medium
 MAPS = {"small": (128 * 128, 256 * 256), "medium": (0, 256 * 256), "large": (0, 0)}
@@ -120,12 +121,15 @@ def launched(problem: Problem) -> dict[str, Variant]:
     query, key = torch.empty(2, 2 * groups, q_len, head_dim, dtype=dtype), torch.empty(2, 2, kv_len, head_dim, dtype=dtype)
     scores = (0.1, 3.0, 500, torch.ones(2, kv_len, dtype=torch.bool)) if rich else (0.1,)
     most = 3 * block_size if rich else None
-    number = torch.tensor(0.5, dtype=torch.float64)
-    hybrid = {"selection": "hybrid", "row_stride": row_stride, "max_budget": None}
+    numbers = {"gamma": torch.full((2 * groups,), 0.5, dtype=torch.float64), "tau": torch.tensor(0.5, dtype=torch.float64)}
+    hybrid = {"method": "hybrid", "row_stride": row_stride, "max_budget": None}
     for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, hybrid):
         options: dict[str, Any] = {"block_size": block_size, "min_budget": block_size, "max_budget": most, **rule}
-        config = FlexPrefillConfig(0.5, 0.5, **options)
-        search(AttentionInputs(query, key, None, *scores), config, number, number, rich, rich)
+        config = Config(0.5, 0.5, **options)
+        fixed = {name: value for name, value in config.options.items() if name not in numbers}
+        tensors = {name: value for name, value in numbers.items() if name in config.options}
+        inputs, choose = AttentionInputs(query, key, None, *scores).placed(), config.selector.method.choose
+        _chosen(inputs, block_size, choose, fixed, tensors, rich, STATISTICS if rich else (), True)
     return found
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.representative_rows import representative_rows
 from flexmask.base.visibility import block_visibility
-from flexmask.plain.block_lists import block_lists
-from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines
+from flexmask.plain import block_lists as plain
+from flexmask.plain.vertical_slash import Lines as plain_lines
 from tests.kernels.support import DEVICE, normal, tokens_of
 
 pytest.importorskip("triton")
 
 from flexmask.kernels import block_lists as kernels
 from flexmask.kernels.pattern import Lines
-from flexmask.kernels.visibility import packed_edges
+from flexmask.kernels.representative import packed_rows
+from flexmask.kernels.visibility import edges_of
 
 
 @pytest.mark.parametrize(
@@ -32,25 +37,30 @@ from flexmask.kernels.visibility import packed_edges
         (91, 139, 49, True),
     ],
 )
-@pytest.mark.parametrize("with_chosen", [False, True])
-def test_lists_of_lines_and_blocks(q_len, kv_len, window, padded, with_chosen):
+@pytest.mark.parametrize("chosen_by", ["lines", "lines and blocks", "rows and last rows"])
+def test_lists_of_lines_and_blocks(q_len, kv_len, window, padded, chosen_by):
     size, heads = 16, 3
+    inputs = AttentionInputs(torch.empty(2, heads, q_len, 0), torch.empty(2, 1, kv_len, 0), None, 1.0, None, window)
     tokens = tokens_of(2, q_len, kv_len, padded)
-    seen = block_visibility(tokens, size, window)
+    seen, edges = block_visibility(tokens, size, window), edges_of(tokens, size, window)
+    one, other = (BlockProblem(inputs, size, tokens, seen, edges=each) for each in (None, edges))
     shape = (2, heads, seen.visible.shape[1], seen.visible.shape[2])
-    lines = normal(2, 2, heads, shape[3], seed=1) < -1
+    vertical, slash = normal(2, 2, heads, shape[3], seed=1) < -1
     active = torch.tensor([[True, False, True], [False, True, False]], device=DEVICE)
-    chosen = normal(*shape, seed=2) < -1
-    blocks = chosen.to(torch.int8) if with_chosen else None
-    edges = packed_edges(tokens, size, window)
-    kept = Lines(active, torch.empty(0), lines.to(torch.int8), torch.empty(0))
-    inputs = AttentionInputs(torch.empty(0), torch.empty(2, 1, kv_len, 0), None, 1.0, None, window)
-    *lists, keep = kernels.block_lists(kept, blocks, edges, inputs, size, True)
-    expected = extended_lines(lines[0], lines[1], seen) | blocks_kept_always(seen)[:, None]
-    if with_chosen:
-        expected = expected | (chosen & active[..., None, None])
-    expected = expected & seen.visible[:, None]
-    assert torch.equal(keep, expected)
-    for got, plain in zip(lists, block_lists(expected, seen.full), strict=True):
+    chosen, lines = normal(*shape, seed=2) < -1, normal(*shape, seed=3) < 0.5
+    plain_blocks, blocks, rest = None, None, []
+    if chosen_by == "lines and blocks":
+        plain_blocks = plain.Blocks(chosen & active[..., None, None])
+        blocks = kernels.Blocks(chosen.to(torch.int8), active)
+    elif chosen_by == "rows and last rows":
+        plain_blocks = plain.Blocks(chosen, lines)
+        blocks = kernels.Blocks(2 * chosen.to(torch.int8) + lines.to(torch.int8), gated=True)
+        rows = representative_rows("last", tokens, size)
+        rest = [SimpleNamespace(rows=rows, packed=packed_rows(rows, tokens.offset)), (2, 4)]
+    kept, number = torch.stack([vertical, slash]).to(torch.int8), torch.empty(0)
+    expected, keep = plain.kept_blocks(one, plain_lines(vertical, slash, number), plain_blocks, *rest)
+    found, own = kernels.kept_blocks(other, Lines(kept, number), blocks, *rest)
+    assert torch.equal(own, keep)
+    for got, wanted in zip(found, expected, strict=True):
         assert got.is_contiguous()
-        assert torch.equal(got, plain)
+        assert torch.equal(got, wanted)

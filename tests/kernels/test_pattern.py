@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,6 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import representative_rows
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import blocks_seen_by_rows
-from flexmask.config import FlexPrefillConfig
 from flexmask.plain.pattern import jensen_shannon_distance
 from flexmask.plain.pooling import block_means
 from flexmask.plain.representative import take_rows
@@ -18,20 +19,22 @@ from tests.kernels.support import DEVICE, HALF, LAYOUTS, by_head, float64, in_la
 
 pytest.importorskip("triton")
 
-from flexmask.kernels.pattern import estimated_scores, pattern_and_lines
+from flexmask.kernels import pattern as kernels
 from flexmask.kernels.representative import packed_rows
-from flexmask.kernels.visibility import packed_edges
+from flexmask.kernels.visibility import edges_of
 
 
 def assert_scores_as_expected(query, key, tokens, block_size, window):
-    rows, edges = representative_rows("last", tokens, block_size), packed_edges(tokens, block_size, window)
+    rows, edges = representative_rows("last", tokens, block_size), edges_of(tokens, block_size, window)
     means = block_means(key, tokens.key_valid, block_size)
     inputs = AttentionInputs(query, key, None, query.shape[3] ** -0.5, None, window)
     sees = (blocks_seen_by_rows(rows.position, tokens, block_size, window) & rows.taken.unsqueeze(-1)).any(-2)
     mean_row = take_rows(query, rows).float().sum(2, keepdim=True) / rows.taken.sum(-1)[:, None, None, None]
     scores = (mean_row @ means.repeat_interleave(query.shape[1] // key.shape[1], 1).mT).squeeze(2)
     torch.testing.assert_close(
-        estimated_scores(inputs, means, packed_rows(rows, tokens.offset), edges.last_valid_key, block_size),
+        kernels.estimated_scores(
+            SimpleNamespace(inputs=inputs, block_size=block_size, edges=edges), means, packed_rows(rows, tokens.offset)
+        ),
         torch.where(sees[:, None], scores, float("-inf")),
         atol=1e-4,
         rtol=1e-4,
@@ -75,13 +78,22 @@ def test_estimated_scores_of_any_layout(layout):
     assert_scores_as_expected(query, normal(2, 2, 60, 16, seed=1), tokens_of(2, 40, 60, False), 16, None)
 
 
+def pattern_of(monkeypatch, lines, estimate, rows, count, inputs, shares, budget):
+    """Pattern and lines of masses and scores that are given."""
+    monkeypatch.setattr(kernels, "line_mass", lambda *_: lines.contiguous())
+    monkeypatch.setattr(kernels, "estimated_scores", lambda *_: estimate)
+    mass = SimpleNamespace(packed=rows, sums=None, norms=None)
+    problem = SimpleNamespace(block_size=16, inputs=inputs, edges=SimpleNamespace(key_count=count, candidates=None))
+    return kernels.pattern_and_lines(problem, mass, mass, None, shares, budget)
+
+
 @pytest.mark.parametrize("blocks", [1, 40, 300])
 @pytest.mark.parametrize(
     ("gamma", "floor", "cap"),
     [(0.6, 0, None), (0.9, 5, None), (0.9, 0, 3), (1.0, 0, None), (1.0, 2, 7), ([0.2, 1.0, 0.9, 0.5, 0.99, 1.0], 1, None)],
     ids=str,
 )
-def test_pattern_and_lines(blocks, gamma, floor, cap):
+def test_pattern_and_lines(blocks, gamma, floor, cap, monkeypatch):
     heads = 6
     lines = normal(2, 1, heads, blocks).softmax(-1)
     lines[0, 0, 1] = 1 / blocks  # nothing but ties
@@ -97,11 +109,11 @@ def test_pattern_and_lines(blocks, gamma, floor, cap):
     count[..., -1] = 3
     rows = torch.arange(-1, 16, device=DEVICE, dtype=torch.int32)[None]  # an offset goes first
     tau = float64(0.5)
-    chosen = pattern_and_lines(
-        torch.where(sees[:, None], estimate, float("-inf")), values[0], rows, count,
-        torch.where(candidates.unsqueeze(2), lines, -1.0), by_head(gamma, heads), tau,
-        FlexPrefillConfig(block_size=16, min_budget=16 * floor, max_budget=None if cap is None else 16 * cap),
-        AttentionInputs(lines, lines, None, 0.7, 4.0),
+    inputs = AttentionInputs(lines, lines, None, 0.7, 4.0)
+    shown = torch.where(candidates.unsqueeze(2), lines, -1.0)
+    chosen = pattern_of(
+        monkeypatch, shown, torch.where(sees[:, None], estimate, float("-inf")), rows, count, inputs,
+        (by_head(gamma, heads), tau), (floor, cap),
     )  # fmt: skip
 
     scores = 4.0 * torch.tanh(0.7 * estimate / 4.0) + count.log()[:, None]
@@ -113,22 +125,21 @@ def test_pattern_and_lines(blocks, gamma, floor, cap):
     number = top_p_count(values, candidates.unsqueeze(2), by_head(gamma, heads))
     number = number.clamp(max=blocks if cap is None else cap)
     number = torch.where(chosen.is_query_aware, 0, number).maximum(available.clamp(max=floor))
-    assert torch.equal(chosen.number, number)
-    assert torch.equal(chosen.kept.bool(), ranks(lines, candidates.unsqueeze(2)) < number.unsqueeze(-1))
+    assert torch.equal(chosen.lines.number, number)
+    assert torch.equal(chosen.lines.kept.bool(), ranks(lines, candidates.unsqueeze(2)) < number.unsqueeze(-1))
 
 
-def test_a_row_of_padding_is_not_query_aware():
+def test_a_row_of_padding_is_not_query_aware(monkeypatch):
     heads, blocks = 3, 5
     lines, estimate = normal(2, 2, heads, blocks).softmax(-1), normal(2, heads, blocks, seed=1)
     rows = torch.arange(-1, 16, device=DEVICE, dtype=torch.int32).expand(2, -1).clone()
     rows[1, 1:] = -1
     count = torch.tensor([[16, 16, 16, 16, 3], [5, 1, 16, 9, 2]], dtype=torch.int32, device=DEVICE)
-    chosen = pattern_and_lines(
-        estimate, lines[0], rows, count, lines, by_head(0.6, heads), float64(1.0), FlexPrefillConfig(block_size=16, min_budget=0),
-        AttentionInputs(lines, lines, None, 0.7),
-    )  # fmt: skip
+    inputs = AttentionInputs(lines, lines, None, 0.7)
+    shares = (by_head(0.6, heads), float64(1.0))
+    chosen = pattern_of(monkeypatch, lines, estimate, rows, count, inputs, shares, (0, None))
     estimated = (0.7 * estimate + count.log()[:, None]).softmax(-1)
     torch.testing.assert_close(chosen.distance, jensen_shannon_distance(estimated, lines[0]), atol=1e-5, rtol=1e-5)
     assert (chosen.distance < 1.0).all()
     assert chosen.is_query_aware.tolist() == [[True] * heads, [False] * heads]
-    assert (chosen.number[:, 0] == 0).all() and (chosen.number[:, 1] > 0).all()
+    assert (chosen.lines.number[:, 0] == 0).all() and (chosen.lines.number[:, 1] > 0).all()

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from flexmask.kernels import query_aware_top_p
 from flexmask.kernels.query_aware import pooled_map
 from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
-from flexmask.kernels.visibility import packed_edges
+from flexmask.kernels.visibility import edges_of
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_pooled_map_and_its_top_p(q_len, kv_len, window, padded, gamma, map_size
     take_for(map_size, monkeypatch)
     size, heads, head_dim = 16, 4, 32
     tokens = tokens_of(2, q_len, kv_len, padded)
-    edges, seen = packed_edges(tokens, size, window), block_visibility(tokens, size, window)
+    edges, seen = edges_of(tokens, size, window), block_visibility(tokens, size, window)
     query_means = normal(2, heads, -(-q_len // size), head_dim)
     key_means = normal(2, 2, -(-kv_len // size), head_dim, seed=1)
     active = torch.tensor([[True, True, False, True], [True, False, True, True]], device=DEVICE)
@@ -89,7 +89,7 @@ def test_pooled_map_within_a_window(padded):
     for window in range(94, 114):
         visible = block_visibility(tokens, size, window).visible.expand(2, -1, -1)[:, None].expand(2, 2, -1, -1)
         inputs = AttentionInputs(query_means, torch.empty(2, 2, kv_len, 0), None, 0.5, None, window)
-        values = pooled_map(query_means, key_means, active, packed_edges(tokens, size, window), inputs, size)
+        values = pooled_map(query_means, key_means, active, edges_of(tokens, size, window), inputs, size)
         plain = masked_softmax(pooled_scores(query_means, key_means, valid_keys(tokens, size).expand(2, -1), 0.5, None), visible)
         torch.testing.assert_close(values[visible], plain[visible], atol=1e-6, rtol=1e-5)
         visible_blocks.add(int(visible.sum()))
@@ -108,7 +108,7 @@ def test_pooled_map_within_a_window(padded):
 def test_maps_of_all_sizes_give_the_same_blocks(q_blocks, kv_blocks, monkeypatch):
     size, heads = 16, 3
     tokens = tokens_of(1, q_blocks * size - 3, kv_blocks * size - 3, False)
-    edges, visible = packed_edges(tokens, size, None), block_visibility(tokens, size, None).visible
+    edges, visible = edges_of(tokens, size, None), block_visibility(tokens, size, None).visible
     # of all magnitudes, so that every digit decides somewhere; in one head values of which many are equal
     scores = 10 * normal(1, heads, q_blocks, kv_blocks)
     scores[:, 0, :, 128:131] += 30  # most of the sum stands in the second tile of columns, if there is one

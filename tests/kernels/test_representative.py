@@ -57,21 +57,6 @@ def test_lines_of_the_representative_attention(shape, softcap, window, padded, d
     torch.testing.assert_close(by_row.mT, plain.by_row, atol=3e-6, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of the interpreter
-def test_the_largest_share_of_a_row_keeps_nan():
-    """A maximum drops NaN on a GPU; a key block of unknown weight is not dropped (`tests/test_hybrid.py`)."""
-    query, key = 2 * normal(1, 2, 40, 32), normal(1, 1, 70, 32, seed=1)
-    query[0, 1, 35] = torch.nan
-    tokens = tokens_of(1, 40, 70, False)
-    rows, candidates = representative_rows("last", tokens, 16), candidate_lines(tokens, 16, None)
-    inputs, packed = AttentionInputs(query, key, None, 0.25), packed_rows(rows, tokens.offset)
-    sums = block_sums(inputs, packed, None, 16)
-    largest = line_mass(sums, row_norms(sums), packed, candidates.int().contiguous(), largest=True)[0, 0]
-    assert largest[1].isnan().all()
-    plain = vertical_slash.row_mass(representative_attention(inputs, rows, tokens), rows, 16)
-    torch.testing.assert_close(largest[0], plain.block[0, 0].amax(0), atol=3e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("other", ["query", "key"])
 def test_block_sums_of_any_layout(layout, other):

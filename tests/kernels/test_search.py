@@ -1,10 +1,11 @@
-"""The search by Triton kernels against the reference, in Triton's interpreter.
+"""Methods by Triton kernels against the oracle, in Triton's interpreter; `tests/test_hybrid.py` has hybrid's calls.
 
-`tests/test_search_on_gpu.py` runs it on a GPU for real. The interpreter is slow, so the cases here are short.
+`tests/test_search_on_gpu.py` runs them on a GPU for real. The interpreter is slow, so the cases here are short.
 """
 
+from __future__ import annotations
+
 import functools
-import sys
 
 import pytest
 import torch
@@ -12,19 +13,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask import FlexPrefillConfig
-from flexmask import search as dispatcher
-from flexmask.base.inputs import AttentionInputs
-from tests.cases import Case, attention_masks, configs, drawn_inputs, q_offsets, score_options, sparse_cases, structured_inputs
+from flexmask import run_method
+from flexmask.base.inputs import attention_inputs
+from flexmask.numbers import numbers_of
+from flexmask.stats import FROM_LISTS, STATISTICS
+from tests.attention_calls import padding
+from tests.cases import (
+    Case,
+    Config,
+    attention_masks,
+    by_kernels,
+    configs,
+    drawn_inputs,
+    q_offsets,
+    score_options,
+    sparse_cases,
+    structured_inputs,
+)
 from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed, same_values
+from tests.compile_support import assert_same_lists, traced
 
 pytest.importorskip("triton")
 
+from flexmask import kernels
 from flexmask.kernels import query_aware_top_p
-from flexmask.kernels.hybrid import search as hybrid_search
-from flexmask.kernels.search import search as kernel_search
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
 
 
 @pytest.fixture(autouse=True)
@@ -32,21 +46,9 @@ def _few_chunks(monkeypatch):
     """The interpreter runs programs one after the other: 64 chunks of rows a pass take it seconds."""
     monkeypatch.setattr(query_aware_top_p, "_MEDIUM", (5, 4))
     monkeypatch.setattr(query_aware_top_p, "_LARGE", (3, 4))
-    # some maps of each kind
+    # some maps of each size
     monkeypatch.setattr(query_aware_top_p, "SMALL_MAP", 64)
     monkeypatch.setattr(query_aware_top_p, "MEDIUM_MAP", 144)
-
-
-@st.composite
-def short_cases(draw):
-    config = draw(configs([16, 32, 48], st.sampled_from([0.43, 0.71, 0.91, 1.0]), (0, 1, 4)))
-    kv_len = draw(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 260))
-    q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
-    case = drawn_inputs(draw, config, draw(st.integers(1, 2)), q_len, kv_len, draw(st.sampled_from([1.0, 5.0])))
-    case.attention_mask = draw(attention_masks(case.query.shape[0], kv_len))
-    case.q_offset = draw(q_offsets(case.query.shape[0], kv_len - q_len))
-    case.scores = draw(score_options(kv_len))
-    return case
 
 
 @pytest.fixture
@@ -62,16 +64,31 @@ def _poisoned():
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-@interpreted
-@pytest.mark.usefixtures("_poisoned")
-def test_equals_the_reference(monkeypatch):
-    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
+poisoned = pytest.mark.usefixtures("_poisoned")
+
+
+@st.composite
+def short_cases(draw):
+    config = draw(configs([16, 32, 48], st.sampled_from([0.43, 0.71, 0.91, 1.0]), (0, 1, 4)))
+    kv_len = draw(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 260))
+    q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
+    case = drawn_inputs(draw, config, draw(st.integers(1, 2)), q_len, kv_len, draw(st.sampled_from([1.0, 5.0])))
+    case.attention_mask = draw(attention_masks(case.query.shape[0], kv_len))
+    case.q_offset = draw(q_offsets(case.query.shape[0], kv_len - q_len))
+    case.scores = draw(score_options(kv_len))
+    return case
+
+
+@poisoned
+def test_equals_the_oracle():
     tally, drawn = Tally(), Drawn()
 
     @settings(max_examples=15)
     @given(short_cases() | sparse_cases(most_blocks=16))
     def run(case):
-        expected, result = case.reference(), case.search()
+        expected = case.reference()
+        with by_kernels():
+            result = case.search()
         assert_well_formed(result)
         assert_same_blocks(result, expected)
         tally.add_decisions(expected)
@@ -83,8 +100,24 @@ def test_equals_the_reference(monkeypatch):
     assert drawn.sparse > 0 and drawn.query_aware > 0
 
 
-@interpreted
-@pytest.mark.usefixtures("_poisoned")
+# what all kernels of a method serve together, in memory that holds NaN
+EVERYTHING = {"gamma": 0.7, "tau": 0.5, "block_size": 16, "min_budget": 0, "row_stride": 4}
+
+
+@poisoned
+@pytest.mark.parametrize(("method", "window"), [("flexprefill", 192), ("hybrid", 2**40)])
+def test_window_of_all_tokens_or_more_is_none(method, window):
+    query, key = structured_inputs(torch.Generator().manual_seed(4), 2, 4, 2, 76, 96, 32)
+    config, mask = Config(**EVERYTHING, method=method), padding(96, ("left", 48), ("left", 5))
+    with by_kernels():
+        one, none = (
+            Case(query, key, config, scores, mask, torch.tensor([20, 3])).search() for scores in ({"window": window}, {})
+        )
+    assert all(torch.equal(*pair) for pair in zip(one.lists, none.lists, strict=True))
+    assert all(same_values(value, vars(none.stats)[name]) for name, value in vars(one.stats).items())
+
+
+@poisoned
 @pytest.mark.parametrize(
     ("heads", "options"),
     [
@@ -98,141 +131,141 @@ def test_equals_the_reference(monkeypatch):
         ((4, 2), {"tau": 0.6, "max_budget": 48}),
         ((4, 2), {"tau": 0.6, "gamma": [0.31, 1.0, 0.91, 0.43]}),
         ((4, 2), {"tau": 0.6, "query_aware": "per_query", "gamma": [1.0, 0.61, 0.31, 0.83]}),
-        ((6, 2), {"gamma": [0.7, 0.8, 0.6, 1.0, 0.5, 0.9], "selection": "hybrid", "min_budget": 16, "row_stride": 4}),
     ],
-    ids=["flatten", "per_query", "capped", "by head, flatten", "by head, per_query", "hybrid"],
+    ids=["flatten", "per_query", "capped", "by head, flatten", "by head, per_query"],
 )
-def test_masks_equal_those_of_the_plain_search(monkeypatch, heads, options):
-    generator = torch.Generator().manual_seed(sum(heads))
-    query, key = structured_inputs(generator, 2, *heads, 150, 190, 32, sharpness=5.0)
-    config = FlexPrefillConfig(**{"gamma": 0.43, "block_size": 16, "min_budget": 0, **options})
-    padding = torch.arange(190)[None] >= torch.tensor([[0], [37]])
-    case = Case(query, key, config, {"window": 150, "softcap": 20.0}, padding, torch.tensor([3, 40]))
+def test_masks_equal_those_of_the_plain_steps(heads, options):
+    query, key = structured_inputs(torch.Generator().manual_seed(sum(heads)), 2, *heads, 150, 190, 32, sharpness=5.0)
+    config = Config(**{"gamma": 0.43, "block_size": 16, "min_budget": 0, **options})
+    scores, mask = {"window": 150, "softcap": 20.0}, padding(190, ("left", 0), ("left", 37))
+    case = Case(query, key, config, scores, mask, torch.tensor([3, 40]))
     plain, expected = case.search(), case.reference()
-    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
-    fused = case.search()
+    with by_kernels():
+        fused = case.search()
     assert_well_formed(fused)
-    # exact where the reference has a margin, which is everywhere here
+    # exact where the oracle has a margin, which is everywhere here
     assert not assert_same_blocks(fused, expected).any()
     assert all(torch.equal(*pair) for pair in zip(fused.lists, plain.lists, strict=True))
     assert_same_statistics(fused, expected)
-    assert fused.stats.is_query_aware.any() != (config.selection == "hybrid") and (fused.stats.density < 0.9).any()
-
-
-@interpreted
-@pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"query_aware": "per_query", "max_budget": 48, "pattern_queries": "middle"}, {"selection": "hybrid", "row_stride": 4}],
-    ids=str,
-)
-def test_rows_that_do_not_decide(options):
-    # tests/test_deciding.py shows what the plain search makes of them
-    query, key = structured_inputs(torch.Generator().manual_seed(3), 2, 4, 2, 120, 140, 32, sharpness=5.0)
-    config = FlexPrefillConfig(tau=0.5, block_size=16, min_budget=0, **options)
-    gamma, tau = torch.full((4,), 0.43, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
-    inputs = AttentionInputs(query, key, None, 0.2, offset=torch.tensor([20, 16]), deciding=torch.tensor([120, 50]))
-    plain = dispatcher.plain_search(inputs, config, gamma, tau, True, True)
-    found = kernel_search(inputs, config, gamma, tau, True, True)
-    assert all(torch.equal(*pair) for pair in zip(found.lists, plain.lists, strict=True))
-    assert torch.equal(found.keep, plain.keep)
-    for got, expected in zip(found.stats, plain.stats, strict=True):
-        torch.testing.assert_close(got, expected, equal_nan=True)
-    assert found.stats[0][1].any() != (config.selection == "hybrid") and not found.stats[0].all()
-    everywhere = dispatcher.plain_search(inputs.with_fields(deciding=None), config, gamma, tau, True, True)
-    assert not torch.equal(everywhere.keep[1], plain.keep[1])
-    assert torch.equal(everywhere.keep[0], plain.keep[0])
-
-
-@interpreted
-@pytest.mark.parametrize("selection", ["coverage", "hybrid"])
-def test_the_default_dtype_changes_nothing(selection):
-    query, key = structured_inputs(torch.Generator().manual_seed(3), 1, 2, 1, 90, 90, 32, sharpness=5.0)
-    config = FlexPrefillConfig(tau=0.0, block_size=16, min_budget=0, selection=selection)
-    gamma, tau = torch.full((2,), 0.43, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
-    inputs = AttentionInputs(query, key, None, 0.2)
-    expected = kernel_search(inputs, config, gamma, tau, True, True)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        found = kernel_search(inputs, config, gamma, tau, True, True)
-    finally:
-        torch.set_default_dtype(before)
-    assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
-    assert all(same_values(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(found.stats, expected.stats, strict=True))
-    assert (expected.stats[2] < 1).any()
+    assert fused.stats.is_query_aware.any() and (fused.stats.density < 0.9).any()
 
 
 @functools.cache
-def problem_of_faults(hybrid):
-    """A case, and the reference's blocks, which the kernels find."""
-    generator = torch.Generator().manual_seed(18)
-    query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
-    case = Case(query, key, FlexPrefillConfig(0.5, 0.08, block_size=16, min_budget=0))
-    if hybrid:
-        case = case.with_config(gamma=0.7, selection="hybrid")
+def case_of(method):
+    """A case, and the oracle's blocks, which the kernels find."""
+    query, key = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 200, 32)
+    options = {"gamma": 0.7, "row_stride": 4} if method == "hybrid" else {"gamma": 0.5, "tau": 0.08}
+    case = Case(query, key, Config(**options, block_size=16, min_budget=0, method=method))
     expected = case.reference()
-    assert_same_blocks(case.search(), expected)
-    return case, expected
+    with by_kernels():
+        found = case.search()
+    assert not assert_same_blocks(found, expected).any()
+    assert (found.stats.density < 0.9).any()
+    return case, expected, found
 
 
-@interpreted
-@pytest.mark.parametrize("fault", ["block_sums", "top_p_map", "pattern_and_lines", "row_blocks", "last_rows_lines"])
-def test_a_fault_in_a_kernel_is_found(monkeypatch, fault):
-    hybrid = fault in ("row_blocks", "last_rows_lines")
-    module = sys.modules[hybrid_search.__module__ if hybrid else kernel_search.__module__]
-    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
-    case, expected = problem_of_faults(hybrid)
-    right = getattr(module, fault)
+@pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
+def test_the_default_dtype_changes_nothing(method):
+    case, _, expected = case_of(method)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with by_kernels():
+            found = case.search()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
+    assert all(same_values(value, vars(expected.stats)[name]) for name, value in vars(found.stats).items())
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        ("flexprefill", "representative_mass"),
+        ("flexprefill", "query_aware_blocks"),
+        ("flexprefill", "pattern_and_lines"),
+        ("hybrid", "row_blocks"),
+        ("hybrid", "last_rows_lines"),
+    ],
+)
+def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
+    case, expected, _ = case_of(method)
+    right = getattr(kernels, fault)
 
     def wrong(*arguments):
         result = right(*arguments)
-        if fault == "block_sums":
-            result.blocks[..., 1:, :, 1] = result.blocks[..., :-1, :, 1].clone()  # a row off by one
+        if fault == "representative_mass":
+            result.sums.blocks[..., 1:, :, 1] = result.sums.blocks[..., :-1, :, 1].clone()  # a row off by one
         elif fault == "row_blocks":
-            result[..., 9, 1:8] ^= 1
-        elif fault == "top_p_map":
-            result = result.clone()
-            result[:, :, 5, 2] ^= 1
+            result.codes[..., 9, 1:8] ^= 2  # the bit of kept blocks
+        elif fault == "query_aware_blocks":
+            result.codes[:, :, 5, 2] ^= 1
         else:
-            result.kept[1] = result.kept[1].roll(1, -1)  # slashes off by one block
+            lines = result if fault == "last_rows_lines" else result.lines
+            lines.kept[1] = lines.kept[1].roll(1, -1)  # slashes off by one block
         return result
 
-    monkeypatch.setattr(module, fault, wrong)
-    with pytest.raises(AssertionError, match="blocks differ"):
+    monkeypatch.setattr(kernels, fault, wrong)
+    with by_kernels(), pytest.raises(AssertionError, match="blocks differ"):
         assert_same_blocks(case.search(), expected)
 
 
-@interpreted
-@pytest.mark.parametrize("with_stats", [False, True])
-def test_operator_has_the_shapes_that_it_declares(monkeypatch, with_stats):
-    monkeypatch.setattr(dispatcher, "plain_search", kernel_search)
-    # what a surrounding compilation is told, against what it gets
+# Inside of somebody else's torch.compile the kernels are one operator, flexmask::select
+
+
+@pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
+@pytest.mark.parametrize(("with_map", "statistics"), [(False, ()), (False, FROM_LISTS), (True, STATISTICS)], ids=str)
+def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
+    """What a surrounding compilation is told, against what it gets."""
+
+    def outcome(query, key):
+        inputs = attention_inputs(query, key).placed()
+        selector = Config(**EVERYTHING, method=method).selector.for_inputs(inputs)
+        found = run_method._as_one_operator(selector, inputs, numbers_of(selector, query, None), with_map, statistics)
+        assert tuple(found.stats) == statistics
+        tensors = [*found.lists, *found.stats.values(), *([] if found.keep is None else [found.keep])]
+        return [(x.shape, x.dtype, x.stride()) for x in tensors]
+
     query, key = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
-    gamma, tau = torch.full((4,), 0.7, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
-    options = (0.25, None, None, with_stats, True, 0.5, 16, 16, None, "coverage", "flatten", "last", "last", 8)
-    with FakeTensorMode() as mode:
-        declared = dispatcher.search_operator(
-            *(mode.from_tensor(x) for x in (query, key, gamma, tau)), None, None, None, *options
-        )
-    found = dispatcher.search_operator(query, key, gamma, tau, None, None, None, *options)
-    assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in found]
-    assert len(found) == (12 if with_stats else 5)
+    with by_kernels():
+        found = outcome(query, key)
+        with FakeTensorMode() as mode:
+            declared = outcome(mode.from_tensor(query), mode.from_tensor(key))
+    assert declared == found
+    assert len(found) == 4 + with_map + len(statistics)
 
 
-@pytest.mark.parametrize("with_stats", [False, True])
-def test_operator_gives_the_search_inside_a_compilation(with_stats):
-    # CUDA's way; here plain code stands behind the operator
-    query, key = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 230, 32)
-    gamma, tau = torch.tensor([0.5, 0.3, 1.0, 0.8], dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
-    config = FlexPrefillConfig(tau=0.5, block_size=16, min_budget=0)
-    inputs = AttentionInputs(query, key, None, 0.2)
-    inside = torch.compile(dispatcher._as_one_operator, fullgraph=True, backend="aot_eager")
-    found = inside(inputs, config, gamma, tau, with_stats, with_stats)
-    expected = dispatcher.plain_search(inputs, config, gamma, tau, with_stats, with_stats)
-    assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
-    if with_stats:
-        assert torch.equal(found.keep, expected.keep)
-        assert all(same_values(*pair) for pair in zip(found.stats, expected.stats, strict=True))
-    else:
-        assert found.keep is None and found.stats is None
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gamma": [0.5, 0.3, 1.0, 0.8], "max_budget": 80, "query_aware": "per_query", "index_queries": "middle"},
+        {"method": "hybrid", "gamma": 0.8, "min_budget": 16},
+    ],
+    ids=["flexprefill", "hybrid"],
+)
+def test_operator_gives_the_mask_inside_a_compilation(options):
+    query, key = structured_inputs(torch.Generator().manual_seed(18), 2, 4, 2, 100, 130, 32, sharpness=5.0)
+    given = {
+        "window": 110,
+        "softcap": 20.0,
+        "attention_mask": padding(130, ("left", 20), ("left", 0)),
+        "return_stats": True,
+    }
+    config = Config(**{**EVERYTHING, **options})
+    operators = []
+
+    def mask(query, key):
+        return config.mask(query, key, **given)
+
+    def seen(graph, example_inputs):
+        operators.extend(str(node.target) for node in graph.graph.nodes if "flexmask" in str(node.target))
+        return graph
+
+    run, counter = traced(mask, seen)
+    with by_kernels():
+        (found, stats), (expected, expected_stats) = run(query, key), mask(query, key)
+    assert operators == ["flexmask.select.default"] and counter.frame_count == 1
+    for name, value in vars(expected_stats).items():
+        assert same_values(torch.as_tensor(getattr(stats, name)), torch.as_tensor(value)), name
+    assert_same_lists(found, expected)
+    assert torch.equal(found.to_dense(), expected.to_dense())

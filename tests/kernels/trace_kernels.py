@@ -16,8 +16,9 @@ from triton.backends.compiler import GPUTarget
 
 from flexmask._torch import with_dynamic
 from flexmask.base.inputs import AttentionInputs
-from flexmask.config import FlexPrefillConfig, compile_time
-from flexmask.kernels.search import search
+from flexmask.run_method import _chosen
+from flexmask.stats import STATISTICS
+from tests.cases import Config
 
 
 class Driver:
@@ -55,19 +56,22 @@ VARIANTS = (
 
 def main(count: int) -> None:
     """Trace the first `count` variants, with statistics and without."""
-    torch.utils._triton.has_triton = lambda: True  # type: ignore[assignment]  # a cached function
+    torch.utils._triton.has_triton = lambda *_, **__: True  # type: ignore[assignment]  # a cached function
     triton.runtime.driver.set_active(Driver())
-    half = torch.tensor(0.5, dtype=torch.float64)
+    numbers = {"gamma": torch.full((4,), 0.5, dtype=torch.float64), "tau": torch.tensor(0.5, dtype=torch.float64)}
     for block_size, dtype, head_dim, softcap, window, scale in VARIANTS[:count]:
-        own = types.FunctionType(search.__code__.replace(), search.__globals__, search.__name__)
+        own = types.FunctionType(_chosen.__code__.replace(), _chosen.__globals__, _chosen.__name__)
         run = torch.compile(own, fullgraph=True, backend=backend)
         query, key = (torch.zeros(1, heads, 300, head_dim, dtype=dtype) for heads in (4, 2))
         inputs = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, scale, softcap, window)
-        for selection, with_stats in itertools.product(("coverage", "hybrid"), (False, True)):
-            options: dict[str, Any] = {"selection": selection, "row_stride": 16 if softcap else 8}
-            config = compile_time(FlexPrefillConfig(0.5, 0.5, block_size=block_size, min_budget=block_size, **options))
+        for method, with_stats in itertools.product(("flexprefill", "hybrid"), (False, True)):
+            options: dict[str, Any] = {"method": method, "row_stride": 16 if softcap else 8}
+            config = Config(0.5, 0.5, block_size=block_size, min_budget=block_size, **options)
+            fixed = {name: value for name, value in config.options.items() if name not in numbers}
+            tensors = {name: value for name, value in numbers.items() if name in config.options}
+            choose, statistics = config.selector.method.choose, STATISTICS if with_stats else ()
             try:
-                run(inputs, config, half, half, with_stats, True)
+                run(inputs, block_size, choose, fixed, tensors, with_stats, statistics, True)
             except TracedError:
                 print("traced", flush=True)
 

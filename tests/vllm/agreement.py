@@ -58,7 +58,7 @@ def summary(found):
 _EVERYTHING = {"keep_all": "stock", "compiled": "stock", "graphs": "stock", "triton": "triton_stock"}
 # engines of random models, and what the engine's own kernel serves alone
 _OTHERS = dict.fromkeys(("windows", "sinks", "both"), ("whole", "odd_chunks")) | {"fp8": ("odd_chunks", "mixed")}
-_SPARSE = ("sparse", "graphs_sparse", "hybrid")
+_SPARSE = ("sparse", "graphs_sparse", "flexprefill")
 
 
 def row(name, asked, left, right):
@@ -90,6 +90,8 @@ def rows(runs):
         if stock and "whole" in stock:
             made.append(row(f"{name}_stock in other chunks", "whole", stock["whole"][:1], stock["odd_chunks"]))
         compare(name, f"{name}_stock", questions)
+    compare("fp8_later", "fp8_stock", ("odd_chunks", "mixed"))
+    compare("fp8_stock", "stock", ("odd_chunks",))
     compare("keep_all_on_two", "stock_on_two", ("odd_chunks", "mixed"))
     compare("stock_on_two", "stock", ("odd_chunks", "mixed"))
     compare("keep_all_on_two", "stock", ("mixed",))

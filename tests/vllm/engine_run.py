@@ -2,8 +2,6 @@
 
 vLLM reads its environment when it is imported, and an engine does not go away as long as its process lives. So a test starts
 this program for each engine that it needs and compares what they write.
-
-Over 300 lines: one table of engines, what they are asked, and how that is written down, for one process.
 """
 
 from __future__ import annotations
@@ -55,11 +53,12 @@ class Engine(NamedTuple):
 
 # graphs of steps of this size and below, which the default takes from the number of requests
 _GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
+_FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 ENGINES = {
     "stock": Engine(None),
     "keep_all": Engine(KEEP_ALL, "all_and_faults"),
     "sparse": Engine(SPARSE),
-    "hybrid": Engine({**SPARSE, "selection": "hybrid"}, "sparsely"),
+    "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, "sparsely"),
     "by_head": Engine(BY_HEAD, "by_head"),
     # by Inductor, which makes the memory-measuring run come before the builder
     "compiled": Engine(KEEP_ALL, arguments={"enforce_eager": False}),
@@ -80,11 +79,14 @@ ENGINES = {
     # sinks in the layers with windows
     "both_stock": Engine(None, "of_random_model", random_models.laguna),
     "both": Engine(KEEP_ALL, "of_random_model", random_models.laguna),
-    # what the plug-in leaves to the engine
-    "fp8_stock": Engine(None, "in_777s", arguments={"kv_cache_dtype": "fp8"}),
-    "fp8": Engine(KEEP_ALL, "in_777s", arguments={"kv_cache_dtype": "fp8"}),
-    # refused on a GPU
-    "latent": Engine(KEEP_ALL, "of_random_model", random_models.deepseek, arguments={"load_format": "dummy"}),
+    # first chunks from the step's own keys and values, and with the stock engine's first chunks
+    "fp8_stock": Engine(None, "with_scales", arguments=_FP8),
+    "fp8": Engine(KEEP_ALL, "with_scales", arguments=_FP8),
+    "fp8_later": Engine({"method": "causal", "block_size": 64, "dense_below": 1000}, "with_scales", arguments=_FP8),
+    # whole prompts at once, and in chunks
+    "latent_stock": Engine(None, "of_latent_model", random_models.deepseek),
+    "latent": Engine(KEEP_ALL, "of_latent_model", random_models.deepseek),
+    "latent_sparse": Engine(SPARSE, "of_latent_model", random_models.deepseek),
 }
 
 SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
@@ -117,12 +119,15 @@ def main(name: str, *device_and_out: str) -> None:
     if engine.model is not None:
         given |= {"model": engine.model(Path(out).with_suffix(".model")), "skip_tokenizer_init": True, "max_model_len": 2048}
     common = {"model": MODEL, "max_model_len": MOST_TOKENS, "seed": 0, "max_num_seqs": 8, "block_size": PAGE}
-    common |= {"max_num_batched_tokens": 777 if engine.asks == "in_777s" else MOST_TOKENS, "num_gpu_blocks_override": PAGES}
+    common |= {
+        "max_num_batched_tokens": 777 if engine.asks in ("in_777s", "with_scales") else MOST_TOKENS,
+        "num_gpu_blocks_override": PAGES,
+    }
     common |= {"additional_config": {} if options is None else {"flexmask": options}}
     asked = Asked(LLM(**{**common, **given, **engine.arguments}))
     results = {**getattr(asked, engine.asks)(), "backends": asked.backends(), "roles": asked.roles()}
     # of this process
-    results.setdefault("counters", counted())
+    results.setdefault("counters", asked.counts())
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
@@ -146,7 +151,7 @@ class Asked:
         """Answers, and how much the requests compiled and counted."""
         before = compilations()
         results = {name: getattr(self, name)() for name in questions}
-        return {**results, "compiled_by_requests": compilations() - before, "counters": counted()}
+        return {**results, "compiled_by_requests": compilations() - before, "counters": self.counts()}
 
     def by_head(self):
         return {"whole": self.whole()}
@@ -157,11 +162,28 @@ class Asked:
         answers = {"odd_chunks": self.generate([prompt(3000, seed=3)], prompt_logprobs=0)}
         return {**answers, "mixed": self.generate(mixed, tokens=12, prompt_logprobs=0)}
 
+    def with_scales(self):
+        """The same with an FP8 cache whose scales are not 1, as a checkpoint's may be."""
+        for layer in self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
+            layer._k_scale.fill_(0.06)
+            layer._v_scale.fill_(0.03)
+            layer._k_scale_float, layer._v_scale_float = 0.06, 0.03
+        return self.in_777s()
+
     def of_random_model(self):
         tokens = random_models.prompt(1500)
         whole = self.generate([tokens, tokens[:700]], prompt_logprobs=0, detokenize=False)
         self.budget(333)
         return {"whole": whole, "odd_chunks": self.generate([tokens], prompt_logprobs=0, detokenize=False)}
+
+    def of_latent_model(self):
+        """Of a model whose prompts vLLM's CPU build does not cut, unless it is made to."""
+        tokens = random_models.prompt(1500)
+        prompts = [tokens, tokens[:40], tokens[:700], tokens[300:330], tokens[100:900]]
+        whole = self.generate(prompts, tokens=6, prompt_logprobs=0, detokenize=False)
+        self.scheduler.scheduler_config.enable_chunked_prefill = True
+        self.budget(333)
+        return {"whole": whole, "odd_chunks": self.generate(prompts[:3], tokens=6, prompt_logprobs=0, detokenize=False)}
 
     def budget(self, tokens):
         """Rows of a step at most, which vLLM reads anew in every step."""
@@ -176,14 +198,23 @@ class Asked:
         layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         return sorted({each.get_attn_backend().full_cls_name()[1] for each in layers if hasattr(each, "get_attn_backend")})
 
+    @property
+    def engine(self):
+        from flexmask.integrations.vllm.engine import engine_of
+
+        return engine_of(self.llm.llm_engine.vllm_config)
+
+    def counts(self):
+        found = self.engine.counters
+        return {"sparse": found.sparse_tokens, "dense": found.dense_tokens, "steps": found.steps, "density": found.density}
+
     def roles(self):
         """Of each layer in this process: window, sinks and soft cap where it is sparse, else the reason."""
-        from flexmask.integrations.vllm.engine import engine_of
 
         def told(role):
             return role if isinstance(role, str) else {"window": role.window, "sinks": role.has_sinks, "softcap": role.softcap}
 
-        return {name: told(role) for name, role in engine_of(self.llm.llm_engine.vllm_config).roles.items()}
+        return {name: told(role) for name, role in self.engine.roles.items()}
 
     def generate(self, prompts, tokens=4, **options):
         from vllm import SamplingParams
@@ -315,13 +346,6 @@ def compilations():
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
-
-
-def counted():
-    from flexmask.integrations.vllm.counters import COUNTERS
-
-    density = COUNTERS.density
-    return {"sparse": COUNTERS.sparse_tokens, "dense": COUNTERS.dense_tokens, "steps": COUNTERS.steps, "density": density}
 
 
 if __name__ == "__main__":

@@ -84,12 +84,13 @@ def laguna(folder):
 
 
 def deepseek(folder):
-    """The config of a DeepSeek V2, whose attention is multi-head latent, without weights."""
-    from transformers import DeepseekV2Config
+    """A DeepSeek V2 without experts, whose attention is multi-head latent; widths are those that vLLM's CPU kernel takes."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 64}
     ranks = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    config = DeepseekV2Config(**_SHAPE, **heads, **ranks, first_k_dense_replace=4, n_routed_experts=4, n_group=1, topk_group=1)
-    config.architectures = ["DeepseekV2ForCausalLM"]
-    config.save_pretrained(folder)
+    dense = {"first_k_dense_replace": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    DeepseekV2ForCausalLM(DeepseekV2Config(**_SHAPE, **heads, **ranks, **dense, initializer_range=0.1)).save_pretrained(folder)
     return str(folder)

@@ -17,14 +17,22 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from flexmask.integrations.vllm import backends
 from flexmask.integrations.vllm.registration import register
 
+HAS_LATENT = "CPU_MLA" in AttentionBackendEnum.__members__  # since 0.27
 NAMES = ["SparseFlashAttention", "SparseTritonAttention", "SparseCPUAttention"]
+NAMES += ["SparseCPULatentAttention"] if HAS_LATENT else []
 
 
 @pytest.fixture
 def overrides():
+    _clear()
     yield
-    for name in ("CUSTOM", "CPU_ATTN"):
-        AttentionBackendEnum[name].clear_override()
+    _clear()
+
+
+def _clear():
+    for name in ("CUSTOM", "CPU_ATTN", "CPU_MLA"):
+        if name in AttentionBackendEnum.__members__:
+            AttentionBackendEnum[name].clear_override()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,7 +46,8 @@ def test_vllm_finds_each_class_by_the_path_it_tells(name):
     assert issubclass(impl, stock.get_impl_cls())
     assert issubclass(builder, stock.get_builder_cls())
     assert not getattr(impl, "__abstractmethods__", None)
-    assert impl.forward is not stock.get_impl_cls().forward
+    attends = "forward_mha" if backend.is_mla() else "forward"
+    assert getattr(impl, attends) is not getattr(stock.get_impl_cls(), attends)
     assert builder.build is not stock.get_builder_cls().build
 
 
@@ -51,7 +60,7 @@ def test_promises_that_sparse_prefill_cannot_keep_are_taken_back(name):
     assert supported.value == min(most.value, AttentionCGSupport.UNIFORM_BATCH.value)
     assert not builder.supports_update_block_table
     assert not backend.supports_batch_invariance()
-    assert not backend.is_mla()
+    assert backend.is_mla() == ("Latent" in name)
     assert not backend.get_impl_cls().fused_output_quant_supported(None, None)
     # a wrapper that vLLM derives from the builder shows it other requests than the batch has
     assert builder.flexmask_own is builder
@@ -60,7 +69,6 @@ def test_promises_that_sparse_prefill_cannot_keep_are_taken_back(name):
 
 def test_registration_names_custom_and_nothing_else(overrides, monkeypatch):
     monkeypatch.delenv("FLEXMASK_VLLM_CPU", raising=False)
-    AttentionBackendEnum.CPU_ATTN.clear_override()
     register()
     register()
     assert [each.name for each in AttentionBackendEnum if each.is_overridden()] == ["CUSTOM"]
@@ -68,6 +76,8 @@ def test_registration_names_custom_and_nothing_else(overrides, monkeypatch):
     monkeypatch.setenv("FLEXMASK_VLLM_CPU", "1")
     register()
     assert AttentionBackendEnum.CPU_ATTN.get_class() is backends.SparseCPUAttention
+    if HAS_LATENT:
+        assert AttentionBackendEnum.CPU_MLA.get_class() is backends.SparseCPULatentAttention
 
 
 def test_custom_of_another_plug_in_stays(overrides, caplog):
@@ -81,13 +91,21 @@ def test_custom_wraps_the_kernel_of_the_options(monkeypatch):
     assert backends.Custom is backends.SparseTritonAttention
 
 
-def test_another_release_is_refused_with_words_in_the_log(monkeypatch, caplog):
-    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+@pytest.mark.parametrize(
+    ("version", "faults", "message"),
+    [("0.31.0", [], "which it was not run with"), ("0.32.0", ["one"], "whose interfaces are others: one"), ("0.34.0", [], None)],
+)
+def test_other_releases_are_refused_or_warned_of_in_the_log(version, faults, message, monkeypatch, caplog):
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(backends, "interface_faults", lambda stock: faults)
     monkeypatch.setattr(backends, "_backend", backends._backend.__wrapped__)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with pytest.raises(ImportError, match=r"flexmask serves vLLM 0\.26 to 0\.33; got 0\.34\.0"):
-        _ = backends.Custom
-    assert "flexmask serves vLLM 0.26 to 0.33; got 0.34.0" in caplog.text
+    if message is None:
+        assert backends.Custom.get_name() == "CUSTOM"
+    else:
+        with pytest.raises(ImportError, match=message):
+            _ = backends.Custom
+    assert (message or "Its interfaces fit: it is served") in caplog.text
 
 
 def test_names_that_are_not_there_raise_as_ever():

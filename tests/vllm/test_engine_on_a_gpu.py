@@ -103,11 +103,13 @@ def test_windows_soft_caps_and_sinks_are_served(name, run):
     assert ours["counters"]["dense"] < 168
 
 
-@pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
-def test_a_cache_of_fp8_is_left_to_the_engine(asked, run):
-    stock, ours = run("fp8_stock"), run("fp8")
-    assert max(differences(stock[asked], ours[asked])) == 0
-    assert all(role.startswith("a cache of fp8") for role in ours["roles"].values())
+def test_a_cache_of_fp8_is_read_as_the_stock_backend_does(run):
+    """Not run yet on a GPU, where the stock kernel also rounds queries and attention to FP8."""
+    stock, exact, ours = (run(name)["odd_chunks"] for name in ("fp8_stock", "stock", "fp8_later"))
+    rounding = summary(differences(stock, exact))
+    assert summary(differences(stock, ours))["mean"] <= rounding["mean"]
+    assert all(not isinstance(role, str) for role in run("fp8_later")["roles"].values())
+    assert run("fp8_later")["counters"]["sparse"] > 0
 
 
 @over_two
@@ -130,7 +132,7 @@ def test_a_planted_fault_is_caught(fault, stock, keep_all, rounding):
 
 
 @pytest.mark.parametrize("asked", ["whole", "chunks", "odd_chunks"])
-@pytest.mark.parametrize("name", ["sparse", "graphs_sparse", "hybrid"])
+@pytest.mark.parametrize("name", ["sparse", "graphs_sparse", "flexprefill"])
 def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapter, run, stock, rounding):
     ours, theirs = run(name)[asked], adapter[name.removeprefix("graphs_")][asked]
     found = summary([abs(a - b) for a, b in zip(ours[0]["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)])
@@ -138,9 +140,9 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapt
     assert found["mean"] <= 5 * rounding["mean"]
     assert ours[0]["tokens"][0] == theirs["token"]
     # hybrid keeps more of so short a prompt, and is nearer to dense attention
-    assert summary(differences(stock[asked], ours))["mean"] > (1 if name == "hybrid" else 2) * found["mean"]
+    assert summary(differences(stock[asked], ours))["mean"] > (2 if name == "flexprefill" else 1) * found["mean"]
 
 
-@pytest.mark.parametrize("name", ["stock", "keep_all", "sparse", "hybrid", "graphs", "graphs_sparse", "triton"])
+@pytest.mark.parametrize("name", ["stock", "keep_all", "sparse", "flexprefill", "graphs", "graphs_sparse", "triton"])
 def test_requests_compile_nothing(name, run):
     assert run(name)["compiled_by_requests"] == 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.integrations.settings import PrefillSettings
-from flexmask.integrations.vllm.layers import layer_number, reason_for_stock, sparse_layer
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.vllm.layers import SparseLayer, layer_number, role_of
 from flexmask.integrations.vllm.options import ServingOptions
 from flexmask.integrations.vllm.startup import roles_line
 
@@ -26,8 +26,12 @@ GIVEN |= {"sliding_window": None, "logits_soft_cap": None, "attn_type": Kind.DEC
 DEFAULTS = {"chunk_lookback": -1, "use_alibi_sqrt": False}
 
 
-def reason(number=1, settings=None, dtype=torch.bfloat16, **given):
-    return reason_for_stock(number, {**GIVEN, **given}, DEFAULTS, settings or PrefillSettings(), dtype)
+def role(number=1, settings=None, dtype=torch.bfloat16, ranks=(0, 1), **given):
+    return role_of(number, {**GIVEN, **given}, DEFAULTS, settings or PrefillSettings(), dtype, *ranks)
+
+
+def settings_of(**options):
+    return PrefillSettings.from_options(**options)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,8 @@ def test_number_of_a_layer_by_its_name(name, number):
         {},
         {"attn_type": "decoder"},
         {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
         {"chunk_lookback": -1},
         {"logits_soft_cap": 50.0},
         {"sinks": torch.zeros(4)},
@@ -51,14 +57,26 @@ def test_number_of_a_layer_by_its_name(name, number):
     ],
 )
 def test_layers_that_are_served(given):
-    assert reason(**given) is None
+    assert isinstance(role(**given), SparseLayer)
+
+
+LATENT: dict[str, Any] = {"head_size": 576, "num_kv_heads": 1, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
+LATENT |= {"qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128, "kv_b_proj": torch.nn.Identity()}
+
+
+def test_latent_attention_is_served_as_the_plain_attention_that_it_becomes():
+    layer = role(**LATENT)
+    assert isinstance(layer, SparseLayer)
+    assert (layer.num_kv_heads, layer.head_dim, layer.v_head_dim) == (4, 192, 128)
+    assert role(**LATENT, kv_cache_dtype="fp8") == "a cache of fp8"
+    assert role(**LATENT, indexer=torch.nn.Identity()) == "indexer, which flexmask does not know"
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"alibi_slopes": [1.0]}, "ALiBi"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "a cache of fp8_e4m3"),
+        ({"kv_cache_dtype": "fp8_per_token_head"}, "a cache of fp8_per_token_head"),
         ({"kv_cache_dtype": "float16"}, "a cache of float16"),
         ({"attn_type": Kind.ENCODER}, "attention of type"),
         ({"kv_sharing_target_layer_name": "model.layers.0"}, "another layer's cache"),
@@ -68,43 +86,67 @@ def test_layers_that_are_served(given):
         ({"something_new": torch.zeros(1)}, "something_new"),
         ({"number": None}, "no layer number"),
         ({"settings": PrefillSettings(dense_layers=(1,))}, "in dense_layers"),
-        ({"settings": PrefillSettings.from_options(gamma=1.0)}, "gamma 1 in every head"),
-        ({"settings": PrefillSettings.from_options(layers={1: {"gamma": [1.0, 1.0]}})}, "gamma 1 in every head"),
+        ({"settings": settings_of(gamma=1.0)}, "every head keeps every block"),
+        ({"settings": settings_of(layers={1: {"gamma": [1.0] * 4}})}, "every head keeps every block"),
     ],
 )
 def test_layers_that_stay_stock_say_why(given, message):
-    found = reason(**given)
-    assert found is not None
+    found = role(**given)
+    assert isinstance(found, str)
     assert message in found
 
 
-@pytest.mark.parametrize("options", [{"gamma": 1.0, "dense_below": 0}, {"gamma": 1.0, "max_budget": 2048}, {"gamma": [1.0, 0.9]}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gamma": 1.0, "dense_below": 0},
+        {"method": "flexprefill", "gamma": 1.0, "max_budget": 2048},
+        {"gamma": [1.0, 1.0, 1.0, 0.9]},
+    ],
+)
 def test_gamma_one_is_not_always_stock(options):
-    assert reason(settings=PrefillSettings.from_options(**options)) is None
+    assert isinstance(role(settings=settings_of(**options)), SparseLayer)
 
 
-def test_each_rank_gets_the_gammas_of_its_heads():
-    settings = PrefillSettings.from_options(gamma=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
-    assert sparse_layer(0, GIVEN, settings, 0, 2).config.gamma == (0.1, 0.2, 0.3, 0.4)
-    assert sparse_layer(0, GIVEN, settings, 1, 2).config.gamma == (0.5, 0.6, 0.7, 0.8)
-    with pytest.raises(ValueError, match="one number a head, 4 in layer 0; got 8"):
-        sparse_layer(0, GIVEN, settings, 0, 1)
+def test_a_method_that_takes_no_chunks_is_refused():
+    with pytest.raises(ValueError, match="published"):
+        role(settings=settings_of(method="published"))
 
 
-def test_variants_differ_in_what_is_compiled_and_not_in_gamma():
-    settings = PrefillSettings.from_options(gamma=0.9, layers={1: {"gamma": 0.5, "tau": 0.2}, 2: {"block_size": 64}})
-    first, second, third = (sparse_layer(number, GIVEN, settings, 0, 1).variant for number in range(3))
-    capped = sparse_layer(0, {**GIVEN, "logits_soft_cap": 30.0}, settings, 0, 1).variant
-    assert first == second
-    assert len({first, third, capped}) == 3
+def test_each_rank_gets_the_numbers_of_its_heads():
+    shares = settings_of(gamma=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    assert role(settings=shares, ranks=(0, 2)).selector.options["gamma"] == (0.1, 0.2, 0.3, 0.4)
+    assert role(settings=shares, ranks=(1, 2)).selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
+    with pytest.raises(ValueError, match="gamma must hold one number a head, 4 in layer 1; got 8"):
+        role(settings=shares)
+    one = settings_of(gamma=0.7)
+    assert role(settings=one, ranks=(1, 2)).selector.options["gamma"] == 0.7
+    pairs = settings_of(method="minference", plan=[[number, 100] for number in range(1, 9)])
+    assert role(settings=pairs, ranks=(1, 2)).selector.options["plan"] == tuple((number, 100) for number in range(5, 9))
+    # a plan that a method makes of the number of heads is the whole model's
+    whole = role(settings=settings_of(method="moa"), num_heads=8).selector.options["plan"]
+    halves = [role(settings=settings_of(method="moa"), ranks=(rank, 2)).selector.options["plan"] for rank in range(2)]
+    assert halves[0] + halves[1] == whole
+
+
+def test_variants_differ_in_what_is_compiled_and_not_in_numbers():
+    options = {
+        "method": "flexprefill",
+        "gamma": 0.9,
+        "layers": {1: {"gamma": 0.5, "tau": 0.2}, 2: {"tau": 0.0}, 3: {"min_budget": 7}},
+    }
+    variants = [role(number, settings_of(**options)).variant for number in range(4)]
+    capped = role(0, settings_of(**options), logits_soft_cap=30.0).variant
+    assert variants[0] == variants[1]
+    assert len({*variants, capped}) == 4
 
 
 def test_line_at_start_up():
-    settings = PrefillSettings.from_options(gamma=0.9, layers={1: {"gamma": 0.95}}, selection="hybrid")
-    layers = {str(number): sparse_layer(number, GIVEN, settings, 0, 1) for number in range(2)}
+    settings = settings_of(gamma=0.9, layers={1: {"gamma": 0.95}}, min_budget=300)
+    layers = {str(number): role(number, settings) for number in range(2)}
     line = roles_line({**layers, "2": "ALiBi", "3": "ALiBi"}, ServingOptions(settings, source="defaults"), "FLASH_ATTN")
     for part in (
-        "2 of 4 attention layers prefill sparse (FlexPrefill, gamma 0.9 to 0.95 by layer or head, selection hybrid)",
+        "2 of 4 attention layers prefill sparse (hybrid, gamma 0.9 to 0.95 by layer or head, min_budget 300)",
         "from 16384 tokens on, in chunks of at least 128 rows",
         "FLASH_ATTN serves all else. Settings: defaults.",
         "2 layers (ALiBi)",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexmask.integrations.vllm.cpu_pages import gathered_on_cpu, order_of_cache
-from flexmask.integrations.vllm.pages import Places, gathered
+from flexmask.integrations.vllm.pages import FP8_CACHES, Places, gathered, scaled
 
 PAGES, HEADS, PAGE, DIM = 9, 3, 16, 32
 TABLE = torch.tensor([7, 2, 5, 0, 0], dtype=torch.int32)
@@ -36,6 +36,25 @@ def test_pages_of_a_gpu_cache(order, tokens, rows):
         torch.testing.assert_close(made, expected[:, :tokens], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", FP8_CACHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [torch.tensor(0.03), torch.tensor([0.5, 0.03, 7.0])])
+def test_pages_of_an_fp8_cache_are_scaled(name, dtype, scale, rows):
+    """Pages of bytes, written out token by token: what comes back is what FP8 makes of the rows, rounded once more to dtype."""
+    own = scale.view(-1, 1, 1)
+    stored = [(each / own).to(FP8_CACHES[name]) for each in rows]
+    cache = torch.zeros(PAGES, HEADS, PAGE, 2 * DIM, dtype=torch.uint8)
+    for token in range(34):
+        cache[TABLE[token // PAGE], :, token % PAGE] = torch.cat([each[:, token].view(torch.uint8) for each in stored], -1)
+    for made, bytes_of, given in zip(gathered(cache, Places(TABLE, 34), DIM), stored, rows, strict=True):
+        expected = bytes_of[:, :34].double() * own
+        found = scaled(made, scale, name, dtype)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0)
+        # within what FP8 rounds: half a unit of 3 or 2 bits, and numbers below its normal ones
+        assert ((expected - given[:, :34]).abs() <= given[:, :34].abs() / (8 if "e5m2" in name else 16) + own / 512).all()
+
+
 def transposed(keys, values, cache):
     """Keys by dimension, values by token: vLLM's order for AVX."""
     page_size, heads, head_dim = keys.shape
@@ -53,18 +72,17 @@ def paired(keys, values, cache):
 
 
 @pytest.mark.parametrize("write", [transposed, paired])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_pages_of_a_cpu_cache_in_an_order_found_by_writing(write, dtype, rows):
     orders = order_of_cache(PAGE, DIM, dtype, write)
     keys, values = (each.to(dtype) for each in rows)
-    cache = torch.full((PAGES, HEADS, PAGE, 2 * DIM), float("nan"), dtype=dtype)
+    cache = torch.full((PAGES, HEADS, PAGE, 2 * DIM), float("nan")).to(dtype)
     for number, page in enumerate(TABLE[:3]):
         part = slice(number * PAGE, (number + 1) * PAGE)
         write(keys[:, part].transpose(0, 1), values[:, part].transpose(0, 1), cache[page : page + 1])
     for tokens in LENGTHS:
-        made = gathered_on_cpu(cache, Places(TABLE, tokens), DIM, orders)
-        assert torch.equal(made[0], keys[:, :tokens])
-        assert torch.equal(made[1], values[:, :tokens])
+        for made, right in zip(gathered_on_cpu(cache, Places(TABLE, tokens), DIM, orders), (keys, values), strict=True):
+            assert torch.equal(made.float(), right[:, :tokens].float())
 
 
 def test_a_cache_that_loses_elements_is_refused():

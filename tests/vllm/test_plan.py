@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.vllm.plan import SparseRequest, StockRun, plan_step
 
 
@@ -19,7 +20,7 @@ def starts_of(rows):
 def test_decoding_rows_short_chunks_and_long_prefills_share_a_step():
     # two that decode, a short prompt, a late chunk, a whole prompt, one row of a prompt
     rows, lengths = [1, 1, 40, 700, 300, 1], [900, 31, 40, 5000, 300, 800]
-    plan = plan_step(starts_of(rows), lengths, least_rows=64, dense_below=256)
+    plan = plan_step(starts_of(rows), lengths, DensePolicy(256, 64))
     assert plan.sparse == (SparseRequest(3, 42, 742, 5000), SparseRequest(4, 742, 1042, 300))
     assert plan.stock == (StockRun(0, 3, 0, 42), StockRun(5, 6, 1042, 1043))
     assert (plan.sparse_tokens, plan.dense_tokens) == (1000, 40)
@@ -29,31 +30,31 @@ def test_decoding_rows_short_chunks_and_long_prefills_share_a_step():
     ("rows", "tokens", "is_sparse"), [(64, 256, True), (63, 256, False), (64, 255, False), (256, 256, True), (1, 9000, False)]
 )
 def test_a_block_of_rows_and_dense_below_tokens_are_enough(rows, tokens, is_sparse):
-    plan = plan_step([0, rows], [tokens], least_rows=64, dense_below=256)
+    plan = plan_step([0, rows], [tokens], DensePolicy(256, 64))
     assert bool(plan.sparse) is is_sparse
 
 
 def test_requests_without_rows_pad_a_batch_and_are_in_no_run():
-    plan = plan_step([0, 1, 1, 3, 3, 3], [10, 0, 20, 0, 0], least_rows=64, dense_below=0)
+    plan = plan_step([0, 1, 1, 3, 3, 3], [10, 0, 20, 0, 0], DensePolicy(0, 64))
     assert plan.stock == (StockRun(0, 3, 0, 3),)
-    assert plan_step([0, 70, 70, 70], [70, 0, 0], 64, 0).stock == ()
-    first = plan_step([0, 0, 5], [0, 5], 64, 0)
+    assert plan_step([0, 70, 70, 70], [70, 0, 0], DensePolicy(0, 64)).stock == ()
+    first = plan_step([0, 0, 5], [0, 5], DensePolicy(0, 64))
     assert first.stock == (StockRun(1, 2, 0, 5),)
 
 
 def test_rows_that_verify_guesses_are_not_prefills():
-    plan = plan_step([0, 80, 160], [500, 500], 64, 0, prefilling=[False, True])
+    plan = plan_step([0, 80, 160], [500, 500], DensePolicy(0, 64), prefilling=[False, True])
     assert [each.request for each in plan.sparse] == [1]
     assert (plan.sparse_tokens, plan.dense_tokens) == (80, 0)
 
 
 def test_lengths_that_cannot_be_run_stock():
-    assert plan_step([0, 100], [99], 64, 0).sparse == ()
+    assert plan_step([0, 100], [99], DensePolicy(0, 64)).sparse == ()
 
 
 @given(
     requests=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400), st.booleans()), min_size=1, max_size=12),
-    least_rows=st.sampled_from([0, 1, 16, 64]),
+    least_rows=st.sampled_from([2, 16, 64]),
     dense_below=st.sampled_from([0, 200, 500]),
 )
 def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
@@ -61,13 +62,13 @@ def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
     starts = starts_of(rows)
     lengths = [rows + context for rows, context, _ in requests]
     prefilling = [each[2] for each in requests]
-    plan = plan_step(starts, lengths, least_rows, dense_below, prefilling)
+    plan = plan_step(starts, lengths, DensePolicy(dense_below, least_rows), prefilling)
     covered = sorted([(each.start, each.stop) for each in plan.sparse] + [(run.start, run.stop) for run in plan.stock])
     assert [edge for pair in covered for edge in pair] == sorted(edge for pair in covered for edge in pair)
     assert sum(stop - start for start, stop in covered) == starts[-1]
     for each in plan.sparse:
         assert (each.start, each.stop, each.tokens) == (starts[each.request], starts[each.request + 1], lengths[each.request])
-        assert each.stop - each.start >= max(2, least_rows)
+        assert each.stop - each.start >= least_rows
         assert each.tokens >= dense_below
     for run in plan.stock:
         assert (run.start, run.stop) == (starts[run.first], starts[run.last])

@@ -7,17 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.vllm import engine as module
 from flexmask.integrations.vllm import startup
 from flexmask.integrations.vllm.engine import Engine, engine_of
 from flexmask.integrations.vllm.layers import SparseLayer
 from flexmask.integrations.vllm.plan import plan_step
 
+POLICY = DensePolicy(0, 64)
 GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "kv_cache_dtype": "auto"}
 
 
 def config_of(options=None, layers=3, **parallel):
     model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=4096, rswa_window=None, model="a")
+    model.hf_text_config = SimpleNamespace(num_hidden_layers=layers)
     model.get_total_num_hidden_layers = lambda: layers
     return SimpleNamespace(
         additional_config={"flexmask": options or {}},
@@ -38,7 +41,7 @@ def ranks(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "parallel", "error", "message"),
     [
-        ({"gama": 0.9}, {}, TypeError, "got 'gama'"),
+        ({"gama": 0.9}, {}, ValueError, "got 'gama'"),
         ({"dense_layers": [7]}, {}, ValueError, "dense_layers must hold layer indices below 3"),
         ({}, {"decode_context_parallel_size": 2}, ValueError, "decode_context_parallel_size must be 1 with flexmask"),
         ({}, {"prefill_context_parallel_size": 4}, ValueError, "prefill_context_parallel_size must be 1 .* got 4"),
@@ -54,7 +57,7 @@ def test_gammas_by_head_are_of_all_ranks_heads(ranks):
     engine = Engine(config_of({"gamma": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}))
     role = engine.role_of("model.layers.0.attn", "a", GIVEN, {})
     assert isinstance(role, SparseLayer)
-    assert role.config.gamma == (0.5, 0.6, 0.7, 0.8)
+    assert role.selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
     ranks[:] = [0, 1]
     with pytest.raises(ValueError, match="4 in layer 1; got 8"):
         engine.role_of("model.layers.1.attn", "a", GIVEN, {})
@@ -88,10 +91,9 @@ def engine_with_layers(monkeypatch, options, first_stage=True):
     monkeypatch.setattr(startup, "warm_up", lambda layers, *rest: done.append(("warm up", len(layers), *rest)) or 0.0)
     monkeypatch.setattr(startup, "reserve", lambda layers, size, *rest: done.append(("reserve", len(layers), size)))
     monkeypatch.setattr(startup, "log_roles", lambda roles, options, kernel: done.append(("roles", len(roles), kernel)))
-    monkeypatch.setattr(startup, "log_at_exit", lambda: done.append(("at exit",)))
-    monkeypatch.setattr(startup, "log_counters", lambda: done.append(("counters",)))
-    monkeypatch.setattr(module, "COUNTERS", type(module.COUNTERS)())
-    monkeypatch.setattr(module.COUNTERS, "export", lambda: done.append(("export",)))
+    monkeypatch.setattr(startup, "log_at_exit", lambda counters: done.append(("at exit",)))
+    monkeypatch.setattr(startup, "log_counters", lambda counters: done.append(("counters",)))
+    monkeypatch.setattr(engine.counters, "export", lambda: done.append(("export",)))
     monkeypatch.setattr(module, "is_first_stage", lambda: first_stage)
     for number in range(3):
         name = f"model.layers.{number}.attn"
@@ -131,7 +133,7 @@ def test_one_rank_logs(monkeypatch, ranks):
     ranks[:] = [1, 2]
     engine, done = engine_with_layers(monkeypatch, {})
     engine.prepare(torch.device("cpu"), True)
-    engine.count(plan_step([0, 70], [70], 64, 0))
+    engine.count(plan_step([0, 70], [70], POLICY))
     assert [each[0] for each in done] == ["warm up"]
 
 
@@ -139,9 +141,9 @@ def test_counters_are_logged_now_and_then_in_steps_that_prefill(monkeypatch):
     engine, done = engine_with_layers(monkeypatch, {"log_every": 1e-9})
     engine.prepare(torch.device("cpu"), True)
     del done[:]
-    engine.count(plan_step([0, 1], [70], 64, 0))
+    engine.count(plan_step([0, 1], [70], POLICY))
     assert done == []
-    engine.count(plan_step([0, 70], [70], 64, 0))
-    engine.count(plan_step([0, 10], [10], 64, 0))
+    engine.count(plan_step([0, 70], [70], POLICY))
+    engine.count(plan_step([0, 10], [10], POLICY))
     assert done == [("counters",)] * 2
-    assert (module.COUNTERS.sparse_tokens, module.COUNTERS.dense_tokens) == (70, 10)
+    assert (engine.counters.sparse_tokens, engine.counters.dense_tokens) == (70, 10)

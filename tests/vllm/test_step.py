@@ -15,12 +15,13 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from flexmask.integrations.settings import PrefillSettings
+from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.vllm import builder as builder_module
 from flexmask.integrations.vllm import impl as impl_module
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
+from flexmask.integrations.vllm.counters import Counters
 from flexmask.integrations.vllm.impl import SparsePrefillImpl
-from flexmask.integrations.vllm.layers import sparse_layer
+from flexmask.integrations.vllm.layers import role_of
 from flexmask.integrations.vllm.options import ServingOptions
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
@@ -51,7 +52,7 @@ class StockBuilder:
 
 
 class StockImpl:
-    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, sinks=None):
+    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, sinks=None, kv_cache_dtype="auto"):
         self.scale, self.sinks, self.calls = scale, sinks, []
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
@@ -85,9 +86,10 @@ def written_out(query, keys, values, scale, sinks=None):
 
 @pytest.fixture
 def engine(monkeypatch):
-    made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting=LAYER.layer_name, counted=[], prepare=lambda *a, **k: None)
+    made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting=LAYER.layer_name, counters=Counters())
+    made.prepare, made.counted = lambda *a, **k: None, []
     made.count = made.counted.append
-    made.role_of = lambda name, model, given, defaults: sparse_layer(0, given, KEEP_ALL, 0, 1)
+    made.role_of = lambda name, model, given, defaults: role_of(0, given, {}, KEEP_ALL, torch.float32)
     monkeypatch.setattr(builder_module, "engine_of", lambda config: made)
     monkeypatch.setattr(impl_module, "engine_of", lambda config: made)
     config = SimpleNamespace(model_config=SimpleNamespace(model="a"))
@@ -175,6 +177,29 @@ def test_sinks_reach_both_kernels(parts):
         StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), without)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
     assert (without - expected).abs().amax((1, 2)).min() > 1e-2
+
+
+@pytest.mark.attention
+def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
+    """As FLASH_ATTN's kernels get them; scales by key head, of which a first chunk's own keys and values need none."""
+    builder, impl = parts
+    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
+    scales = {name: torch.tensor(pair) for name, pair in (("q", [0.5, 0.25]), ("k", [0.06, 0.03]), ("v", [0.1, 0.2]))}
+    layer = SimpleNamespace(layer_name=LAYER.layer_name, **{f"_{name}_scale": scale for name, scale in scales.items()})
+    common, (query, key, value, cache) = step_of([(70, 33), (64, 0)])
+    own = torch.cat([scale.view(-1, 1, 1).expand(-1, 1, DIM) for scale in (scales["k"], scales["v"])], -1)
+    stored = (cache / own).to(torch.float8_e4m3fn)
+    numbers, by_head = stored.float() * own, scales["q"].repeat_interleave(HEADS // KV_HEADS)[:, None]
+    quantized = (query / by_head).to(torch.float8_e4m3fn)
+    with torch.inference_mode():
+        output = torch.empty_like(query)
+        impl.forward(layer, quantized, key, value, stored.view(torch.uint8), builder.build(0, common), output)
+    exact = quantized.float() * by_head
+    later = written_out(exact[:70], *rows_of(numbers, common.block_table_tensor[0], 103), 0.2)
+    torch.testing.assert_close(output[:70], later, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output[70:], written_out(exact[70:], key[70:], value[70:], 0.2), rtol=1e-4, atol=1e-5)
+    # FP8 rounds what a first chunk does not read
+    assert (later - written_out(exact[:70], *rows_of(cache, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
 
 
 def test_drafts_graphs_wrappers_and_images_get_no_plan(parts):

@@ -1,4 +1,4 @@
-"""Registers "flexprefill" with transformers in a Python that starts with this folder on PYTHONPATH, and in its children.
+"""Registers "flexmask" with transformers in a Python that starts with this folder on PYTHONPATH, and in its children.
 
 ``flexmask run`` puts it there. Python imports `sitecustomize` when it starts; nothing else happens until the program imports
 transformers. Then the name is registered; FLEXMASK_SETTINGS, a JSON object or a file of one, gives every model its settings, and
@@ -60,13 +60,13 @@ def _register() -> None:
     """Register the name; the program goes on without where that fails."""
     try:
         _import_own_flexmask()
-        from flexmask.integrations.huggingface import register
-        from flexmask.integrations.settings import PrefillSettings
+        from flexmask.integrations.huggingface import PrefillSettings, register
 
-        given, name = os.environ.get(_SETTINGS, ""), os.environ.get(_NAME) or "flexprefill"
-        register(PrefillSettings.parse(given) if given.lstrip().startswith("{") else given or None, name=name)
+        given, name = os.environ.get(_SETTINGS, ""), os.environ.get(_NAME) or "flexmask"
+        is_json = given.lstrip().startswith("{")
+        register(PrefillSettings.parse(given, _SETTINGS) if is_json else given or None, name=name)
     except Exception as error:
-        print(f'flexmask: "flexprefill" is not registered: {type(error).__name__}: {error}', file=sys.stderr)
+        print(f'flexmask: "flexmask" is not registered: {type(error).__name__}: {error}', file=sys.stderr)
 
 
 def _import_own_flexmask() -> None:

@@ -1,0 +1,129 @@
+"""Language modelling by length of the prompt and by position of the token: ``python -m bench.fidelity.lengths``.
+
+One model reads the beginnings of each text, once with dense attention and once with every setting. A row says how much the
+log-probability of a token changes (mean absolute change), how much the loss changes, and which share of the causal blocks was
+kept: over the whole prompt, and over the tokens between two of `POSITIONS`. The model is SmolLM2-135M with YaRN factor 8, whose
+dense loss is flat up to 64k tokens; ``--model`` and ``--yarn`` choose another. The same command goes on where an earlier one
+stopped. Figures worth keeping come from a GPU; ``--lengths 2048`` runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.fidelity import settings, smollm, texts
+from bench.fidelity.settings import Setting
+from bench.fidelity.sparse_model import SparseModel
+from bench.rows import Sheet
+
+# tokens; figures by position are between neighbours
+POSITIONS = (0, 4096, 8192, 16384, 32768, 65536)
+FIGURES = ("density", "abs_d", "d_loss")
+IDENTITY = ("model", "yarn", "text", "length", "method", "options", "chunk")
+
+
+def ranges() -> dict[str, tuple[int, int]]:
+    """The ranges of positions by name: ``4-8k``."""
+    names = [f"{position // 1024}" if position % 1024 == 0 else f"{position / 1024:g}" for position in POSITIONS]
+    return {f"{names[i]}-{names[i + 1]}k": pair for i, pair in enumerate(itertools.pairwise(POSITIONS))}
+
+
+def columns() -> list[str]:
+    """The columns of a file of rows."""
+    by_position = [f"{figure} {name}" for name in ranges() for figure in FIGURES]
+    return [*IDENTITY, *FIGURES, "dense_loss", "seconds", "device", "torch", *by_position]
+
+
+def figures(model: SparseModel, dense: Tensor, change: Tensor, block_size: int) -> dict[str, float]:
+    """Figures of one prefill: `change` of the log-probability of every next token, `dense` without."""
+    found = {"density": model.density(), "abs_d": change.abs().mean().item(), "d_loss": -change.mean().item()}
+    found["dense_loss"] = -dense.mean().item()
+    for name, (first, end) in ranges().items():
+        part = change[first:end]
+        if len(part):
+            found[f"density {name}"] = model.density(first // block_size, end // block_size)
+            found |= {f"abs_d {name}": part.abs().mean().item(), f"d_loss {name}": -part.mean().item()}
+    return found
+
+
+def measure(
+    model: SparseModel, prompts: dict[str, Tensor], chosen: Sequence[Setting], lengths: Sequence[int], options: Any, sheet: Sheet
+) -> None:
+    """Measure every setting on the first tokens of every text, short lengths first."""
+    stop = time.monotonic() + 60 * options.minutes
+    on_gpu = model.model.device.type == "cuda"
+    where = {"device": torch.cuda.get_device_name() if on_gpu else "CPU", "torch": torch.__version__}
+    failed = set()
+    for length, (text, ids) in itertools.product(lengths, prompts.items()):
+        if len(ids) < length:
+            print(f"{text} has {len(ids):,} tokens: left out at {length:,}", flush=True)
+            continue
+        row: dict[str, Any] = {
+            "model": options.name,
+            "yarn": options.yarn,
+            "text": text,
+            "length": length,
+            "chunk": options.chunk,
+        }
+        missing = [each for each in chosen if not sheet.has(**row, method=each.method, options=each.options)]
+        if not missing:
+            continue
+        with model.attending(None):
+            dense = model.log_probs(ids[:length])
+        print(f"{text}, {length:,} tokens, dense loss {-dense.mean().item():.3f}", flush=True)
+        for setting in missing:
+            if time.monotonic() > stop:
+                print("out of time; the same command goes on", flush=True)
+                return
+            if (setting.method, length) in failed:
+                continue
+            start = time.monotonic()
+            try:
+                with model.attending(setting):
+                    change = model.log_probs(ids[:length], options.chunk) - dense
+                found = figures(model, dense, change, setting.selector().block_size)
+            except Exception as error:  # one method that fails must not end the run
+                print(f"FAILED {setting}, {length:,} tokens: {error!r}"[:600], flush=True)
+                failed.add((setting.method, length))
+                continue
+            seconds = round(time.monotonic() - start, 3)
+            sheet.add(**row, method=setting.method, options=setting.options, **found, seconds=seconds, **where)
+            print(f"  {setting}: density {found['density']:.3f}, |d| {found['abs_d']:.3f}, {seconds:.1f} s", flush=True)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--texts", type=Path, default=texts.PATH, help="folder of .npy files (token ids) and .txt files, or a .npz"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="CSV file that rows are added to")
+    parser.add_argument("--lengths", default="8192,16384,32768,65536", help="tokens, multiples of 128")
+    parser.add_argument("--chunk", type=int, help="prefill in chunks of so many tokens, a multiple of 128")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no new measurement after that (60)")
+    settings.add_arguments(parser)
+    parser.add_argument("--name", default=smollm.NAME, help=f"the model's in the rows ({smollm.NAME})")
+    smollm.add_arguments(parser, yarn=8.0)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the file lacks."""
+    options = parse(arguments)
+    chosen, lengths = settings.chosen(options), [int(length) for length in options.lengths.split(",")]
+    sheet = Sheet(options.out, columns(), IDENTITY)
+    model = smollm.of_arguments(options)
+    prompts = {name: ids.to(model.device) for name, ids in texts.read(options.texts, options.model).items()}
+    measure(SparseModel(model), prompts, chosen, lengths, options, sheet)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Settings of each method by rising density, and how a command names those to measure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any, NamedTuple
+
+from flexmask.selector import Selector, selector_of
+
+Options = dict[str, Any]
+
+
+class Setting(NamedTuple):
+    """A method with its options; `block_size` and, by layer as text, `layers` may be among them."""
+
+    method: str
+    options: Options
+
+    def __str__(self) -> str:
+        return f"{self.method} {json.dumps(self.options, sort_keys=True)}"
+
+    def selector(self, layer: int = 0) -> Selector:
+        """The method with the options of a layer, checked."""
+        options = {**self.options, **self.options.get("layers", {}).get(str(layer), {})}
+        options.pop("layers", None)
+        return selector_of(self.method, options.pop("block_size", 128), options)
+
+
+def by(option: str, *values: Any, **shared: Any) -> list[Options]:
+    """Settings that differ in one option."""
+    return [{option: value, **shared} for value in values]
+
+
+# to compare lengths with: two or three a method, of densities that overlap
+FEW: dict[str, list[Options]] = {
+    "hybrid": by("gamma", 0.85, 0.9, 0.95),
+    "flexprefill": by("gamma", 0.8, 0.9, 0.95),
+    "published": by("gamma", 0.9, 0.95, 0.98),
+    "xattention": by("threshold", 0.7, 0.8, 0.9),
+    "flash_prefill": by("alpha", 0.2, 0.1, 0.05),
+    "streaming_llm": by("window_blocks", 16, 64, sink_blocks=1),
+}
+# whole curves, of every method
+ALL: dict[str, list[Options]] = {
+    "hybrid": by("gamma", 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98),
+    "flexprefill": by("gamma", 0.6, 0.7, 0.8, 0.9, 0.95, 0.98),
+    "published": by("gamma", 0.8, 0.9, 0.95, 0.98, 0.99),
+    "xattention": by("threshold", 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97),
+    "flash_prefill": by("alpha", 0.5, 0.2, 0.1, 0.05, 0.02, 0.01),
+    "sparge": by("topk", 0.1, 0.2, 0.3, 0.5, similarity_threshold=-0.1),
+    "hip": by("topk_blocks", 4, 8, 16, 32),
+    "infllm": by("topk_blocks", 8, 16, 32, 64),
+    "minference": by("plan", [100, 800], [500, 3000], [1000, 6096]),
+    "vertical_slash": by("vertical_size", 1024, slash_size=1024)
+    + by("vertical_size", 2048, slash_size=2048)
+    + by("vertical_size", 4096, slash_size=4096),
+    "streaming_llm": by("window_blocks", 8, 16, 32, 64, sink_blocks=1),
+    "lm_infinite": by("local_tokens", 2048, 4096, 8192),
+    "tri_shape": by("window_blocks", 8, 16, 32, 64),
+    "oracle": by("gamma", 0.8, 0.85, 0.9, 0.95),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `chosen`."""
+    parser.add_argument("--methods", type=lambda text: text.split(","), help=f"some of {','.join(ALL)}; none: {','.join(FEW)}")
+    parser.add_argument("--curves", action="store_true", help="all settings of each method instead of a few")
+    parser.add_argument(
+        "--options", type=json.loads, help='those of one method instead, as JSON like \'{"gamma": 0.97, "block_size": 64}\''
+    )
+
+
+def chosen(arguments: argparse.Namespace) -> list[Setting]:
+    """The settings that the arguments name, checked."""
+    table = ALL if arguments.curves else FEW
+    methods = arguments.methods or list(table)
+    if arguments.options is not None:
+        if len(methods) != 1:
+            raise SystemExit(f"--options need one method in --methods; got {','.join(methods)}")
+        found = [Setting(methods[0], arguments.options)]
+    else:
+        unknown = [method for method in methods if method not in ALL]
+        if unknown:
+            raise SystemExit(f"--methods must be some of {','.join(ALL)}; got {unknown[0]}")
+        found = [Setting(method, options) for method in methods for options in table.get(method, ALL[method])]
+    for setting in found:
+        setting.selector()
+    return found

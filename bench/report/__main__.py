@@ -1,0 +1,78 @@
+"""Write the reports: ``python -m bench.report``, or ``make bench-report``.
+
+In FIDELITY.md and REPORT.md it replaces what stands between ``<!-- table: NAME -->`` or ``<!-- figure: NAME -->`` and
+``<!-- end -->``, and leaves all else; it writes APPENDIX.md whole, and the figures into ``results/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.report import fidelity, speed
+from bench.report.rows import FOLDER
+
+DOCUMENTS = Path(__file__).parents[1]
+TABLES = {**fidelity.TABLES, **speed.TABLES}
+FIGURES = {**fidelity.FIGURES, **speed.FIGURES}
+# what each shows, for readers who do not see it
+SHOWN = {
+    "fidelity-by-density": "Mean change of a token's log-probability by density, a line a method",
+    "fidelity-needles": "Share of needles missed by density, a line a method",
+    "fidelity-by-position": "Mean change of a token's log-probability by its position in prompts of 64k tokens, a line a method",
+    "fidelity-equal-error": "Speed against the fastest dense kernel by length, at equal error, a line a method",
+    "speed-calls": "Times as fast as the fastest dense kernel by density, a line a length",
+}
+_MARKED = re.compile(r"(<!-- (?P<kind>table|figure): (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(text: str, folder: Path, documents: Path = DOCUMENTS) -> str:
+    """A document with what it marks made anew; KeyError for a table or figure that nobody makes."""
+
+    def made(found: re.Match[str]) -> str:
+        name = found["name"]
+        if found["kind"] == "table":
+            return found[1] + "\n".join(TABLES[name](folder)) + "\n" + found[4]
+        picture = f"results/{name}.png"
+        shown = f"\n![{SHOWN[name]}]({picture})\n\n" if (documents / picture).exists() else ""
+        return found[1] + shown + found[4]
+
+    return _MARKED.sub(made, text)
+
+
+def draw(name: str, folder: Path, out: Path) -> Path | None:
+    """Draw a figure; None where there is nothing to draw."""
+    from matplotlib.figure import Figure
+
+    figure, path = Figure(figsize=(7.2, 4.4), dpi=110, layout="constrained"), out / "results" / f"{name}.png"
+    if not FIGURES[name](figure.subplots(), folder):
+        path.unlink(missing_ok=True)
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fill in the tables, write the appendix, draw the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the rows")
+    parser.add_argument("--documents", type=Path, default=DOCUMENTS, help="folder of the documents")
+    options = parser.parse_args(arguments)
+    for name in FIGURES:
+        print(draw(name, options.results, options.documents) or f"nothing to draw for {name}")
+    for name in ("FIDELITY.md", "REPORT.md"):
+        path = options.documents / name
+        if path.exists():
+            text = filled(path.read_text(encoding="utf-8"), options.results, options.documents)
+            path.write_text(text, encoding="utf-8")
+            print(path)
+    appendix = options.documents / "APPENDIX.md"
+    appendix.write_text("\n".join(fidelity.every_setting(options.results)).rstrip() + "\n", encoding="utf-8")
+    print(appendix)
+
+
+if __name__ == "__main__":
+    main()

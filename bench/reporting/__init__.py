@@ -1,1 +1,0 @@
-"""From rows of results to tables, pictures and sections of the report; needs no GPU."""

@@ -1,0 +1,94 @@
+"""What is timed: dense attention by every kernel, and masks, kernels and whole calls of a method at a wanted density."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench import ON_GPU
+from bench.prompts.structured import Tensors
+from bench.speed import random_blocks as random_blocks  # a method of its own
+from bench.speed.clock import Call
+from flexmask import block_masks, sparse_attention
+from flexmask.attend import MAX_MASK_BYTES
+from flexmask.base.inputs import attention_inputs
+from flexmask.flex.backend import flash_available
+from flexmask.flex.block_mask import block_mask
+from flexmask.flex.head_groups import head_groups
+from flexmask.flex.run import run_flex_attention
+from flexmask.select import select_blocks
+from flexmask.selector import selector_of
+
+BACKENDS = ("flash", "triton") if ON_GPU and flash_available() else ("triton",) if ON_GPU else ("cpu",)
+# the option that decides how many blocks a method keeps
+KNOBS = {"hybrid": "gamma", "flexprefill": "gamma", "published": "gamma", "random_blocks": "density"}
+_CLOSE_ENOUGH = 0.003
+_MOST_MASKS = 16
+
+
+def dense_calls(tensors: Tensors) -> dict[str, Call]:
+    """Dense causal attention by every kernel of this machine."""
+    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION} if ON_GPU else {}
+    calls = {f"dense {name}": _sdpa(tensors, backend) for name, backend in backends.items()} or {"dense SDPA": _sdpa(tensors)}
+    return calls | {f"dense flex {backend}": kernel(tensors, "causal", {}, backend) for backend in BACKENDS}
+
+
+def _sdpa(tensors: Tensors, backend: SDPBackend = SDPBackend.FLASH_ATTENTION) -> Call:
+    def run() -> Any:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+
+    return run
+
+
+def mask(tensors: Tensors, method: str, options: dict[str, Any]) -> Call:
+    """The mask alone, by the public function."""
+    return functools.partial(getattr(block_masks, f"{method}_mask"), *tensors[:2], **options)
+
+
+def call(tensors: Tensors, method: str, options: dict[str, Any], backend: str = "auto") -> Call:
+    """The whole call: mask and attention."""
+    backend = "auto" if backend == "cpu" else backend
+    return functools.partial(sparse_attention, *tensors, method=method, dense_below=0, backend=backend, **options)
+
+
+def kernel(tensors: Tensors, method: str, options: dict[str, Any], backend: str) -> Call:
+    """The attention kernel alone, over block lists that are made beforehand."""
+    options = dict(options)
+    inputs = attention_inputs(*tensors).prepared()
+    selected = select_blocks(selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs), inputs)
+    made = block_mask(inputs, selected)
+    return lambda: run_flex_attention(inputs, made, backend)[0]
+
+
+def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
+    """The share of the causal blocks that a method keeps of a whole prompt, heads in groups that fit into memory."""
+    options = dict(options)
+    inputs = attention_inputs(*tensors).prepared()
+    selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
+    kept, of = 0.0, 0
+    for group in head_groups(inputs.query, inputs.key, MAX_MASK_BYTES // selector.head_bytes, selector.method.shared):
+        lists = select_blocks(selector, inputs.of_heads(group), group.query).lists
+        kept += float((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
+        blocks = lists.kv_num_blocks.shape[-1]
+        of += lists.kv_num_blocks.numel() * (blocks + 1) // 2
+    return kept / of
+
+
+def at_density(tensors: Tensors, method: str, wanted: float, **options: Any) -> tuple[dict[str, Any], float]:
+    """The options with which a method keeps so many blocks, or the nearest to it, and how many they do keep."""
+    # density grows with the knob, most of all close to 1
+    low, high = math.log(1 - 1e-3), math.log(1e-7)
+    found: list[tuple[float, dict[str, Any], float]] = []
+    while len(found) < _MOST_MASKS and all(off > _CLOSE_ENOUGH for off, _, _ in found):
+        middle = (low + high) / 2
+        tried = {**options, KNOBS[method]: 1 - math.exp(middle)}
+        kept = density(tensors, method, tried)
+        found.append((abs(kept - wanted), tried, kept))
+        low, high = (middle, high) if kept < wanted else (low, middle)
+    _, chosen, kept = min(found, key=lambda each: each[0])
+    return chosen, kept

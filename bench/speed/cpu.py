@@ -1,0 +1,95 @@
+"""Two crossings on a CPU that the library's constants were read from: ``python -m bench.speed.cpu break-even``, or ``packed``.
+
+``break-even``
+    FlexAttention's time to SDPA's by density, the mask being made, and the density from which on SDPA is faster
+    (`flexmask.dense_policy`).
+``packed``
+    Dense attention of packed sequences: SDPA sequence by sequence, and one FlexAttention call for all (`flexmask.flex.packed`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench.speed.calls import density, kernel
+from bench.speed.clock import Call, in_turns
+from bench.tables import text_table
+from flexmask.base.inputs import attention_inputs
+from flexmask.flex.dense import dense_attention
+from flexmask.flex.packed import Segment, attention_in_one_call, dense_attention_packed
+
+DENSITIES = (0.3, 0.5, 0.6, 0.7, 0.8, 1.0)
+PACKS = {
+    "256 of 64": [64] * 256,
+    "64 of 200 to 300": [200 + 100 * i // 64 for i in range(64)],
+    "16 of 1,000": [1000] * 16,
+    "4 of 4,000": [4000] * 4,
+}
+
+
+def crossing(densities: Sequence[float], ratios: Sequence[float]) -> float | None:
+    """Density at which a ratio of times crosses 1, or None where it does not."""
+    points = list(zip(densities, ratios, strict=True))
+    for (low, below), (high, above) in itertools.pairwise(points):
+        if below <= 1 < above:
+            return low + (high - low) * (1 - below) / (above - below)
+    return None
+
+
+def break_even(tokens: int, head_dim: int, dtype: torch.dtype, rounds: int) -> list[str]:
+    """A row of the table: milliseconds of SDPA, the ratio to it by density, and the break-even."""
+    query, key, value = (torch.randn(1, heads, tokens, head_dim).to(dtype) for heads in (4, 1, 1))
+    inputs = attention_inputs(query, key, value)
+    made: dict[float, Call] = {0.0: lambda: dense_attention(inputs)}
+    made |= {each: kernel((query, key, value), "random_blocks", {"density": each}, "cpu") for each in DENSITIES}
+    taken = {each: float(value) for each, value in in_turns(made, rounds).items()}
+    ratios = [taken[each] / taken[0.0] for each in DENSITIES]
+    kept = [density((query, key, value), "random_blocks", {"density": each}) for each in DENSITIES]
+    even = crossing(kept, ratios)
+    name = f"{tokens:,} tokens, head_dim {head_dim}, {str(dtype).removeprefix('torch.')}"
+    return [name, f"{taken[0.0]:.0f} ms", *(f"{ratio:.2f}" for ratio in ratios), "none" if even is None else f"{even:.2f}"]
+
+
+def packed(lengths: list[int], head_dim: int, dtype: torch.dtype, rounds: int) -> list[str]:
+    """Milliseconds of both ways for one pack of random sequences."""
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    inputs = attention_inputs(*(torch.randn(1, heads, bounds[-1], head_dim, dtype=dtype) for heads in (8, 2, 2)))
+    segments = [Segment(each, each) for each in (slice(start, end) for start, end in itertools.pairwise(bounds))]
+    ways: dict[str, Callable[[], object]] = {
+        "SDPA": lambda: dense_attention_packed(inputs, segments),
+        "one call": lambda: attention_in_one_call(inputs, segments, "cpu"),
+    }
+    return [f"{value:.0f} ms" if isinstance(value, float) else value for value in in_turns(ways, rounds).values()]
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("break-even", "packed"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384], help="tokens, whole blocks (break-even)")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=5, help="in which the ways take turns; medians are shown")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    print(f"On {torch.get_num_threads()} CPU threads, torch {torch.__version__}\n")
+    cases = itertools.product((getattr(torch, name) for name in options.dtypes), options.head_dims)
+    if options.what == "break-even":
+        rows = [["FlexAttention / SDPA by density", "SDPA", *map(str, DENSITIES), "break-even"]]
+        rows += [break_even(tokens, dim, dtype, options.rounds) for dtype, dim in cases for tokens in options.lengths]
+    else:
+        rows = [["packed sequences", "SDPA a sequence", "one FlexAttention call"]]
+        for dtype, dim in cases:
+            rows += [
+                [f"{name}, head_dim {dim}, {dtype}", *packed(pack, dim, dtype, options.rounds)] for name, pack in PACKS.items()
+            ]
+    print(text_table(rows, "<" + ">" * (len(rows[0]) - 1)))
+
+
+if __name__ == "__main__":
+    main()

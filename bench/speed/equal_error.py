@@ -1,0 +1,90 @@
+"""Whole calls at equal output error: ``python -m bench.speed.equal_error``, on a GPU.
+
+The structured workload's heads attend to sinks, heavy keys, bands and topics (`bench/prompts/structured.py`). The error of a call
+is ``||o - o_dense|| / ||o_dense||`` of a head's output, the mean over heads. FlexPrefill at gamma 0.9 sets the error; hybrid's
+gamma is the lowest whose error is at most that. Dense attention by every kernel, both masks and both calls are timed in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from bench.prompts.structured import SHAPE, Tensors, named_density, structured_prompt
+from bench.rows import Sheet
+from bench.speed import calls, clock
+from bench.speed.run import COLUMNS, IDENTITY, RESULTS
+from flexmask import sparse_attention
+
+GAMMA = 0.9
+_HALVINGS = 6
+
+
+def output_error(tensors: Tensors, dense: torch.Tensor, method: str, gamma: float) -> float:
+    """Relative error of a head's output, mean over heads."""
+    out = sparse_attention(*tensors, method=method, gamma=gamma, dense_below=0)
+    per_head = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(out[0], dense[0], strict=True)]
+    return sum(per_head) / len(per_head)
+
+
+def gamma_of_error(tensors: Tensors, dense: torch.Tensor, error: float) -> float:
+    """The lowest gamma of hybrid, by bisection, whose error is at most `error`."""
+    low, high = 0.3, 0.99
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if output_error(tensors, dense, "hybrid", middle) <= error else (middle, high)
+    return high
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure each length."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="CSV file; none: bench/results/speed-<device>.csv")
+    parser.add_argument("--lengths", default="32768,131072", help="tokens, separated by commas")
+    options = parser.parse_args(arguments)
+    name = "-".join(clock.device_name().lower().replace(",", "").split())
+    sheet = Sheet(options.out or RESULTS / f"speed-{name}.csv", COLUMNS, IDENTITY)
+    common = {"device": clock.device_name(), "torch": torch.__version__, "part": "equal error", "input": "structured"}
+    for tokens in map(int, options.lengths.split(",")):
+        tensors = structured_prompt(tokens, named_density(tokens), **SHAPE)
+        dense = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+        wanted = output_error(tensors, dense, "flexprefill", GAMMA)
+        gammas = {"flexprefill": GAMMA, "hybrid": gamma_of_error(tensors, dense, wanted)}
+        errors = {method: output_error(tensors, dense, method, gamma) for method, gamma in gammas.items()}
+        del dense
+        named = calls.dense_calls(tensors)
+        timed = dict(named)
+        for method, gamma in gammas.items():
+            timed[f"mask {method}"] = calls.mask(tensors, method, {"gamma": gamma})
+            timed[f"call {method}"] = calls.call(tensors, method, {"gamma": gamma})
+        for measure, found in (("eager_ms", clock.in_turns(timed)), ("graph_ms", clock.graphs_in_turns(timed))):
+            times = {key: value for key, value in found.items() if isinstance(value, float)}
+            fastest = min((key for key in times if key in named), key=lambda key: times[key])
+            for method, gamma in gammas.items():
+                kept = calls.density(tensors, method, {"gamma": gamma})
+                for what in ("mask", "call"):
+                    value = found[f"{what} {method}"]
+                    row = {"tokens": tokens, "what": what, "method": method, "backend": calls.BACKENDS[0]}
+                    fields = {"options": {"gamma": gamma, "error": round(errors[method], 4)}, "density": kept, "measure": measure}
+                    day = datetime.date.today().isoformat()
+                    sheet.add(**common, **row, **fields, value=value, fastest=fastest, fastest_value=times[fastest], date=day)
+                    print(
+                        tokens,
+                        what,
+                        method,
+                        gamma,
+                        f"error {errors[method]:.3f}, density {kept:.3f}, {value} {measure}",
+                        flush=True,
+                    )
+            print(tokens, measure, {key: times[key] for key in named if key in times}, flush=True)
+        clock.free()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Time to first token of a Hugging Face model, dense and sparse: ``python -m bench.speed.model --model PATH_OR_NAME``.
+
+Prints one table: time to first token and its breakdown, memory, density, and how many generated tokens match dense attention's.
+``--shape`` takes a known model's shape with random weights instead. Their density means nothing, so ``--density`` forces one with
+random blocks. ``--tune`` times `flexmask.tune` on the prompt. On several GPUs: ``torchrun --nproc-per-node 2 -m bench.speed.model
+--tensor-parallel ...``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache
+
+from bench.prompts.models import SHAPES, load, prompt_ids
+from bench.rows import append_row
+from bench.speed import random_blocks as random_blocks  # a method of its own
+from bench.speed.clock import kernels_of, synchronize
+from bench.speed.run import REST, stage_of
+from bench.tables import text_table
+from flexmask.integrations.huggingface import sparse_prefill, tune
+
+Way = Callable[[], AbstractContextManager[Any]]
+
+
+@torch.no_grad()
+def prefill(model: Any, ids: Tensor, chunk: int | None = None) -> tuple[Tensor, DynamicCache]:
+    """Prefill at once or in chunks; the logits of the last position, and the cache."""
+    cache = DynamicCache(config=model.config)
+    for part in ids.split(chunk or ids.shape[1], 1):
+        logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1], cache
+
+
+@torch.no_grad()
+def generated(model: Any, logits: Tensor, cache: DynamicCache, number: int) -> list[int]:
+    """Greedy tokens after a prefill."""
+    tokens = [logits.argmax(-1, keepdim=True)]
+    while len(tokens) < number:
+        logits = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True).logits[:, -1]
+        tokens.append(logits.argmax(-1, keepdim=True))
+    return [int(token) for token in tokens]
+
+
+def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of the attention that the model is set to; seconds are a median without the first prefill, which compiles."""
+    if ids.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(1 + options.prefills):
+        synchronize()
+        start = time.perf_counter()
+        logits, cache = prefill(model, ids, options.chunk)
+        logits.argmax().item()
+        times.append(time.perf_counter() - start)
+        if len(times) == 1:
+            tokens = generated(model, logits, cache, options.new_tokens)
+        del logits, cache
+    row = {"method": name, "prompt_tokens": ids.shape[1], "seconds": statistics.median(times[1:]), "first_seconds": times[0]}
+    if ids.is_cuda:
+        row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        parts = dict.fromkeys(("attention_ms", "mask_ms", "rest_ms"), 0.0)
+        for kernel, microseconds in kernels_of(partial(prefill, model, ids, options.chunk)):
+            stage = stage_of(kernel)
+            part = "attention" if stage == "attention" else "rest" if stage == REST else "mask"
+            parts[f"{part}_ms"] += microseconds / 1e3
+        row |= parts
+    return {**row, "tokens": tokens}
+
+
+def ways(model: Any, options: argparse.Namespace) -> Iterator[tuple[str, Way]]:
+    """Each kind of attention to measure: its name, and what switches it on."""
+    if torch.device(options.device).type == "cuda":
+        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        yield "dense (SDPA, cuDNN)", lambda: sdpa_kernel(backends, set_priority=True)
+    else:
+        yield "dense (SDPA)", nullcontext
+    common = {} if options.dense_below is None else {"dense_below": options.dense_below}
+    if not options.density or not options.shape:
+        yield (
+            f"{options.method}, gamma {options.gamma:g}",
+            partial(sparse_prefill, model, options.method, gamma=options.gamma, **common),
+        )
+    for density in options.density:
+        yield f"random blocks, {density:g}", partial(sparse_prefill, model, "random_blocks", density=density, **common)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of one prompt; ratios refer to dense attention."""
+    base = rows[0]
+    lines: list[Sequence[str]] = [("", "first token", "dense / this", "attention", "mask", "rest", "peak", "tokens as dense")]
+    for row in rows:
+        same = sum(left == right for left, right in zip(row["tokens"], base["tokens"], strict=True))
+        parts = (f"{row[part]:.1f} ms" if part in row else "-" for part in ("attention_ms", "mask_ms", "rest_ms"))
+        peak = f"{row['peak_gb']:.1f} GB" if "peak_gb" in row else "-"
+        ratio = f"{base['seconds'] / row['seconds']:.2f}x"
+        lines.append((row["method"], f"{row['seconds']:.3f} s", ratio, *parts, peak, f"{same} of {len(row['tokens'])}"))
+    return text_table(lines, "<>>>>>><")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="folder or name of a model that transformers can load")
+    which.add_argument("--shape", choices=sorted(SHAPES), help="this model's shape, with random weights")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[32768], help="lengths of the prompts")
+    parser.add_argument("--text", help="file whose first tokens are the prompt; default: seeded random tokens")
+    parser.add_argument("--chunk", type=int, help="prefill in chunks of this many tokens")
+    parser.add_argument("--method", default="hybrid", help="a method with a gamma (hybrid)")
+    parser.add_argument("--gamma", type=float, default=0.9)
+    parser.add_argument("--density", type=float, nargs="*", default=[], help="densities to force with random blocks")
+    parser.add_argument("--dense-below", type=int, help="as in sparse_attention")
+    parser.add_argument("--tune", action="store_true", help="time flexmask.tune on the first prompt, and measure nothing else")
+    parser.add_argument("--prefills", type=int, default=3, help="prefills that the median is taken over")
+    parser.add_argument("--new-tokens", type=int, default=8, help="tokens to generate and compare")
+    parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
+    parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tensor-parallel", action="store_true", help="under torchrun, by transformers' tp_plan")
+    parser.add_argument("--json", type=Path, help="file to append the rows to, one per line")
+    options = parser.parse_args(arguments)
+    if options.text and not options.model:
+        parser.error("--text needs --model, whose tokenizer reads it")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Load the model, measure each kind of attention at each length, print the tables."""
+    options = parse(arguments)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
+    transformers.utils.logging.disable_progress_bar()
+    model = load(options)
+    device, layers = next(model.parameters()).device, model.config.num_hidden_layers
+    speaks, processes = (dist.get_rank() == 0, dist.get_world_size()) if dist.is_initialized() else (True, 1)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    if speaks:
+        named = f"{options.model or options.shape}, {layers} layers, {options.dtype}"
+        print(f"{named}, on {processes} x {where}, torch {torch.__version__}\n")
+    for tokens in options.prompt_tokens:
+        ids = prompt_ids(options, tokens, model.config.vocab_size).to(device)
+        if options.tune:
+            start = time.perf_counter()
+            tune(model, ids, density=1.0)
+            print(f"{tokens:,} tokens: tuned in {time.perf_counter() - start:.1f} s, compilation included")
+            return
+        rows = []
+        for name, way in ways(model, options):
+            with way():
+                rows.append(measure(model, ids, name, options))
+        if speaks:
+            print(f"{tokens:,} tokens" + (f", in chunks of {options.chunk:,}" if options.chunk else ""))
+            print(table(rows) + "\n", flush=True)
+            for row in rows if options.json else ():
+                append_row(
+                    options.json, {"model": options.model or options.shape, "layers": layers, "processes": processes, **row}
+                )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Measure a part of the speed report: ``python -m bench.speed.run latency``, or ``make bench PART=latency``.
+
+``latency``
+    Dense attention by every kernel, masks, the kernel alone and whole calls of the methods at wanted densities, in turns with the
+    dense kernels: plain calls and CUDA graphs. ``--lengths 524288,1048576`` measures very long prompts.
+``stages``
+    GPU time of masks and calls by stage of the algorithm.
+``memory``
+    Peak of device memory of a mask and of a call beyond query, key, value and output.
+``compile``
+    Seconds of first calls at forty lengths in mixed order.
+
+Every row goes to a CSV file at once; the same command goes on where an earlier one stopped, which it does by itself after
+``--minutes``. A part that fails leaves its error in a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo.utils import counters
+
+from bench import ON_GPU
+from bench.prompts.captured import retriever_prompt
+from bench.prompts.structured import SHAPE, Tensors, named_density, structured_prompt
+from bench.rows import Sheet
+from bench.speed import calls, clock
+from bench.speed.calls import BACKENDS
+from bench.speed.clock import Call, DeviceLostError
+
+RESULTS = Path(__file__).parents[1] / "results"
+IDENTITY = ("device", "torch", "part", "input", "tokens", "what", "method", "wanted", "backend")
+# a row is one measurement; `wanted` is the density that was aimed for, `fastest` the fastest dense kernel in the same turns
+COLUMNS = (*IDENTITY, "options", "density", "measure", "value", "fastest", "fastest_value", "date")
+LENGTHS = {
+    "latency": (8192, 16384, 32768, 65536, 131072) if ON_GPU else (4096, 8192),
+    "stages": (8192, 32768, 131072),
+    "memory": (8192, 32768, 131072, 524288),
+    "compile": (1024, 131072) if ON_GPU else (1024, 2048),
+}
+WANTED = (0.05, 0.1, 0.2, 0.3, 0.5)
+DEFAULTS = {"hybrid": {"gamma": 0.9}, "flexprefill": {"gamma": 0.9}, "published": {"gamma": 0.9}}
+OURS = ("hybrid", "flexprefill")
+OTHERS = ("published", "xattention", "flash_prefill")
+# a call this far from the density that was wanted is left out
+_FAR = 0.05
+# tokens from which on graphs, and all but our methods, take too long
+_LONG = 262144
+_AT_ONCE = 6  # variants that take turns
+# parts of kernel names, in the order of the algorithm; the first match counts
+STAGES: dict[str, tuple[str, ...]] = {
+    "representative rows": ("_block_sums_kernel", "_row_norms_kernel", "_lines_kernel", "_line_kernel"),
+    "pattern": ("_means_kernel", "_estimate_kernel", "_pattern_kernel"),
+    "blocks": ("_pooled_map", "_small_map", "_digit_pass", "_ties_kernel", "_chosen_kernel", "_rows_kernel", "_evidence_kernel"),
+    "block lists": ("_lists_kernel",),
+    "attention": ("flex_attention", "triton_tem_", "flash", "cutlass", "cudnn"),
+}
+REST = "rest"
+
+
+class Variant(NamedTuple):
+    """What is timed under the name of its rows."""
+
+    row: dict[str, Any]
+    make: Callable[[Tensors], tuple[Call, dict[str, Any]]]  # the call, and fields of its rows found on the way
+
+
+def variant(what: str, method: str, options: dict[str, Any], backend: str = "", wanted: float | None = None) -> Variant:
+    """A mask, kernel or call, at `wanted` if its method has a knob for that."""
+
+    def make(tensors: Tensors) -> tuple[Call, dict[str, Any]]:
+        given, kept = options, None
+        if method == "random_blocks":
+            given = {**options, "density": wanted}
+        elif wanted is not None:
+            given, kept = calls.at_density(tensors, method, wanted, **options)
+            if abs(kept - wanted) > _FAR:
+                raise ValueError(f"density must be near {wanted}; got {kept:.3f}")
+        kept = calls.density(tensors, method, given) if kept is None else kept
+        made = calls.mask(tensors, method, given) if what == "mask" else getattr(calls, what)(tensors, method, given, backend)
+        return made, {"options": given, "density": kept}
+
+    return Variant({"what": what, "method": method, "backend": backend, "wanted": wanted}, make)
+
+
+def latency_variants(tokens: int) -> Iterator[Variant]:
+    """Everything but dense attention, what is wanted most first."""
+    auto = BACKENDS[0]
+    for method in OURS:
+        yield variant("mask", method, DEFAULTS[method])
+        yield variant("call", method, DEFAULTS[method], auto)
+        for wanted in WANTED:
+            yield variant("call", method, {}, auto, wanted)
+    if tokens >= _LONG:
+        return
+    for backend, wanted in itertools.product(BACKENDS, WANTED):
+        yield variant("kernel", "random_blocks", {}, backend, wanted)
+    for backend, wanted in itertools.product(BACKENDS[1:], WANTED):
+        yield variant("call", "hybrid", {}, backend, wanted)
+    for method in OTHERS:
+        yield variant("mask", method, DEFAULTS.get(method, {}))
+        yield variant("call", method, DEFAULTS.get(method, {}), auto)
+
+
+class Run:
+    """One part's measurements in one process: what is missing, and how much time is left."""
+
+    def __init__(self, part: str, sheet: Sheet, minutes: float) -> None:
+        self.part, self.sheet = part, sheet
+        self.stop = time.monotonic() + 60 * minutes
+        self.common = {"device": clock.device_name(), "torch": torch.__version__, "part": part}
+        self.left = 0
+        self.fastest: dict[int, str] = {}  # dense kernel by length
+        self._tensors: dict[tuple[str, int], Tensors] = {}
+
+    def tensors(self, name: str, tokens: int) -> Tensors:
+        """Query, key and value of an input; one is kept at a time."""
+        if (name, tokens) not in self._tensors:
+            self._tensors.clear()
+            if name == "retriever":
+                made = retriever_prompt(tokens, device=SHAPE["device"], dtype=SHAPE["dtype"])
+            else:
+                made = structured_prompt(tokens, named_density(tokens), **SHAPE)
+            self._tensors[name, tokens] = made
+        return self._tensors[name, tokens]
+
+    def wants(self, **row: Any) -> bool:
+        """Whether a row still has to be measured; counts it where no time is left."""
+        if self.sheet.has(**self.common, **row):
+            return False
+        in_time = time.monotonic() <= self.stop
+        self.left += not in_time
+        return in_time
+
+    def add(self, row: dict[str, Any], measured: dict[str, float | str], **fields: Any) -> None:
+        """Add a row for each measure, and print them."""
+        date = datetime.date.today().isoformat()
+        for measure, value in measured.items():
+            self.sheet.add(**self.common, **row, **fields, measure=measure, value=value, date=date)
+        shown = ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in measured.items()
+        )
+        print(
+            f"  {row['input']} {row['tokens']:,} {row['what']} {row.get('method', '')} {row.get('wanted') or ''}: {shown}",
+            flush=True,
+        )
+
+
+def ready(made: Variant, tensors: Tensors) -> tuple[Call, dict[str, Any]]:
+    """The call, compiled at a short length first, so that what is timed is the code that serves all lengths."""
+    short = min(1536, tensors[0].shape[2] // 2) // 128 * 128
+    first = variant(made.row["what"], made.row["method"], DEFAULTS.get(made.row["method"], {}), made.row["backend"])
+    if short and made.row["method"] != "random_blocks":
+        first.make(tuple(x[:, :, :short].contiguous() for x in tensors))[0]()  # type: ignore[arg-type]  # three of them
+    call, fields = made.make(tensors)
+    call()
+    return call, fields
+
+
+def latency(run: Run, lengths: Sequence[int]) -> None:
+    """Time every variant in turns with the fastest of dense attention's kernels, a few variants at a time."""
+    for tokens, name in itertools.product(lengths, ("structured", "retriever")):
+        where = {"input": name, "tokens": tokens}
+        variants = list(latency_variants(tokens))
+        if name == "retriever":
+            variants = [
+                each for each in variants if each.row["what"] == "call" and each.row["method"] in OURS and not each.row["wanted"]
+            ]
+        for first in range(0, len(variants), _AT_ONCE):
+            wanted = [each for each in variants[first : first + _AT_ONCE] if run.wants(**where, **each.row)]
+            if wanted:
+                _time(run, where, wanted, fastest_dense(run, name, tokens))
+
+
+def fastest_dense(run: Run, name: str, tokens: int) -> dict[str, Call]:
+    """Dense attention by the fastest kernel of this machine, which a run finds once for each length."""
+    dense, known = calls.dense_calls(run.tensors(name, tokens)), run.fastest.get(tokens)
+    if known is None:
+        taken = clock.in_turns(dense, rounds=1 if tokens >= _LONG else 3)
+        known = min((each for each in taken if isinstance(taken[each], float)), key=lambda each: taken[each])
+        run.fastest[tokens] = known
+        row = {"input": name, "tokens": tokens, "what": "dense"}
+        for kernel, value in taken.items():
+            if run.wants(**row, backend=kernel.removeprefix("dense ")):
+                run.add({**row, "backend": kernel.removeprefix("dense ")}, {"eager_ms": value}, density=1.0)
+    return {known: dense[known]}
+
+
+def _time(run: Run, where: dict[str, Any], wanted: Sequence[Variant], dense: dict[str, Call]) -> None:
+    made: dict[int, Call] = {}
+    fields: dict[int, dict[str, Any]] = {}
+    for number, each in enumerate(wanted):
+        try:
+            made[number], fields[number] = ready(each, run.tensors(where["input"], where["tokens"]))
+        except (Exception, DeviceLostError) as error:
+            run.add({**where, **each.row}, {"error": clock.text_of(error)})
+    ((fastest, kernel),) = dense.items()
+    for measure, take in (("eager_ms", clock.in_turns), ("graph_ms", clock.graphs_in_turns)):
+        if measure == "graph_ms" and (where["tokens"] >= _LONG or not ON_GPU):
+            continue
+        taken = take({-1: kernel, **made})
+        base = taken.pop(-1)
+        for number, value in taken.items():
+            beside = {"fastest": fastest, "fastest_value": base} if isinstance(base, float) else {}
+            run.add({**where, **wanted[number].row}, {measure: value}, **beside, **fields[number])
+    made.clear()
+    clock.free()
+
+
+def stage_of(kernel: str) -> str:
+    """The stage of a kernel, by its name."""
+    return next((stage for stage, words in STAGES.items() if any(word in kernel for word in words)), REST)
+
+
+def stages(run: Run, lengths: Sequence[int]) -> None:
+    """GPU time by stage, mean of ten profiled calls."""
+    for tokens, method, what in itertools.product(lengths, OURS, ("mask", "call")):
+        made = variant(what, method, DEFAULTS[method], BACKENDS[0] if what == "call" else "")
+        row = {"input": "structured", "tokens": tokens, **made.row}
+        if run.wants(**row):
+            call, fields = ready(made, run.tensors("structured", tokens))
+            clock.kernels_of(call)  # the first profile includes setting up the profiler
+            found = dict.fromkeys((*STAGES, REST), 0.0)
+            for kernel, microseconds in (each for _ in range(10) for each in clock.kernels_of(call)):
+                found[stage_of(kernel)] += microseconds / 1e4
+            run.add(row, {f"{stage} ms": value for stage, value in found.items()}, **fields)
+
+
+def memory(run: Run, lengths: Sequence[int]) -> None:
+    """Peak of device memory; a mask's own lists count as its cost, a call's output does not."""
+    for tokens, method, what in itertools.product(lengths, (*OURS, *OTHERS), ("mask", "call")):
+        made = variant(what, method, DEFAULTS.get(method, {}), BACKENDS[0] if what == "call" else "")
+        row = {"input": "structured", "tokens": tokens, **made.row}
+        if not run.wants(**row) or (tokens >= _LONG and method in OTHERS):
+            continue
+        try:
+            call, fields = ready(made, run.tensors("structured", tokens))
+            peak, result = clock.peak_bytes(call)
+        except (Exception, DeviceLostError) as error:
+            run.add(row, {"error": clock.text_of(error)})
+            continue
+        extra = peak if what == "mask" else peak - result
+        run.add(row, {"extra_mb": extra / 2**20, "peak_mb": peak / 2**20}, **fields)
+
+
+def mixed_lengths(shortest: int, longest: int, count: int = 40) -> list[int]:
+    """Lengths in geometric progression, short and long ones alternating, as requests come."""
+    factor = (longest / shortest) ** (1 / (count - 1))
+    lengths = [round(shortest * factor**step) for step in range(count)]
+    return [lengths[step * 17 % count] for step in range(count)]
+
+
+def compile_times(run: Run, lengths: Sequence[int]) -> None:
+    """First calls at many lengths, and the graphs compiled by then."""
+    for method in OURS:
+        torch._dynamo.reset()
+        counters.clear()
+        for tokens in mixed_lengths(lengths[0], lengths[-1]):
+            row = {"input": "structured", "tokens": tokens, "what": "call", "method": method, "backend": BACKENDS[0]}
+            if run.wants(**row):
+                taken = clock.seconds(calls.call(run.tensors("structured", tokens), method, DEFAULTS[method], BACKENDS[0]))
+                run.add(row, {"first_call_s": taken, "graphs": float(counters["stats"]["unique_graphs"])})
+
+
+PARTS: dict[str, Callable[[Run, Sequence[int]], None]] = {
+    "latency": latency,
+    "stages": stages,
+    "memory": memory,
+    "compile": compile_times,
+}
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a part; return the number of rows left for the next run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=tuple(PARTS))
+    parser.add_argument("--out", type=Path, help="CSV file; none: bench/results/speed-<device>.csv")
+    parser.add_argument("--lengths", help="tokens, separated by commas; default: the part's own")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no new measurement after that (7.5)")
+    options = parser.parse_args(arguments)
+    if options.part in ("stages", "memory") and not ON_GPU:
+        parser.error(f"{options.part} needs a CUDA device")
+    lengths = [int(word) for word in options.lengths.split(",")] if options.lengths else LENGTHS[options.part]
+    # advice from torch's compiler to its own users
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
+    name = "-".join(clock.device_name().lower().replace(",", "").split())
+    run = Run(options.part, Sheet(options.out or RESULTS / f"speed-{name}.csv", COLUMNS, IDENTITY), options.minutes)
+    print(f"{options.part} on {run.common['device']}, torch {torch.__version__}, into {run.sheet.path}", flush=True)
+    PARTS[options.part](run, lengths)
+    print(f"{run.left} measurements are left: run the same command again" if run.left else "complete", flush=True)
+    return run.left
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""One attention problem cut into blocks, as methods see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask.base.floats import widest_float
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, in_blocks, num_blocks, token_validity
+
+# bytes that each pair of blocks takes while its lists are made, uncompiled: int64 places, int32 sums and lists, bool maps
+_PAIR_BYTES = 40
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """One attention problem cut into blocks.
+
+    Attributes
+    ----------
+    inputs
+        The checked query and key with scale, soft cap, window, padding and offset. For a method ``by_rows`` the query may be a
+        slice of whole blocks; the keys are always all there.
+    block_size
+        Tokens in a block.
+    tokens
+        Positions of the rows, and which rows and keys are tokens.
+    seen
+        Which blocks hold a visible pair (``seen.visible``, (batch or 1, num_q_blocks, num_kv_blocks) bool) or no hidden one
+        (``seen.full``), and the key blocks in which each query block's first and last row stand.
+    steps
+        The steps that a method is written in: `flexmask.plain`, or their twins in `flexmask.kernels` where Triton serves.
+    with_map
+        True if the map of kept blocks is wanted besides the lists.
+    edges
+        `seen` as the kernels read it; None for the plain steps.
+    """
+
+    inputs: AttentionInputs
+    block_size: int
+    tokens: Tokens
+    seen: BlockVisibility
+    steps: Any = None
+    with_map: bool = True
+    edges: Any = None
+
+    @property
+    def visible(self) -> Tensor:
+        """Blocks that hold a visible pair, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        return self.seen.visible[:, None]
+
+    @property
+    def own(self) -> Tensor:
+        """Blocks in which the first or last row of a query block stands, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        first, last = self.seen.first_diagonal.unsqueeze(-1), self.seen.last_diagonal.unsqueeze(-1)
+        return ((self.kv_block == first) | (self.kv_block == last))[:, None]
+
+    @property
+    def kv_block(self) -> Tensor:
+        """Numbers of the key blocks, (num_kv_blocks,) int64."""
+        return torch.arange(self.seen.visible.shape[-1], device=self.seen.visible.device)
+
+    @staticmethod
+    def is_zero(option: object) -> bool:
+        """True for a float option of 0, which stays a number: what it switches off need not be computed."""
+        return not isinstance(option, Tensor)
+
+    def as_tensor(self, option: object) -> Tensor:
+        """An option that is a float or by head, which has been turned into a tensor unless it is 0."""
+        if isinstance(option, Tensor):
+            return option
+        assert option == 0
+        return torch.zeros((), dtype=widest_float(self.inputs.query.device), device=self.inputs.query.device)
+
+    def key_counts(self) -> Tensor:
+        """Valid keys in every key block, (batch or 1, num_kv_blocks) int64."""
+        return in_blocks(self.tokens.key_valid, self.block_size, False).sum(-1)
+
+    def last_keys(self) -> Tensor:
+        """Position of the last valid key of every key block, (batch or 1, num_kv_blocks) int64; -1 where it has none."""
+        position = torch.arange(self.tokens.key_valid.shape[-1], device=self.tokens.key_valid.device)
+        return in_blocks(torch.where(self.tokens.key_valid, position, -1), self.block_size, -1).amax(-1)
+
+    def row_positions(self) -> Tensor:
+        """Positions of the query rows, (batch or 1, q_len) int64."""
+        rows = torch.arange(self.tokens.row_valid.shape[-1], device=self.tokens.offset.device)
+        return self.tokens.offset.unsqueeze(-1) + rows
+
+    def key_means(self) -> Tensor:
+        """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 where it has none."""
+        means: Tensor = self.steps.key_means(self)
+        return means
+
+    def query_means(self, blocks: int = 1) -> Tensor:
+        """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 where none is."""
+        valid = self.tokens.row_valid if self.tokens.padded else None
+        means: Tensor = self.steps.block_means(self.inputs.query, valid, blocks * self.block_size)
+        return means
+
+    def first_block(self) -> Tensor:
+        """Key block of the first valid key, (batch or 1, 1, 1, 1) int64: padding on the left moves it."""
+        return (self.key_counts() > 0).int().argmax(-1)[:, None, None, None]
+
+    def sinks(self, count: int) -> Tensor:
+        """The first `count` key blocks from that of the first valid key on, (batch or 1, 1, 1, num_kv_blocks) bool."""
+        place = self.kv_block - self.first_block()
+        return (place >= 0) & (place < count)
+
+    def sinks_of_tokens(self, count: int) -> Tensor:
+        """The key blocks that hold one of the first `count` valid keys, (batch or 1, 1, 1, num_kv_blocks) bool."""
+        valid = self.key_counts()
+        before = valid.cumsum(-1) - valid
+        return ((before < count) & (valid > 0))[:, None, None]
+
+    def diagonals(self, count: int | Tensor) -> Tensor:
+        """Blocks on the nearest `count` block diagonals, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool.
+
+        A `count` by head, (.., num_heads, 1, 1), gives num_heads maps.
+        A query block whose rows stand in two key blocks lies on two diagonals.
+        """
+        return self.seen.first_diagonal[:, None, :, None] - self.kv_block < count
+
+    def window(self, count: int) -> Tensor:
+        """Blocks with a visible pair less than `count` tokens apart, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        limit = self.inputs.window
+        limit = count if limit is None else min(count, limit)
+        return block_visibility(self.tokens, self.block_size, limit).visible[:, None]
+
+    def last_query_blocks(self, count: int) -> Tensor:
+        """The query block of the call's last valid row and the ``count - 1`` before, (batch or 1, 1, num_q_blocks, 1) bool."""
+        q_block = torch.arange(num_blocks(self.tokens.row_valid.shape[-1], self.block_size), device=self.tokens.offset.device)
+        # rows stand at keys: the last valid one stands at the last valid key, also where only a slice of rows is here
+        last = (self.last_keys().amax(-1) - self.tokens.offset) // self.block_size
+        return (q_block > (last - count).unsqueeze(-1))[:, None, :, None]
+
+
+def cut_into_blocks(
+    inputs: AttentionInputs, block_size: int, steps: Any, with_map: bool = True, end: Tensor | None = None
+) -> BlockProblem:
+    """Cut placed inputs into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
+    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
+    tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, inputs.key)
+    if end is not None:
+        # keys up to it are filled, though the rows here may stop before
+        key_valid = torch.arange(kv_len, device=end.device) < end.unsqueeze(-1)
+        if inputs.attention_mask is not None:
+            key_valid = key_valid & inputs.attention_mask
+        tokens = Tokens(tokens.offset, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
+    seen, edges = block_visibility(tokens, block_size, inputs.window), steps.edges_of(tokens, block_size, inputs.window)
+    return BlockProblem(inputs, block_size, tokens, seen, steps, with_map, edges)
+
+
+def map_bytes(inputs: AttentionInputs, block_size: int) -> int:
+    """Bytes that the map of one head of one batch row takes while its lists are made."""
+    return _PAIR_BYTES * num_blocks(inputs.query.shape[2], block_size) * num_blocks(inputs.key.shape[2], block_size)

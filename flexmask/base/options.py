@@ -1,0 +1,115 @@
+"""Checks of the options that methods have in common, and numbers by query head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flexmask.base.checks import check_int, check_int64, check_plain, check_real
+from flexmask.base.floats import widest_float
+
+# keeps one block even where all of the largest map, of 8192 by 8192 blocks, weigh the same: a smaller share keeps no fewer
+_LEAST_SHARE = 2.0**-30
+
+
+def check_block_size(block_size: object) -> None:
+    """Raise unless `block_size` is a multiple of 16 from 16 to 256."""
+    check_int("block_size", block_size)
+    assert isinstance(block_size, int)
+    if block_size % 16 != 0 or not 16 <= block_size <= 256:
+        raise ValueError(f"block_size must be a multiple of 16 from 16 to 256; got {block_size}")
+
+
+def check_count(name: str, value: object, least: int, unit: str) -> None:
+    """Raise unless `value` is an int of at least `least`."""
+    check_int(name, value)
+    assert isinstance(value, int)
+    check_int64(name, value, unit)
+    if value < least:
+        raise ValueError(f"{name} must be >= {least} {unit}; got {value}")
+
+
+def check_share(name: str, value: object, zero: bool = False) -> None:
+    """Raise unless `value` is a number in (0, 1], or in [0, 1] where `zero` is allowed."""
+    check_real(name, value)
+    assert isinstance(value, (int, float))
+    if not (0 <= value <= 1 if zero else 0 < value <= 1):
+        raise ValueError(f"{name} must be in {'[' if zero else '('}0, 1]; got {value}")
+
+
+def check_shares(name: str, value: object) -> None:
+    """Raise unless `value` is a number in (0, 1], a tuple of such numbers, or a tensor, whose values are never read."""
+    if isinstance(value, Tensor):
+        return
+    if not isinstance(value, tuple):
+        check_share(name, value)
+        return
+    if not value:
+        raise ValueError(f"{name} must be a number or hold one number per head; got an empty sequence")
+    for head, share in enumerate(value):
+        check_share(f"{name}[{head}]", share)
+
+
+def check_budgets(min_budget: object, max_budget: object = None) -> None:
+    """Raise unless the floor is an int >= 0 and the cap None or an int of at least one token and the floor."""
+    check_count("min_budget", min_budget, 0, "tokens")
+    if max_budget is not None:
+        check_int("max_budget", max_budget)
+        assert isinstance(max_budget, int)
+        check_int64("max_budget", max_budget, "tokens")
+        assert isinstance(min_budget, int)
+        if max_budget < max(1, min_budget):
+            raise ValueError(f"max_budget must be at least 1 token and at least min_budget ({min_budget}); got {max_budget}")
+
+
+def shares_by_head(name: str, value: Any, query: Tensor) -> Any:
+    """A number, or one per query head: checked against the heads of `query`.
+
+    A tensor comes back in `widest_float`, outside of autograd and clamped to (0, 1]. NaN there counts as 1, which drops nothing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a tuple of another length, or a tensor of another shape, dtype or device. No value of a tensor is read.
+    """
+    num_heads = query.shape[1]
+    if isinstance(value, Tensor):
+        check_plain(name, value)
+        if tuple(value.shape) != (num_heads,):
+            raise ValueError(f"{name} must be (num_heads,) = ({num_heads},); got {tuple(value.shape)}")
+        if not value.is_floating_point():
+            raise TypeError(f"{name} must be floating; got {value.dtype}")
+        if value.device != query.device:
+            raise ValueError(f"{name} must be on query's device {query.device}; got {value.device}")
+        return value.detach().to(widest_float(value.device)).nan_to_num(nan=1.0).clamp(_LEAST_SHARE, 1.0)
+    if isinstance(value, tuple) and len(value) != num_heads:
+        raise ValueError(f"{name} must hold one number for each of query's {num_heads} heads; got {len(value)} numbers")
+    return value
+
+
+def pairs_by_head(name: str, value: Any, num_heads: int) -> tuple[tuple[float, float], ...]:
+    """One pair of numbers for all heads, or one per query head, as a tuple of pairs; or an error.
+
+    Numbers are finite and >= 0.
+    """
+    expected = f"{name} must be a pair of numbers >= 0, or one pair per query head ({num_heads})"
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
+        raise TypeError(f"{expected}; got {type(value).__name__}")
+    pairs = list(value) if isinstance(value[0], Sequence) else [value]
+    if len(pairs) not in (1, num_heads):
+        raise ValueError(f"{expected}; got {len(pairs)} pairs")
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise ValueError(f"{expected}; got {pair!r} in it")
+        for number in pair:
+            check_real(name, number)
+            if number < 0:
+                raise ValueError(f"{expected}; got {number} in it")
+    return tuple((float(first), float(second)) for first, second in pairs)
+
+
+def blocks_of(tokens: int | None, block_size: int) -> int | None:
+    """Blocks that so many tokens fill, the last one perhaps in part; None stays None."""
+    return None if tokens is None else -(-tokens // block_size)

@@ -1,0 +1,310 @@
+"""``flexmask gain``: the time that sparse prefill saves in a model on this machine, and its cost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import torch
+import typer
+
+from flexmask.commands.errors import option_errors, usage_error
+from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, load_model, read_text, remark_if_short, token_ids
+from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Method, MinBudget, Option, Settings, settings_from
+from flexmask.commands.output import Json, Output
+from flexmask.environment import device_name
+
+if TYPE_CHECKING:
+    from flexmask.integrations.huggingface import PrefillSettings
+
+Number = TypeVar("Number", int, float)
+# ratio of times to first token; a smaller one is within the noise of a few runs
+LEAST_GAIN = 1.05
+# tokens, where none are given
+_LENGTHS, _LENGTHS_ON_CPUS = "32768,131072", "16384,32768"
+
+
+def gain(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a transformers model, or its name on the hub.")],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="FILE", help="A text to measure density and error on; needs weights.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help=f"Prompt lengths. Default: {_LENGTHS}; on a CPU {_LENGTHS_ON_CPUS}.")] = None,
+    density: Annotated[str, typer.Option(help="Without a prompt: shares of the blocks to keep.")] = "0.1,0.2,0.4",
+    device: Device = None,
+    dtype: DType = None,
+    method: Method = None,
+    gamma: Gamma = None,
+    min_budget: MinBudget = None,
+    dense_below: DenseBelow = None,
+    settings: Settings = None,
+    option: Option = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what sparse prefill gains on this machine.
+
+    A folder with a config.json is enough for times: of random queries and keys, over random blocks at densities that you give.
+    With weights and a prompt it measures the density and the error too, on the model's own queries and keys.
+    """
+    output = Output(as_json)
+    where = chosen_device(device)
+    if where == "auto":
+        usage_error("times are of one device; got 'auto'", "--device")
+    if prompt is not None and tokens is not None:
+        usage_error("give one of --prompt and --tokens", "--tokens")
+    kind = chosen_dtype(dtype, where)
+    chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
+    on = torch.device(where)
+    if prompt is None:
+        lengths = _lengths(tokens or (_LENGTHS_ON_CPUS if on.type == "cpu" else _LENGTHS))
+        document = _of_config(output, model, chosen, lengths, _densities(density), on, kind)
+    else:
+        document = _of_prompt(output, model, chosen, read_text(prompt), on, kind)
+    own = chosen is None and len(document["settings"]) > 1
+    document["settings_from"] = "config.json" if own else str(settings or "options")
+    document["gains"] = any(best_ratio(each) >= LEAST_GAIN for each in document["lengths"])
+    document["verdict"] = [verdict(each) for each in document["lengths"]]
+    _show(output, document)
+    output.result(document)
+
+
+def _of_config(
+    output: Output,
+    model: str,
+    chosen: PrefillSettings | None,
+    lengths: Sequence[int],
+    densities: Sequence[float],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Times of random tensors, from the config."""
+    config = load_config(model, "MODEL")
+    from flexmask.commands.gain_model import settings_of, weights_per_token
+    from flexmask.commands.gain_times import matmul_speed, model_times
+    from flexmask.integrations.huggingface.layer_plan import layer_plan
+
+    text = config.get_text_config()
+    longest, rows = getattr(text, "max_position_embeddings", None), []
+    if longest is not None and max(lengths) > longest:
+        output.remark(f"{max(lengths):,} tokens exceed the model's max_position_embeddings, {longest:,}")
+    with output.progress(f"timing {len(lengths)} lengths") as advance:
+        with option_errors(otherwise="--option"):
+            used = settings_of(config, chosen)
+        speed, weights = matmul_speed(max(lengths), text.hidden_size, device, dtype), weights_per_token(config)
+        for length in lengths:
+            plan = layer_plan(config, used, tokens=length, device=device, dtype=dtype)
+            row = _row(length, ((each.plan, each.reason) for each in plan), 2 * weights * length / speed)
+            if row["layers"].get("sparse", 0):
+                times = model_times(plan, length, densities, used.selector(), used.run_options, speed, device, dtype)
+                row = _with_first_tokens(row | times)
+            rows.append(row)
+            advance(len(rows), len(lengths))
+    return {
+        **_about(model, type(config).__name__, used, device, dtype),
+        "source": "random blocks",
+        "matmul_flops_per_second": speed,
+        "weights_per_token": weights,
+        "lengths": rows,
+    }
+
+
+def _of_prompt(
+    output: Output, model: str, chosen: PrefillSettings | None, text: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Times, density and error of one prompt, by the model's weights."""
+    loaded, tokenizer = load_model(model, output, str(device), str(dtype).removeprefix("torch."), "MODEL")
+    from flexmask.commands.gain_model import prompt_gain, settings_of
+
+    ids = token_ids(tokenizer, text)
+    with option_errors(otherwise="--option"):
+        used = settings_of(loaded.config, chosen)
+    remark_if_short(output, loaded, used, ids.shape[1])
+    with output.progress(f"three prefills of {ids.shape[1]:,} tokens") as advance:
+        row, error = prompt_gain(loaded, ids, used, advance)
+    return {
+        **_about(model, type(loaded.config).__name__, used, device, dtype),
+        "source": "prompt",
+        "lengths": [_with_first_tokens(row) if row["sparse"] else row],
+        "error": error,
+    }
+
+
+def _about(model: str, name: str, settings: PrefillSettings, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "model": model,
+        "type": name,
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "settings": {"method": settings.method, **settings.to_dict()},
+    }
+
+
+def _row(tokens: int, plan: Iterable[tuple[str, str]], rest: float) -> dict[str, Any]:
+    """A length: its layers by plan, why some are not sparse, and no times yet."""
+    plans = [*plan]
+    return {
+        "tokens": tokens,
+        "layers": dict(Counter(kind for kind, _ in plans)),
+        "reasons": dict(Counter(reason for _, reason in plans if reason)),
+        "rest_seconds": rest,
+        "dense": None,
+        "sparse": [],
+    }
+
+
+def _with_first_tokens(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the expected time to first token: attention, selection and the rest of the model."""
+
+    def first(way: dict[str, Any]) -> float:
+        return float(row["rest_seconds"] + way["attention_seconds"] + way.get("selection_seconds", 0.0))
+
+    dense = row["dense"] | {"first_token_seconds": first(row["dense"])}
+    sparse = []
+    for way in row["sparse"]:
+        taken = way["attention_seconds"] + way["selection_seconds"]
+        ratios = {
+            "attention_ratio": dense["attention_seconds"] / taken,
+            "first_token_ratio": dense["first_token_seconds"] / first(way),
+        }
+        sparse.append(way | {"first_token_seconds": first(way)} | ratios)
+    return row | {"dense": dense, "sparse": sparse}
+
+
+def best_ratio(row: dict[str, Any]) -> float:
+    """Time to first token, dense by sparse, at the density where it is largest; 0 where nothing ran sparse."""
+    return max((each["first_token_ratio"] for each in row["sparse"]), default=0.0)
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """The gain at one length in words."""
+    start = f"{row['tokens']:,} tokens: "
+    if not row["sparse"]:
+        reason = max(row["reasons"], key=lambda each: row["reasons"][each], default="no layer runs sparse")
+        return f"{start}nothing to gain; {reason}"
+    worth = [each for each in row["sparse"] if each["first_token_ratio"] >= LEAST_GAIN]
+    if not worth:
+        return f"{start}nothing to gain; the first token comes less than 5% sooner at {_percents(row['sparse'])} of the blocks"
+    least, most = (f(each["first_token_ratio"] for each in worth) for f in (min, max))
+    times = f"{most:.2f}" if len(worth) == 1 else f"{least:.2f} to {most:.2f}"
+    return f"{start}the first token comes {times} times as fast at {_percents(worth)} of the blocks"
+
+
+def _percents(ways: Sequence[dict[str, Any]]) -> str:
+    shares = sorted(each["density"] for each in ways)
+    return f"{shares[0]:.0%}" if len(shares) == 1 else f"{shares[0]:.0%} to {shares[-1]:.0%}"
+
+
+def _show(output: Output, document: dict[str, Any]) -> None:
+    rows, error = document["lengths"], document.get("error")
+    method = document["settings"]["method"]
+    output.line(f"{document['model']} ({document['type']}), method {method}, {document['dtype']}, torch {document['torch']}")
+    output.line(f"on {document['device']}")
+    timed = [row for row in rows if row["sparse"]]
+    if timed:
+        output.line()
+        _show_times(output, timed)
+        output.line()
+        for line in _notes(document, timed):
+            output.line(line)
+    if error is not None:
+        output.line()
+        output.line(
+            f"Error on this prompt, over {error['tokens']:,} tokens: mean |change of log p| {error['log_prob_change']:.3f}, "
+            f"loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f} ({error['loss_sparse'] - error['loss_dense']:+.3f})"
+        )
+    output.line()
+    for line in document["verdict"]:
+        output.line(line)
+    if document["gains"]:
+        output.line()
+        for line in paste(document["settings"], document["settings_from"]):
+            output.line(line)
+
+
+def _show_times(output: Output, rows: Sequence[dict[str, Any]]) -> None:
+    lines: list[list[Any]] = []
+    for row in rows:
+        dense = row["dense"]
+        times = (_time(dense["attention_seconds"]), _time(dense["first_token_seconds"]))
+        lines.append([f"{row['tokens']:,}", f"dense, {dense['kernel']}", "100%", "", times[0], "", times[1], ""])
+        for way in row["sparse"]:
+            parts = [_time(way["selection_seconds"]), _time(way["attention_seconds"]), f"{way['attention_ratio']:.2f}x"]
+            first = [_time(way["first_token_seconds"]), f"{way['first_token_ratio']:.2f}x"]
+            lines.append(["", "flexmask", f"{way['density']:.1%}", *parts, *first])
+    columns = ["tokens", "attention by", "blocks kept", "selection", "attention", "faster", "first token", "sooner"]
+    output.table(columns, lines, "Seconds of all attention layers, and the expected time to first token")
+
+
+def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What the times are of."""
+    of_prompt = document["source"] == "prompt"
+    layers = " and ".join(f"{number} {kind}" for kind, number in rows[-1]["layers"].items())
+    if of_prompt:
+        notes = [f"Attention: {layers} layers, their own queries and keys."]
+        notes.append("First token: attention, and the rest of the model as it ran on this prompt.")
+    else:
+        weights, speed = _short(document["weights_per_token"]), _short(document["matmul_flops_per_second"], " ")
+        notes = [f"Attention: {layers} layers, random queries and keys, random blocks."]
+        notes.append(
+            f"First token (an estimate): attention, and {weights} weights at 2 FLOPs per token and the {speed}FLOP/s of a matmul "
+            "measured here."
+        )
+        notes.append(
+            "Which density your text needs is unknown: --prompt FILE measures it, and the error, with the model's weights."
+        )
+    share = min(row.get("timed_share_of_heads", 1.0) for row in rows)
+    if share < 1:
+        notes.append(f"Dense attention is slow here: {share:.0%} of the heads were timed, and the seconds scaled up.")
+    return notes
+
+
+def paste(settings: dict[str, Any], where: str) -> list[str]:
+    """Python and JSON that switch it on, with settings from `where`: a file, ``"config.json"`` or the ``"options"``."""
+    options = {name: value for name, value in settings.items() if (name, value) != ("method", "hybrid")}
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    if where == "config.json":
+        given = ""
+    elif "layers" in options:
+        given = f", settings={where!r}"
+    lines = ["To use it:", "", f"  with flexmask.sparse_prefill(model{given}) as run:", "      model.generate(**inputs)"]
+    if where == "config.json":
+        return [*lines, "", "with the settings that the model's config.json holds."]
+    return (
+        lines
+        if "layers" in options
+        else [*lines, "", f'or, in the model\'s config.json: "flexmask_config": {json.dumps(settings)}']
+    )
+
+
+def _short(number: float, space: str = "") -> str:
+    """A number with a unit: 3.67M, 612T."""
+    unit, sign = next(((unit, sign) for unit, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if number >= unit), (1.0, ""))
+    return f"{number / unit:.3g}{space}{sign}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.2f} ms"
+
+
+def _lengths(text: str) -> list[int]:
+    lengths = [_number(part, int, "--tokens") for part in text.split(",")]
+    if min(lengths) < 2:
+        usage_error(f"must be lengths of at least 2 tokens, as in 32768,131072; got {text!r}", "--tokens")
+    return lengths
+
+
+def _densities(text: str) -> list[float]:
+    shares = [_number(part, float, "--density") for part in text.split(",")]
+    if not all(0 < share <= 1 for share in shares):
+        usage_error(f"must be shares in (0, 1], as in 0.1,0.4; got {text!r}", "--density")
+    return shares
+
+
+def _number(text: str, kind: type[Number], option: str) -> Number:
+    try:
+        return kind(text)
+    except ValueError:
+        usage_error(f"must be numbers, as in 1,2; got {text!r}", option)

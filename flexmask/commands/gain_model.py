@@ -1,0 +1,145 @@
+"""A model's part of ``flexmask gain``: the work besides attention, and one prompt with the model's own queries and keys."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from flexmask.commands.gain_times import fastest_dense, median_seconds, select_all, wait
+from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
+from flexmask.integrations.huggingface.attention import PrefillCall
+from flexmask.integrations.huggingface.session import opened
+from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
+
+# of a mixture of experts: how many a token goes to, and how many there are
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# tokens whose log-probabilities are compared, evenly spaced: logits are the largest tensor of a long prompt
+MOST_SCORED = 4096
+# of them at a time in float32
+_AT_ONCE = 256
+
+
+def weights_per_token(config: Any) -> int:
+    """Weights that a token is multiplied by in the layers: matrices without embeddings and head, and the chosen experts."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    outer = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
+    text = config.get_text_config()
+    chosen, experts = (next((n for name in names if (n := getattr(text, name, None))), None) for names in (_CHOSEN, _EXPERTS))
+    share = chosen / experts if isinstance(chosen, int) and isinstance(experts, int) else 1.0
+    found = 0.0
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and id(weight) not in outer:
+            found += weight.numel() * (share if ".experts." in name else 1.0)
+    return int(found)
+
+
+def settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings:
+    """The settings that were chosen, else those in a model's config, else the defaults; checked for the model."""
+    text = config.get_text_config()
+    found = chosen or saved_settings(text) or PrefillSettings()
+    found.check_model(text)
+    return found
+
+
+@torch.no_grad()
+def prompt_gain(
+    model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, progress: Callable[[int, int], None]
+) -> tuple[dict[str, Any], dict[str, float] | None]:
+    """Measure one prompt: times and density, as a row of ``flexmask gain``, and the error; None where every layer runs dense.
+
+    Three prefills: sparse, dense, and one in which each layer's attention is timed both ways.
+    """
+    ids = ids.to(model.device)
+    with sparse_prefill(model, settings=settings) as run:
+        sparse = log_probs(model, ids)
+    progress(1, 3)
+    summary = run.summary()
+    reasons = {reason for layer in summary.layers for reason in layer.reasons}
+    row: dict[str, Any] = {"tokens": ids.shape[1], "layers": {}, "reasons": {}, "dense": None, "sparse": [], "rest_seconds": 0.0}
+    for layer in summary.layers:
+        kind = "dense" if layer.ran == "dense" else "sparse"
+        row["layers"][kind] = row["layers"].get(kind, 0) + 1
+    row["reasons"] = {each: sum(each in layer.reasons for layer in summary.layers) for each in sorted(reasons)}
+    if not row["layers"].get("sparse"):
+        return row, None
+    dense = log_probs(model, ids)
+    progress(2, 3)
+    timed = _Timed(model.device)
+    start = time.perf_counter()
+    with opened(model, PrefillRun(settings, collect_stats=False), timed):
+        _logits(model, ids, torch.tensor([ids.shape[1] - 1], device=ids.device))
+    wait(model.device)
+    row["rest_seconds"] = max(0.0, time.perf_counter() - start - timed.spent)
+    progress(3, 3)
+    row["dense"] = {"kernel": ", ".join(sorted({*timed.kernels.values()} - {""})), "attention_seconds": timed.dense}
+    attention = max(0.0, timed.sparse - timed.selection)
+    row["sparse"] = [{"density": summary.density, "selection_seconds": timed.selection, "attention_seconds": attention}]
+    error = {
+        "tokens": len(dense),
+        "log_prob_change": float((sparse - dense).abs().mean()),
+        "loss_dense": -float(dense.mean()),
+        "loss_sparse": -float(sparse.mean()),
+    }
+    return row, error
+
+
+class _Timed:
+    """Serves the attention calls of a prefill, and times each both ways: flexmask's call, and the fastest dense kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.dense = self.sparse = self.selection = self.spent = 0.0
+        self.kernels: dict[Any, str] = {}
+        self._device = device
+
+    def __call__(self, call: PrefillCall) -> Tensor:
+        wait(self._device)
+        start = time.perf_counter()
+        call = call._replace(probe=None, run=None)
+        inputs = call.inputs.placed()
+        is_sparse = call.reason_no_mask() is None and call.reason_dense_layer() is None
+        out = call.attention()
+        shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window, is_sparse)
+        first = shape not in self.kernels
+        # of the first layer of a shape the median of some runs, of the others one
+        runs: dict[str, Any] = {} if first else {"runs": 1, "warm_up": False}
+        own = median_seconds(call.attention, self._device, **runs)
+        self.sparse += own
+        if is_sparse:
+            dense, self.kernels[shape] = fastest_dense(inputs, self.kernels.get(shape))
+            self.dense += dense
+            select = partial(select_all, inputs, call.selector.for_inputs(inputs), call.settings.run_options)
+            self.selection += median_seconds(select, self._device, **runs)
+        else:
+            self.dense += own
+            self.kernels[shape] = ""
+        wait(self._device)
+        self.spent += time.perf_counter() - start
+        return out
+
+
+def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Log-probabilities of up to `MOST_SCORED` tokens of a prompt, evenly spaced, float32 on the CPU."""
+    scored = torch.linspace(0, ids.shape[1] - 2, min(ids.shape[1] - 1, MOST_SCORED), device=ids.device).round().long()
+    logits = _logits(model, ids, scored)
+    targets = ids[0, scored + 1].to(logits.device)
+    parts = zip(logits.split(_AT_ONCE), targets.split(_AT_ONCE), strict=True)
+    return torch.cat([-F.cross_entropy(part.float(), target, reduction="none") for part, target in parts]).cpu()
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, rows: Tensor) -> Tensor:
+    """(len(rows), vocab_size): logits of these rows of a prompt."""
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        kept: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0]
+        return kept
+    every: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return every[rows.to(every.device)]

@@ -1,0 +1,258 @@
+"""Times of attention, dense and sparse, on this machine: for ``flexmask gain``."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flexmask import plain
+from flexmask.attend import RunOptions
+from flexmask.base.blocks import cut_into_blocks
+from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.base.selection import Selected
+from flexmask.dense_policy import has_causal_kernel
+from flexmask.flex.backend import chosen_backend
+from flexmask.flex.block_mask import block_mask
+from flexmask.flex.dense import dense_attention
+from flexmask.flex.head_groups import head_groups
+from flexmask.flex.heads import attend_heads
+from flexmask.flex.run import run_flex_attention
+from flexmask.flex.visible import sdpa
+from flexmask.run_method import from_map
+from flexmask.select import select_blocks
+from flexmask.selector import Selector
+
+# timed runs after a warm-up: the most, and the seconds after which there is no further one
+RUNS, _ENOUGH = 3, 5.0
+# seconds that one dense call may be expected to take; else fewer heads are timed
+_LONGEST = 10.0
+_SDPA = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "FlashAttention 2": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient SDPA": SDPBackend.EFFICIENT_ATTENTION,
+}
+# tokens of the product that the speed of the other layers is taken from
+_MATMUL_ROWS = 4096
+
+
+class Shape(NamedTuple):
+    """The attention of one layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+class Times(NamedTuple):
+    """Seconds of one attention call.
+
+    Attributes
+    ----------
+    dense
+        By the fastest dense kernel.
+    kernel
+        The name of that kernel.
+    selection
+        Of the method's masks.
+    sparse
+        By density: attention over random blocks.
+    share
+        Share of the heads that was timed; the seconds are those of all heads.
+    """
+
+    dense: float
+    kernel: str
+    selection: float
+    sparse: tuple[tuple[float, float], ...]
+    share: float
+
+
+def median_seconds(call: Callable[[], Any], device: torch.device, runs: int = RUNS, warm_up: bool = True) -> float:
+    """Median seconds of up to `runs` calls, each waited for, after one that does not count."""
+    taken: list[float] = []
+    if warm_up:
+        call()
+    while not taken or (len(taken) < runs and sum(taken) < _ENOUGH):
+        wait(device)
+        start = time.perf_counter()
+        call()
+        wait(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def wait(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+@torch.no_grad()
+def matmul_speed(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs per second of a product of (rows, width) by (width, 4 width)."""
+    rows = min(rows, _MATMUL_ROWS)
+    left, right = (torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, width), (width, 4 * width)))
+    return 8 * rows * width * width / median_seconds(lambda: left @ right, device)
+
+
+@torch.no_grad()
+def model_times(
+    plan: Iterable[Any],
+    tokens: int,
+    densities: Sequence[float],
+    selector: Selector,
+    run: RunOptions,
+    speed: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Seconds of all attention layers of a `layer_plan`, on random tensors: dense, and sparse at each density.
+
+    Layers that stay dense count in both, those with a window by the pairs that it shows.
+    """
+    times: dict[Shape, Times] = {}
+    dense, selection, sparse, shares = 0.0, 0.0, [0.0] * len(densities), [0.0] * len(densities)
+    number = 0
+    for layer in plan:
+        if layer.plan not in ("sparse", "dense"):
+            continue
+        is_sparse = layer.plan == "sparse"
+        shape = Shape(layer.heads, layer.kv_heads, layer.head_dim, layer.window if is_sparse else None)
+        if shape not in times or (is_sparse and not times[shape].sparse):
+            times[shape] = random_times(shape, tokens, densities if is_sparse else (), selector, run, speed, device, dtype)
+        found, window = times[shape], tokens if layer.window is None else min(layer.window, tokens)
+        seconds = found.dense if is_sparse else found.dense * window * (2 * tokens - window) / tokens**2
+        dense += seconds
+        number += is_sparse
+        selection += found.selection if is_sparse else 0.0
+        for at in range(len(densities)):
+            sparse[at] += found.sparse[at][1] if is_sparse else seconds
+            shares[at] += found.sparse[at][0] if is_sparse else 0.0
+    return {
+        "dense": {"kernel": ", ".join(sorted({each.kernel for each in times.values()})), "attention_seconds": dense},
+        "sparse": [
+            {"density": share / number, "selection_seconds": selection, "attention_seconds": each}
+            for share, each in zip(shares, sparse, strict=True)
+        ],
+        "timed_share_of_heads": min(each.share for each in times.values()),
+    }
+
+
+@torch.no_grad()
+def random_times(
+    shape: Shape,
+    tokens: int,
+    densities: Sequence[float],
+    selector: Selector,
+    run: RunOptions,
+    speed: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Times:
+    """Times of random tensors: dense attention, the method's selection, and attention over random blocks at each density.
+
+    Of the heads as many are timed as take no longer than `_LONGEST` at `speed` FLOPs per second.
+    """
+    needed = 2 * tokens * tokens * shape.head_dim * shape.heads / speed
+    keys = max(1, min(shape.kv_heads, int(shape.kv_heads * _LONGEST / needed)))
+    share = keys / shape.kv_heads
+    heads = keys * (shape.heads // shape.kv_heads)
+    generator = torch.Generator(device=device).manual_seed(0)
+    query, key, value = (
+        torch.randn(1, number, tokens, shape.head_dim, generator=generator, device=device, dtype=dtype)
+        for number in (heads, keys, keys)
+    )
+    inputs = attention_inputs(query, key, value, window=shape.window).prepared()
+    dense, kernel = fastest_dense(inputs)
+    if not densities:
+        return Times(dense / share, kernel, 0.0, (), share)
+    selector = Selector(selector.method, selector.block_size, one_for_all(selector.options)).for_inputs(inputs)
+    select = median_seconds(partial(select_all, inputs, selector, run), device)
+    sparse = [_over_random_blocks(inputs, selector, run, density) for density in densities]
+    return Times(dense / share, kernel, select / share, tuple((kept, each / share) for kept, each in sparse), share)
+
+
+def one_for_all(options: dict[str, Any]) -> dict[str, Any]:
+    """Options in which the mean of the numbers by head stands for them: random heads do not differ."""
+
+    def of(value: Any) -> Any:
+        plain_numbers = isinstance(value, tuple) and all(isinstance(each, (int, float)) for each in value)
+        return sum(value) / len(value) if plain_numbers and value else value
+
+    return {name: of(value) for name, value in options.items()}
+
+
+def fastest_dense(inputs: AttentionInputs, kernel: str | None = None) -> tuple[float, str]:
+    """Seconds of the fastest dense kernel that serves the inputs, and its name; with `kernel` one run of that one."""
+    device, found = inputs.query.device, dict[str, float]()
+    for name, call in _dense_calls(inputs):
+        if kernel not in (None, name):
+            continue
+        try:
+            with warnings.catch_warnings():
+                # the reasons why a kernel does not serve a call
+                warnings.simplefilter("ignore")
+                found[name] = median_seconds(call, device) if kernel is None else median_seconds(call, device, 1, False)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or device.type == "cpu":
+                raise
+    name = min(found, key=lambda each: found[each])
+    return found[name], name
+
+
+def _dense_calls(inputs: AttentionInputs) -> Iterator[tuple[str, Callable[[], Any]]]:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    assert value is not None
+    if query.device.type == "cpu":
+        yield "SDPA", partial(dense_attention, inputs)
+        return
+
+    def by_sdpa(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(query, key, value, inputs.scale, is_causal=True)
+
+    if has_causal_kernel(inputs):
+        for name, backend in _SDPA.items():
+            yield name, partial(by_sdpa, backend)
+    kernel = chosen_backend("auto", inputs, 128)
+    everything = from_map(cut_into_blocks(inputs, 128, plain, False), None).lists
+    mask = block_mask(inputs, Selected(everything, None, {}, 128))
+    yield f"FlexAttention {kernel}", partial(run_flex_attention, inputs, mask, kernel)
+
+
+def select_all(inputs: AttentionInputs, selector: Selector, run: RunOptions) -> None:
+    """Make the masks of all heads, group by group as attention does, and drop them."""
+    for group in head_groups(inputs.query, inputs.key, run.max_mask_bytes // selector.head_bytes, selector.method.shared):
+        part = inputs.of_heads(group)
+        block_mask(part, select_blocks(selector, part, group.query))
+
+
+def _over_random_blocks(inputs: AttentionInputs, selector: Selector, run: RunOptions, density: float) -> tuple[float, float]:
+    """Density of random blocks with the diagonal, and seconds of attention over them."""
+    size, device = selector.block_size, inputs.query.device
+    kernel, plan = chosen_backend(run.backend, inputs, size), run.policy.plan(inputs, selector)
+    generator = torch.Generator(device=device).manual_seed(1)
+    taken, kept, visible = 0.0, 0, 0
+    for group in head_groups(inputs.query, inputs.key, run.max_mask_bytes // selector.head_bytes):
+        part = inputs.of_heads(group)
+        blocks = cut_into_blocks(part, size, plain, False)
+        shape = (*part.query.shape[:2], *blocks.visible.shape[2:])
+        diagonal = float(blocks.own.sum() / blocks.visible.sum())
+        # so that with the diagonal, which is always kept, they are the share that was asked for
+        share = max(0.0, (density - diagonal) / max(1 - diagonal, 1e-9))
+        keep = torch.rand(shape, generator=generator, device=device) < share
+        lists = from_map(blocks, keep).lists
+        kept += int((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
+        visible += int(blocks.visible.sum()) * shape[1]
+        dense, selected = [False] * part.key.shape[1], Selected(lists, None, {}, size)
+        taken += median_seconds(partial(attend_heads, part, selected, dense, plan.most_kept, kernel), device)
+    return kept / max(visible, 1), taken

@@ -1,0 +1,77 @@
+"""Attention of the heads of one group: those that dense attention serves by SDPA, the others over their blocks.
+
+They go by key head, with its query heads. The mask has all heads: no number of heads is a compilation of its own. The lists of
+dense heads are emptied, the sparse kernel skips them, and SDPA fills their outputs.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.selection import BlockLists, Selected
+from flexmask.flex.block_mask import block_mask
+from flexmask.flex.dense import dense_attention
+from flexmask.flex.run import run_flex_attention
+from flexmask.flex.visible import sdpa
+
+
+def attend_heads(
+    inputs: AttentionInputs,
+    selected: Selected | None,
+    dense: list[bool],
+    most_kept: float | None,
+    kernel: str,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None, list[bool]]:
+    """Attention over the selected blocks, dense in some key heads.
+
+    Parameters
+    ----------
+    inputs
+        Placed inputs; those of a whole prompt without anything special where some of its heads, and not all, are dense.
+    selected
+        None where every key head is dense.
+    dense
+        By key head: whether its query heads run dense.
+    most_kept
+        Share of a whole prompt's blocks from which on a key head runs dense too, or None. Reads the lists.
+
+    Returns
+    -------
+    tuple
+        (batch, num_heads, q_len, v_head_dim); with `return_lse` (batch, num_heads, q_len) float32, else None; the key heads that
+        ran dense.
+    """
+    if selected is not None and most_kept is not None:
+        more = _keeps_more(selected.lists, len(dense), most_kept)
+        dense = [already or kept for already, kept in zip(dense, more, strict=True)]
+    runs, groups = _runs(dense), inputs.query.shape[1] // len(dense)
+    heads = [slice(keys.start * groups, keys.stop * groups) for keys in runs]
+    if selected is None or all(dense):
+        return *dense_attention(inputs, return_lse), [True] * len(dense)
+    mask = block_mask(inputs, selected.without_heads(heads) if runs else selected)
+    out, lse = run_flex_attention(inputs, mask, kernel, return_lse)
+    query, key, value = inputs.query, inputs.key, inputs.value
+    assert value is not None
+    for own, keys in zip(heads, runs, strict=True):
+        out[:, own] = sdpa(query[:, own], key[:, keys], value[:, keys], inputs.scale, is_causal=True)
+    return out, lse, dense
+
+
+def _keeps_more(lists: BlockLists, num_kv_heads: int, share: float) -> list[bool]:
+    """True for each key head whose query heads keep more than this share of a whole prompt's blocks."""
+    batch, num_heads, q_blocks = lists.kv_num_blocks.shape
+    if num_heads % num_kv_heads:
+        return [False] * num_kv_heads  # one mask for all heads
+    visible = batch * num_heads // num_kv_heads * q_blocks * (q_blocks + 1) / 2
+    kept = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum((0, 2)).unflatten(0, (num_kv_heads, -1)).sum(1)
+    return [number > share * visible for number in kept.tolist()]
+
+
+def _runs(heads: list[bool]) -> list[slice]:
+    """The True entries as slices, one for each run."""
+    runs = [list(run) for is_true, run in groupby(range(len(heads)), key=lambda head: heads[head]) if is_true]
+    return [slice(run[0], run[-1] + 1) for run in runs]

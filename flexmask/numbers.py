@@ -1,0 +1,70 @@
+"""Options that are numbers, as tensors on the device: another value is not another compilation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask._torch import in_dispatch_mode, keep_static
+from flexmask.base.floats import widest_float
+from flexmask.selector import Selector
+
+
+class Filled(NamedTuple):
+    """The same number for every head."""
+
+    number: float
+    heads: int
+
+
+def numbers_of(selector: Selector, query: Tensor, heads: slice | None) -> dict[str, Tensor]:
+    """The options that are numbers, as tensors of `widest_float`: floats except 0 are 0-d, shares (num_heads,), pairs (.., 2).
+
+    Those by head are for the heads of `query`, which are these of the call. On CUDA those of earlier calls, to save the launches.
+    """
+    device, method, options = query.device, selector.method, selector.options
+    if heads is not None:
+        options = {**options, **{name: _of_heads(options[name], heads) for name in (*method.shares, *method.pairs)}}
+    tensors = {name: options[name] for name in method.shares if isinstance(options[name], Tensor)}
+    values: dict[str, Any] = {name: options[name] for name in method.floats if options[name] is not None and options[name] != 0}
+    for name in method.shares:
+        if name not in tensors:
+            values[name] = options[name] if isinstance(options[name], tuple) else Filled(options[name], query.shape[1])
+    values |= {name: options[name] for name in method.pairs}
+    kept, where = device.type == "cuda" and not torch.compiler.is_compiling(), (0, False)
+    # what a mode made must not outlive it
+    if not kept or in_dispatch_mode() or torch.cuda.is_current_stream_capturing():
+        write = _written
+    else:
+        # of one stream: none reads it before it is written; and of one mode, which compiled code tells apart
+        write, where = _kept, (torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled())
+    made = write(tuple(values.values()), device, *where)
+    found = {**dict(zip(values, made, strict=True)), **tensors}
+    if kept:
+        for tensor in found.values():
+            keep_static(tensor)
+    return found
+
+
+def _of_heads(value: Any, heads: slice) -> Any:
+    return value[heads] if isinstance(value, (tuple, Tensor)) and len(value) > 1 else value
+
+
+def _written(values: tuple[Any, ...], device: torch.device, stream: int, inference: bool) -> tuple[Tensor, ...]:
+    """The numbers, written on the device: a copy of a list from the host would wait for it."""
+    dtype = widest_float(device)
+
+    def written(value: Any) -> Tensor:
+        if isinstance(value, Filled):
+            return torch.full((value.heads,), value.number, dtype=dtype, device=device)
+        if isinstance(value, tuple):
+            return torch.stack([written(each) for each in value])
+        return torch.full((), value, dtype=dtype, device=device)
+
+    return tuple(written(value) for value in values)
+
+
+_kept = functools.lru_cache(maxsize=256)(_written)

@@ -1,0 +1,59 @@
+"""Arithmetic in the dtypes of its tensors, whatever the program has set: without autocast, and without TF32."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+# asked once: dynamo cannot trace the question
+_AUTOCAST_DEVICES = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
+)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Switch autocast off on `device`: arithmetic in the dtypes of its tensors, whatever the program has set."""
+    if device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
+        # the type as text: 2.5.1 cannot trace the generic alias
+        return cast("contextlib.AbstractContextManager[None]", torch.autocast(device.type, enabled=False))
+    return contextlib.nullcontext()
+
+
+class _Tf32:
+    """Count of open `without_tf32` blocks in this process, and the program's setting, which the last of them restores."""
+
+    lock = threading.Lock()
+    open_blocks = 0
+    restored: Any = None
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Float32 matmuls at full precision on CUDA, whatever the program has set; its setting is put back.
+
+    The setting belongs to the process. Blocks of several threads may overlap: the first switches TF32 off, the last restores the
+    setting. Matmuls of other threads run at full precision meanwhile, and nothing keeps those threads from switching it on again.
+    """
+    matmul = torch.backends.cuda.matmul
+    newer = hasattr(matmul, "fp32_precision")
+    name, off = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
+    with _Tf32.lock:
+        if _Tf32.open_blocks == 0:
+            before = getattr(matmul, name)
+            # what is read may be inherited
+            inherited = newer and getattr(torch.backends, name, None) == before
+            _Tf32.restored = None if before not in (True, "tf32") else "none" if inherited else before
+        if _Tf32.restored is not None:
+            setattr(matmul, name, off)
+        _Tf32.open_blocks += 1
+    try:
+        yield
+    finally:
+        with _Tf32.lock:
+            _Tf32.open_blocks -= 1
+            if _Tf32.open_blocks == 0 and _Tf32.restored is not None:
+                setattr(matmul, name, _Tf32.restored)

@@ -1,0 +1,169 @@
+"""Methods and selectors: a method chooses blocks; a selector is a method with its options, checked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask._torch import HAS_TRITON
+from flexmask.base.blocks import map_bytes
+from flexmask.base.checks import check_word
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
+from flexmask.base.selection import Selection
+from flexmask.users_mask import users_choice
+
+# types of options, by which a method's signature says what it gets (`flexmask.method`)
+ByHead = float | Sequence[float] | Tensor
+PairsByHead = Sequence[float] | Sequence[Sequence[float]]
+
+METHODS: dict[str, Method] = {}
+"""The table of methods by name; importing `flexmask.block_masks` fills it"""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: the function that chooses blocks, and what the core has to know to call it.
+
+    Attributes
+    ----------
+    choose
+        From a `BlockProblem` and the options to the kept blocks; of a method with `steps` to a `Selection`.
+    defaults
+        Its options by name, with their defaults.
+    name
+        Its name in the table.
+    floats, shares, pairs
+        Those that are floats, shares by head and pairs by head; and of pairs the function of num_heads that makes one in the
+        place of None.
+    check
+        Called with the options before anything is computed; raises for wrong ones. None: there is nothing to check.
+    check_call
+        Called with the inputs and the options: raises for inputs that it does not serve. None: it serves all.
+    keeps_all
+        From the options, those by head as one head's number, to True if that head keeps all its blocks. None: never.
+    steps
+        The modules of steps that it is written in: "plain", and "kernels" where it runs on these too. None: it gives a map.
+    head_bytes
+        From the inputs, block_size, whether kernels serve it, and the options to the bytes that one head's mask takes while it is
+        made. None: `map_bytes`.
+    shared
+        True if the heads decide together: none can be left out.
+    compiled
+        Whether `choose` is compiled as a whole on accelerators.
+    is_users
+        True for a user's function of query and key.
+    """
+
+    choose: Callable[..., Tensor | Selection | None]
+    defaults: dict[str, Any]
+    name: str
+    floats: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
+    pairs: Mapping[str, Callable[[int], PairsByHead] | None] = field(default_factory=dict)
+    check: Callable[..., None] | None = None
+    check_call: Callable[..., None] | None = None
+    keeps_all: Callable[..., bool] | None = None
+    steps: tuple[str, ...] = ()
+    head_bytes: Callable[..., int] | None = None
+    shared: bool = False
+    compiled: bool = True
+    is_users: bool = False
+
+    def checked(self, block_size: int, options: Mapping[str, Any]) -> Selector:
+        """The method with these options, or an error for wrong ones; numbers by head are not compared with any heads yet."""
+        check_block_size(block_size)
+        unknown = [name for name in options if name not in self.defaults]
+        if unknown:
+            known = ", ".join(self.defaults) or "of every mask only"
+            others = [name for name, other in METHODS.items() if unknown[0] in other.defaults]
+            of_others = f", an option of {', '.join(others)}" if others else ""
+            raise TypeError(f"method {self.name!r} takes the options {known}; got {unknown[0]!r}{of_others}")
+        filled = {**self.defaults, **options}
+        for name in self.shares:
+            if isinstance(filled[name], list):
+                filled[name] = tuple(filled[name])
+        if self.check is not None:
+            self.check(block_size=block_size, **filled)
+        return Selector(self, block_size, filled)
+
+
+@dataclass(frozen=True, eq=False)
+class Selector:
+    """A method with its options, checked."""
+
+    method: Method
+    block_size: int
+    options: dict[str, Any]  # defaults filled in; by head a number, or a tuple or a tensor with an entry for each head
+    # of inputs (`for_inputs`)
+    keeps_all: list[bool] = field(default_factory=list)  # by query head: as far as the host knows it keeps all its blocks
+    head_bytes: int = 0  # bytes that the mask of one head of one batch row takes while it is made
+
+    def for_inputs(self, inputs: AttentionInputs) -> Selector:
+        """The same, its numbers by head compared with the inputs' heads; raises where they do not fit, or it is not served."""
+        method, filled, num_heads = self.method, dict(self.options), inputs.query.shape[1]
+        for name in method.shares:
+            filled[name] = shares_by_head(name, filled[name], inputs.query)
+        for name, make in method.pairs.items():
+            given = make(num_heads) if make is not None and filled[name] is None else filled[name]
+            filled[name] = pairs_by_head(name, given, num_heads)
+        if method.check_call is not None:
+            method.check_call(inputs, block_size=self.block_size, **filled)
+        if method.head_bytes is None:
+            needed = map_bytes(inputs, self.block_size)
+        else:
+            needed = method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **filled)
+        return Selector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), needed)
+
+    def runs_kernels(self, query: Tensor) -> bool:
+        """True if the Triton kernels serve it."""
+        return HAS_TRITON and query.is_cuda and "kernels" in self.method.steps
+
+    @property
+    def title(self) -> str:
+        """Its name with its options, for pictures; without them in a surrounding compilation, where a float may be symbolic."""
+        if torch.compiler.is_compiling():
+            return self.method.name
+        told = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
+        return f"{self.method.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **told}.items())})"
+
+
+def _keeps_all(method: Method, options: dict[str, Any], num_heads: int) -> list[bool]:
+    """True for each query head that keeps all its blocks; reads no tensor."""
+    shares, keeps_all = method.shares, method.keeps_all
+    if keeps_all is None or any(isinstance(options[name], Tensor) for name in shares):
+        return [False] * num_heads
+    return [
+        keeps_all(**{name: x[head] if name in shares and isinstance(x, tuple) else x for name, x in options.items()})
+        for head in range(num_heads)
+    ]
+
+
+def selector_of(named: str | Callable[..., Any], block_size: int, options: Mapping[str, Any]) -> Selector:
+    """A method with its options, from its name, its mask function (or a partial of it), or a user's function.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a method that is not there, and options that it does not have or that are out of their range.
+    """
+    if not callable(named):
+        check_word("method", named, tuple(METHODS))
+        return METHODS[named].checked(block_size, options)
+    inner: Any = named
+    while isinstance(inner, functools.partial) and not inner.args:
+        inner, options = inner.func, {**inner.keywords, **options}
+    found = getattr(inner, "method", None)
+    if isinstance(found, Method):
+        return found.checked(block_size, options)
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    check_block_size(block_size)
+    name = str(getattr(inner, "__name__", type(inner).__name__))
+    users = Method(users_choice(named, name), dict(options), name, compiled=False, is_users=True)
+    return Selector(users, block_size, dict(options))

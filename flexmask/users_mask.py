@@ -1,0 +1,86 @@
+"""The blocks of a user's function of query and key: checked, and limited to what is visible."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask._torch import KNOWS_LENGTHS
+from flexmask.base.blocks import BlockProblem
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.selection import BlockLists, Selection
+from flexmask.base.visibility import num_blocks
+from flexmask.plain.block_lists import ascending_indices
+
+
+def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Selection]:
+    """The `choose` of a method that calls `function`, and drops the blocks that causality, window and padding hide.
+
+    A full block skips the mask_mod: where the inputs hide a pair of it, it becomes a partial one. The lists are made again,
+    ascending, contiguous and int32, each block in one of them. No value is read on the host. It raises TypeError or ValueError
+    for what is no mask of the call in blocks of its size.
+    """
+
+    def choose(problem: BlockProblem, **options: Any) -> Selection:
+        inputs, block_size, visible = problem.inputs, problem.block_size, problem.seen.visible
+        taken = inspect.signature(function).parameters
+        scores = {each: value for each, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if each in taken}
+        where = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
+        made: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **where, **options)
+        _check(made, f"method {name} must give", inputs, block_size)
+        kept = _block_map(made.kv_num_blocks, made.kv_indices, visible.shape[-1])
+        full = torch.zeros_like(kept)
+        if made.full_kv_num_blocks is not None:
+            full = _block_map(made.full_kv_num_blocks, made.full_kv_indices, visible.shape[-1])
+        kept = ((kept | full) & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)
+        full = full & problem.seen.full[:, None]
+        lists = BlockLists(*ascending_indices(kept & ~full), *ascending_indices(kept & full))
+        return Selection(lists, None, mask_mod=made.mask_mod)
+
+    return choose
+
+
+def _check(made: Any, must_give: str, inputs: AttentionInputs, block_size: int) -> None:
+    if not isinstance(made, BlockMask):
+        raise TypeError(f"{must_give} a BlockMask; got {type(made).__name__}")
+    if made.BLOCK_SIZE != (block_size, block_size):
+        raise ValueError(f"{must_give} a mask in blocks of {block_size} tokens, as it is told to; got {made.BLOCK_SIZE}")
+    batch, num_heads, q_len, _ = inputs.query.shape
+    lengths = (q_len, inputs.key.shape[2])
+    if KNOWS_LENGTHS and tuple(made.seq_lengths) != lengths:
+        raise ValueError(f"{must_give} a mask of (q_len, kv_len) = {lengths}; got {tuple(made.seq_lengths)}")
+    for name in BlockLists._fields:
+        tensor = getattr(made, name)
+        if tensor is None:
+            continue
+        if tensor.device != inputs.query.device:
+            raise ValueError(f"{must_give} {name} on query's device {inputs.query.device}; got {tensor.device}")
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise TypeError(f"{must_give} {name} of integers; got {tensor.dtype}")
+    counts, q_blocks = made.kv_num_blocks, num_blocks(q_len, block_size)
+    shape = tuple(counts.shape)
+    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] not in (1, num_heads) or shape[2] != q_blocks:
+        expected = f"({batch} or 1, {num_heads} or 1, {q_blocks})"
+        raise ValueError(f"{must_give} kv_num_blocks of {expected}, a count for each query block; got {shape}")
+    if made.full_kv_num_blocks is not None and tuple(made.full_kv_num_blocks.shape) != shape:
+        given = tuple(made.full_kv_num_blocks.shape)
+        raise ValueError(f"{must_give} full_kv_num_blocks of kv_num_blocks' shape {shape}; got {given}")
+    for name, indices in (("kv_indices", made.kv_indices), ("full_kv_indices", made.full_kv_indices)):
+        if indices is not None and tuple(indices.shape[:-1]) != shape:
+            of_rows = ", ".join(map(str, shape))
+            raise ValueError(f"{must_give} {name} of ({of_rows}, ..), as kv_num_blocks is; got {tuple(indices.shape)}")
+
+
+def _block_map(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor:
+    """True for the listed blocks, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks) bool; others are not looked at."""
+    place = torch.arange(indices.shape[-1], device=indices.device)
+    listed = (place < counts.unsqueeze(-1)) & (indices >= 0) & (indices < num_kv_blocks)
+    # what is not listed goes to one more column
+    column = torch.where(listed, indices.long(), num_kv_blocks)
+    marks = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.bool, device=indices.device)
+    return marks.scatter(-1, column, True)[..., :num_kv_blocks]

@@ -1,0 +1,35 @@
+"""Sparse prefill as an attention implementation of Hugging Face transformers. Importing this changes nothing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexmask.integrations.huggingface.attention import register as register
+    from flexmask.integrations.huggingface.session import configure as configure
+    from flexmask.integrations.huggingface.session import sparse_prefill as sparse_prefill
+    from flexmask.integrations.huggingface.settings import PrefillSettings as PrefillSettings
+    from flexmask.integrations.inspect import inspect_prefill as inspect_prefill
+    from flexmask.integrations.record.run import PrefillRun as PrefillRun
+    from flexmask.integrations.tune import TuneResult as TuneResult
+    from flexmask.integrations.tune import tune as tune
+
+# on first use: those folders import the modules of this one
+_HOMES = {
+    "PrefillRun": "record.run",
+    "PrefillSettings": "huggingface.settings",
+    "TuneResult": "tune",
+    "configure": "huggingface.session",
+    "inspect_prefill": "inspect",
+    "register": "huggingface.attention",
+    "sparse_prefill": "huggingface.session",
+    "tune": "tune",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"flexmask.integrations.{_HOMES[name]}"), name)

@@ -1,0 +1,154 @@
+"""What differs between releases of transformers, and between models: wrappers, configs, what can be refused before a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import Pipeline, PreTrainedModel, masking_utils
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
+from transformers.masking_utils import sliding_window_causal_mask_function as window_function
+
+OLDEST, NEWEST = (4, 54), (5, 23)
+# newer releases wrap the mask of packed sequences in it
+remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+# whether some models build their own 4-D masks, whatever the mask interface says
+MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
+
+
+def check_release() -> None:
+    """Refuse a transformers outside of the releases that were tested.
+
+    Raises
+    ------
+    ImportError
+        With the release that is installed and those that are served.
+    """
+    release = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
+    if not OLDEST <= release <= NEWEST:
+        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+        raise ImportError(f"flexmask serves transformers {oldest} to {newest}; got {transformers.__version__}")
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model in a pipeline, a compiled module or a PEFT model, in any order of these; itself if it is one.
+
+    Raises
+    ------
+    TypeError
+        Where there is none.
+    """
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        if isinstance(inner, Pipeline):
+            inner = inner.model
+        elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            inner = inner._orig_mod
+        elif isinstance(inner, nn.Module) and callable(base := getattr(inner, "get_base_model", None)):
+            inner = base()
+        else:
+            raise TypeError(
+                "model must be a transformers PreTrainedModel, or a pipeline, torch.compile's or PEFT's wrapper around one; "
+                f"got {type(model).__name__}" + ("" if inner is model else f" around {type(inner).__name__}")
+            )
+    return inner
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The config that a model's attention layers have: its own, or that of its text part."""
+    return getattr(model.config, "text_config", model.config)
+
+
+def check_servable(model: PreTrainedModel) -> None:
+    """Refuse what the model itself says about its attention, before anything runs.
+
+    Raises
+    ------
+    NotImplementedError
+        For cross attention, bidirectional and chunked attention, and a config that asks for attention weights.
+    """
+    name, config = type(model).__name__, text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refusal(name, "an encoder with a decoder, whose cross attention it does not know", "sdpa")
+    flags = [
+        module.is_causal
+        for module in model.modules()
+        if isinstance(getattr(module, "is_causal", None), bool) and getattr(module, "config", None) is config
+    ]
+    if flags and not any(flags):
+        raise _refusal(name, "an encoder: every layer's attention is marked as bidirectional", "sdpa")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise _refusal(name, "a model with chunked attention (config.layer_types)", "sdpa")
+    if getattr(config, "output_attentions", False):
+        raise _refusal(name, "a config with output_attentions", "eager")
+
+
+def _refusal(name: str, what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f'flexmask does not serve {name}, {what}; use attn_implementation="{instead}"')
+
+
+def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
+    """Number of query rows that a mask function is called for, and the position of the first.
+
+    From 5.4 on transformers says so (`q_length`, `q_offset`), before that it gives all positions (`cache_position`). A tensor may
+    be the cache's own, which it moves on before attention runs: the copy stays.
+    """
+    positions = arguments.get("cache_position")
+    length, offset = (
+        (positions.shape[0], positions[0]) if positions is not None else (arguments["q_length"], arguments["q_offset"])
+    )
+    return length, offset.clone() if isinstance(offset, Tensor) else offset
+
+
+def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None, Tensor | None]:
+    """Recognise plain causality, with a sliding window or without, of a prompt or of packed ones.
+
+    `mask_function` is compared by its code with what transformers makes for these cases. Newer releases count the positions of
+    packed sequences from each one's start; since they only see their own sequence, whose positions are consecutive, that changes
+    nothing.
+
+    Returns
+    -------
+    tuple
+        Whether it is that; its window; (batch or 1, q_len) integer ids that tell packed sequences apart. The ids are given for
+        prompts without a cache and an attention_mask, before release 5 also for those that are not packed: then all are equal.
+    """
+    expected = causal_mask_function if local_size is None else window_function(local_size)
+    if _same(mask_function, expected):
+        return True, local_size, None
+    tensors = _tensors(mask_function)
+    for ids in tensors:
+        own = packed_sequence_mask_function(ids)
+        if _same(mask_function, and_masks(expected, own)):
+            return True, local_size, ids
+        if remap_positions is not None:
+            forms = (and_masks(own, remap_positions(expected, positions)) for positions in tensors)
+            if any(_same(mask_function, form) for form in forms):
+                return True, local_size, ids
+    return False, None, None
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Compare two functions: the same code and, all the way down, the same captured values; tensors by identity."""
+    if left is right:
+        return True
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if callable(left) and callable(right):
+        code = getattr(left, "__code__", None)
+        return code is not None and code is getattr(right, "__code__", None) and _same(_captured(left), _captured(right))
+    return isinstance(left, int) and isinstance(right, int) and left == right
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value if isinstance(value, tuple) else _captured(value) if callable(value) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _captured(function: Any) -> tuple[Any, ...]:
+    return tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())

@@ -1,0 +1,209 @@
+"""Layer by layer, whether a prompt would run sparse in a model: from its config alone, without weights and without a prompt.
+
+The model is built on the meta device, where tensors have shapes and no memory, and its forward runs there with the adapter's own
+attention call. It reads a few tokens, for recurrent layers loop over them; attention is called for a prompt of the full length,
+with tensors that are one number expanded to their shape.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+
+from flexmask.flex.backend import chosen_backend
+from flexmask.integrations.huggingface.attention import PrefillCall, attention
+from flexmask.integrations.huggingface.compat import text_config
+from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
+from flexmask.integrations.huggingface.session import OpenBlock, model_settings, opened
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.record.run import PrefillRun
+
+SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
+_NAME = "flexmask_layer_plan"
+# tokens; enough for models that add a key for every so many of them
+_READ = 256
+
+
+class PlannedLayer(NamedTuple):
+    """The plan of one layer of a model: sparse, dense or refused, and why.
+
+    Attributes
+    ----------
+    layer : int
+    plan : str
+        ``"sparse"``, ``"dense"``, ``"refused"`` (the model's forward would raise) or ``"not reached"`` (the layer does not call
+        transformers' attention interface, as layers of a recurrent kind).
+    reason : str
+        Why it is not sparse; empty where it is.
+    heads, kv_heads, head_dim : int or None
+        Of its attention call, None where there is none.
+    window : int or None
+        Its sliding window, in tokens.
+    backend : str
+        FlexAttention's backend for it; empty where it is not sparse.
+    """
+
+    layer: int
+    plan: str
+    reason: str
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    backend: str = ""
+
+
+def layer_plan(
+    config: Any,
+    settings: PrefillSettings | None = None,
+    *,
+    tokens: int = 32768,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> list[PlannedLayer]:
+    """Say of every layer of a model whether a prompt would run sparse in it, dense or not at all, and why.
+
+    Parameters
+    ----------
+    config
+        A config of transformers, as ``AutoConfig.from_pretrained`` gives it.
+    settings
+        Default None: those in the config, else the defaults.
+    tokens
+        Length of the prompt, >= 2. Default 32768; nothing of that size is computed.
+    device, dtype
+        Those that the model is to run with; backends depend on them. Default: the CPU, and float32 there, else bfloat16.
+
+    Returns
+    -------
+    list of PlannedLayer
+
+    Raises
+    ------
+    NotImplementedError
+        For a model that is refused as a whole, as by `sparse_prefill`, or does not go through transformers' attention interface.
+    RuntimeError
+        For a model whose forward needs numbers, not only shapes: then nothing is known.
+    ValueError
+        For a config that no causal model is made of, and `settings` for layers that the model does not have.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=2)
+    >>> [(each.plan, each.head_dim) for each in layer_plan(config, PrefillSettings(dense_layers=(0,)))]
+    [('dense', 128), ('sparse', 128)]
+    """
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = _without_weights(config)
+    number = getattr(text_config(model), "num_hidden_layers", 0)
+    run = PrefillRun(model_settings(model, settings), collect_stats=False)
+    found: dict[int, PlannedLayer] = {}
+    stand_in = torch.zeros((), device=device, dtype=dtype)
+    error: Exception | None = None
+    # with a mask most models look at shapes alone, without one some others
+    for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
+        found.clear()
+        error = _follow(model, run, found, partial(_planned, found, stand_in, tokens), arguments)
+        if error is None or len(found) == number or _is_refusal(error):
+            break
+    if error is not None and len(found) < number:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        if not _is_refusal(error):
+            raise RuntimeError(f"cannot follow {type(model).__name__} without weights: {line}") from error
+        # the model's own code needs more of our mask than it holds
+        found |= {layer: PlannedLayer(layer, REFUSED, line) for layer in range(number) if layer not in found}
+    kinds = getattr(text_config(model), "layer_types", None) or ()
+    for layer in range(number):
+        what = f"a layer of {kinds[layer]}" if layer < len(kinds) else "no call of transformers' attention interface"
+        found.setdefault(layer, PlannedLayer(layer, UNREACHED, what))
+    return [found[layer] for layer in sorted(found)]
+
+
+def _without_weights(config: Any) -> PreTrainedModel:
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"config must be one that AutoModelForCausalLM makes a model of; got {type(config).__name__}")
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    # the kernels that multiply the matrices of experts take no other dtype
+    return model.eval().to(torch.bfloat16)
+
+
+def _note(found: dict[int, PlannedLayer], call: PrefillCall) -> Tensor:
+    """Serve as the probe of a block: note what a call would do."""
+    reason = call.reason_no_mask() or call.reason_dense_layer()
+    query, key, value = call.inputs.query, call.inputs.key, call.inputs.value
+    assert value is not None
+    backend = "" if reason else chosen_backend(call.settings.backend, call.inputs, call.selector.block_size)
+    sizes = (query.shape[1], key.shape[1], query.shape[3], call.inputs.window)
+    found[call.layer] = PlannedLayer(call.layer, DENSE if reason else SPARSE, reason or "", *sizes, backend)
+    return torch.empty((*query.shape[:3], value.shape[3]), device="meta", dtype=query.dtype)
+
+
+def _planned(
+    found: dict[int, PlannedLayer],
+    stand_in: Tensor,
+    tokens: int,
+    block: OpenBlock,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """The adapter's attention call on stand-ins; what it refuses is noted, and the model goes on to its next layer."""
+    mask = attention_mask
+    shapes: list[tuple[int, ...]] = [x.shape for x in (query, key, value)]
+    if isinstance(mask, PrefillMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
+        shapes = [(*shape[:2], tokens, shape[3]) for shape in shapes]
+        mask = PrefillMask((*mask.shape[:2], tokens, tokens), 0, window=mask.window, refusal=mask.refusal)
+    given = [stand_in.expand(shape) for shape in shapes]
+    if isinstance(arguments.get("s_aux"), Tensor):
+        arguments["s_aux"] = stand_in.expand(arguments["s_aux"].shape)
+    try:
+        attention(module, given[0], given[1], given[2], mask, **arguments)
+    except (NotImplementedError, ValueError) as error:
+        layer = block.session.layer_of(module)
+        found[layer] = PlannedLayer(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
+    return torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), device="meta", dtype=query.dtype), None
+
+
+def _follow(
+    model: PreTrainedModel,
+    run: PrefillRun,
+    found: dict[int, PlannedLayer],
+    call: Callable[..., tuple[Tensor, None]],
+    arguments: dict[str, Any],
+) -> Exception | None:
+    """Run the model's forward on the meta device with `call` as its attention; return what it raised."""
+    AttentionMaskInterface.register(_NAME, _mask_without_padding)
+    ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
+    try:
+        with opened(model, run, partial(_note, found)) as block, torch.no_grad():
+            AttentionInterface.register(_NAME, partial(call, block))
+            for config in block.configs:
+                config._attn_implementation_internal = _NAME
+            try:
+                model(input_ids=ids, **arguments)
+            except Exception as error:
+                return error
+    except ValueError as error:
+        raise NotImplementedError(str(error)) from error
+    return None
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, NotImplementedError) and "flexmask" in str(error)
+
+
+def _mask_without_padding(**arguments: Any) -> Any:
+    return prefill_mask(**arguments | {"attention_mask": None})

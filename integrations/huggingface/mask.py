@@ -1,0 +1,216 @@
+"""The mask of a prefill, which transformers carries from its mask functions to attention: no map of tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from flexmask.integrations.huggingface.compat import rows_of_queries, window_of
+from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, Segments, segments_of_ids
+
+_REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
+_COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
+_numbers = itertools.count()
+
+
+class MaskNotServed(NotImplementedError, AttributeError):
+    """A model asked its mask for more than `PrefillMask` holds; also an AttributeError, so that ``hasattr`` says no."""
+
+
+class PrefillMask(BlockMask):
+    """The visibility of one prefill call. It subclasses BlockMask only so that transformers passes it through unchanged.
+
+    Heads and rows can be sliced, ``mask[:, heads, rows, :]``: heads all see the same, so that every choice of them gives the
+    same mask, and rows must follow one another. Everything else that a BlockMask or a tensor has raises `MaskNotServed`.
+
+    Attributes
+    ----------
+    shape
+        (batch, 1, q_len, kv_len).
+    offset
+        Position of the first query row among the keys: an int where the host knows it, else a 0-d integer tensor.
+    attention_mask
+        (batch, kv_len) bool, True = token, or None where all are.
+    window
+        Tokens that a row sees, its own counted, or None.
+    refusal
+        Why attention cannot serve it, or None.
+    prefill
+        A number that the masks of one call of the mask function share, copies and slices included; None in compiled forwards.
+    segments
+        The packed sequences, counted in tokens of all batch rows one after the other, or None where rows are single prompts.
+    packed, bounds
+        Whether a prompt whose sequences the mask function could not know is packed after all, as attention finds out; the
+        sequences that a caller names. One for all layers.
+    tokens
+        Tokens so far, this call's included: what `dense_below` is compared with, as far as the host knows it. A StaticCache keeps
+        its length on its device; then it is the length of the caller's padding mask, without one that of this call alone.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        offset: int | Tensor,
+        attention_mask: Tensor | None = None,
+        window: int | None = None,
+        refusal: str | None = None,
+        tokens: int | None = None,
+        segments: Segments | None = None,
+    ) -> None:
+        # not BlockMask's own: it has no lists
+        self._shape = shape
+        self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
+        self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
+        self.segments = segments
+        # a count would be another compilation at every call
+        self.prefill = None if torch.compiler.is_compiling() else next(_numbers)
+        self.packed, self.bounds = PackedCheck(), GivenBounds()
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, 1, q_len, kv_len)."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """Four, as of a mask that is a tensor."""
+        return 4
+
+    def __repr__(self) -> str:
+        return f"PrefillMask(shape={self._shape}, window={self.window}, padded={self.attention_mask is not None})"
+
+    __str__ = __repr__
+
+    def contiguous(self) -> PrefillMask:
+        """Return self: generate() calls this on every mask that it makes ahead."""
+        return self
+
+    def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> PrefillMask:
+        """On another device, where a model spread over several has its next layer."""
+        offset = self.offset.to(device) if isinstance(self.offset, Tensor) else self.offset
+        mask = None if self.attention_mask is None else self.attention_mask.to(device)
+        return self._with(self._shape, offset, mask)
+
+    def __getitem__(self, index: Any) -> PrefillMask:
+        """Some of the rows, as ``mask[:, :, -n:, :]``; no dimension is dropped, as BlockMask has it."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
+            at = parts.index(Ellipsis)
+            parts[at : at + 1] = [slice(None)] * (5 - len(parts))
+        parts += [slice(None)] * (4 - len(parts))
+        batch, _, q_len, kv_len = self._shape
+        whole = {0: batch, 3: kv_len}
+        if len(parts) != 4 or any(not _is_whole(parts[dim], size) for dim, size in whole.items()):
+            _not_served(f"[{index}] beyond heads and rows")
+        if isinstance(parts[1], int) and not -1 <= parts[1] < 1:
+            raise IndexError(f"head must be in [-1, 1); got {parts[1]}")
+        rows = slice(parts[2], parts[2] + 1 or None) if isinstance(parts[2], int) else parts[2]
+        if not isinstance(rows, slice) or rows.indices(q_len)[2] != 1:
+            _not_served(f"[{index}] of rows that do not follow one another")
+        first, end, _ = rows.indices(q_len)
+        if self.segments is not None and (first, end) != (0, q_len):
+            _not_served(f"[{index}] of packed sequences")
+        return self._with((batch, 1, max(end - first, 0), kv_len), self.offset + first, self.attention_mask)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for what is not there: BlockMask's lists, a tensor's methods."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _not_served(f".{name}")
+
+    def _computed_with(self, other: Any = None) -> NoReturn:
+        """Called by models that add their mask to something of their own, or combine it."""
+        _not_served("numbers, to compute with")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed_with
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _computed_with
+
+    def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> PrefillMask:
+        mask = PrefillMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens, self.segments)
+        mask.prefill, mask.packed, mask.bounds = self.prefill, self.packed, self.bounds
+        return mask
+
+
+def _is_whole(index: Any, size: int) -> bool:
+    return isinstance(index, slice) and index.indices(size) == (0, size, 1)
+
+
+def _not_served(what: str) -> NoReturn:
+    raise MaskNotServed(
+        f"flexmask does not serve a model whose own code reads its mask's {what}, as one with a sparse attention of "
+        'its own does; use attn_implementation="sdpa"'
+    )
+
+
+def prefill_mask(
+    *,
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **arguments: Any,
+) -> PrefillMask | Tensor | None:
+    """The mask function of transformers for a prefill: visibility in the form that attention needs.
+
+    For a single row, a decoding step, the mask of SDPA: a row of keys, or None where the row sees them all.
+
+    Raises
+    ------
+    ValueError
+        For an `attention_mask` that ends before the last query row; SDPA's mask hides all that it does not reach.
+    """
+    q_len, first = rows_of_queries(arguments)
+    if q_len == 1:
+        return AttentionMaskInterface()["sdpa"](
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            **arguments,
+        )
+    # a first row that only a device knows is not waited for
+    known_first = int_if_known(first)
+    if attention_mask is not None and isinstance(known_first, int) and not torch.compiler.is_compiling():
+        expected = (batch_size, known_first + q_len)
+        if attention_mask.shape[1] < expected[1]:
+            raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
+    shape = (batch_size, 1, q_len, kv_length)
+    # as many rows as keys: the first row stands at the first key, whatever else is said
+    offset = 0 if q_len == kv_length else int_if_known(first - kv_offset)
+    known, window, ids = window_of(mask_function, local_size)
+    if not known or (ids is not None and torch.compiler.is_compiling()):
+        return PrefillMask(shape, offset, refusal=_COMPILED if known else _REFUSAL)
+    if ids is not None:
+        # without a cache and without padding
+        return PrefillMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size))
+    tokens = None
+    if not isinstance(offset, int) and attention_mask is not None and isinstance(kv_offset, int):
+        tokens = min(kv_length, attention_mask.shape[1] - kv_offset)
+    return PrefillMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window, tokens=tokens)
+
+
+def int_if_known(number: int | Tensor) -> int | Tensor:
+    """`number` as an int where that takes no wait for a device: on CPUs."""
+    if type(number) is Tensor and number.device.type == "cpu" and not torch.compiler.is_compiling():
+        return int(number)
+    return number
+
+
+def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:
+    """The padding mask of the keys that attention gets, a part of the prompt or more than it; None without padding."""
+    if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+        return None
+    position = torch.arange(kv_length, device=attention_mask.device) + kv_offset
+    known = position < attention_mask.shape[1]
+    return (attention_mask[:, position.clamp(max=attention_mask.shape[1] - 1)] != 0) & known

@@ -1,0 +1,154 @@
+"""Packed prompts: several in one batch row, told apart by position_ids that start again or by their bounds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.flex.packed import Segment, dense_attention_packed
+from flexmask.stats import dense_stats
+from flexmask.varlen import segments_of
+
+if TYPE_CHECKING:
+    from flexmask.integrations.huggingface.attention import PrefillCall
+
+Segments = tuple[Segment, ...]
+
+
+def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
+    """The sequences of a batch whose rows lie one after the other, or None where each row is one sequence.
+
+    The host has to know them, since the shapes of their calls depend on them: one copy, which waits for the device. It comes once
+    a forward, where the masks are made; releases from 5 on wait there themselves to see whether a prompt is packed.
+
+    Parameters
+    ----------
+    ids
+        (batch or 1, q_len) integer: tokens next to each other belong to one sequence where theirs are equal.
+    batch
+        Batch rows.
+    """
+    length = ids.shape[1]
+    begins = (ids[:, 1:] != ids[:, :-1]).cpu()
+    if not begins.any():
+        return None
+    starts = [0, *(int(row) * length + int(token) + 1 for row, token in begins.expand(batch, -1).nonzero().tolist())]
+    bounds = sorted({*starts, *(row * length for row in range(batch + 1))})
+    slices = [slice(start, end) for start, end in itertools.pairwise(bounds)]
+    return tuple(Segment(each, each) for each in slices)
+
+
+def attention_packed(call: PrefillCall, segments: Segments) -> Tensor:
+    """Attention of packed sequences to themselves, each by a call of its own; those too short for a mask go together.
+
+    `call` is that of the whole pack, its rows one after the other.
+    """
+    calls = [
+        call._replace(inputs=segment.of(call.inputs), tokens=segment.kv_len, sequence=number)
+        for number, segment in enumerate(segments)
+        if segment.q_len > 0
+    ]
+    reasons = {each.sequence: None if call.probe is not None else each.reason_no_mask() for each in calls}
+    together = [segments[number] for number, reason in reasons.items() if reason is not None]
+    dense = iter(dense_attention_packed(call.inputs, together))
+    stats = dense_stats(call.inputs.query)  # the same for all of them
+    parts = []
+    for each in calls:
+        reason = reasons[each.sequence]
+        if reason is not None and call.run is not None:
+            call.run.record(call.layer, stats, None, reason, call.prefill, each.size)
+        parts.append(each.attention() if reason is None else next(dense)[0])
+    return torch.cat(parts, 2)
+
+
+def in_one_row(inputs: AttentionInputs) -> AttentionInputs:
+    """The problem of a packed batch with its rows one after the other, in which sequences are counted; a view for one row."""
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    return inputs.with_fields(**{name: _in_one_row(x) for name, x in tensors.items() if x is not None})
+
+
+def _in_one_row(x: Tensor) -> Tensor:
+    return x if x.shape[0] == 1 else x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def in_rows(out: Tensor, batch: int) -> Tensor:
+    """The output of a packed batch, (1, num_heads, tokens, v_head_dim), as that of its rows."""
+    return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+class GivenBounds:
+    """The sequences that a caller names by `cu_seq_lens_q` and `cu_seq_lens_k`: read once for all layers of a forward."""
+
+    def __init__(self) -> None:
+        self._of: tuple[object, object] | None = None
+        self._segments: Segments = ()
+
+    def segments(self, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, tokens: int) -> Segments:
+        """The sequences of a pack of so many tokens; bounds on a GPU are copied to the host by the layer that asks first.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For bounds that are none of these tokens.
+        """
+        if self._of is None or self._of[0] is not cu_seq_lens_q or self._of[1] is not cu_seq_lens_k:
+            try:
+                self._segments = tuple(segments_of(cu_seq_lens_q, cu_seq_lens_k, tokens, tokens))
+            except (TypeError, ValueError) as error:
+                # by the names that transformers gives them
+                raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_lens_")) from None
+            self._of = (cu_seq_lens_q, cu_seq_lens_k)
+        return self._segments
+
+
+class PackedCheck:
+    """Detects positions that start again within one prefill, without a wait for the device.
+
+    On CPUs the answer is there at once. On CUDA the first layer begins to copy it to the host, and the layers after it look
+    whether it has come: they are launched far more slowly than it takes. One layer alone does not learn it.
+    """
+
+    def __init__(self) -> None:
+        self._answer: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def is_packed(self, position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> bool:
+        """True once the positions are known to start again; each layer asks, with the same arguments."""
+        if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        if self._answer is None:
+            answer = starts_again(position_ids, attention_mask, offset)
+            if answer.is_cuda:
+                self._answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(answer, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record(torch.cuda.current_stream(answer.device))
+            else:
+                self._answer = answer if answer.device.type == "cpu" else torch.zeros((), dtype=torch.bool)
+        return (self._copied is None or self._copied.query()) and bool(self._answer)
+
+
+def starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
+    """0-d bool: of two tokens next to each other, the second stands before the first, or both at 0.
+
+    Pairs with padding do not count, since their positions mean nothing. Gaps, and equal positions other than 0, are no restart.
+
+    Parameters
+    ----------
+    position_ids
+        (batch or 1, q_len) integer.
+    attention_mask
+        (batch, kv_len) bool, True = token, or None.
+    offset
+        Position of the first row among the keys.
+    """
+    left, right = position_ids[:, :-1], position_ids[:, 1:]
+    again = (right < left) | ((right == 0) & (left == 0))
+    if attention_mask is not None:
+        row = offset + torch.arange(position_ids.shape[1], device=position_ids.device)
+        token = attention_mask.to(position_ids.device)[:, row]
+        again = again & token[:, :-1] & token[:, 1:]
+    return again.any()

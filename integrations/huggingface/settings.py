@@ -1,0 +1,299 @@
+"""The settings of a model's prefill: a method with its options, by layer where they differ, and how its calls run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.attend import MAX_MASK_BYTES, RunOptions, run_options
+from flexmask.attention import RECOMMENDED
+from flexmask.base.checks import check_int
+from flexmask.base.options import pairs_by_head, shares_by_head
+from flexmask.selector import Selector, selector_of
+
+CONFIG_KEY = "flexmask_config"
+# of settings that are data; those of 200 layers of 128 heads, a pair of numbers each, are 77 thousand values, in 6 levels
+_MOST_BYTES, _MOST_VALUES, _MOST_LEVELS, _MOST_CHARACTERS = 2**24, 2**18, 8, 256
+
+
+@dataclass(frozen=True)
+class PrefillSettings:
+    """Settings of a model's prefill; every value is checked on creation.
+
+    Parameters
+    ----------
+    method
+        A name in `flexmask.METHODS`, or a function of query and key, as in `flexmask.sparse_attention`. Default ``"hybrid"``.
+    options
+        Options of the method, as ``{"gamma": 0.9}``; a number by head is one for each head of the whole model, where it is spread
+        over several processes. Default: its own defaults.
+    block_size
+        Tokens in a block. Default 128.
+    dense_below
+        Tokens, >= 0: dense attention runs below this kv_len, in layers whose sliding window is shorter, in layers whose heads
+        keep every block, and in single heads as in `flexmask.sparse_attention`. 0 switches all of this off. Default None: as
+        there.
+    backend, max_mask_bytes
+        As in `flexmask.sparse_attention`.
+    layers
+        By layer index: options of the method that differ there, as ``{3: {"gamma": 0.99}}``. Default: none.
+    dense_layers
+        Layer indices whose attention is dense. Default: none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a value of the wrong type or out of its range, and an option that the method does not have.
+    """
+
+    method: str | Callable[..., BlockMask] = RECOMMENDED
+    options: Mapping[str, Any] = field(default_factory=dict)
+    block_size: int = 128
+    dense_below: int | None = None
+    backend: str = "auto"
+    max_mask_bytes: int = MAX_MASK_BYTES
+    layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("options", "layers"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"{name} must be a dict; got {type(getattr(self, name)).__name__}")
+        if not isinstance(self.dense_layers, (tuple, list, set, frozenset, range)):
+            raise TypeError(f"dense_layers must be a tuple of layer indices; got {type(self.dense_layers).__name__}")
+        for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
+            for index in indices:
+                check_int(f"an index in {name}", index)
+                if index < 0:
+                    raise ValueError(f"{name} must hold layer indices >= 0; got {index}")
+        for index, options in self.layers.items():
+            if not isinstance(options, Mapping):
+                raise TypeError(f"layers[{index}] must be a dict of options; got {type(options).__name__}")
+        # what is checked, whatever becomes of the caller's dicts
+        object.__setattr__(self, "options", _frozen(self.options))
+        object.__setattr__(self, "layers", {index: _frozen(options) for index, options in self.layers.items()})
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
+        _ = self.run_options
+        self.selector()
+        for index in self.layers:
+            try:
+                self.selector(index)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"layers[{index}]: {error}") from None
+
+    @property
+    def run_options(self) -> RunOptions:
+        """How calls run. Rows that do not fill a block run dense: they cost as much to select for as to attend."""
+        run = run_options(self.backend, self.dense_below, self.max_mask_bytes)
+        return run._replace(policy=run.policy._replace(least_rows=self.block_size))
+
+    def selector(self, layer: int | None = None) -> Selector:
+        """The method with its options in one layer; None: with those of all layers."""
+        return selector_of(self.method, self.block_size, {**self.options, **self.layers.get(-1 if layer is None else layer, {})})
+
+    def check_model(self, config: Any) -> None:
+        """Refuse layers that a model of this config does not have, and options by head for other heads than its own."""
+        self._check_shape(*_shape_of(config))
+
+    def _check_shape(self, number: int | None, heads: int | tuple[int, ...] | None) -> None:
+        if number is None:
+            return
+        for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
+            beyond = [index for index in indices if index >= number]
+            if beyond:
+                raise ValueError(f"{name} must hold layer indices below {number}, the model's layers; got {beyond[0]}")
+        for layer in range(number):
+            num_heads = heads[layer] if isinstance(heads, tuple) else heads
+            if num_heads is not None and layer not in self.dense_layers:
+                _check_heads(self.selector(layer), num_heads, f"layer {layer}: ")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what differs from the defaults, the method's options beside the others, in types that JSON has.
+
+        Raises
+        ------
+        ValueError
+            For a method that is a function: only names can be saved.
+        """
+        if callable(self.method):
+            raise ValueError("method must be a name to be saved, one of flexmask.METHODS; got a function")
+        default = PrefillSettings()
+        own = {name: getattr(self, name) for name in _OWN if getattr(self, name) != getattr(default, name)}
+        if self.layers:
+            own["layers"] = {str(index): options for index, options in self.layers.items()}
+        saved: dict[str, Any] = json.loads(json.dumps({**own, **self.options}))
+        return saved
+
+    @classmethod
+    def from_dict(cls, saved: Any, source: str = "settings") -> PrefillSettings:
+        """The settings that `to_dict` made the dict of: plain data of bounded size and depth.
+
+        Raises
+        ------
+        ValueError
+            For anything else; the error begins with `source`.
+        """
+        try:
+            _check_data(saved)
+            if not isinstance(saved, dict):
+                raise TypeError(f"must be a JSON object of options; got {type(saved).__name__}")
+            given = dict(saved)
+            if not isinstance(given.get("method", ""), str):
+                raise TypeError(f"method must be a word; got {type(given['method']).__name__}")
+            if isinstance(given.get("layers"), dict):
+                given["layers"] = {_index(str(key)): options for key, options in given["layers"].items()}
+            return cls._of(given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{source}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_dict` as JSON, for `load`."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PrefillSettings:
+        """The settings that `save` wrote, or those in a model's ``config.json``.
+
+        Raises
+        ------
+        OSError
+            If there is no such file.
+        ValueError
+            If it is no regular file, larger than 16 MiB, or holds something else.
+        """
+        path = Path(path)
+        size = path.stat().st_size
+        if not path.is_file():
+            raise ValueError(f"settings must be a regular file; got {path}")
+        if size > _MOST_BYTES:
+            raise ValueError(f"settings must be a file of at most {_MOST_BYTES:,} bytes; {path} has {size:,}")
+        with path.open("rb") as file:
+            return cls.parse(file.read(_MOST_BYTES), str(path))
+
+    @classmethod
+    def parse(cls, text: str | bytes, source: str = "settings") -> PrefillSettings:
+        """The settings in the text of such a file; errors begin with `source`."""
+        try:
+            saved = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{source}: must be a JSON object in UTF-8; {error}") from error
+        if isinstance(saved, dict) and CONFIG_KEY in saved:
+            return cls.from_dict(saved[CONFIG_KEY], f"{source}: {CONFIG_KEY}")
+        return cls.from_dict(saved, source)
+
+    @classmethod
+    def from_options(
+        cls,
+        settings: PrefillSettings | str | Path | None = None,
+        method: str | Callable[..., BlockMask] | None = None,
+        **options: Any,
+    ) -> PrefillSettings:
+        """Settings from the fields of this class and the method's options, side by side; or whole ones, or a file of them."""
+        if settings is None:
+            return cls._of(options if method is None else {"method": method, **options})
+        if method is not None or options:
+            beside = sorted({*options, *([] if method is None else ["method"])})
+            raise ValueError(f"settings must come without a method and options beside them; got {beside} too")
+        if isinstance(settings, (str, Path)):
+            return cls.load(settings)
+        if not isinstance(settings, PrefillSettings):
+            raise TypeError(f"settings must be PrefillSettings or a file of them; got {type(settings).__name__}")
+        return settings
+
+    @classmethod
+    def _of(cls, options: Mapping[str, Any]) -> PrefillSettings:
+        """Settings from own fields and the method's options side by side."""
+        own = {name: options[name] for name in _OWN if name in options}
+        return cls(**own, options={name: value for name, value in options.items() if name not in own})
+
+
+_OWN = tuple(item.name for item in fields(PrefillSettings) if item.name != "options")
+
+
+def saved_settings(config: Any) -> PrefillSettings | None:
+    """The settings in a model's config, as ``config.json`` keeps them, or None.
+
+    Raises
+    ------
+    ValueError
+        For data that are none of this model; the error names the key.
+    """
+    saved = getattr(config, CONFIG_KEY, None)
+    if saved is None:
+        return None
+    try:
+        _check_data(saved)
+        text = json.dumps(saved, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{CONFIG_KEY}: {error}") from error
+    return _parsed(text, *_shape_of(config))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str, number: int | None, heads: int | tuple[int, ...] | None) -> PrefillSettings:
+    settings = PrefillSettings.from_dict(json.loads(text), CONFIG_KEY)
+    try:
+        settings._check_shape(number, heads)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{CONFIG_KEY}: {error}") from None
+    return settings
+
+
+def _shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
+    """Layers and heads of a model, the heads by layer where they differ; None where its config does not say."""
+    number, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+    return number, tuple(heads) if isinstance(heads, list) else heads
+
+
+def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` that nobody else holds: sequences as tuples, tensors as their numbers."""
+
+    def frozen(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = value.tolist()
+        return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
+
+    return {name: frozen(value) for name, value in options.items()}
+
+
+def _check_heads(selector: Selector, num_heads: int, where: str) -> None:
+    query = torch.empty(()).expand(1, num_heads, 1, 1)
+    try:
+        for name in selector.method.shares:
+            shares_by_head(name, selector.options[name], query)
+        for name in selector.method.pairs:
+            if selector.options[name] is not None:
+                pairs_by_head(name, selector.options[name], num_heads)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}{error}") from None
+
+
+def _check_data(saved: Any, levels: int = _MOST_LEVELS, left: list[int] | None = None) -> None:
+    """Refuse what no JSON file of settings holds; `left` counts down the values that may still come."""
+    left = [_MOST_VALUES] if left is None else left
+    left[0] -= 1
+    if levels == 0 or left[0] < 0:
+        raise ValueError(f"must have at most {_MOST_VALUES:,} values, at most {_MOST_LEVELS} levels deep")
+    for word in list(saved) if isinstance(saved, dict) else [saved]:
+        if isinstance(word, str) and len(word) > _MOST_CHARACTERS:
+            raise ValueError(f"must have words of at most {_MOST_CHARACTERS} characters; got one of {len(word)}")
+    if isinstance(saved, (dict, list, tuple)):
+        for value in saved.values() if isinstance(saved, dict) else saved:
+            _check_data(value, levels - 1, left)
+    elif saved is not None and not isinstance(saved, (str, int, float)):
+        raise TypeError(f"must be plain data, as JSON has it; got {type(saved).__name__}")
+
+
+def _index(key: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", key):
+        raise ValueError(f"layers must have layer indices as keys; got {key!r}")
+    return int(key)

@@ -1,0 +1,211 @@
+"""One prompt through a model twice, with its own attention and with sparse prefill: tokens, time to first token, density."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from flexmask.integrations.huggingface.compat import unwrapped
+from flexmask.integrations.huggingface.session import sparse_prefill
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.record.run import PrefillRun
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Tokens, logits and times of one kind of attention.
+
+    Attributes
+    ----------
+    tokens : tuple of int
+        New tokens, chosen greedily.
+    first_token : tuple of float
+        Seconds from the call of ``generate`` to its first token, of each timed call.
+    warm_up : float
+        The same of the call before those, which may compile.
+    logits : Tensor, (vocab_size,)
+        Those that the first token was chosen by; float32 on the CPU.
+    """
+
+    tokens: tuple[int, ...]
+    first_token: tuple[float, ...]
+    warm_up: float
+    logits: Tensor
+
+    @property
+    def seconds(self) -> float:
+        """Time to first token: the median of the timed calls."""
+        return statistics.median(self.first_token)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Dense and sparse generation from one prompt.
+
+    Attributes
+    ----------
+    prompt_tokens : int
+    dense, sparse : Generated
+    run : PrefillRun
+        Statistics of one sparse prefill, by layer.
+    """
+
+    prompt_tokens: int
+    dense: Generated
+    sparse: Generated
+    run: PrefillRun
+
+    @property
+    def density(self) -> float:
+        """Kept share of the visible blocks, mean over layers and heads, layers that ran dense included."""
+        means = [float(stats.density.mean()) for calls in self.run.stats.values() for stats in calls]
+        return sum(means) / len(means) if means else 1.0
+
+    @property
+    def same_tokens(self) -> int:
+        """Number of new tokens, from the first, that are the same."""
+        pairs = list(zip(self.dense.tokens, self.sparse.tokens, strict=False))
+        return next((at for at, (left, right) in enumerate(pairs) if left != right), len(pairs))
+
+    @property
+    def logit_difference(self) -> float:
+        """Largest change of a logit after the prompt; tokens that the generation config rules out do not count."""
+        return float((self.dense.logits - self.sparse.logits).nan_to_num(0.0).abs().max())
+
+    @property
+    def largest_logit(self) -> float:
+        """Largest logit after the prompt by dense attention, in absolute value, that is finite."""
+        logits = self.dense.logits
+        return float(logits[logits.isfinite()].abs().max())
+
+
+def side_by_side(
+    model: Any,
+    input_ids: Tensor,
+    settings: PrefillSettings | None = None,
+    *,
+    max_new_tokens: int = 32,
+    repeats: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> SideBySide:
+    """Generate from one prompt with the model's own attention and with sparse prefill, and time the first token of both.
+
+    Each kind of attention first generates one token unmeasured: that warms it up at the prompt's own length, so that nothing
+    compiles later. Then `repeats` calls are timed, dense and sparse in turns. Decoding is greedy.
+
+    Parameters
+    ----------
+    model
+        As in `sparse_prefill`.
+    input_ids
+        (1, length) integer.
+    settings
+        Default None: those in the model's config, else the defaults.
+    max_new_tokens
+        >= 1. Default 32.
+    repeats
+        Timed prefills of each kind, >= 1. Default 1.
+    progress
+        Called with the number of ``generate`` calls that are done, and of all.
+    options
+        Further arguments of ``model.generate``.
+
+    Returns
+    -------
+    SideBySide
+
+    Raises
+    ------
+    ValueError
+        For `input_ids` that are not one prompt.
+    TypeError, ValueError, ImportError, NotImplementedError
+        As `sparse_prefill`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> found = side_by_side(model, torch.arange(1, 61)[None], max_new_tokens=4)
+    >>> found.same_tokens == len(found.dense.tokens)  # 60 tokens are too few to gain from a mask
+    True
+    """
+    inner = unwrapped(model)
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.is_floating_point():
+        raise ValueError(f"input_ids must be (1, length) integer; got {tuple(input_ids.shape)} {input_ids.dtype}")
+    for name, number in (("max_new_tokens", max_new_tokens), ("repeats", repeats)):
+        if number < 1:
+            raise ValueError(f"{name} must be >= 1; got {number}")
+    ways: tuple[Callable[[bool], AbstractContextManager[Any]], ...] = (
+        lambda _: nullcontext(),
+        lambda collect: sparse_prefill(inner, settings=settings, collect_stats=collect),
+    )
+    total, done = 2 * (1 + repeats), 0
+    run = PrefillRun()
+    warm_ups, times, outs = [0.0, 0.0], ([], []), [None, None]  # type: tuple[Any, Any, Any]
+    for number in range(1 + repeats):
+        for at, way in enumerate(ways):
+            # one token to warm up, one to time, and the rest in the last call; statistics are kept where nothing is timed
+            new_tokens = max_new_tokens if number == repeats else 1
+            with way(number == 0) as opened:
+                seconds, out = _generate(inner, input_ids, new_tokens, options)
+            if number:
+                times[at].append(seconds)
+                outs[at] = out
+            else:
+                warm_ups[at] = seconds
+                run = opened if at else run
+            done += 1
+            if progress is not None:
+                progress(done, total)
+    dense, sparse = (
+        Generated(tuple(out[0]), tuple(taken), warm_up, out[1]) for out, taken, warm_up in zip(outs, times, warm_ups, strict=True)
+    )
+    return SideBySide(input_ids.shape[1], dense, sparse, run)
+
+
+class _FirstToken(LogitsProcessor):
+    """Notes when the first logits are there, and keeps them."""
+
+    def __init__(self) -> None:
+        self.logits: Tensor | None = None
+        self.at = 0.0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.logits is None:
+            self.logits = scores[0].float().cpu()  # waits for the device
+            self.at = time.perf_counter()
+        return scores
+
+
+def _generate(
+    model: PreTrainedModel, input_ids: Tensor, new_tokens: int, options: dict[str, Any]
+) -> tuple[float, tuple[list[int], Tensor]]:
+    """Seconds to the first token; the new tokens and the logits of the first."""
+    first = _FirstToken()
+    ids = input_ids.to(model.device)
+    arguments = {
+        "attention_mask": torch.ones_like(ids),
+        "do_sample": False,
+        "logits_processor": LogitsProcessorList([first]),
+        "max_new_tokens": new_tokens,
+        **options,
+    }
+    generate: Any = model.generate
+    if ids.is_cuda:
+        torch.cuda.synchronize(ids.device)
+    start = time.perf_counter()
+    with torch.no_grad():
+        tokens = generate(ids, **arguments)
+    assert first.logits is not None
+    return first.at - start, (tokens[0, ids.shape[1] :].tolist(), first.logits)

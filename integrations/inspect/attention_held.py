@@ -1,0 +1,108 @@
+"""True attention, to compare a mask with: of one head by blocks, and how much of some rows' the kept blocks hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.scores import capped
+from flexmask.base.visibility import in_blocks, num_blocks, token_validity
+from flexmask.precision import without_autocast, without_tf32
+
+_MOST_SCORES = 2**24  # at once: 64 MiB in float32
+
+
+def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int = _MOST_SCORES) -> Tensor:
+    """Attention of each query block's rows to each key block, the mean over its valid rows.
+
+    Takes the time of dense attention. Scores are computed a few rows at a time, so that nothing larger than the block map and
+    `most_scores` numbers is made, or one row's scores where these are more.
+
+    Parameters
+    ----------
+    inputs
+        One head of one batch row. Sinks take their part of the softmax: rows then sum to less than 1.
+    block_size
+        Tokens in a block.
+    most_scores
+        Scores that are computed at once.
+
+    Returns
+    -------
+    Tensor
+        (num_q_blocks, num_kv_blocks) float32 on the CPU; NaN in query blocks without a valid row.
+    """
+    with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
+        query, key = inputs.query[0, 0].float(), inputs.key[0, 0].float()
+        q_len, kv_len = query.shape[0], key.shape[0]
+        tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, inputs.key)
+        first, row_valid, key_valid = int(tokens.offset[0]), tokens.row_valid[0], tokens.key_valid[0]
+        sums = torch.zeros((num_blocks(q_len, block_size), num_blocks(kv_len, block_size)), device=query.device)
+        at_once = max(1, min(block_size, most_scores // kv_len))
+        for block in range(sums.shape[0]):
+            for start in range(block * block_size, min((block + 1) * block_size, q_len), at_once):
+                rows = slice(start, min(start + at_once, (block + 1) * block_size, q_len))
+                position = first + torch.arange(rows.start, rows.stop, device=query.device)
+                visible = _visible(position, key_valid[: first + rows.stop], inputs.window) & row_valid[rows, None]
+                scores = capped(query[rows] @ key[: first + rows.stop].mT * inputs.scale, inputs.softcap)
+                weights = _softmax(scores.masked_fill_(~visible, -torch.inf), inputs.sinks)
+                mass = in_blocks(weights.sum(0), block_size, 0.0).sum(-1)
+                sums[block, : mass.shape[0]] += mass
+        rows_of_block = in_blocks(row_valid.float(), block_size, 0.0).sum(-1, keepdim=True)
+        return (sums / torch.where(rows_of_block > 0, rows_of_block, torch.nan)).cpu()
+
+
+def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = 8) -> Tensor:
+    """Share of the true attention of some query rows that their kept blocks hold, by quarter of the rows, their mean.
+
+    Reads the keys `4 * rows` times. Sinks are no part of the whole.
+
+    Parameters
+    ----------
+    inputs
+        Heads of one batch row.
+    keep
+        (1, num_heads, num_q_blocks, num_kv_blocks) bool: the blocks that are kept.
+    block_size
+        Tokens in a block.
+    rows
+        Rows of each quarter, evenly spaced.
+
+    Returns
+    -------
+    Tensor
+        (num_heads, 4) float32 on the CPU; NaN in a quarter without a valid row.
+    """
+    with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
+        query, key = inputs.query[0], inputs.key[0].float()
+        num_heads, q_len, _ = query.shape
+        tokens = token_validity(q_len, key.shape[1], inputs.offset, inputs.attention_mask, inputs.key)
+        taken = ((torch.arange(4 * rows, device=query.device) + 0.5) * q_len / (4 * rows)).long()
+        visible = _visible(tokens.offset[0] + taken, tokens.key_valid[0], inputs.window)
+        hidden = ~(visible & tokens.row_valid[0, taken, None])
+        group, held = num_heads // key.shape[0], []
+        for head in range(num_heads):
+            scores = capped(query[head, taken].float() @ key[head // group].mT * inputs.scale, inputs.softcap)
+            weights = _softmax(scores.masked_fill_(hidden, -torch.inf), None)
+            by_block = in_blocks(weights, block_size, 0.0).sum(-1)
+            share = (by_block * keep[0, head, taken // block_size]).sum(-1)
+            valid = tokens.row_valid[0, taken]
+            held.append(torch.where(valid, share, torch.nan).view(4, rows).nanmean(1))
+        return torch.stack(held).cpu()
+
+
+def _visible(position: Tensor, key_valid: Tensor, window: int | None) -> Tensor:
+    column = torch.arange(key_valid.shape[0], device=position.device)
+    visible = key_valid & (column <= position[:, None])
+    return visible if window is None else visible & (column > position[:, None] - window)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension, 0 in rows that see nothing."""
+    largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    weights = (scores - largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks.float().view(1, 1) - largest).exp()
+    return weights / total.clamp(min=torch.finfo(total.dtype).tiny)

@@ -1,0 +1,262 @@
+"""One prompt's prefill inspected: statistics of every head, attention held by position, time by stage."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexmask.base.checks import check_int
+from flexmask.integrations.huggingface.attention import register
+from flexmask.integrations.huggingface.compat import check_servable, text_config, unwrapped
+from flexmask.integrations.huggingface.session import model_settings, opened
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.inspect.heads import RULE, named_heads, telling_heads
+from flexmask.integrations.inspect.probe import HOW_TIMED, InspectionProbe, Progress, StageTimes, wait
+from flexmask.integrations.record import PrefillRun, RunSummary
+
+# the last quarter of the rows may hold so much less of its attention than the first before an inspection warns
+MOST_LOST = 0.1
+
+
+@dataclass(frozen=True)
+class ShownHead:
+    """One head, its true attention and its mask.
+
+    Attributes
+    ----------
+    layer, head, why
+        The head, and the reason to show it.
+    mass
+        (num_q_blocks, num_kv_blocks) float32: attention of a query block's rows to a key block, mean over rows.
+    kept
+        The same shape, bool.
+    row
+        Its row of statistics, as in ``run.rows()``.
+    block_size
+        Tokens in a block.
+    """
+
+    layer: int
+    head: int
+    why: str
+    mass: Tensor = field(repr=False)
+    kept: Tensor = field(repr=False)
+    row: dict[str, Any] = field(repr=False)
+    block_size: int = 128
+
+    @property
+    def attention_kept(self) -> float:
+        """Share of the attention of all rows that the kept blocks hold."""
+        return float((self.mass * self.kept).nansum() / self.mass.nansum())
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The choices of one prompt's prefill, layer by layer and head by head.
+
+    Attributes
+    ----------
+    run
+        The run of the first prefill: its statistics.
+    times
+        Of the second.
+    heads
+        The heads shown.
+    held
+        By layer that ran sparse: share of the true attention of eight query rows of each quarter of the prompt that their kept
+        blocks hold, the mean over rows and heads.
+    about
+        Names and versions: model, device, dtype, tokens, threads, releases.
+    """
+
+    run: PrefillRun
+    times: StageTimes
+    heads: tuple[ShownHead, ...]
+    held: dict[int, tuple[float, float, float, float]]
+    about: dict[str, Any]
+
+    @property
+    def held_by_quarter(self) -> tuple[float, ...]:
+        """`held`, the mean over layers; empty where no layer ran sparse."""
+        return tuple(sum(each) / len(each) for each in zip(*self.held.values(), strict=True))
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence if the last quarter holds over 0.1 less of its attention than the first, else None."""
+        held = self.held_by_quarter
+        if not held or held[0] - held[-1] <= MOST_LOST:
+            return None
+        return (
+            f"The mask holds {held[-1]:.1%} of the attention of the prompt's last quarter, {held[0]:.1%} of the first's. "
+            "Raise gamma, or tune on a prompt of this length."
+        )
+
+    @property
+    def summary(self) -> RunSummary:
+        """That of the run."""
+        return self.run.summary()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every number in types that JSON has."""
+        settings = self.run.settings
+        return {
+            "about": self.about,
+            "settings": settings.to_dict(),
+            "summary": self.summary.to_dict(),
+            "seconds": {"total": self.times.total, **self.times.stages, "how": HOW_TIMED},
+            "layer_seconds": [vars(each) for each in self.times.layers],
+            "shown": [
+                {"layer": each.layer, "head": each.head, "why": each.why, "attention_kept": each.attention_kept}
+                for each in self.heads
+            ],
+            "rule": RULE,
+            "held": {str(layer): each for layer, each in self.held.items()},
+            "held_by_quarter": self.held_by_quarter,
+            "warning": self.warning,
+            "rows": [
+                {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+                for row in self.run.rows()
+            ],
+        }
+
+
+def inspect_prefill(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Inspection:
+    """Prefill one prompt and gather what the method chose in it.
+
+    Two prefills: the first takes statistics and compiles what has to be compiled, the second is timed, and its masks are compared
+    with true attention. That of the heads shown is computed in full, which takes as long as dense attention of these heads.
+
+    Parameters
+    ----------
+    model
+        As in `sparse_prefill`, on one process.
+    input_ids
+        (length,) or (1, length) integer: one prompt.
+    layers, heads
+        Layers and heads to show the masks of: every pair. Layers alone: telling heads of those layers. Default: telling heads of
+        all layers, by `flexmask.integrations.inspect.heads.RULE`.
+    progress
+        Called with the layers done and the layers to do, of both prefills.
+    options
+        As in `sparse_prefill`: `method` by name, `settings`, or options. Without any: those in the model's config.
+
+    Returns
+    -------
+    Inspection
+        For `flexmask.report.write_report`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `sparse_prefill`; for more than one prompt, for `heads` without `layers`, layers or heads that the model does not have
+        or that ran dense, for a method that is a function, and for a model none of whose layers calls flexmask's attention.
+    ImportError, NotImplementedError
+        As `sparse_prefill`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> found = inspect_prefill(model, torch.arange(600) % 64, dense_layers=(0, 1))
+    >>> found.summary.layers[1].ran
+    'dense'
+    """
+    inner = unwrapped(model)
+    settings = model_settings(inner, **options)
+    if callable(settings.method):
+        raise ValueError("method must be a name to be inspected, one of flexmask.METHODS; got a function")
+    ids = _one_prompt(input_ids)
+    number = int(getattr(text_config(inner), "num_hidden_layers", 0))
+    _check_shown(layers, heads, number)
+    register()
+    check_servable(inner)
+    if any(hasattr(parameter, "device_mesh") for parameter in inner.parameters()):
+        raise NotImplementedError(
+            "inspect_prefill does not serve a model spread over processes; load it on one, or with device_map"
+        )
+    probe = InspectionProbe(progress or (lambda done, of: None), 2 * number)
+
+    run = PrefillRun(settings, max_calls=None)
+    probe.begin(run, [])
+    _prefill(inner, ids, settings, probe)
+    rows = run.rows()
+    if not rows:
+        raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")
+    chosen = telling_heads(rows, layers) if heads is None or layers is None else named_heads(rows, layers, heads)
+
+    probe.begin(PrefillRun(settings, collect_stats=False), chosen)
+    seconds = _prefill(inner, ids, settings, probe)
+    total = seconds - probe.not_counted
+    by_head = {(row["layer"], row["head"]): row for row in rows}
+    shown = tuple(ShownHead(*head, *probe.maps[head[:2]], by_head[head[:2]], settings.block_size) for head in chosen)
+    held = {layer: tuple(each.mean(0).tolist()) for layer, each in sorted(probe.held.items())}
+    return Inspection(run, StageTimes(total, tuple(probe.times.values())), shown, held, _about(inner, ids))
+
+
+def _prefill(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, probe: InspectionProbe) -> float:
+    """Seconds of one forward pass, whose attention calls `probe` serves."""
+    with opened(model, PrefillRun(settings, collect_stats=False), probe), torch.no_grad():
+        ids = ids.to(model.device)
+        wait(ids.device)
+        start = time.perf_counter()
+        model.base_model(input_ids=ids, use_cache=False)
+        wait(ids.device)
+        return time.perf_counter() - start
+
+
+def _one_prompt(input_ids: Any) -> Tensor:
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids must be a tensor; got {type(input_ids).__name__}")
+    whole = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+    ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+    if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2 or not whole:
+        expected = "input_ids must be (length,) or (1, length) integer, one prompt of at least two tokens"
+        raise ValueError(f"{expected}; got {tuple(input_ids.shape)} {input_ids.dtype}")
+    return ids
+
+
+def _check_shown(layers: Sequence[int] | None, heads: Sequence[int] | None, number: int) -> None:
+    if heads is not None and layers is None:
+        raise ValueError("heads must come with layers")
+    for name, indices in (("layers", layers), ("heads", heads)):
+        if indices is not None and not len(indices):
+            raise ValueError(f"{name} must name at least one")
+        for index in indices or ():
+            check_int(name, index)
+            if index < 0 or (name == "layers" and index >= number):
+                raise ValueError(f"{name} must be " + (f"in [0, {number})" if name == "layers" else ">= 0") + f"; got {index}")
+
+
+def _about(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
+    device = model.device
+    on_cpu = f"{torch.get_num_threads()} CPU thread{'s' if torch.get_num_threads() > 1 else ''}"
+    return {
+        "model": type(model).__name__,
+        "tokens": int(ids.shape[1]),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else on_cpu
+        if device.type == "cpu"
+        else str(device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }

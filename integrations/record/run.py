@@ -1,0 +1,281 @@
+"""The record of one model's prefill calls."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.base.checks import check_int
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.record.files import SavedRun, load_run, save_run
+from flexmask.integrations.record.summary import (
+    MOST_REASONS,
+    CallSize,
+    LayerTotals,
+    RecordedCall,
+    RunSummary,
+    rows_of,
+    summary_of,
+)
+from flexmask.plot import plot_run
+from flexmask.stats import SelectionStats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Of each layer. A call of 32 heads takes 4.8 kB on the host and, on a GPU, 4 kB there (512 B, the allocator's least, for each
+# tensor): 150 MB in all for 32 layers
+MAX_CALLS = 512
+
+
+@dataclass(eq=False, repr=False)
+class PrefillRun:
+    """The settings of one model, and what its prefill calls chose.
+
+    The latest `max_calls` calls of each layer are kept; the summary counts those before them too.
+
+    Attributes
+    ----------
+    settings
+        The options.
+    stats
+        By layer index: the statistics of each call of more than one row, in order, of those that verify guessed tokens too.
+        Decoding steps of one row leave none; calls that run dense do.
+    masks
+        By layer index, only with `collect_masks`: the mask of each such call, None for one that ran dense without a mask.
+    reasons
+        By layer index, one for each entry of `stats`: why the call ran dense, None for one that did not.
+    prefills, sizes
+        By layer index, one for each entry of `stats`: the number of its prefill, from 0, and its sizes.
+    tokens
+        By layer index: tokens of all calls, those that are no longer kept included; of several calls for one sequence in a
+        prefill, those of one.
+    collect_stats, collect_masks
+        Whether these are kept.
+    max_calls
+        Prefill calls of each layer that are kept at most, the latest; None: all.
+    """
+
+    settings: PrefillSettings = field(default_factory=PrefillSettings)
+    collect_stats: bool = True
+    collect_masks: bool = False
+    max_calls: int | None = MAX_CALLS
+    stats: dict[int, list[SelectionStats]] = field(default_factory=dict)
+    masks: dict[int, list[BlockMask | None]] = field(default_factory=dict)
+    reasons: dict[int, list[str | None]] = field(default_factory=dict)
+    prefills: dict[int, list[int]] = field(default_factory=dict)
+    sizes: dict[int, list[CallSize]] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    # by layer: the mask of its latest prefill, and the last sequence of its pack whose tokens are counted
+    _latest: dict[int, tuple[int | None, int]] = field(default_factory=dict)
+    # for the log line, whatever is collected: layers that were called, and those that ran dense by the reason
+    _called: set[int] = field(default_factory=set)
+    _sparse: set[int] = field(default_factory=set)
+    _dense: dict[str, set[int]] = field(default_factory=dict)
+    _ran: bool = False
+    # of the calls that are no longer kept
+    _dropped: dict[int, LayerTotals] = field(default_factory=dict)
+    # several threads may run one model in one block
+    _lock: Any = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        if self.max_calls is not None:
+            check_int("max_calls", self.max_calls)
+            if self.max_calls < 1:
+                raise ValueError(f"max_calls must be >= 1, or None for no limit; got {self.max_calls}")
+
+    def __repr__(self) -> str:
+        # from what the host has, so that a debugger does not wait for a device
+        sparse = f"{len(self._sparse)} of {len(self._called)} layers sparse" if self._called else "no layer called"
+        return f"<PrefillRun: {self.num_prefills} prefills, {sparse}; summary() says more>"
+
+    @property
+    def num_prefills(self) -> int:
+        """The number of prefills so far, of the layer that had most."""
+        return max((numbers[-1] + 1 for numbers in self.prefills.values() if numbers), default=0)
+
+    @property
+    def method(self) -> str:
+        """The method's name; of a function its own."""
+        method = self.settings.method
+        return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+
+    def record(
+        self,
+        layer: int,
+        stats: SelectionStats | None,
+        mask: BlockMask | None,
+        reason: str | None = None,
+        prefill: int | None = None,
+        size: CallSize = CallSize(),  # noqa: B008  # immutable
+    ) -> None:
+        """Note one prefill call of one layer: its statistics and its mask, if kept, and why it ran dense, if it did.
+
+        `prefill` is the number of its `PrefillMask`, None without one. A layer may call attention more than once in a prefill:
+        DiffLlama does for its two halves of the values, HRM for each cycle. Those calls share the mask, and so do those of packed
+        sequences. Reads no value of a tensor.
+        """
+        # in a compiled forward a lock would break the graph
+        with nullcontext() if torch.compiler.is_compiling() else self._lock:
+            self._called.add(layer)
+            if reason is None:
+                self._sparse.add(layer)
+            elif reason in self._dense or len(self._dense) < MOST_REASONS:
+                self._dense.setdefault(reason, set()).add(layer)
+            if self.collect_stats and stats is not None:
+                self.stats.setdefault(layer, []).append(stats)
+                self.reasons.setdefault(layer, []).append(reason)
+                self.sizes.setdefault(layer, []).append(size)
+                self._number(layer, prefill, size)
+            if self.collect_masks:
+                self.masks.setdefault(layer, []).append(mask)
+            if self.max_calls is not None:
+                self._drop(layer, self.max_calls)
+
+    def _number(self, layer: int, prefill: int | None, size: CallSize) -> None:
+        numbers = self.prefills.setdefault(layer, [])
+        latest, counted = self._latest.get(layer, (None, 0))
+        again = prefill is not None and bool(numbers) and latest == prefill
+        numbers.append(numbers[-1] if again else numbers[-1] + 1 if numbers else 0)
+        if not again or size.sequence > counted:
+            self.tokens[layer] = self.tokens.get(layer, 0) + size.batch * size.q_len
+            counted = size.sequence
+        self._latest[layer] = (prefill, counted)
+
+    def note_forward(self) -> None:
+        """Note that a forward of more than one token came to its end."""
+        self._ran = True
+
+    @property
+    def unreached(self) -> bool:
+        """True if the model ran, but none of its layers came here."""
+        return self._ran and not self._called
+
+    def dense_summary(self) -> tuple[bool, str] | None:
+        """Return True if every call ran dense, and a line with the dense layers and their reasons; None if none ran dense."""
+        if not self._dense:
+            return None
+        dense = set().union(*self._dense.values())
+        number = f"all {len(dense)} layers" if dense == self._called else f"{len(dense)} of {len(self._called)} layers"
+        at_times = ", in some calls" if dense & self._sparse else ""
+        # the reason of most layers first
+        reasons = sorted(self._dense, key=lambda reason: -len(self._dense[reason]))
+        more = "; and more" if len(reasons) > 3 else ""
+        return not self._sparse, f"{number} ran dense{at_times}: {'; '.join(reasons[:3])}{more}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per layer, kept prefill call, packed sequence, batch row and head.
+
+        Each has its pattern, its statistics by their names in `flexmask.SelectionStats`, the call's q_len and kv_len, and the
+        `reason` if it ran dense. A head that dense attention served because that is faster keeps the pattern and the density of
+        its mask.
+        """
+        return rows_of(self._state()[0], self.method)
+
+    def summary(self) -> RunSummary:
+        """Return what ran sparse, what dense and why, densities, patterns and tokens, of all calls so far.
+
+        Without `collect_stats` nothing is counted. ``print(run.summary())`` shows a line per layer.
+        """
+        with self._lock:
+            kept, dropped = self._state()
+            tokens, prefills = max(self.tokens.values(), default=0), self.num_prefills
+        # without the lock: it waits for a device, and calls go on meanwhile
+        totals = {layer: dropped.get(layer, LayerTotals()).with_calls(calls) for layer, calls in kept.items()}
+        return summary_of(totals, self.method, prefills, tokens, sum(each.calls for each in dropped.values()))
+
+    def to_pandas(self) -> Any:
+        """Return `rows` as a pandas.DataFrame.
+
+        Raises
+        ------
+        ImportError
+            If pandas is missing.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas; rows() gives the same as a list of dicts") from error
+        return pandas.DataFrame(self.rows())
+
+    def save(self, path: str | Path) -> Path:
+        """Write settings and statistics as JSON, for `load`; masks are left out. Returns the path.
+
+        Raises
+        ------
+        ValueError
+            For a `method` that is a function: only names can be saved.
+        """
+        path = Path(path)
+        with self._lock:
+            saved = SavedRun(self.settings, *self._state(), dict(self.tokens))
+        save_run(path, saved)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> PrefillRun:
+        """Read a run that `save` wrote, its statistics on the CPU, and without a cap on calls.
+
+        Raises
+        ------
+        OSError
+            If there is no such file.
+        ValueError
+            For another file.
+        """
+        saved = load_run(Path(path))
+        run = cls(saved.settings, max_calls=None)
+        for layer, calls in saved.calls.items():
+            for call in calls:
+                run.record(layer, call.stats, None, call.reason, call.prefill, call.size)
+            run.prefills[layer] = [call.prefill for call in calls]
+        run.tokens.update(saved.tokens)
+        run._dropped.update(saved.dropped)
+        return run
+
+    def plot(self) -> list[Axes]:
+        """Draw density, pattern share and, where heads have one, Jensen-Shannon distance, side by side. Returns their Axes.
+
+        Raises
+        ------
+        ValueError
+            For a run without statistics.
+        ImportError
+            If matplotlib is missing.
+        """
+        return plot_run(self.rows(), self.settings.options.get("tau"))
+
+    def reset(self) -> None:
+        """Forget all calls so far; settings stay, and calls to come are recorded as before."""
+        with self._lock:
+            calls = (self.stats, self.masks, self.reasons, self.prefills, self.sizes, self.tokens, self._latest)
+            for kept in (*calls, self._called, self._sparse, self._dense, self._dropped):
+                kept.clear()
+            self._ran = False
+
+    def _state(self) -> tuple[dict[int, list[RecordedCall]], dict[int, LayerTotals]]:
+        """The calls that are kept and the sums over the others, both as they are now; calls to come do not change them."""
+        with self._lock:
+            kept = {layer: self._calls(layer, len(stats)) for layer, stats in self.stats.items()}
+            return kept, {layer: each.with_calls(()) for layer, each in self._dropped.items()}
+
+    def _calls(self, layer: int, number: int) -> list[RecordedCall]:
+        """The first calls of a layer that are kept."""
+        parts = (self.stats[layer], self.reasons[layer], self.prefills[layer], self.sizes[layer])
+        return [RecordedCall(*each) for each in zip(*(part[:number] for part in parts), strict=True)]
+
+    def _drop(self, layer: int, most: int) -> None:
+        """Let go of the oldest calls beyond `most`, and count them."""
+        masks = self.masks.get(layer, [])
+        del masks[: max(0, len(masks) - most)]
+        beyond = len(self.stats.get(layer, [])) - most
+        if beyond > 0:
+            self._dropped.setdefault(layer, LayerTotals()).add(self._calls(layer, beyond))
+            for part in (self.stats, self.reasons, self.prefills, self.sizes):
+                del part[layer][:beyond]

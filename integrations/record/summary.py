@@ -1,0 +1,279 @@
+"""Recorded calls as rows and as sums: one row per head, one summary per layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask.base.floats import widest_float
+from flexmask.stats import TENSORS, SelectionStats
+
+# of each layer, and of each block's log line: the reasons of a server name lengths, one for every length
+MOST_REASONS = 8
+OTHER_REASONS = "other reasons"
+# the reason of single heads
+DENSE_HEAD = "dense attention is faster for the heads of its key head"
+# summed over the heads and batch rows of sparse calls; without a pattern NaN does not count
+_SUMS = ("pairs", "coverage", "query-aware", "vertical-slash", "served densely")
+
+
+class CallSize(NamedTuple):
+    """The sizes of one call, zeros where they are not known, and its place in a pack."""
+
+    batch: int = 0
+    q_len: int = 0
+    kv_len: int = 0  # tokens so far, the rows' own included, as far as the host knows
+    sequence: int = 0  # of a pack
+
+
+class RecordedCall(NamedTuple):
+    """One prefill call of one layer."""
+
+    stats: SelectionStats
+    reason: str | None  # why it ran dense
+    prefill: int  # the number of its prefill, from 0
+    size: CallSize
+
+
+Calls = Mapping[int, Sequence[RecordedCall]]
+
+
+def on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
+    """The same calls with their statistics on the CPU: one copy, hence one wait, per device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for stats in (call.stats for layer in calls.values() for call in layer):
+        for tensor in (getattr(stats, name) for name in TENSORS):
+            if tensor.device.type != "cpu":
+                by_device.setdefault(tensor.device, []).append(tensor)
+    copies: dict[int, Tensor] = {}
+    for tensors in by_device.values():
+        # counts of blocks are far below 2^24, where float32 begins to round whole numbers
+        together = torch.cat([tensor.detach().flatten().float() for tensor in tensors]).cpu()
+        for tensor, copy in zip(tensors, together.split([tensor.numel() for tensor in tensors]), strict=True):
+            copies[id(tensor)] = copy.view(tensor.shape).to(tensor.dtype)
+
+    def copied(stats: SelectionStats) -> SelectionStats:
+        tensors = {name: getattr(stats, name) for name in TENSORS}
+        return replace(stats, **{name: copies.get(id(tensor), tensor) for name, tensor in tensors.items()})
+
+    return {layer: [call._replace(stats=copied(call.stats)) for call in each] for layer, each in calls.items()}
+
+
+def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
+    """One row per layer, prefill call, packed sequence, batch row and head, with every statistic by its name."""
+    rows = []
+    for layer, each in sorted(on_host(calls).items()):
+        for stats, reason, prefill, size in each:
+            numbers = {name: getattr(stats, name).tolist() for name in TENSORS}
+            for batch in range(stats.density.shape[0]):
+                for head in range(stats.density.shape[1]):
+                    own = {name: values[batch][head] for name, values in numbers.items()}
+                    is_dense, is_query_aware = own.pop("is_dense"), own.pop("is_query_aware")
+                    pattern = "query-aware" if is_query_aware else "vertical-slash"
+                    if stats.dense:
+                        pattern = "dense"
+                    elif own["js_distance"] != own["js_distance"]:  # NaN
+                        pattern = method
+                    place = {"layer": layer, "call": prefill, "sequence": size.sequence, "batch": batch, "head": head}
+                    lengths = {"q_len": size.q_len, "kv_len": size.kv_len}
+                    why = DENSE_HEAD if reason is None and is_dense else reason
+                    rows.append({**place, "pattern": pattern, **own, **lengths, "reason": why})
+    return rows
+
+
+@dataclass
+class LayerTotals:
+    """Sums over calls of one layer; those of sparse calls stay on their device until they are read.
+
+    Attributes
+    ----------
+    calls, dense_calls
+        All prefill calls, and those that ran dense.
+    heads
+        Heads of all batch rows, summed over sparse calls.
+    pairs, dense_pairs
+        Query-key pairs that causality leaves, summed over all calls and over dense ones.
+    reasons
+        Calls by the reason for which they ran dense.
+    sums
+        (5,): over sparse calls, kept pairs, coverage, query-aware and vertical-slash heads, heads served by dense attention; None
+        before the first.
+    """
+
+    calls: int = 0
+    dense_calls: int = 0
+    heads: int = 0
+    pairs: float = 0.0
+    dense_pairs: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+    sums: Tensor | None = None
+
+    def add(self, calls: Sequence[RecordedCall]) -> None:
+        """Count `calls` of one layer; reads no value of a tensor."""
+        sparse = []
+        for call in calls:
+            pairs = float(call.stats.density.shape[0] * _pairs(call.size))
+            self.calls += 1
+            self.pairs += pairs
+            if call.stats.dense:
+                reason = call.reason or OTHER_REASONS
+                reason = reason if reason in self.reasons or len(self.reasons) < MOST_REASONS else OTHER_REASONS
+                self.reasons[reason] = self.reasons.get(reason, 0) + 1
+                self.dense_calls += 1
+                self.dense_pairs += pairs
+            else:
+                self.heads += call.stats.density.numel()
+                sparse.append(_sums(call.stats, pairs))
+        if sparse:
+            sums = torch.stack(sparse).sum(0)
+            self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
+
+    def with_calls(self, calls: Sequence[RecordedCall]) -> LayerTotals:
+        """The sums over these calls and `calls`."""
+        both = replace(self, reasons=dict(self.reasons))
+        both.add(calls)
+        return both
+
+
+def _pairs(size: CallSize) -> int:
+    """Pairs of a chunk's rows and the keys up to them; 1 where the lengths are not known."""
+    return max(1, size.q_len * size.kv_len - size.q_len * (size.q_len - 1) // 2)
+
+
+def _sums(stats: SelectionStats, pairs: float) -> Tensor:
+    has_pattern = ~stats.js_distance.isnan()
+    query_aware, vertical_slash = stats.is_query_aware & has_pattern, ~stats.is_query_aware & has_pattern
+    each = (stats.density * (pairs / stats.density.numel()), stats.coverage, query_aware, vertical_slash, stats.is_dense)
+    return torch.stack([x.to(widest_float(x.device)) for x in each]).sum((1, 2))
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer of a run, over all its prefill calls.
+
+    Attributes
+    ----------
+    layer
+        Layer index.
+    calls, dense_calls
+        Prefill calls, and those of them that ran dense.
+    reasons
+        Calls by the reason for which they ran dense.
+    density
+        Kept share of the query-key pairs that causality leaves: the mean of the calls' densities, each weighted by its pairs,
+        calls that ran dense at 1.
+    coverage
+        Attention of the representative rows that the kept blocks hold, mean over the heads of sparse calls; None without one.
+    patterns
+        Share of the heads of sparse calls by pattern, those that occur; of methods without patterns the method's name.
+    served_densely
+        Share of the heads of sparse calls that dense attention served because it is faster.
+    """
+
+    layer: int
+    calls: int
+    dense_calls: int
+    reasons: dict[str, int]
+    density: float
+    coverage: float | None
+    patterns: dict[str, float]
+    served_densely: float
+
+    @property
+    def ran(self) -> str:
+        """``"sparse"``, ``"dense"``, or ``"both"``."""
+        return "sparse" if self.dense_calls == 0 else "dense" if self.dense_calls == self.calls else "both"
+
+
+@dataclass(frozen=True, repr=False)
+class RunSummary:
+    """A run over all its prefill calls, those that it no longer keeps included. ``print`` shows a line per layer.
+
+    Attributes
+    ----------
+    prefills
+        Forward passes of more than one token.
+    tokens
+        Tokens of these, of all batch rows, padding included.
+    density
+        As that of a layer, over all layers.
+    layers
+        In order of their index.
+    dropped_calls
+        Calls that are counted here, but that `max_calls` no longer lets the run keep.
+    """
+
+    prefills: int
+    tokens: int
+    density: float | None
+    layers: tuple[LayerSummary, ...]
+    dropped_calls: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same in types that JSON has."""
+        layers = [{**asdict(layer), "ran": layer.ran} for layer in self.layers]
+        return {**{name: value for name, value in vars(self).items() if name != "layers"}, "layers": layers}
+
+    def __repr__(self) -> str:
+        sparse = sum(layer.ran != "dense" for layer in self.layers)
+        density = "" if self.density is None else f", density {self.density:.3f}"
+        prefills = f"{self.prefills:,} prefill{'' if self.prefills == 1 else 's'} of {self.tokens:,} tokens"
+        return f"<RunSummary: {prefills}{density}, {sparse} of {len(self.layers)} layers sparse>"
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return repr(self)
+        rows = [("layer", "ran", "density", "coverage", "heads", "dense because")]
+        for layer in self.layers:
+            coverage = "-" if layer.coverage is None else f"{layer.coverage:.3f}"
+            heads = ", ".join(f"{share:.0%} {pattern}" for pattern, share in layer.patterns.items())
+            if layer.served_densely:
+                heads += f" ({layer.served_densely:.0%} served by dense attention, faster there)"
+            often = f" ({layer.dense_calls:,} of {layer.calls:,} calls dense)" if layer.ran == "both" else ""
+            reasons = "; ".join(sorted(layer.reasons, key=lambda reason: -layer.reasons[reason])[:2])
+            rows.append((str(layer.layer), layer.ran + often, f"{layer.density:.3f}", coverage, heads or "-", reasons))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([repr(self)[1:-1].removeprefix("RunSummary: "), *lines])
+
+
+def summary_of(totals: Mapping[int, LayerTotals], method: str, prefills: int, tokens: int, dropped_calls: int) -> RunSummary:
+    """The summary of some layers; waits once for each device that their sums are on."""
+    sums = _read({layer: each.sums for layer, each in totals.items() if each.sums is not None})
+    layers = []
+    for layer, each in sorted(totals.items()):
+        kept, coverage, *patterns, served = sums.get(layer, [0.0] * len(_SUMS))
+        heads = max(each.heads, 1)
+        shares = dict(zip(_SUMS[2:4], (number / heads for number in patterns), strict=True))
+        shares[method] = 1 - sum(shares.values())
+        layers.append(
+            LayerSummary(
+                layer,
+                each.calls,
+                each.dense_calls,
+                dict(each.reasons),
+                (kept + each.dense_pairs) / each.pairs,
+                None if each.heads == 0 or math.isnan(coverage) else coverage / heads,
+                {name: share for name, share in shares.items() if share > 0 and each.heads},
+                served / heads,
+            )
+        )
+    pairs = sum(each.pairs for each in totals.values())
+    kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)
+    return RunSummary(prefills, tokens, kept / pairs if pairs else None, tuple(layers), dropped_calls)
+
+
+def _read(sums: Mapping[int, Tensor]) -> dict[int, list[float]]:
+    by_device: dict[torch.device, list[int]] = {}
+    for layer, each in sums.items():
+        by_device.setdefault(each.device, []).append(layer)
+    return {
+        layer: values
+        for layers in by_device.values()
+        for layer, values in zip(layers, torch.stack([sums[layer] for layer in layers]).tolist(), strict=True)
+    }

@@ -1,0 +1,6 @@
+"""A gamma for every head, from the user's own text."""
+
+from flexmask.integrations.tune.result import TuneResult as TuneResult
+from flexmask.integrations.tune.search import tune as tune
+
+__all__ = ["TuneResult", "tune"]

@@ -1,0 +1,171 @@
+"""The error of every head at every gamma, from one pass over the scores of a layer.
+
+Attention under any choice of key blocks is a sum over those blocks, each with its sum of exponentials and of values. So the
+scores of a query block are computed once, the sums of each key block once, and a gamma adds one small matmul. All of it is
+float32, one query block and one key head at a time: ``groups * block_size * kv_len`` scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask.base.floats import widest_float
+from flexmask.base.inputs import AttentionInputs, HeadGroup
+from flexmask.base.scores import capped
+from flexmask.base.visibility import block_visibility, token_validity, whole_blocks
+from flexmask.flex.head_groups import head_groups
+from flexmask.precision import without_autocast, without_tf32
+from flexmask.select import select_blocks
+from flexmask.selector import Selector, selector_of
+
+# the largest score of a block that a row does not see; finite, so that differences of two stay numbers
+_UNSEEN = -1e30
+
+
+class HeadErrors(NamedTuple):
+    """Density and error of the heads of one layer, by head and by gamma."""
+
+    visible: int  # blocks that each head sees
+    density: list[list[float]]  # kept blocks / visible blocks
+    error: list[list[float]]  # ||sparse - dense||^2 / ||dense||^2 of the head's output; by the loss where a gradient is given
+
+
+def head_errors(
+    inputs: AttentionInputs,
+    selector: Selector,
+    gammas: Sequence[float],
+    max_mask_bytes: int,
+    gradient: Tensor | None = None,
+) -> tuple[Tensor, HeadErrors]:
+    """Dense attention of a whole prompt, and each head's density and error at each gamma.
+
+    Parameters
+    ----------
+    inputs
+        One prompt without padding, as many rows as keys.
+    selector
+        The method with its options; its gamma does not matter.
+    gammas
+        At 1 every block is kept.
+    max_mask_bytes
+        As in `flexmask.sparse_attention`.
+    gradient
+        (1, num_heads, q_len, v_head_dim), that of a loss with respect to the output. Then an error is the sum over tokens of
+        ``(gradient . (sparse - dense))^2``, a token's change of the loss to first order. Default None: by the output alone.
+
+    Returns
+    -------
+    tuple
+        (1, num_heads, q_len, v_head_dim) in query's dtype, and the errors.
+    """
+    query, value = inputs.query, inputs.value
+    assert value is not None
+    num_heads, q_len = query.shape[1:3]
+    with torch.no_grad(), without_autocast(query.device), without_tf32():
+        inputs = inputs.with_fields(needs_grad=False).prepared()
+        by_gamma = [_with_gamma(selector, gamma).for_inputs(inputs) for gamma in gammas]
+        out = query.new_empty((1, num_heads, q_len, value.shape[3]))
+        tokens = token_validity(q_len, q_len, None, None, inputs.key)
+        visible = block_visibility(tokens, selector.block_size, inputs.window).visible
+        density = torch.empty((num_heads, len(gammas)), dtype=widest_float(query.device), device=query.device)
+        error = torch.empty_like(density)
+        at_once = max_mask_bytes // max(each.head_bytes for each in by_gamma)
+        for group in head_groups(query, inputs.key, at_once, selector.method.shared):
+            part = inputs.of_heads(group)
+            keep = torch.stack([_kept(each, part, group.query, visible) for each in by_gamma], 2)[0]
+            density[group.query] = keep.sum((-2, -1)).to(density.dtype) / visible.sum()
+            groups = part.query.shape[1] // part.key.shape[1]
+            for key_head in range(part.key.shape[1]):
+                own = slice(key_head * groups, (key_head + 1) * groups)
+                whole = slice(group.query.start + own.start, group.query.start + own.stop)
+                one = part.of_heads(HeadGroup(slice(0, 1), own, slice(key_head, key_head + 1)))
+                weight = None if gradient is None else gradient[0, whole]
+                error[whole] = errors_of_key_head(one, keep[own], selector.block_size, out[0, whole], weight)
+    return out, HeadErrors(int(visible.sum()), density.tolist(), error.tolist())
+
+
+def _with_gamma(selector: Selector, gamma: float) -> Selector:
+    return selector_of(selector.method.name, selector.block_size, {**selector.options, "gamma": gamma})
+
+
+def _kept(selector: Selector, inputs: AttentionInputs, heads: slice, visible: Tensor) -> Tensor:
+    """The map of kept blocks at one gamma, (1, num_heads, num_q_blocks, num_kv_blocks) bool."""
+    if all(selector.keeps_all):
+        return visible[:, None].expand(-1, inputs.query.shape[1], -1, -1)
+    keep = select_blocks(selector, inputs, heads, with_map=True).keep
+    assert keep is not None
+    return keep
+
+
+def errors_of_key_head(
+    inputs: AttentionInputs, keep: Tensor, block_size: int, out: Tensor, gradient: Tensor | None = None
+) -> Tensor:
+    """Errors of the query heads of one key head, (num_heads, gammas); their dense output goes to `out`.
+
+    `keep` is (num_heads, gammas, num_q_blocks, num_kv_blocks) bool, `gradient` (num_heads, q_len, v_head_dim).
+    """
+    assert inputs.value is not None
+    query = inputs.query[0].float()
+    key = whole_blocks(inputs.key[0, 0].float(), 0, block_size)
+    value = whole_blocks(inputs.value[0, 0].float(), 0, block_size)
+    wrong, whole = (torch.zeros(keep.shape[:2], dtype=widest_float(keep.device), device=keep.device) for _ in range(2))
+    for block, rows in enumerate(query.split(block_size, 1)):
+        start = block * block_size
+        first = 0 if inputs.window is None else max(0, start - inputs.window + 1) // block_size
+        seen = slice(first, block + 1)
+        hidden = _hidden(start, rows.shape[1], first * block_size, inputs.window, key)
+        # the last choice is dense attention
+        chosen = torch.cat([keep[:, :, block, seen], torch.ones_like(keep[:, :1, block, seen])], 1)
+        outs = _outputs(inputs, rows, key[seen], value[seen], hidden, chosen)
+        dense = outs[:, -1:]
+        out[:, start : start + block_size] = dense[:, 0].to(out.dtype)
+        change = outs[:, :-1] - dense
+        if gradient is None:
+            wrong += change.square().sum((-2, -1))
+        else:
+            change.mul_(gradient[:, None, start : start + block_size].float())
+            wrong += change.sum(-1).square().sum(-1)
+        whole += dense.square().sum((-2, -1))
+    if gradient is not None:
+        return wrong
+    # a head whose values are all zero loses nothing
+    return wrong / whole.clamp(min=torch.finfo(whole.dtype).tiny)
+
+
+def _hidden(start: int, rows: int, first_key: int, window: int | None, key: Tensor) -> Tensor:
+    """The keys that each row does not see, (rows, keys) bool, of the keys from `first_key` to the end of the rows' own block."""
+    row = torch.arange(start, start + rows, device=key.device)[:, None]
+    column = torch.arange(first_key, start + key.shape[1], device=key.device)
+    hidden = column > row
+    return hidden if window is None else hidden | (column <= row - window)
+
+
+def _outputs(inputs: AttentionInputs, rows: Tensor, key: Tensor, value: Tensor, hidden: Tensor, chosen: Tensor) -> Tensor:
+    """Attention of one query block under each choice of key blocks, (num_heads, choices, rows, v_head_dim) float32.
+
+    `key` and `value` are (blocks, block_size, head_dim), `rows` (num_heads, rows, head_dim), `chosen` is
+    (num_heads, choices, blocks) bool. A row sees a key of some chosen block: its own is always kept.
+    """
+    num_heads, num_rows = rows.shape[:2]
+    scores = capped(rows.flatten(0, 1) @ key.flatten(0, 1).mT * inputs.scale, inputs.softcap)
+    scores = scores.unflatten(0, (num_heads, num_rows)).masked_fill_(hidden, -torch.inf)
+    weights = scores.reshape(num_heads * num_rows, *key.shape[:2])
+    largest = weights.amax(-1, keepdim=True).clamp(min=_UNSEEN)
+    weights = weights.sub_(largest).exp_()
+    # by block: its sum of exponentials and its sum of values, both relative to its own largest score
+    totals = weights.sum(-1)
+    sums = torch.bmm(weights.transpose(0, 1), value)
+
+    by_choice = largest.view(num_heads, 1, num_rows, -1).masked_fill(~chosen.unsqueeze(2), -torch.inf)
+    top = by_choice.amax(-1, keepdim=True)
+    shares = (by_choice - top).exp_()
+    total = (shares * totals.view(num_heads, 1, num_rows, -1)).sum(-1, keepdim=True)
+    if inputs.sinks is not None:
+        total = total + (inputs.sinks.float().view(-1, 1, 1, 1) - top).exp()
+    # one product a row: (choices, blocks) by (blocks, v_head_dim)
+    out = torch.bmm(shares.transpose(1, 2).flatten(0, 1), sums.transpose(0, 1))
+    return out.unflatten(0, (num_heads, num_rows)).transpose(1, 2) / total

@@ -1,0 +1,122 @@
+"""Errors of the heads by layer and prompt, gathered while a model runs, and the file that keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flexmask.integrations.tune.allocation import Choice
+from flexmask.integrations.tune.head_errors import HeadErrors
+
+_FORMAT = "flexmask tune 1"
+
+
+@dataclass
+class MeasuredErrors:
+    """The errors of every prompt, by layer index.
+
+    Attributes
+    ----------
+    gammas
+        Those that the errors are by.
+    by_prompt
+        For every prompt, the layers that are measured.
+    complete
+        For every prompt, whether all its layers are.
+    path
+        Where `save` writes, None for nowhere.
+    made_of
+        What the errors depend on, as text by name.
+    dense
+        By layer index: why a layer stays dense.
+    """
+
+    gammas: tuple[float, ...]
+    by_prompt: list[dict[int, HeadErrors]]
+    complete: list[bool]
+    path: Path | None = None
+    made_of: dict[str, str] = field(default_factory=dict)
+    dense: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, gammas: tuple[float, ...], prompts: int, path: Path | None, made_of: dict[str, str]) -> MeasuredErrors:
+        """Read the errors that `path` holds, or begin with none where there is no such file.
+
+        Raises
+        ------
+        ValueError
+            For a file that is none of these, or of other prompts, another model or other options.
+        """
+        if path is None or not path.exists():
+            return cls(gammas, [{} for _ in range(prompts)], [False] * prompts, path, made_of)
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            assert saved["format"] == _FORMAT
+            before = saved["made_of"]
+            by_prompt = [{int(layer): HeadErrors(*errors) for layer, errors in each.items()} for each in saved["errors"]]
+            dense = {int(layer): reason for layer, reason in saved["dense"].items()}
+            found = cls(gammas, by_prompt, [bool(each) for each in saved["complete"]], path, made_of, dense)
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"resume must be a file that tune wrote, or none yet; got {path}") from error
+        other = [name for name in made_of if before.get(name) != made_of[name]]
+        if other:
+            raise ValueError(f"resume must be a file of the same {', '.join(made_of)}; {path} is of another {other[0]}")
+        return found
+
+    def save(self) -> None:
+        """Write everything to `path`; an interruption leaves the former file."""
+        if self.path is None:
+            return
+        errors = [{str(layer): list(each) for layer, each in layers.items()} for layers in self.by_prompt]
+        saved = {"format": _FORMAT, "made_of": self.made_of, "complete": self.complete, "dense": self.dense, "errors": errors}
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps(saved), encoding="utf-8")
+        os.replace(part, self.path)
+
+    def choices(self) -> dict[tuple[int, int], list[Choice]]:
+        """By layer and head: the share of all blocks and the error at each gamma, means over prompts of equal weight."""
+        layers = sorted(self.by_prompt[0])
+        # of each prompt, all blocks that its heads see
+        all_blocks = [sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt]
+        number = len(self.by_prompt)
+        return {
+            (layer, head): [
+                Choice(
+                    gamma,
+                    sum(
+                        errors[layer].density[head][at] * errors[layer].visible / blocks
+                        for errors, blocks in zip(self.by_prompt, all_blocks, strict=True)
+                    )
+                    / number,
+                    sum(errors[layer].error[head][at] for errors in self.by_prompt) / number,
+                )
+                for at, gamma in enumerate(self.gammas)
+            ]
+            for layer in layers
+            for head in range(len(self.by_prompt[0][layer].density))
+        }
+
+    def share_of(self, layer: int) -> float:
+        """The share of all blocks that one head of a layer sees, mean over prompts."""
+        shares = [
+            errors[layer].visible / sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt
+        ]
+        return sum(shares) / len(shares)
+
+
+def digest(parts: Sequence[Tensor] | Mapping[str, Any]) -> str:
+    """A short hash of integer tensors, or of options that JSON has."""
+    made = hashlib.sha256()
+    if isinstance(parts, Mapping):
+        made.update(json.dumps(parts, sort_keys=True).encode())
+    else:
+        for part in parts:
+            made.update(f"{tuple(part.shape)}{part.tolist()}".encode())
+    return made.hexdigest()[:16]

@@ -1,0 +1,82 @@
+"""The probe with which `tune` measures heads while a model runs dense."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from flexmask.base.checks import HEAD_DIMS
+from flexmask.flex.dense import dense_attention
+from flexmask.integrations.huggingface.attention import PrefillCall
+from flexmask.integrations.tune.head_errors import head_errors
+from flexmask.integrations.tune.measured import MeasuredErrors
+
+
+class HeadProbe:
+    """Serves the calls of dense prefills, and notes what their heads would lose.
+
+    With `gradient` the calls only keep their outputs; `weigh` notes the errors once a backward pass gave the outputs gradients.
+    """
+
+    def __init__(self, measured: MeasuredErrors, bar: Any, gradient: bool) -> None:
+        self.measured, self.bar, self.gradient, self.prompt = measured, bar, gradient, 0
+        self.called: set[int] = set()
+        # with `gradient`, by layer: the calls whose outputs wait for theirs
+        self.waiting: dict[int, tuple[PrefillCall, Tensor]] = {}
+
+    def begin(self, prompt: int) -> None:
+        """Get ready for the next prompt."""
+        self.prompt = prompt
+        self.called.clear()
+        self.waiting.clear()
+        self.in_backward = False
+
+    def begin_backward(self) -> None:
+        """Expect layers to be called again, by checkpoints."""
+        self.in_backward = True
+
+    def __call__(self, call: PrefillCall) -> Tensor:
+        inputs, layer = call.inputs, call.layer
+        if layer in self.called:
+            if self.in_backward:  # a checkpoint computes the layer again
+                return dense_attention(inputs)[0]
+            raise NotImplementedError(f"tune does not serve a model that calls attention more than once in layer {layer}")
+        self.called.add(layer)
+        if inputs.query.shape[2] != inputs.key.shape[2] or inputs.attention_mask is not None or inputs.offset is not None:
+            raise NotImplementedError("tune does not serve a model that adds keys to those of its prompt, or hides some")
+        assert inputs.value is not None
+        sizes = {inputs.query.shape[3], inputs.value.shape[3]}
+        reason = call.reason_dense_layer() if sizes <= {*HEAD_DIMS} else "heads of a size that no mask is made for"
+        if reason is not None:
+            self.measured.dense[layer] = reason
+            self.bar.update()
+        if reason is not None or layer in self.measured.by_prompt[self.prompt]:
+            return dense_attention(inputs)[0]
+        if not self.gradient:
+            return self.note(call)
+        out = dense_attention(inputs)[0]
+        if not out.requires_grad:
+            raise NotImplementedError("tune needs checkpoints with use_reentrant=False: others run forward without a gradient")
+        out.retain_grad()
+        self.waiting[layer] = call, out
+        return out
+
+    def weigh(self) -> None:
+        """Note what the heads of the layers lose whose outputs have a gradient by now."""
+        for layer in sorted(self.waiting):
+            call, out = self.waiting.pop(layer)
+            if out.grad is None:
+                raise NotImplementedError(f"tune needs a loss that depends on attention; layer {layer} has no gradient")
+            self.note(call, out.grad)
+
+    def note(self, call: PrefillCall, gradient: Tensor | None = None) -> Tensor:
+        """Write one layer's errors down; returns its dense attention."""
+        out, errors = head_errors(call.inputs, call.selector, self.measured.gammas, call.settings.max_mask_bytes, gradient)
+        if not all(math.isfinite(error) for head in errors.error for error in head):
+            raise ValueError(f"model must give finite attention; got NaN or infinity in layer {call.layer}")
+        self.measured.by_prompt[self.prompt][call.layer] = errors
+        self.measured.save()
+        self.bar.update()
+        return out

@@ -1,0 +1,242 @@
+"""A gamma for every head, from the user's own text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from flexmask.attention import RECOMMENDED
+from flexmask.base.checks import check_real, check_word
+from flexmask.integrations.huggingface.compat import check_servable, text_config, unwrapped
+from flexmask.integrations.huggingface.session import opened
+from flexmask.integrations.huggingface.settings import CONFIG_KEY, PrefillSettings
+from flexmask.integrations.record import PrefillRun
+from flexmask.integrations.tune.loss_gradient import backward_through_loss
+from flexmask.integrations.tune.measured import MeasuredErrors, digest
+from flexmask.integrations.tune.probe import HeadProbe
+from flexmask.integrations.tune.result import TuneResult, check_target, result_of
+from flexmask.selector import METHODS
+
+# the range in which a method trades blocks for error; at 1 nothing is computed
+GAMMAS = {"hybrid": (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)}
+OTHER_GAMMAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
+
+
+def tune(
+    model: Any,
+    input_ids: Tensor | Sequence[Tensor],
+    method: str = RECOMMENDED,
+    *,
+    density: float | None = None,
+    error: float | None = None,
+    gammas: Sequence[float] | None = None,
+    gradient: bool = False,
+    attention_mask: Tensor | None = None,
+    resume: str | Path | None = None,
+    progress: bool | Callable[[int, int], None] = True,
+    **options: Any,
+) -> TuneResult:
+    """Find a gamma for every head of a model, on prompts of the kind that it will read.
+
+    One dense prefill per prompt. In each layer every head's output is computed at every gamma and compared with the dense one:
+    relative squared error, ``||o_gamma - o||^2 / ||o||^2``, or by what it does to the loss (`gradient`). Then the heads' gammas
+    are lowered greedily, each time where a block saved costs least error, until the target. Errors are those under dense inputs,
+    as if no other layer were sparse.
+
+    Parameters
+    ----------
+    model
+        As in `sparse_prefill`, on one process.
+    input_ids
+        (length,) or (batch, length) integer, or a sequence of such tensors. Every row is a prompt of its own, longer than a
+        block; densities and errors are means over prompts of equal weight. Use prompts as long as those to come: density falls
+        with the length.
+    method
+        A name in `flexmask.METHODS` whose option gamma may differ by head: ``"hybrid"`` (default), ``"flexprefill"``,
+        ``"published"`` and others.
+    density
+        Target in (0, 1]: kept blocks / visible blocks of all measured heads is at most this, by at most one step of one head.
+    error
+        Target >= 0 instead of `density`: the error, mean over heads, is at most this.
+    gammas
+        In (0, 1], those to choose from. Default: 0.6 to 1 for hybrid, 0.3 to 1 for others. A head at 1 keeps all
+        blocks and costs nothing to measure.
+    gradient
+        Weigh errors by the prompt's next-token loss L: ``sum over tokens t of (dL/do_t . (o_gamma,t - o_t))^2`` / scored tokens,
+        in squared nats, from one backward pass. At most 4,096 evenly spaced tokens are scored. Takes the memory of training
+        without gradients of weights (less where the model's activations are checkpointed), and q, k, v of all layers at
+        once. Default False, for that memory's sake; on the language model of ``bench/FIDELITY.md`` True chooses
+        better.
+    attention_mask
+        (batch, length), nonzero = token, for an `input_ids` that is one tensor: what is not a token is cut out.
+    resume
+        File to write after each layer, and to go on from if it is there; a finished one saves the measurement. JSON.
+        Default: none.
+    progress
+        Show transformers' progress bar, on a terminal. Default True. Or a function to call with the number of layers measured,
+        over all prompts, and of those to measure.
+    options
+        The method's other options, as in its mask function; and `block_size`, `dense_layers`, `dense_below`, `backend` and
+        `max_mask_bytes` of PrefillSettings. `dense_below` decides about windows; shorter prompts are measured too.
+
+    Returns
+    -------
+    TuneResult
+        Its `settings` are those of `configure` and `sparse_prefill`. Layers that stay dense (in `dense_layers`, with a
+        window shorter than `dense_below`, with heads of a size without a mask) are left out.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments of a wrong type or out of range, a `density` below that of the lowest gammas, an `error` below that of the
+        highest, a `resume` of other prompts or another model, a model with no layer to measure or with attention that is not
+        finite.
+    ImportError, NotImplementedError
+        As `sparse_prefill`; also for a model that is spread over processes, or that calls attention twice in a layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> text = torch.randint(64, (1, 600), generator=torch.Generator().manual_seed(0))
+    >>> result = tune(model, text, density=0.8, block_size=32, min_budget=64)
+    >>> result.density <= 0.8
+    True
+    >>> len(result.rows())  # two layers of two heads
+    4
+    """
+    inner = unwrapped(model)
+    check_target(density, error)
+    check_word("method", method, tuple(name for name, each in METHODS.items() if "gamma" in each.shares))
+    if not isinstance(gradient, bool):
+        raise TypeError(f"gradient must be True or False; got {gradient!r}")
+    found = [name for name in ("gamma", "layers") if name in options]
+    if found:
+        raise TypeError(f"options must be without {found[0]}, which tune finds")
+    base = PrefillSettings.from_options(None, method, **options)
+    base.check_model(text_config(inner))
+    chosen = _checked_gammas(GAMMAS.get(method, OTHER_GAMMAS) if gammas is None else gammas)
+    prompts = _prompts(input_ids, attention_mask, base.block_size)
+    check_servable(inner)
+    if any(hasattr(parameter, "device_mesh") for parameter in inner.parameters()):
+        raise NotImplementedError("tune does not serve a model spread over processes; load it on one, or with device_map")
+    made_of = {
+        "model": f"{type(inner).__name__}, {inner.dtype}, config {digest(_config(inner))}, weights {_mark(inner)}",
+        "prompts": digest(prompts),
+        "gammas": str(chosen),
+        "options": str(sorted(base.to_dict().items())),
+        "errors": "of the loss" if gradient else "of the output",
+    }
+    measured = MeasuredErrors.begin(chosen, len(prompts), None if resume is None else Path(resume), made_of)
+    dense = _measure(inner, prompts, base, measured, gradient, progress)
+    return result_of(base, measured, dense, density, error)
+
+
+def _measure(
+    model: PreTrainedModel,
+    prompts: list[Tensor],
+    settings: PrefillSettings,
+    measured: MeasuredErrors,
+    gradient: bool,
+    progress: bool | Callable[[int, int], None],
+) -> dict[int, str]:
+    """Fill `measured`; return why layers stay dense."""
+    layers = getattr(text_config(model), "num_hidden_layers", 0)
+    done = sum(len(each) for each in measured.by_prompt)
+    shown: dict[str, Any] = {"total": len(prompts) * layers, "initial": done}
+    if callable(progress):
+        made: Any = nullcontext(_Count(progress, **shown))
+    else:
+        made = logging.tqdm(**shown, desc="tune: layers", leave=False, disable=None if progress else True)
+    with made as bar:
+        probe = HeadProbe(measured, bar, gradient)
+        run = PrefillRun(settings, collect_stats=False)
+        for number, prompt in enumerate(prompts):
+            if measured.complete[number]:
+                continue
+            probe.begin(number)
+            with opened(model, run, probe):
+                if gradient:
+                    backward_through_loss(model, prompt, probe.begin_backward)
+                else:
+                    with torch.no_grad():
+                        model.base_model(input_ids=prompt[None].to(model.device), use_cache=False)
+            probe.weigh()
+            if not measured.by_prompt[number]:
+                why = "; ".join(sorted(set(measured.dense.values()))) or "no layer calls flexmask's attention"
+                raise ValueError(f"model must have a layer to tune; got {type(model).__name__}: {why}")
+            measured.complete[number] = True
+            measured.save()
+    return dict(sorted(measured.dense.items()))
+
+
+class _Count:
+    """A progress bar that tells a function how far it is."""
+
+    def __init__(self, told: Callable[[int, int], None], total: int, initial: int) -> None:
+        self.told, self.total, self.done = told, total, initial
+        told(initial, total)
+
+    def update(self) -> None:
+        self.done += 1
+        self.told(self.done, self.total)
+
+
+def _checked_gammas(gammas: Any) -> tuple[float, ...]:
+    if not isinstance(gammas, (list, tuple)) or not gammas:
+        raise TypeError(f"gammas must be a sequence of numbers, at least one; got {gammas!r}")
+    for number, gamma in enumerate(gammas):
+        check_real(f"gammas[{number}]", gamma)
+        if not 0 < gamma <= 1:
+            raise ValueError(f"gammas[{number}] must be in (0, 1]; got {gamma}")
+    return tuple(sorted({float(gamma) for gamma in gammas}))
+
+
+def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tensor]:
+    """Every row as a prompt of its own, its padding cut out."""
+    given = [input_ids] if isinstance(input_ids, Tensor) else list(input_ids) if isinstance(input_ids, (list, tuple)) else []
+    if not given or not all(isinstance(each, Tensor) for each in given):
+        raise TypeError(f"input_ids must be a tensor or a sequence of tensors; got {type(input_ids).__name__}")
+    rows: list[Tensor] = []
+    for ids in given:
+        if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(f"input_ids must be (length,) or (batch, length) integer; got {tuple(ids.shape)} {ids.dtype}")
+        rows += ids.reshape(-1, ids.shape[-1])
+    if attention_mask is not None:
+        if not isinstance(input_ids, Tensor) or not isinstance(attention_mask, Tensor):
+            raise TypeError("attention_mask must be a tensor, with an input_ids that is one tensor")
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}; got {tuple(attention_mask.shape)}"
+            )
+        masks = attention_mask.reshape(-1, attention_mask.shape[-1]).to(input_ids.device)
+        rows = [row[mask != 0] for row, mask in zip(rows, masks, strict=True)]
+    for row in rows:
+        if len(row) <= block_size:
+            raise ValueError(f"input_ids must hold more than block_size ({block_size}) tokens a prompt; got {len(row)}")
+    if not rows:
+        raise ValueError("input_ids must hold a prompt; got none")
+    return rows
+
+
+def _config(model: PreTrainedModel) -> dict[str, str]:
+    """The model's config without what says nothing of its output."""
+    left_out = ("_name_or_path", "transformers_version", CONFIG_KEY)
+    return {name: str(value) for name, value in model.config.to_dict().items() if name not in left_out}
+
+
+def _mark(model: PreTrainedModel) -> str:
+    """A hash of one number of each parameter, to tell models of one shape apart."""
+    numbers = {
+        name: float(x.detach().flatten()[0]) for name, x in model.named_parameters() if x.numel() and x.device.type != "meta"
+    }
+    return digest(numbers)

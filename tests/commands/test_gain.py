@@ -1,0 +1,181 @@
+"""`flexmask gain`: what is measured and said, on a tiny random model; never the times."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+
+import flexmask.commands.gain as command
+from flexmask.commands import exit_codes
+from tests.integrations.common import MARKS
+
+pytestmark = MARKS[0]
+SPARSE = ("--dense-below", "0", "--option", "block_size=32", "--min-budget", "0", "--device", "cpu")
+
+
+@pytest.fixture
+def config(folder, tmp_path):
+    """A folder of a config alone, of three layers."""
+    path = tmp_path / "config"
+    path.mkdir()
+    saved = json.loads((folder / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(saved | {"num_hidden_layers": 3}))
+    return path
+
+
+def check_times(row):
+    dense = row["dense"]
+    assert dense["kernel"] == "SDPA"
+    assert dense["first_token_seconds"] == pytest.approx(row["rest_seconds"] + dense["attention_seconds"])
+    assert min(dense["attention_seconds"], row["rest_seconds"]) > 0
+    for way in row["sparse"]:
+        taken = way["selection_seconds"] + way["attention_seconds"]
+        assert way["first_token_seconds"] == pytest.approx(row["rest_seconds"] + taken)
+        assert way["attention_ratio"] == pytest.approx(dense["attention_seconds"] / taken)
+        assert way["first_token_ratio"] == pytest.approx(dense["first_token_seconds"] / way["first_token_seconds"])
+        assert way["selection_seconds"] > 0
+
+
+@pytest.mark.attention
+def test_a_config_alone_gives_times_at_the_densities_that_are_given(flexmask, config):
+    words = (*SPARSE, "--tokens", "600,300", "--density", "0.3,0.6", "--option", "dense_layers=[1]")
+    found = flexmask("gain", config, *words, "--json").json
+    assert found["source"] == "random blocks"
+    assert [row["tokens"] for row in found["lengths"]] == [600, 300]
+    for row in found["lengths"]:
+        assert row["layers"] == {"sparse": 2, "dense": 1}
+        assert row["reasons"] == {"in dense_layers": 1}
+        assert [way["density"] for way in row["sparse"]] == pytest.approx([0.3, 0.6], abs=0.1)
+        assert row["timed_share_of_heads"] == 1
+        check_times(row)
+    assert "error" not in found
+    assert found["settings"] == {"method": "hybrid", "min_budget": 0, "dense_below": 0, "block_size": 32, "dense_layers": [1]}
+    assert found["weights_per_token"] > 0
+    assert found["settings_from"] == "options"
+    assert found["gains"] == any(way["first_token_ratio"] >= 1.05 for row in found["lengths"] for way in row["sparse"])
+
+
+@pytest.mark.attention
+def test_a_prompt_gives_density_and_error(flexmask, folder, prompt):
+    found = flexmask("gain", folder, "--prompt", prompt, *SPARSE, "--gamma", ".6", "--json").json
+    (row,) = found["lengths"]
+    assert found["source"] == "prompt"
+    assert (row["tokens"], row["layers"], row["reasons"]) == (530, {"sparse": 2}, {})
+    check_times(row)
+    # those of a run of its own
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import flexmask as package
+    from flexmask.commands.loading import token_ids
+
+    model, ids = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        token_ids(AutoTokenizer.from_pretrained(folder), prompt.read_text()),
+    )
+
+    def log_probs():
+        with torch.no_grad():
+            return model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+    dense = log_probs()
+    with package.sparse_prefill(model, gamma=0.6, dense_below=0, block_size=32, min_budget=0) as run:
+        change = log_probs() - dense
+    assert row["sparse"][0]["density"] == pytest.approx(run.summary().density)
+    assert row["sparse"][0]["density"] < 0.95
+    error = found["error"]
+    assert error["tokens"] == 529
+    assert error["log_prob_change"] == pytest.approx(float(change.abs().mean()), rel=1e-3)
+    assert error["log_prob_change"] > 1e-4
+    assert error["loss_dense"] == pytest.approx(-float(dense.mean()), rel=1e-4)
+    assert error["loss_sparse"] - error["loss_dense"] == pytest.approx(-float(change.mean()), abs=1e-5)
+
+
+def test_short_lengths_gain_nothing_and_are_not_timed(flexmask, folder, config, prompt, monkeypatch):
+    from flexmask.commands import gain_times
+
+    monkeypatch.setattr(gain_times, "model_times", None)
+    result = flexmask("gain", config, "--tokens", "500", "--device", "cpu")
+    assert "500 tokens: nothing to gain; 500 tokens < dense_below 16384" in result.stdout
+    assert "To use it" not in result.stdout
+    found = flexmask("gain", folder, "--prompt", prompt, "--json")
+    assert "530 tokens < dense_below 16,384" in found.stderr
+    assert found.json["verdict"] == ["530 tokens: nothing to gain; 530 tokens < dense_below 16384"]
+    assert (found.json["gains"], found.json["error"], found.json["lengths"][0]["sparse"]) == (False, None, [])
+
+
+def row_of(*ratios):
+    return {"tokens": 4096, "reasons": {}, "sparse": [{"density": d, "first_token_ratio": ratio} for d, ratio in ratios]}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ([(0.1, 0.7), (0.4, 1.04)], "nothing to gain; the first token comes less than 5% sooner at 10% to 40% of the blocks"),
+        ([(0.1, 2.0), (0.2, 1.5), (0.4, 1.0)], "the first token comes 1.50 to 2.00 times as fast at 10% to 20% of the blocks"),
+        ([(0.173, 1.25)], "the first token comes 1.25 times as fast at 17% of the blocks"),
+    ],
+)
+def test_verdict_is_nothing_where_the_first_token_comes_hardly_sooner(ratios, said):
+    assert command.verdict(row_of(*ratios)) == f"4,096 tokens: {said}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "call", "in_config"),
+    [
+        ({"method": "hybrid"}, "options", "", '{"method": "hybrid"}'),
+        ({"method": "hybrid", "gamma": 0.8}, "options", ", gamma=0.8", '{"method": "hybrid", "gamma": 0.8}'),
+        ({"method": "flexprefill"}, "options", ", method='flexprefill'", '{"method": "flexprefill"}'),
+        ({"method": "hybrid", "layers": {"3": {"gamma": [0.9, 1]}}}, "a.json", ", settings='a.json'", None),
+        ({"method": "hybrid", "gamma": 0.8}, "config.json", "", None),
+    ],
+)
+def test_settings_to_paste_switch_it_on(settings, where, call, in_config):
+    text = "\n".join(command.paste(settings, where))
+    assert f"  with flexmask.sparse_prefill(model{call}) as run:\n" in text
+    assert (f'"flexmask_config": {in_config}' in text) is (in_config is not None)
+
+
+def test_weights_per_token_are_the_matrices_of_the_layers():
+    from transformers import LlamaConfig, MixtralConfig
+
+    from flexmask.commands.gain_model import weights_per_token
+
+    sizes = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    attention, mlp = 8 * 8 * 2 + 2 * 4 * 8, 3 * 8 * 16
+    assert weights_per_token(LlamaConfig(**sizes, **heads)) == 3 * (attention + mlp)
+    experts = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
+    assert weights_per_token(experts) == 3 * (attention + 2 * mlp + 4 * 8)  # and the router
+
+
+def test_few_heads_are_timed_where_dense_attention_is_slow():
+    from flexmask.attend import run_options
+    from flexmask.commands.gain_times import Shape, random_times
+    from flexmask.selector import selector_of
+
+    arguments = (selector_of("hybrid", 32, {"gamma": [0.5, 0.9, 0.9, 0.9]}), run_options(dense_below=0))
+    slow = random_times(Shape(4, 4, 16), 64, (), *arguments, 1.0, torch.device("cpu"), torch.float32)
+    assert (slow.share, slow.selection, slow.sparse) == (0.25, 0.0, ())
+    assert random_times(Shape(4, 4, 16), 64, (), *arguments, 1e9, torch.device("cpu"), torch.float32).share == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tokens", "1"), "'--tokens': must be lengths of at least 2 tokens"),
+        (("--tokens", "many"), "'--tokens': must be numbers"),
+        (("--density", "0,0.5"), "'--density': must be shares in (0, 1]"),
+        (("--tokens", "300", "--prompt", "x"), "'--tokens': give one of --prompt and --tokens"),
+        (("--device", "auto"), "'--device': times are of one device"),
+        (("--option", "tau=0.1"), "got 'tau', an option of flexprefill"),
+        (("--option", "dense_layers=[9]"), "'--option': dense_layers must hold layer indices below 3"),
+    ],
+)
+def test_gain_refuses(flexmask, config, words, said):
+    assert "'MODEL': no folder nowhere/at/all" in flexmask("gain", "nowhere/at/all", code=exit_codes.USAGE).stderr
+    assert said in " ".join(flexmask("gain", config, *words, code=exit_codes.USAGE).stderr.split())

@@ -1,0 +1,132 @@
+"""A compiled model in the block: one compilation for a shape, whatever the block records and however often one is opened."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flexmask.integrations.huggingface as flexmask_hf
+from tests.integrations.cells import static_cache
+from tests.integrations.common import MARKS, make_model
+
+pytestmark = [*MARKS, pytest.mark.attention]
+
+OPTIONS = {"gamma": 0.5, "block_size": 32, "min_budget": 0, "dense_below": 0}
+LENGTH = 130
+
+
+@pytest.fixture
+def counted():
+    """A backend that counts what it compiles: "eager", which takes no time of its own."""
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+
+
+def compiled(model, counted, in_place):
+    if in_place:
+        model.compile(backend=counted, fullgraph=True)
+        return model
+    return torch.compile(model, backend=counted, fullgraph=True)
+
+
+@pytest.fixture
+def prompt(tokens):
+    return tokens[:1, :LENGTH]
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile(model)", "model.compile()"])
+def test_prompts_of_one_shape_are_compiled_once(model, prompt, counted, in_place):
+    arguments = {"attention_mask": torch.ones_like(prompt), "use_cache": False}
+    expected = []
+    for gamma in (0.5, 0.2):
+        with flexmask_hf.sparse_prefill(model, **{**OPTIONS, "gamma": gamma}) as run:
+            expected.append((model(prompt, **arguments).logits, run.stats[1][0].density))
+    model = compiled(model, counted, in_place)
+    assert not torch.equal(expected[0][1], expected[1][1])
+    for collect_stats in (True, False):
+        # a second block, and one with other options
+        for gamma, (logits, density) in zip((0.5, 0.2), expected, strict=True):
+            with flexmask_hf.sparse_prefill(model, **{**OPTIONS, "gamma": gamma}, collect_stats=collect_stats) as run:
+                for _ in range(2):
+                    assert (model(prompt, **arguments).logits - logits).abs().max() < 1e-4
+            assert [len(each) for each in run.stats.values()] == [2, 2] * collect_stats
+            assert all(torch.equal(stats.density, density) for stats in run.stats.get(1, []))
+    assert counted.frame_count == 1
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["DynamicCache", "StaticCache"])
+def test_decoding_is_compiled_as_often_as_without_a_block(prompt, counted, static):
+    def compilations(in_block):
+        torch._dynamo.reset()
+        counted.clear()
+        model = make_model()
+        options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+        model.compile(backend=counted)
+        found = []
+        for _ in range(2):
+            if not in_block:
+                found.append(model.generate(prompt, **options, cache_implementation="static" if static else None))
+                continue
+            with flexmask_hf.sparse_prefill(model, **OPTIONS) as run:
+                found.append(model.generate(prompt, **options, cache_implementation="static" if static else None))
+            assert [len(each) for each in run.stats.values()] == [1, 1]
+        assert all(torch.equal(each, found[0]) for each in found)
+        return counted.frame_count
+
+    assert compilations(True) == compilations(False)
+
+
+def test_blocks_of_two_models_do_not_mix(prompt, counted):
+    models = [make_model(seed=seed) for seed in (0, 1)]
+    runs = []
+    for model, gamma in zip(models, (0.3, 1.0), strict=True):
+        block = flexmask_hf.sparse_prefill(model, **{**OPTIONS, "gamma": gamma})
+        runs.append((block, block.__enter__()))
+    for each in [torch.compile(model, backend=counted) for model in models] * 2:
+        each(prompt, use_cache=False, attention_mask=torch.ones_like(prompt))
+    for block, _ in runs:
+        block.__exit__(None, None, None)
+    assert [[len(calls) for calls in run.stats.values()] for _, run in runs] == [[2, 2]] * 2
+    assert runs[0][1].stats[0][0].density.min() < 1 == runs[1][1].stats[0][0].density.min()
+
+
+def test_model_by_name_is_compiled_with_its_config(model, prompt, counted):
+    flexmask_hf.configure(model, **OPTIONS)
+    model.set_attn_implementation("flexmask")
+    expected = model(prompt, past_key_values=static_cache(model, LENGTH + 8)).logits
+    step = compiled(model, counted, in_place=False)
+    for _ in range(2):
+        assert (step(prompt, past_key_values=static_cache(model, LENGTH + 8)).logits - expected).abs().max() < 1e-4
+    # what is written later holds without another compilation
+    before = counted.frame_count
+    flexmask_hf.configure(model, **{**OPTIONS, "gamma": 0.2})
+    changed = step(prompt, past_key_values=static_cache(model, LENGTH + 8)).logits
+    assert (changed - expected).abs().max() > 1e-3
+    assert counted.frame_count == before
+
+
+def test_a_copy_of_a_compiled_model_has_no_open_block(model, prompt, counted):
+    with flexmask_hf.sparse_prefill(model, **OPTIONS) as run:
+        other = copy.deepcopy(model)
+        torch.compile(other, backend=counted)(prompt, use_cache=False, attention_mask=torch.ones_like(prompt))
+    assert run.stats == {}
+
+
+def test_export_is_refused(model, prompt):
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens, mask):
+            return self.model(tokens, attention_mask=mask, use_cache=False).logits
+
+    with flexmask_hf.sparse_prefill(model, **OPTIONS), pytest.raises(Exception, match=r"flexmask does not serve torch\.export"):
+        torch.export.export(Logits(), (prompt, torch.ones_like(prompt)), strict=True)

@@ -1,0 +1,161 @@
+"""Hybrid selection as it is defined: each query block's own rows, and the lines of the representative rows.
+
+Not from the paper: FlexPrefill looks at the representative rows alone. With n the key blocks that query block r sees, N the most
+that a query block sees, n0 = length / B, ``e = (1 - gamma) min(2, (n0 / N)^power)`` and the other constants those of a `Rule`,
+query block r of a head keeps
+
+- each key block j with ``R[r, j] >= rows e (N / n)^p`` where ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square,
+  over every row_stride-th row of r, of the row's softmax attention to the means of the key blocks it sees, each weighed by its
+  number of keys;
+- each key block to which one of the representative rows gives ``>= key_block e`` of its attention;
+- each block diagonal with ``S >= diagonal e``, S as in the paper, of the attention of the representative rows without that to
+  those key blocks, unless they are nearer to the row than ``nearest min_blocks`` blocks;
+- of these lines only blocks with ``R[r, j] >= lines rows e (N / n)^p``, unless r holds one of those rows;
+- each block on one of its nearest min_blocks block diagonals, or nearest min_blocks if it holds one of those rows;
+- the blocks that every selection keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.oracle.margins import COARSE
+from tests.oracle.result import Decision, Head, Margins, head_mask, no_map
+from tests.oracle.steps import (
+    AttentionHead,
+    KeyMeans,
+    LineMass,
+    Options,
+    block_means,
+    blocks_kept_always,
+    by_block,
+    extended_lines,
+    line_candidates,
+    pooled_attention,
+    representative_attention,
+    representative_rows,
+    slash_mass,
+)
+from tests.oracle.visibility import Block, Visibility
+
+
+class Rule(NamedTuple):
+    """The constants of the rule."""
+
+    length: float  # tokens at which the thresholds are their multiples of 1 - gamma
+    power: float
+    key_block: float
+    diagonal: float
+    rows: float
+    earlier_rows: float
+    lines: float
+    nearest: int
+
+
+class Thresholds(NamedTuple):
+    """The least share that keeps a line of either kind, and by query block a block of its own."""
+
+    key_block: float
+    diagonal: float
+    rows: list[float]
+
+
+def hybrid_selection(head: AttentionHead, seen: Visibility, options: Options, rule: Rule) -> Head:
+    """Decide one head."""
+    least = thresholds(seen, options.gamma, rule)
+    last_rows = representative_rows("last", seen)
+    attention = representative_attention(head, last_rows, seen)
+    near = rule.nearest * options.min_blocks
+
+    largest = largest_share(attention, seen)
+    key_blocks = [j for j in seen.key_blocks if largest[j] >= least.key_block]
+    left = attention_left(attention, last_rows, key_blocks, near, seen)
+    mass = LineMass(largest, slash_mass(left, last_rows, seen))
+    diagonals = [c for c in seen.diagonals if mass.slash[c] >= least.diagonal]
+
+    shares = row_shares(head, block_means(head.key, seen), seen, options.row_stride)
+    evidence = torch.stack([rows.square().mean(0).sqrt() for rows in shares])
+    of_rows = {(r, j) for r, j in seen.visible_blocks if evidence[r, j] >= least.rows[r]}
+
+    deciding = {row // seen.block_size for row in last_rows}
+    on_lines = extended_lines(key_blocks, diagonals, seen)
+    of_lines = {(r, j) for r, j in on_lines if r in deciding or evidence[r, j] >= rule.lines * least.rows[r]}
+
+    always = blocks_kept_always(seen) | nearest_blocks(deciding, near, seen, options)
+    mask = head_mask(of_rows | of_lines | always, attention, last_rows, seen)
+    sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
+    covered = sum(sampled) / len(sampled) if sampled else math.nan
+    gated = {(r, j) for r, j in on_lines - always if r not in deciding}
+    margins = _margins(mass, evidence, gated, least, rule.lines, seen)
+    decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, len(key_blocks), len(diagonals))
+    return Head(mask, decision, margins if options.gamma < 1 else Margins(*[math.inf] * 6))
+
+
+def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
+    """The thresholds by the numbers of key blocks that query blocks see."""
+    numbers = [sum(row == r for row, _ in seen.visible_blocks) for r in range(seen.num_q_blocks)]
+    most, at_length = max(numbers), rule.length / seen.block_size
+    share = (1 - gamma) * min(2.0, (at_length / most) ** rule.power)
+    power = rule.earlier_rows * max(0.0, 1 - at_length / most)
+    rows = [rule.rows * share * (most / max(number, 1)) ** power for number in numbers]
+    return Thresholds(rule.key_block * share, rule.diagonal * share, rows)
+
+
+def largest_share(attention: Tensor, seen: Visibility) -> Tensor:
+    """The most that one of the rows gives to each key block, (num_kv_blocks,)."""
+    return torch.stack([by_block(row, seen.block_size) for row in attention]).amax(0)
+
+
+def attention_left(attention: Tensor, rows: list[int], key_blocks: list[int], near: int, seen: Visibility) -> Tensor:
+    """Attention of the rows without that to the given key blocks, of each row beyond its `near` nearest blocks."""
+    left = attention.clone()
+    for row_attention, row in zip(left, rows, strict=True):
+        own = (seen.offset + row) // seen.block_size
+        for j in key_blocks:
+            if own - j >= near:
+                row_attention[j * seen.block_size : (j + 1) * seen.block_size] = 0
+    return left
+
+
+def nearest_blocks(deciding: set[int], near: int, seen: Visibility, options: Options) -> set[Block]:
+    """The visible blocks on the nearest block diagonals: of `deciding` query blocks `near` of them, of the others min_blocks."""
+
+    def reach(r: int) -> int:
+        return near if r in deciding else options.min_blocks
+
+    return {(r, j) for r, j in seen.visible_blocks if any(c < reach(r) for c in seen.diagonals_of(r, j))}
+
+
+def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride: int) -> list[Tensor]:
+    """Pooled attention of the sampled rows of each query block, (rows, num_kv_blocks); a row of zeros where none is."""
+    shares = []
+    for r in range(seen.num_q_blocks):
+        rows = [row for row in seen.valid_rows if row // seen.block_size == r and row % seen.block_size % row_stride == 0]
+        attention = [torch.zeros(seen.num_kv_blocks, dtype=torch.float64)] if not rows else []
+        for row in rows:
+            blocks = [j for j, pairs in enumerate(seen.pairs[row].split(seen.block_size)) if pairs.any()]
+            attention.append(pooled_attention(head, [row], keys, blocks))
+        shares.append(torch.stack(attention))
+    return shares
+
+
+def _margins(
+    mass: LineMass, evidence: Tensor, gated: set[Block], least: Thresholds, of_lines: float, seen: Visibility
+) -> Margins:
+    """Distances from the thresholds; from that of the lines only in the `gated` blocks, which nothing else may keep."""
+    by_key, by_diagonal = line_candidates(mass, seen)
+    vertical = [_from(share, least.key_block) for share in by_key.values()]
+    slash = [_from(share, least.diagonal, COARSE) for share in by_diagonal.values()]
+    rows = [_from(float(evidence[r, j]), least.rows[r]) for r, j in seen.visible_blocks]
+    rows += [_from(float(evidence[r, j]), of_lines * least.rows[r]) for r, j in gated]
+    each = [min(values, default=math.inf) for values in (vertical, slash, rows)]
+    return Margins(math.inf, each[0], each[1], math.inf, each[2], min(each))
+
+
+def _from(value: float, threshold: float, coarse: float = 0.0) -> float:
+    """Distance of a value from a threshold, relative to it or to `coarse`, whichever is more; inf where that is 0."""
+    return abs(value - threshold) / max(threshold, coarse) if threshold > 0 else math.inf

@@ -1,0 +1,103 @@
+"""Decision margins: the relative distance of each decision from going the other way.
+
+Where a margin is wide, float32 code must decide alike; where it is tiny, either side is right. A margin is ``inf`` where nothing
+was decided.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+from torch import Tensor
+
+from tests.oracle.result import Margins
+from tests.oracle.steps import (
+    Budget,
+    Candidate,
+    LineMass,
+    Options,
+    heaviest_first,
+    line_budget,
+    line_candidates,
+    map_candidates,
+    top_p,
+    top_p_rows,
+)
+from tests.oracle.visibility import Visibility
+
+# Below this a float32 probability may have underflowed, so that its rank among others is open.
+_FLOAT32_SAFE = 2.0**-100
+# Float32 code takes S from differences of sums up to 1: below this its rounding is larger than a relative margin allows for.
+COARSE = 0.01
+
+
+def relative(distance: float, threshold: float) -> float:
+    """|distance| relative to a threshold; inf where there is no threshold to miss."""
+    return abs(distance) / threshold if threshold > 0 else math.inf
+
+
+def gap(last_kept: float, first_dropped: float, coarse: float = 0.0) -> float:
+    """Distance from the last kept value to the first dropped one, relative to the larger of the last kept one and `coarse`.
+
+    An exact 0 is 0 in every precision, so the index decides such a tie everywhere.
+    """
+    if last_kept == 0 or math.isinf(last_kept):
+        return math.inf
+    if last_kept < _FLOAT32_SAFE:
+        return 0.0
+    return (last_kept - first_dropped) / max(last_kept, coarse)
+
+
+def top_p_margin(values: dict[Candidate, float], budget: Budget, coarse: float = 0.0) -> float:
+    """Margin of `top_p`: of the running sum on both sides of the cut, and of the last value kept over the first one dropped.
+
+    A side on which floor or cap decides has no margin. Values below `coarse` are rounded as coarsely as that one.
+    """
+    order = heaviest_first(values)
+    running = list(accumulate((values[index] for index in order), initial=0.0))
+    threshold = budget.gamma * running[-1]
+    count = len(top_p(values, budget))
+
+    margins = [math.inf]
+    could_grow = count < len(order) and (budget.cap is None or count < budget.cap)
+    if budget.gamma < 1 and could_grow:
+        margins.append(relative(running[count] - threshold, threshold))
+    if budget.gamma < 1 and count > budget.floor:
+        margins.append(relative(running[count - 1] - threshold, threshold))
+    if 0 < count < len(order):
+        margins.append(gap(values[order[count - 1]], values[order[count]], coarse))
+    return min(margins)
+
+
+def pattern_margin(js_distance: float, tau: float) -> float:
+    """Distance of D_JS from tau; a NaN is vertical-slash whatever tau is."""
+    return math.inf if math.isnan(js_distance) else relative(js_distance - tau, tau)
+
+
+def line_margins(mass: LineMass, is_query_aware: bool, seen: Visibility, options: Options) -> tuple[float, float]:
+    """Margins of the selected verticals and of the selected slashes."""
+    if is_query_aware and options.gamma == 1 and options.max_blocks is None:
+        # The map keeps every visible block whatever the floor is.
+        return math.inf, math.inf
+    budget = line_budget(is_query_aware, options)
+    key_blocks, diagonals = line_candidates(mass, seen)
+    return top_p_margin(key_blocks, budget), top_p_margin(diagonals, budget, COARSE)
+
+
+def map_margin(pooled: Tensor, seen: Visibility, options: Options) -> float:
+    """Margin of the blocks selected from the pooled map: of top-p, and of the cap on each query block."""
+    margins = [math.inf]
+    for candidates in map_candidates(pooled, seen, options.query_aware):
+        margins.append(top_p_margin(candidates, Budget(options.gamma)))
+    for row in top_p_rows(pooled, seen, options):
+        margins.append(top_p_margin(row, Budget(gamma=1.0, cap=options.max_blocks)))
+    return min(margins)
+
+
+def head_margins(pattern: float, lines: tuple[float, float], query_aware: float, is_query_aware: bool) -> Margins:
+    """All margins of a head, and the smallest of those that its mask depends on."""
+    matters = [pattern, *lines]
+    if is_query_aware:
+        matters.append(query_aware)
+    return Margins(pattern, *lines, query_aware, math.inf, min(matters))

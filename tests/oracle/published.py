@@ -1,0 +1,198 @@
+"""The block sets of the authors' published code, ``method="published"``.
+
+Source: github.com/bytedance/FlexPrefill, described by what it keeps. Differs from the default selection:
+
+- it counts sorted tokens and turns the count into blocks by ``// 128 + 1``, whatever the block size;
+- a slash stands for one block diagonal only, that of its offset's block;
+- key block 0 and diagonal 0 have infinite weight, and take a place each in the counts;
+- a share that underflows to 0 makes the distance NaN, hence the head vertical-slash;
+- a query-aware head keeps flattened blocks while their sum stays at or under gamma times the number of key blocks;
+- the pooled scores carry no log count.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.oracle.margins import gap, head_margins, pattern_margin, relative, top_p_margin
+from tests.oracle.result import Decision, Head, head_mask, no_map
+from tests.oracle.steps import (
+    AttentionHead,
+    Budget,
+    Options,
+    block_means,
+    by_block,
+    estimated_attention,
+    extended_lines,
+    heaviest_first,
+    jensen_shannon_distance,
+    map_candidates,
+    mass_by_offset,
+    pooled_map,
+    representative_attention,
+    representative_rows,
+    top_p,
+)
+from tests.oracle.visibility import Block, Visibility
+
+
+def check_published(
+    shape: tuple[int, int, int],
+    options: Options,
+    *,
+    softcap: float | None,
+    window: int | None,
+    attention_mask: Tensor | None,
+    q_offset: int | Tensor | None,
+) -> None:
+    """Refuse what the published code cannot do; `shape` is (q_len, kv_len, block_size)."""
+    q_len, kv_len, block_size = shape
+    for possible, needed in (
+        (q_len == kv_len and q_len % block_size == 0, "q_len == kv_len, a multiple of block_size"),
+        (options.query_aware == "flatten", 'query_aware="flatten"'),
+        (options.pattern_queries == options.index_queries == "last", 'pattern_queries="last" and index_queries="last"'),
+        (softcap is None and window is None, "softcap=None and window=None"),
+        (attention_mask is None, "attention_mask=None"),
+        (q_offset is None or (isinstance(q_offset, int) and q_offset == 0), "q_offset=None"),
+    ):
+        if not possible:
+            raise ValueError(f'method="published" needs {needed}')
+
+
+def published_selection(head: AttentionHead, seen: Visibility, options: Options) -> Head:
+    """Decide one head as the published code does."""
+    rows = representative_rows("last", seen)
+    attention = representative_attention(head, rows, seen)
+    by_token, by_offset = attention.mean(dim=0), mass_by_offset(attention, rows, seen.offset)
+    vertical, slash = by_block(by_token, seen.block_size), by_block(by_offset, seen.block_size)
+
+    keys = block_means(head.key, seen)
+    keys = keys._replace(log_counts=torch.zeros_like(keys.log_counts))
+    estimated = estimated_attention(head, rows, keys, seen)
+    js_distance = distance_with_nan(estimated, vertical)
+    is_query_aware = js_distance < options.tau
+
+    pooled = pooled_map(head, keys, seen)
+    (map_values,) = map_candidates(pooled, seen, "flatten")
+    blocks = blocks_within(map_values, options.gamma, seen.num_kv_blocks)
+
+    key_blocks = published_lines(by_token, vertical, is_query_aware, options)
+    diagonals = published_lines(by_offset, slash, is_query_aware, options)
+    kept = extended_lines(key_blocks.lines, diagonals.lines, seen)
+    if is_query_aware:
+        kept |= set(blocks)
+
+    pattern = pattern_margin(js_distance, options.tau)
+    if options.tau > 0 and may_underflow(estimated, vertical):
+        pattern = 0.0
+    in_map = blocks_within_margin(map_values, options.gamma, seen.num_kv_blocks)
+    margins = head_margins(pattern, (key_blocks.margin, diagonals.margin), in_map, is_query_aware)
+    numbers = key_blocks.num_lines, diagonals.num_lines
+    decision = Decision(is_query_aware, js_distance, vertical, slash, pooled, no_map(seen), math.nan, *numbers)
+    return Head(head_mask(kept, attention, rows, seen), decision, margins)
+
+
+def distance_with_nan(estimated: Tensor, true: Tensor) -> float:
+    """The published code's D_JS: it takes 0 * log 0 in float32, so a share that underflows there gives NaN."""
+    if (torch.cat([estimated, true]).float() == 0).any():
+        return math.nan
+    return jensen_shannon_distance(estimated, true)
+
+
+def may_underflow(estimated: Tensor, true: Tensor) -> bool:
+    """True if float32 may or may not reach NaN here: near its smallest number, underflow depends on the order of a sum."""
+    shares = torch.cat([estimated, true])
+    return bool(((shares > 2.0**-160) & (shares < 2.0**-116)).any())
+
+
+class Bounds(NamedTuple):
+    """Least and largest number of lines."""
+
+    smallest: int
+    largest: int
+
+    def clamped(self, count: int) -> int:
+        return min(max(count, self.smallest), self.largest)
+
+
+def running_sums(by_unit: Tensor) -> list[float]:
+    """Sums of the heaviest 1, 2, 3, ... tokens, or offsets."""
+    sums: list[float] = by_unit.sort(descending=True).values.cumsum(dim=0).tolist()
+    return sums
+
+
+def block_count(by_unit: Tensor, gamma: float, bounds: Bounds) -> int:
+    """The published count of lines: (running sums <= gamma) + 1 tokens, and that // 128 + 1 blocks, whatever the block size."""
+    running = running_sums(by_unit)
+    # No sum of shares exceeds 1 other than by rounding.
+    within = len(running) if gamma == 1 else sum(total <= gamma for total in running)
+    return bounds.clamped((within + 1) // 128 + 1)
+
+
+def block_count_margin(by_unit: Tensor, gamma: float, bounds: Bounds) -> float:
+    """Margin of `block_count`, infinite on a side where the clamp decides."""
+    if gamma == 1:
+        return math.inf
+    running = running_sums(by_unit)
+    tokens = 1 + sum(total <= gamma for total in running)
+    steps = tokens // 128
+    count = bounds.clamped(steps + 1)
+    margins = [math.inf]
+    # The count stands while 128 * steps <= tokens < 128 * (steps + 1).
+    least, most = 128 * steps - 1, 128 * steps + 127
+    if steps > 0 and bounds.clamped(steps) != count:
+        margins.append(relative(running[least - 1] - gamma, gamma))
+    if most <= len(running) and bounds.clamped(steps + 2) != count:
+        margins.append(relative(running[most - 1] - gamma, gamma))
+    return min(margins)
+
+
+class Lines(NamedTuple):
+    """The key blocks, or the block diagonals, selected for one head."""
+
+    lines: list[int]
+    num_lines: int  # 0 for a query-aware head without a floor, though line 0 is kept
+    margin: float
+
+
+def published_lines(by_unit: Tensor, by_line: Tensor, is_query_aware: bool, options: Options) -> Lines:
+    """Select key blocks from the mass of tokens and of key blocks, or diagonals from that of offsets and of offset blocks."""
+    num_lines = len(by_line)
+    bounds = Bounds(options.min_blocks, num_lines if options.max_blocks is None else min(num_lines, options.max_blocks))
+    if is_query_aware:
+        count, margin = min(bounds), math.inf
+    else:
+        count, margin = block_count(by_unit, options.gamma, bounds), block_count_margin(by_unit, options.gamma, bounds)
+    # Line 0 takes a place in the count, and is there even where the count of a head without a floor is 0: the published code
+    # fills the places that a head leaves over with block 0.
+    values = dict(enumerate([math.inf, *by_line.tolist()[1:]]))
+    budget = Budget(gamma=1.0, cap=max(1, count))
+    return Lines(top_p(values, budget), count, min(margin, top_p_margin(values, budget)))
+
+
+def blocks_within(values: dict[Block, float], gamma: float, num_kv_blocks: int) -> list[Block]:
+    """The heaviest blocks of the flattened map whose running sum stays <= gamma * N; the block that crosses is left out."""
+    order = heaviest_first(values)
+    if gamma == 1:
+        return order
+    running = list(accumulate(values[block] for block in order))
+    crossing = next((place for place, total in enumerate(running) if total > gamma * num_kv_blocks), len(order))
+    return order[:crossing]
+
+
+def blocks_within_margin(values: dict[Block, float], gamma: float, num_kv_blocks: int) -> float:
+    """Margin of `blocks_within`: of every running sum up to the crossing, and of the last block kept over the first dropped."""
+    if gamma == 1:
+        return math.inf
+    order, threshold = heaviest_first(values), gamma * num_kv_blocks
+    kept = len(blocks_within(values, gamma, num_kv_blocks))
+    running = list(accumulate(values[block] for block in order))
+    margin = min((relative(total - threshold, threshold) for total in running[: kept + 1]), default=math.inf)
+    if 0 < kept < len(order):
+        margin = min(margin, gap(values[order[kept - 1]], values[order[kept]]))
+    return margin

@@ -1,0 +1,90 @@
+"""The oracle under padding, on chunks of a prompt, and on partly filled caches."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.oracle.by_hand import BLOCK, NEVER, blocks, decide, random_inputs
+from tests.oracle.flexprefill import reference_flexprefill
+
+
+def test_row_of_padding_keeps_nothing():
+    query, key = random_inputs(6, 64, 64, batch=2)
+    attention_mask = torch.tensor([[0] * 64, [1] * 64])
+    options: dict[str, Any] = {"gamma": 0.5, "tau": 1.0, "block_size": BLOCK, "min_budget": 32}
+    result = reference_flexprefill(query, key, attention_mask=attention_mask, **options)
+    assert not result.keep[0].any()
+    assert not result.full[0].any()
+    assert not result.is_query_aware[0].any()
+    for name in ("js_distance", "density", "coverage", "num_vertical_blocks", "vertical"):
+        assert (getattr(result, name)[0] == 0).all()
+    assert (result.margin[0] == math.inf).all()
+    alone = reference_flexprefill(query[1:], key[1:], **options)
+    assert torch.equal(result.keep[1:], alone.keep)
+    assert torch.equal(result.margin[1:], alone.margin)
+
+
+@pytest.mark.parametrize("tau", [0.0, 1.0])
+def test_left_padding_by_whole_blocks_shifts_the_mask(tau):
+    query, key = random_inputs(7, 96, 96, num_heads=2)
+    options: dict[str, Any] = {"gamma": 0.4, "tau": tau, "block_size": BLOCK, "min_budget": 0}
+    plain = reference_flexprefill(query, key, **options)
+    junk, junk_key = random_inputs(8, 32, 32, num_heads=2)
+    attention_mask = torch.tensor([[0] * 32 + [1] * 96])
+    padded = reference_flexprefill(
+        torch.cat([junk, query], 2),
+        torch.cat([junk_key, key], 2),
+        attention_mask=attention_mask,
+        **options,
+    )
+    assert torch.equal(padded.keep[..., 2:, 2:], plain.keep)
+    assert padded.keep.sum() == plain.keep.sum()
+    assert torch.allclose(padded.js_distance, plain.js_distance)
+    assert torch.allclose(padded.coverage, plain.coverage)
+    assert (plain.density < 1).all()
+
+
+def test_last_chunk_on_a_boundary_equals_the_whole():
+    query, key = random_inputs(9, 150, 150, num_heads=2)
+    options: dict[str, Any] = {"gamma": 0.6, "tau": 0.0, "block_size": BLOCK, "min_budget": 0}
+    whole = reference_flexprefill(query, key, **options)
+    chunk = reference_flexprefill(query[:, :, 96:], key, **options)
+    assert torch.equal(chunk.keep, whole.keep[:, :, 6:])
+    assert torch.equal(chunk.full, whole.full[:, :, 6:])
+
+
+def test_chunk_inside_a_block_lies_on_two_diagonals():
+    # Rows at positions 40 to 71: query block 0 spans key blocks 2 and 3, query block 1 spans 3 and 4.
+    scores = torch.full((32, 72), NEVER)
+    for row in range(32):
+        scores[row, 40 + row - 32] = 0.0
+    result = decide(scores, gamma=0.5)
+    assert result.slash[0, 0].tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
+    # The last 16 rows attend to keys 24 to 39, half in block 1 and half in block 2: the lower wins the tie.
+    forced = {(0, 0), (0, 2), (0, 3), (1, 0), (1, 3), (1, 4)}
+    assert blocks(result) == forced | {(0, 1), (1, 1)} | {(0, 0), (0, 1), (1, 1), (1, 2)}
+
+
+@pytest.mark.parametrize("q_offset", [24, torch.tensor(24), torch.tensor([24, 16])], ids=["int", "0-d", "batch"])
+def test_unfilled_keys_do_not_exist(q_offset):
+    query, key = random_inputs(10, 40, 100, batch=2)
+    options: dict[str, Any] = {"gamma": 0.7, "tau": 0.2, "block_size": BLOCK, "min_budget": BLOCK}
+    result = reference_flexprefill(query, key, q_offset=q_offset, **options)
+    for b, offset in enumerate(torch.as_tensor(q_offset).expand(2).tolist()):
+        filled = offset + 40
+        shorter = reference_flexprefill(query[b : b + 1], key[b : b + 1, :, :filled], **options)
+        num_kv_blocks = shorter.keep.shape[-1]
+        assert torch.equal(result.keep[b, :, :, :num_kv_blocks], shorter.keep[0])
+        assert not result.keep[b, :, :, num_kv_blocks:].any()
+        assert torch.allclose(result.js_distance[b], shorter.js_distance[0], rtol=1e-12)
+
+
+def test_offset_out_of_range():
+    query, key = random_inputs(0, 40, 64)
+    with pytest.raises(ValueError, match="q_offset"):
+        reference_flexprefill(query, key, q_offset=25)
+    options: dict[str, Any] = {"gamma": 0.5, "block_size": BLOCK, "min_budget": 0}
+    clamped = reference_flexprefill(query, key, q_offset=torch.tensor(99), **options)
+    assert torch.equal(clamped.keep, reference_flexprefill(query, key, **options).keep)

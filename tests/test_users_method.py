@@ -1,0 +1,279 @@
+"""Masks of a user's function in sparse_attention: wrong ones are refused by its name, others limited to what the call shows."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from flexmask import sparse_attention
+from flexmask._torch import KNOWS_LENGTHS
+from flexmask.flex.from_lists import block_mask_from_lists
+from tests.comparisons import assert_same_attention
+from tests.expected import masked_attention, seen_pairs
+
+BLOCK, LENGTH, BLOCKS = 16, 100, 7
+QUERY, KEY, VALUE = (torch.randn(2, heads, LENGTH, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+PADDED: dict[str, Any] = {"attention_mask": torch.arange(LENGTH)[None] >= torch.tensor([[0], [23]]), "window": 90}
+
+
+def every_pair(b, h, q_idx, kv_idx):
+    return kv_idx >= 0
+
+
+def counts(*shape: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def made_of(
+    kv_num_blocks: Tensor,
+    kv_indices: Tensor,
+    *full: Tensor,
+    size: Any = BLOCK,
+    lengths: tuple[int, int] = (LENGTH, LENGTH),
+    mod: Any = None,
+) -> BlockMask:
+    """A BlockMask of lists as a user may make them, whatever they hold."""
+    lists: Any = (kv_num_blocks, kv_indices, *(full or (None, None)))
+    return block_mask_from_lists(lists, mod or every_pair, size, lengths)
+
+
+def attend(mask: object, method: Any = None, **options: Any) -> Any:
+    """The compiled kernel under `mask`, which a user's function gives."""
+
+    def my_method(query, key, **given):
+        return mask
+
+    with torch.no_grad():
+        return sparse_attention(QUERY, KEY, VALUE, method or my_method, block_size=BLOCK, dense_below=0, **options)
+
+
+# What cannot be this call's mask
+
+COUNTS, INDICES = counts(1, 1, BLOCKS), torch.arange(BLOCKS, dtype=torch.int32).expand(1, 1, BLOCKS, BLOCKS).contiguous()
+
+
+def of_heads(batch: int, heads: int) -> BlockMask:
+    return made_of(counts(batch, heads, BLOCKS), INDICES.expand(batch, heads, -1, -1).contiguous())
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "None": (lambda: None, TypeError, "a BlockMask; got NoneType"),
+    "int": (lambda: 3, TypeError, "a BlockMask; got int"),
+    "tensor": (lambda: torch.ones(BLOCKS, BLOCKS), TypeError, "a BlockMask; got Tensor"),
+    "tuple": (lambda: (of_heads(1, 1), None), TypeError, "a BlockMask; got tuple"),
+    "3 heads of 4": (lambda: of_heads(1, 3), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 3, 7)"),
+    "2 heads of 4": (lambda: of_heads(1, 2), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 2, 7)"),
+    "8 heads of 4": (lambda: of_heads(1, 8), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 8, 7)"),
+    "3 batch rows of 2": (lambda: of_heads(3, 1), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (3, 1, 7)"),
+    "6 query blocks of 7": (
+        lambda: made_of(COUNTS[..., :6], INDICES[:, :, :6]),
+        ValueError,
+        "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 1, 6)",
+    ),
+    "no batch dimension": (
+        lambda: made_of(COUNTS[0], INDICES[0]),
+        ValueError,
+        "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 7)",
+    ),
+    "indices of other rows": (
+        lambda: made_of(COUNTS, INDICES[:, :, :6]),
+        ValueError,
+        "kv_indices of (1, 1, 7, ..), as kv_num_blocks is; got (1, 1, 6, 7)",
+    ),
+    "full lists of other heads": (
+        lambda: made_of(COUNTS, INDICES, counts(1, 3, BLOCKS), INDICES.expand(1, 3, -1, -1)),
+        ValueError,
+        "full_kv_num_blocks of kv_num_blocks' shape (1, 1, 7); got (1, 3, 7)",
+    ),
+    "floats": (lambda: made_of(COUNTS.float(), INDICES), TypeError, "kv_num_blocks of integers; got torch.float32"),
+    "full floats": (
+        lambda: made_of(COUNTS, INDICES, COUNTS, INDICES.double()),
+        TypeError,
+        "full_kv_indices of integers; got torch.float64",
+    ),
+    "other blocks": (
+        lambda: made_of(COUNTS, INDICES, size=32),
+        ValueError,
+        "in blocks of 16 tokens, as it is told to; got (32, 32)",
+    ),
+    "meta": (lambda: made_of(COUNTS.to("meta"), INDICES.to("meta")), ValueError, "kv_num_blocks on query's device cpu; got meta"),
+    "meta lists": (
+        lambda: made_of(COUNTS, INDICES, COUNTS, INDICES.to("meta")),
+        ValueError,
+        "full_kv_indices on query's device cpu; got meta",
+    ),
+}
+if KNOWS_LENGTHS:
+    REFUSED["other lengths"] = (
+        lambda: made_of(COUNTS, INDICES, lengths=(LENGTH, 112)),
+        ValueError,
+        "a mask of (q_len, kv_len) = (100, 100); got (100, 112)",
+    )
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("name", REFUSED)
+def test_mask_that_is_not_this_calls_is_refused_by_the_methods_name(name):
+    make, error, message = REFUSED[name]
+    with pytest.raises(error, match=rf"^method my_method must give .*{re.escape(message)}$"):
+        attend(make())
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("heads", [3, 4])
+def test_more_mask_heads_than_query_heads_are_refused(heads):
+    def my_method(query, key, **given):
+        return of_heads(1, heads)
+
+    with pytest.raises(ValueError, match=re.escape(f"(2 or 1, 2 or 1, 7), a count for each query block; got (1, {heads}, 7)")):
+        sparse_attention(QUERY[:, :2], KEY[:, :1], VALUE[:, :1], my_method, block_size=BLOCK, dense_below=0)
+
+
+class Generator:
+    def __call__(self, query, key, **given):
+        return None
+
+
+@pytest.mark.attention
+def test_any_callable_has_a_name_in_the_message():
+    def gives_nothing(query, key, number=1, **given):
+        return None
+
+    for method, name in ((functools.partial(gives_nothing, number=2), "gives_nothing"), (Generator(), "Generator")):
+        with pytest.raises(TypeError, match=f"^method {name} must give a BlockMask; got NoneType$"):
+            attend(None, method)
+
+
+# Lists that differ from those of create_block_mask
+
+KEEP = torch.rand(2, 4, BLOCKS, BLOCKS, generator=torch.Generator().manual_seed(5)) < 0.5
+
+
+def lists_of(keep: Tensor, dtype: torch.dtype = torch.int32, beyond: int = 0) -> tuple[Tensor, Tensor]:
+    """Counts and indices, with `beyond` past the count."""
+    order = keep.int().sort(dim=-1, descending=True, stable=True).indices
+    number = keep.sum(-1)
+    return number.to(dtype), torch.where(torch.arange(keep.shape[-1]) < number[..., None], order, beyond).to(dtype)
+
+
+NOTHING = torch.zeros_like(KEEP)
+SOME = KEEP & (torch.arange(BLOCKS) % 2 == 0)
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+def kept_lists() -> dict[str, tuple[tuple[Tensor, ...], Tensor]]:
+    """By name the lists of a mask, and the blocks that it keeps."""
+    number, indices = lists_of(KEEP)
+    nothing = lists_of(NOTHING)
+    narrow = KEEP & (KEEP.cumsum(-1) <= 3)
+    return {
+        "partial": ((number, indices), KEEP),
+        "full": ((*nothing, number, indices), KEEP),
+        "both": ((*lists_of(KEEP & ~SOME), *lists_of(SOME)), KEEP),
+        "every block full": ((*nothing, *lists_of(~NOTHING)), ~NOTHING),
+        "a block in both lists": ((number, indices, *lists_of(SOME)), KEEP),
+        "a block twice in a list": ((number + (number > 0), torch.cat([indices[..., :1], indices], -1)), KEEP),
+        "transposed": ((transposed(number), transposed(indices)), KEEP),
+        "transposed and full": ((*nothing, transposed(number), transposed(indices)), KEEP),
+        "narrow": ((lists_of(narrow)[0], lists_of(narrow)[1][..., :3]), narrow),
+        "descending": ((number, BLOCKS - 1 - lists_of(KEEP.flip(-1))[1]), KEEP),
+        "int64": (lists_of(KEEP, torch.int64), KEEP),
+        "int16": (lists_of(KEEP, torch.int16), KEEP),
+        "large numbers past the count": (lists_of(KEEP, beyond=10**6), KEEP),
+        "negative numbers past the count": (lists_of(KEEP, beyond=-1), KEEP),
+        "one head": (lists_of(KEEP[:, :1]), KEEP[:, :1]),
+        "one batch row": (lists_of(KEEP[:1]), KEEP[:1]),
+        "expanded": (tuple(x.expand(2, 4, *x.shape[2:]) for x in lists_of(KEEP[:1, :1])), KEEP[:1, :1]),
+    }
+
+
+def expected(pairs: Tensor) -> Tensor:
+    """Dense attention under pairs of each head, limited to what PADDED shows."""
+    visible = seen_pairs(LENGTH, torch.zeros(2, dtype=torch.int64), PADDED["attention_mask"], PADDED["window"])
+    return masked_attention(QUERY, KEY, VALUE, (pairs & visible[:, None]).expand(2, 4, -1, -1))[0]
+
+
+def pairs_of(keep: Tensor) -> Tensor:
+    return keep.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :LENGTH, :LENGTH]
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("name", kept_lists())
+def test_lists_of_any_layout_keep_their_blocks_and_nothing_hidden(name):
+    lists, keep = kept_lists()[name]
+    out = attend(made_of(*lists), **PADDED)
+    assert_same_attention(out, expected(pairs_of(keep)))
+    with pytest.raises(AssertionError, match="not close"):  # later positions and padding would show
+        assert_same_attention(out, masked_attention(QUERY, KEY, VALUE, pairs_of(keep).expand(2, 4, -1, -1))[0])
+
+
+@pytest.mark.attention
+def test_mask_mod_holds_within_its_blocks():
+    def uneven(b, h, q_idx, kv_idx):
+        return (kv_idx + h) % 3 != 0
+
+    index = torch.arange(LENGTH)
+    own = ((index + torch.arange(4)[:, None]) % 3 != 0)[None, :, None]
+    out = attend(made_of(*lists_of(KEEP), mod=uneven), **PADDED)
+    assert_same_attention(out, expected(pairs_of(KEEP) & own))
+
+
+@pytest.mark.attention
+def test_a_mask_of_create_block_mask_that_sees_the_future_is_causal():
+    def both_ways(query, key, *, block_size, **given):
+        mod = functools.partial(_near, reach=40)  # which has no __name__
+        return create_block_mask(mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block_size)
+
+    index = torch.arange(LENGTH)
+    near = (index[:, None] - index).abs() <= 40
+    assert_same_attention(attend(None, both_ways, **PADDED), expected(near[None, None]))
+
+
+def _near(b, h, q_idx, kv_idx, reach):
+    return (q_idx - kv_idx).abs() <= reach
+
+
+@pytest.mark.attention
+def test_rows_of_a_chunk_see_no_later_key():
+    def everything(query, key, **given):
+        full = torch.ones(1, 1, 3, BLOCKS, dtype=torch.bool)
+        return made_of(*lists_of(~full), *lists_of(full), lengths=(40, LENGTH))
+
+    rows, offset = QUERY[:, :, :40], torch.tensor([11, 50])
+    with torch.no_grad():
+        out = sparse_attention(rows, KEY, VALUE, everything, block_size=BLOCK, dense_below=0, q_offset=offset)
+    pairs = seen_pairs(40, offset, torch.ones(2, LENGTH, dtype=torch.bool), None)
+    assert_same_attention(out, masked_attention(rows, KEY, VALUE, pairs[:, None].expand(-1, 4, -1, -1))[0])
+
+
+@pytest.mark.attention
+def test_one_mask_for_all_heads_serves_groups_of_heads():
+    def of_one_head(query, key, **given):
+        heads.append(tuple(query.shape[:2]))
+        keep = KEEP[:1, :1]
+        return made_of(*lists_of(keep))
+
+    heads = []
+    out = attend(None, of_one_head, **PADDED, max_mask_bytes=1)
+    assert heads == [(1, 1)] * 8
+    assert_same_attention(out, expected(pairs_of(KEEP[:1, :1])))
+
+
+@pytest.mark.attention
+def test_a_masks_values_are_not_read(monkeypatch):
+    mask = made_of(*lists_of(KEEP), *lists_of(SOME))
+    before = attend(mask, **PADDED)  # compiles, which may read what it likes
+    for name in ("item", "tolist", "__bool__", "__int__", "__index__", "cpu", "nonzero"):
+        monkeypatch.setattr(Tensor, name, lambda *given: pytest.fail("a tensor's value was read"))
+    after = attend(mask, **PADDED)
+    monkeypatch.undo()
+    assert torch.equal(before, after)
