@@ -92,11 +92,15 @@ class Inspection:
     def warning(self) -> str | None:
         """A sentence if the last quarter holds over 0.1 less of its attention than the first, else None."""
         held = self.held_by_quarter
-        if not held or held[0] - held[-1] <= MOST_LOST:
+        # NaN, of a model whose attention is not finite, is no reason
+        if not held or not held[0] - held[-1] > MOST_LOST:
             return None
+        method = self.run.settings.selector().method
+        more = "Raise gamma, or tune on a prompt of this length."
+        if "gamma" not in method.shares:
+            more = f"Let method {method.name!r} keep more blocks."
         return (
-            f"The mask holds {held[-1]:.1%} of the attention of the prompt's last quarter, {held[0]:.1%} of the first's. "
-            "Raise gamma, or tune on a prompt of this length."
+            f"The mask holds {held[-1]:.1%} of the attention of the prompt's last quarter, {held[0]:.1%} of the first's. {more}"
         )
 
     @property
@@ -105,9 +109,9 @@ class Inspection:
         return self.run.summary()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every number in types that JSON has."""
+        """Return every number in types that JSON has, None for those that are not finite."""
         settings = self.run.settings
-        return {
+        found: dict[str, Any] = {
             "about": self.about,
             "settings": settings.to_dict(),
             "summary": self.summary.to_dict(),
@@ -121,11 +125,9 @@ class Inspection:
             "held": {str(layer): each for layer, each in self.held.items()},
             "held_by_quarter": self.held_by_quarter,
             "warning": self.warning,
-            "rows": [
-                {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
-                for row in self.run.rows()
-            ],
+            "rows": self.run.rows(),
         }
+        return {name: _without_nan(value) for name, value in found.items()}
 
 
 def inspect_prefill(
@@ -220,6 +222,14 @@ def _prefill(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, pro
         model.base_model(input_ids=ids, use_cache=False)
         wait(ids.device)
         return time.perf_counter() - start
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _one_prompt(input_ids: Any) -> Tensor:

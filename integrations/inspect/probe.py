@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexmask import plain
+from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.head_groups import head_groups
@@ -138,7 +140,8 @@ def _maps(inputs: AttentionInputs, call: PrefillCall) -> Iterator[tuple[Attentio
     with without_autocast(inputs.query.device):
         for part, group, selector in _parts(inputs, call):
             keep = select_blocks(selector, part, group.query, with_map=True).keep
-            assert keep is not None
+            if keep is None:  # every visible block
+                keep = cut_into_blocks(part, selector.block_size, plain).visible
             yield part, group, keep.expand(part.query.shape[0], part.query.shape[1], -1, -1)
 
 

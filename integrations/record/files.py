@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmask.base.floats import widest_float
 from flexmask.integrations.huggingface.settings import PrefillSettings
-from flexmask.integrations.record.summary import Calls, CallSize, LayerTotals, RecordedCall, on_host
+from flexmask.integrations.record.summary import NUM_SUMS, Calls, CallSize, LayerTotals, RecordedCall, on_host
 from flexmask.stats import DTYPES, SelectionStats
 
 _FORMAT = "flexmask run 2"
@@ -70,11 +70,11 @@ def load_run(path: Path) -> SavedRun:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["format"] != _FORMAT:
             raise ValueError(saved["format"])
-        calls = {int(layer): [_call(call) for call in each] for layer, each in saved["calls"].items()}
-        dropped = {int(layer): _totals(each) for layer, each in saved["dropped"].items()}
-        tokens = {int(layer): int(number) for layer, number in saved["tokens"].items()}
+        calls = {_count(int(layer)): [_call(call) for call in each] for layer, each in saved["calls"].items()}
+        dropped = {_count(int(layer)): _totals(each) for layer, each in saved["dropped"].items()}
+        tokens = {_count(int(layer)): _count(number) for layer, number in saved["tokens"].items()}
         return SavedRun(PrefillSettings.from_dict(saved["settings"]), calls, dropped, tokens)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"path must be a file that run.save wrote; got {path}") from error
 
 
@@ -93,13 +93,35 @@ def _call(saved: Mapping[str, Any]) -> RecordedCall:
         name: torch.tensor([[math.nan if x is None else x for x in row] for row in saved[name]], dtype=dtype, device="cpu")
         for name, dtype in DTYPES.items()
     }
+    shapes = {each.shape for each in tensors.values()}
+    if len(shapes) > 1 or min(map(len, shapes)) < 2 or 0 in next(iter(shapes)):
+        raise ValueError(f"shapes {sorted(shapes)}")
     stats = SelectionStats(**tensors, dense=bool(saved["dense"]))
-    return RecordedCall(stats, saved["reason"], int(saved["prefill"]), CallSize(*map(int, saved["size"])))
+    return RecordedCall(stats, _reason(saved["reason"]), _count(saved["prefill"]), CallSize(*map(_count, saved["size"])))
+
+
+def _reason(saved: Any) -> str | None:
+    if saved is not None and not isinstance(saved, str):
+        raise TypeError(type(saved).__name__)
+    return saved
+
+
+def _count(saved: Any) -> int:
+    if type(saved) is not int or not 0 <= saved < 2**53:
+        raise ValueError(saved)
+    return saved
 
 
 def _totals(saved: Mapping[str, Any]) -> LayerTotals:
     sums = saved["sums"]
     if sums is not None:
-        numbers = [math.nan if x is None else x for x in sums]
+        numbers = [math.nan if x is None else float(x) for x in sums]
         sums = torch.tensor(numbers, dtype=widest_float(torch.device("cpu")), device="cpu")
-    return LayerTotals(**{**saved, "sums": sums})
+        if len(sums) != NUM_SUMS:
+            raise ValueError(len(sums))
+    calls, dense_calls, heads = (_count(saved[name]) for name in ("calls", "dense_calls", "heads"))
+    pairs, dense_pairs = float(saved["pairs"]), float(saved["dense_pairs"])
+    if not 0 <= dense_pairs <= pairs < math.inf:
+        raise ValueError(pairs)
+    reasons = {reason: _count(number) for reason, number in saved["reasons"].items()}
+    return LayerTotals(calls, dense_calls, heads, pairs, dense_pairs, reasons, sums)

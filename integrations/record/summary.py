@@ -20,6 +20,7 @@ OTHER_REASONS = "other reasons"
 DENSE_HEAD = "dense attention is faster for the heads of its key head"
 # summed over the heads and batch rows of sparse calls; without a pattern NaN does not count
 _SUMS = ("pairs", "coverage", "query-aware", "vertical-slash", "served densely")
+NUM_SUMS = len(_SUMS)
 
 
 class CallSize(NamedTuple):

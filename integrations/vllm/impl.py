@@ -95,7 +95,7 @@ class SparsePrefillImpl(FindsItsRole):
             stock.forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         cache = self._given.get("kv_cache_dtype") or "auto"
         if query.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
-            scale = layer._q_scale if layer._q_scale.dim() == 0 else layer._q_scale.repeat_interleave(role.groups)
+            scale = layer._q_scale if layer._q_scale.numel() == 1 else layer._q_scale.repeat_interleave(role.groups)
             query = scaled(query.transpose(0, 1), scale, cache, output.dtype).transpose(0, 1)
         sinks = getattr(self, "sinks", None)
         # a parameter is no tensor of inference mode, and what is compiled for one kind is not for the other

@@ -75,7 +75,7 @@ def scaled(rows: Tensor, scale: Tensor, cache: str, dtype: torch.dtype) -> Tenso
     `cache` is one of `FP8_CACHES`; `scale` holds one number, or one for each key head.
     """
     numbers = rows if rows.is_floating_point() else rows.view(FP8_CACHES[cache])
-    return numbers.to(dtype).mul_(scale if scale.dim() == 0 else scale.view(-1, 1, 1))
+    return numbers.to(dtype).mul_(scale.view(-1, 1, 1))
 
 
 def gathered_bytes(num_kv_heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.integrations.huggingface import sparse_prefill
+from flexmask.integrations.huggingface import PrefillSettings, sparse_prefill
 from flexmask.integrations.inspect import NAMED, inspect_prefill
 from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
 from flexmask.integrations.inspect.heads import named_heads, telling_heads
@@ -196,6 +196,31 @@ def test_inspection_is_json(inspected):
     assert [each["attention_kept"] for each in again["shown"]] == [each.attention_kept for each in inspected[2].heads]
     assert len(again["rows"]) == 2 * 4
     assert again["rows"][0]["js_distance"] is None
+
+
+@pytest.mark.attention
+def test_method_without_a_map_holds_everything():
+    found = inspect_prefill(make_model(), torch.arange(1, LENGTH), method="causal", block_size=32, dense_below=0)
+    assert found.held_by_quarter == pytest.approx([1.0] * 4, abs=1e-5)
+    assert all(head.attention_kept == pytest.approx(1.0, abs=1e-5) for head in found.heads)
+    lost = {0: (1.0, 0.9, 0.9, 0.5)}
+    warning = replace(found, held=lost).warning
+    assert warning is not None
+    assert warning.endswith("Let method 'causal' keep more blocks.")
+    run = replace(found.run, settings=PrefillSettings(method="flexprefill"))
+    assert "Raise gamma" in (replace(found, held=lost, run=run).warning or "")
+
+
+@pytest.mark.attention
+def test_attention_that_is_not_finite_is_null_and_no_warning(inspected):
+    found = inspected[2]
+    broken = replace(
+        found, held={1: (math.nan,) * 4}, heads=tuple(replace(each, mass=each.mass * math.nan) for each in found.heads)
+    )
+    assert broken.warning is None
+    again = json.loads(json.dumps(broken.to_dict(), allow_nan=False))
+    assert again["held"]["1"] == again["held_by_quarter"] == [None] * 4
+    assert [each["attention_kept"] for each in again["shown"]] == [None, None]
 
 
 def test_dense_prompt_shows_no_head():

@@ -84,6 +84,38 @@ def test_other_files_are_refused(tmp_path, text):
         PrefillRun.load(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("calls", "0", 0, "density"), [[]]),
+        (("calls", "0", 0, "density", 0), [0.5]),  # of one head, where there are four
+        (("calls", "0", 0, "coverage", 0, 0), 10**400),
+        (("calls", "0", 0, "num_slash_blocks", 0, 0), 2**70),
+        (("calls", "0", 0, "num_slash_blocks", 0, 0), None),
+        (("calls", "0", 0, "reason"), ["short"]),
+        (("calls", "0", 0, "size", 2), 10**400),
+        (("calls", "0", 0, "prefill"), -1),
+        (("dropped", "0", "sums"), [0.5]),
+        (("dropped", "0", "calls"), "6"),
+        (("dropped", "0", "pairs"), math.inf),
+        (("dropped", "0", "reasons"), {"short": None}),
+        (("tokens", "0"), 0.5),
+    ],
+)
+def test_files_with_wrong_values_are_refused(tmp_path, place, value):
+    """On reading: in `rows` or `summary` nobody would look for them."""
+    path = recorded(10, max_calls=4).save(tmp_path / "run.json")
+    saved = json.loads(path.read_text())
+    part = saved
+    for key in place[:-1]:
+        part = part[key]
+    assert place[-1] in part if isinstance(part, dict) else place[-1] < len(part)
+    part[place[-1]] = value
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"must be a file that run\.save wrote"):
+        PrefillRun.load(path)
+
+
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"format": "flexmask run 2"}'.decode().encode("utf-16"), b"\xff\xfe"])
 def test_files_that_are_no_json_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
