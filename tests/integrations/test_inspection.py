@@ -200,7 +200,7 @@ def test_inspection_is_json(inspected):
 
 @pytest.mark.attention
 def test_method_without_a_map_holds_everything():
-    found = inspect_prefill(make_model(), torch.arange(1, LENGTH), method="causal", block_size=32, dense_below=0)
+    found = inspect_prefill(make_model(), torch.arange(LENGTH) % VOCABULARY, method="causal", block_size=32, dense_below=0)
     assert found.held_by_quarter == pytest.approx([1.0] * 4, abs=1e-5)
     assert all(head.attention_kept == pytest.approx(1.0, abs=1e-5) for head in found.heads)
     lost = {0: (1.0, 0.9, 0.9, 0.5)}
