@@ -15,10 +15,9 @@ from flexmask.block_masks.flexprefill import plain_bytes
 from flexmask.method import BlockProblem, ByHead, method
 
 # The constants were chosen on three texts of 8,192 to 65,536 tokens that no report uses (docs/design.md).
-# tokens of a prompt in which the thresholds are the multiples of 1 - gamma below
+# tokens of a prompt in which the thresholds are the multiples of 1 - gamma below; they follow the even share of a block: they
+# shrink in longer prompts and grow in shorter ones, at most to twice
 LENGTH = 16384
-# they follow this power of LENGTH over the length: they shrink in longer prompts and grow in shorter ones, at most to twice
-POWER = 1.25
 # of a representative row's attention: what one of them gives to a key block keeps it
 KEY_BLOCK = 0.5
 # of their mean attention, without what the kept key blocks hold: what they give to a block diagonal keeps it
@@ -27,11 +26,13 @@ DIAGONAL = 0.2
 ROWS = 0.2
 # earlier query blocks see less: their threshold grows by the power of the quotient of lengths that this is the limit of in long
 # prompts; up to LENGTH one threshold serves all rows
-EARLIER_ROWS = 1.25
+EARLIER_ROWS = 0.6
+# of LENGTH: query blocks that see less than that have another such growth by the square of the quotient
+FIRST_ROWS = 1 / 2
 # of that threshold: where its rows give less, a query block takes no line
 LINES = 1 / 16
 # of the nearest blocks that every query block keeps: so many times more are kept in those of the representative rows
-NEAREST = 4
+NEAREST = 8
 
 
 class Thresholds(NamedTuple):
@@ -49,9 +50,10 @@ def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
     """
     seen = problem.seen.visible.sum(-1).to(gamma.dtype)
     most, reference = seen.amax(-1, keepdim=True), LENGTH / problem.block_size
-    shares = (1 - gamma) * ((reference / most.clamp(min=1)) ** POWER).clamp(max=2)
+    shares = (1 - gamma) * (reference / most.clamp(min=1)).clamp(max=2)
     power = EARLIER_ROWS * (1 - reference / most).clamp(min=0)
-    earlier = (most / seen.clamp(min=1)) ** power
+    seen = seen.clamp(min=1)
+    earlier = (most / seen * (FIRST_ROWS * reference / seen).clamp(min=1) ** 2) ** power
     return Thresholds(KEY_BLOCK * shares, DIAGONAL * shares, ROWS * shares.unsqueeze(-1) * earlier.unsqueeze(1))
 
 
@@ -81,15 +83,15 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
 
     Not from the paper: FlexPrefill reads its last block of queries only. Those rows may miss what earlier rows attend to, and
     a mean over all rows dilutes what only the last ones seek. With n the key blocks that query block r sees, N the most that one
-    sees, ``n0 = 16384 / block_size`` and ``e = (1 - gamma) min(2, (n0/N)^(5/4))``, a head keeps in r
+    sees, ``n0 = 16384 / block_size`` and ``e = (1 - gamma) min(2, n0/N)``, a head keeps in r
 
-    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n)^p``: R is the root mean square, over every `row_stride`-th row of r, of
-      the row's softmax attention to the means of the key blocks that it sees, each weighed by its number of keys; the power p is
-      ``max(0, 5/4 (1 - n0/N))``;
+    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, n0/2n)^2)^p``: R is the root mean square, over every
+      `row_stride`-th row of r, of the row's softmax attention to the means of the key blocks that it sees, each weighed by its
+      number of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;
     - each block diagonal to which those rows give ``>= e/5`` on average, without what those key blocks hold before the nearest;
     - both only where ``R[r, j] >= t[r]/16``, or where r holds one of those rows;
-    - its nearest `min_budget` tokens' worth of blocks, four times as many if it holds one of those rows;
+    - its nearest `min_budget` tokens' worth of blocks, eight times as many if it holds one of those rows;
     - its first visible key block and its diagonal.
 
     Parameters

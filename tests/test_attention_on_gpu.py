@@ -58,11 +58,11 @@ def test_flash_is_dense_attention_under_the_mask(cuda, name, backend):
 def test_serves_window_after_window_in_one_process(cuda, backend):
     """A mask_mod captures windows and offsets: the values of later calls must not break what an earlier one compiled."""
     sizes = (128,) if backend == "flash" else (128, 64, 48)
-    tensors = {"head_dims": (64, 64), "dtype": torch.bfloat16, "heads": (4, 2)}
+    tensors = {"head_dims": (64, 64), "dtype": torch.bfloat16, "heads": (4, 2), "gamma": 0.3}
     for block_size, window in itertools.product(sizes, (500, 1024, 300, None)):
         scores = {} if window is None else {"window": window}
         check(call(q_len=1500, block_size=block_size, scores=scores, **tensors), cuda, backend=backend)
-        check(call(q_len=700, kv_len=1800, block_size=block_size, scores=scores, **tensors), cuda, backend=backend)
+        check(call(q_len=900, kv_len=2400, block_size=block_size, scores=scores, **tensors), cuda, backend=backend)
         padded = {"batch": 2, "attention_mask": padding(1500, ("left", 300), ("right", 100))}
         check(call(q_len=1500, block_size=block_size, scores=scores, **padded, **tensors), cuda, backend=backend)
 

@@ -168,12 +168,13 @@ LONG = 256
 def test_gamma_means_one_minus_gamma_at_the_length_and_shares_of_it_elsewhere(length, quotient):
     with hybrid_length(LONG):
         found = thresholds(length)
-    dropped = torch.tensor([0.1, 0.5], dtype=torch.float64) * min(2, quotient**hybrid.POWER)
+    dropped = torch.tensor([0.1, 0.5], dtype=torch.float64) * min(2, quotient)
     torch.testing.assert_close(found.key_block[0], hybrid.KEY_BLOCK * dropped)
     torch.testing.assert_close(found.diagonal[0], hybrid.DIAGONAL * dropped)
     n, most = torch.arange(1, length // 16 + 1, dtype=torch.float64), length // 16
     power = hybrid.EARLIER_ROWS * max(0, 1 - 16 / most)
-    torch.testing.assert_close(found.rows[0], hybrid.ROWS * dropped[:, None] * (most / n) ** power)
+    first = (16 * hybrid.FIRST_ROWS / n).clamp(min=1) ** (2 * power)
+    torch.testing.assert_close(found.rows[0], hybrid.ROWS * dropped[:, None] * (most / n) ** power * first)
 
 
 def test_more_tokens_never_raise_what_they_are_measured_by():

@@ -1,16 +1,16 @@
 """Hybrid selection as it is defined: each query block's own rows, and the lines of the representative rows.
 
 Not from the paper: FlexPrefill looks at the representative rows alone. With n the key blocks that query block r sees, N the most
-that a query block sees, n0 = length / B, ``e = (1 - gamma) min(2, (n0 / N)^power)`` and the other constants those of a `Rule`,
+that a query block sees, n0 = length / B, ``e = (1 - gamma) min(2, n0 / N)`` and the other constants those of a `Rule`,
 query block r of a head keeps
 
-- each key block j with ``R[r, j] >= rows e (N / n)^p`` where ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square,
-  over every row_stride-th row of r, of the row's softmax attention to the means of the key blocks it sees, each weighed by its
-  number of keys;
+- each key block j with ``R[r, j] >= t[r]``, where ``t[r] = rows e (N / n)^p max(1, first_rows n0 / n)^2p`` and
+  ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
+  attention to the means of the key blocks it sees, each weighed by its number of keys;
 - each key block to which one of the representative rows gives ``>= key_block e`` of its attention;
 - each block diagonal with ``S >= diagonal e``, S as in the paper, of the attention of the representative rows without that to
   those key blocks, unless they are nearer to the row than ``nearest min_blocks`` blocks;
-- of these lines only blocks with ``R[r, j] >= lines rows e (N / n)^p``, unless r holds one of those rows;
+- of these lines only blocks with ``R[r, j] >= lines t[r]``, unless r holds one of those rows;
 - each block on one of its nearest min_blocks block diagonals, or nearest min_blocks if it holds one of those rows;
 - the blocks that every selection keeps.
 """
@@ -47,11 +47,11 @@ class Rule(NamedTuple):
     """The constants of the rule."""
 
     length: float  # tokens at which the thresholds are their multiples of 1 - gamma
-    power: float
     key_block: float
     diagonal: float
     rows: float
     earlier_rows: float
+    first_rows: float
     lines: float
     nearest: int
 
@@ -99,9 +99,13 @@ def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
     """The thresholds by the numbers of key blocks that query blocks see."""
     numbers = [sum(row == r for row, _ in seen.visible_blocks) for r in range(seen.num_q_blocks)]
     most, at_length = max(numbers), rule.length / seen.block_size
-    share = (1 - gamma) * min(2.0, (at_length / most) ** rule.power)
+    share = (1 - gamma) * min(2.0, at_length / most)
     power = rule.earlier_rows * max(0.0, 1 - at_length / most)
-    rows = [rule.rows * share * (most / max(number, 1)) ** power for number in numbers]
+    rows = []
+    for number in numbers:
+        number = max(number, 1)
+        first = rule.first_rows * at_length / number
+        rows.append(rule.rows * share * (most / number) ** power * (first ** (2 * power) if first > 1 else 1.0))
     return Thresholds(rule.key_block * share, rule.diagonal * share, rows)
 
 
