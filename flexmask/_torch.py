@@ -105,7 +105,7 @@ _is_inductor: Callable[[], bool] = torch.compiler.assume_constant_result(_backen
 
 
 def ambient_state() -> Hashable:
-    """What torch.compile guards besides a function's arguments: the state of the program that a call is made in.
+    """The state of the program around a call, which torch.compile guards besides a function's arguments.
 
     Grad and inference mode, default dtype and device, autocast, threads, TF32, deterministic algorithms.
     """

@@ -65,7 +65,7 @@ def attend(
     statistics
         Names of `flexmask.stats.STATISTICS`; none: no statistics.
     with_maps
-        Whether the selections are wanted, with the maps of kept blocks: for pictures.
+        True for the selections with their maps of kept blocks, for pictures.
     """
     plan = run.policy.plan(inputs, selector, return_lse)
     # by name one that cannot run is refused at every length

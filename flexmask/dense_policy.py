@@ -19,7 +19,7 @@ CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43
 
 
 class DensePlan(NamedTuple):
-    """What of one call runs dense."""
+    """The part of one call that runs dense."""
 
     reason: str | None  # why all of it does; None: it does not
     key_heads: list[bool]  # True for each key head that dense attention serves faster before any mask is made

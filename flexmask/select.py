@@ -37,7 +37,7 @@ def select_blocks(
     heads
         Those of the call that `inputs` hold. Default None: all.
     with_map
-        Whether the map of kept blocks is wanted as well as the lists.
+        True for the map of kept blocks besides the lists.
     statistics
         Names from `flexmask.stats.STATISTICS` to compute.
     """

@@ -55,7 +55,7 @@ class Method:
     shared
         True if the heads decide together: none can be left out.
     compiled
-        Whether `choose` is compiled as a whole on accelerators.
+        True if `choose` is compiled as a whole on accelerators.
     is_users
         True for a user's function of query and key.
     """

@@ -35,7 +35,7 @@ def density(lists: BlockLists, tokens: Tokens, block_size: int, window: int | No
 class SelectionStats:
     """Statistics of one call; every tensor is (batch, num_heads) on the inputs' device.
 
-    What a method does not compute has no meaning for it: NaN, 0 or False.
+    Statistics that a method does not compute are NaN, 0 or False.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class SelectionStats:
         bool: dense attention served the head, where that is faster. Its other statistics stay those of its mask. True in every
         head of a dense call.
     dense
-        Whether the call ran dense attention instead of the selection.
+        True if the call ran dense attention instead of the selection.
     """
 
     is_query_aware: Tensor = field(metadata=_kind(torch.bool, False))

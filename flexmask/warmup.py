@@ -32,13 +32,18 @@ def warmup(
 ) -> float:
     """Compile what `sparse_attention` needs for one shape of model, so that no later call has to.
 
-    Compiled code is kept for the process, and serves all lengths. It is tied to the numbers of heads, head_dim, dtype, batch
-    size, the device, the method and its options except numbers, the tensors' memory layout (here: contiguous), to whether a call
-    has padding or an offset, and to whether gradients are on: a server that takes chunks and whole prompts warms up both ways,
-    and within the ``torch.no_grad()`` or ``torch.inference_mode()`` of its calls. Prompts so long that the heads are cut into
-    groups (`max_mask_bytes`; from about 190k tokens for 32 heads) compile again for every size of group. Across processes
-    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call it makes has 370 blocks of tokens,
-    47 thousand in blocks of 128, and takes their memory.
+    Compiled code is kept for the process and serves all lengths. It is compiled again for
+
+    * other numbers of heads, head_dim, dtype, batch size, device or memory layout (here: contiguous),
+    * another method, or another value of an option of it that is no float (floats: gamma, tau),
+    * another scale or softcap; on accelerators another window,
+    * calls with padding, an offset or a window after calls without: a server of chunks and whole prompts warms up both ways,
+    * another state of the program: gradients (here off), inference mode, autocast, default dtype and device, number of threads,
+      deterministic algorithms, TF32. Warm up within the ``torch.inference_mode()`` or autocast of the calls,
+    * other sizes of groups of heads, into which prompts are cut from about 190k tokens with 32 heads (`max_mask_bytes`).
+
+    Across processes Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call here has 370 blocks,
+    47 thousand tokens in blocks of 128, and takes their memory.
 
     Parameters
     ----------
@@ -51,9 +56,9 @@ def warmup(
     batch
         Batch size of the calls to come, >= 1. Default 1.
     chunked
-        Whether to warm up for chunks (``q_len < kv_len``) instead of whole prompts. Default False.
+        True to warm up for chunks (``q_len < kv_len``) instead of whole prompts. Default False.
     padded
-        Whether to warm up for calls with an attention mask. Default False.
+        True to warm up for calls with an attention mask. Default False.
     **options
         Any other keyword of `sparse_attention` that the calls will have, such as method, gamma, window or backend;
         `dense_below` is ignored, attention_mask, q_offset and return_stats are not taken.
@@ -81,7 +86,7 @@ def warmup(
             raise TypeError(f"{name} is not an option of warmup; see its arguments chunked and padded")
     options["dense_below"] = 0
     block_size = options.get("block_size", 128)
-    # what the published code does, it does for whole blocks only
+    # the published code takes whole blocks only
     block = block_size if options.get("method") == "published" else 1
     lengths = [-(-length // block) * block for length in _LENGTHS]
     if torch.device(device).type == "cuda":

@@ -14,9 +14,7 @@ import pandas as pd
 from bench.fidelity import heads, lengths, retrieval, settings, smollm, texts
 from bench.fidelity.settings import Setting
 from bench.fidelity.sparse_model import SparseModel, sparse_attention
-from bench.ruler_model import train
 from bench.ruler_model.prompts import make_prompts
-from bench.ruler_model.vocabulary import TOKENS
 from flexmask.base.inputs import attention_inputs
 
 WINDOW = Setting("streaming_llm", {"sink_blocks": 1, "window_blocks": 1})
@@ -159,7 +157,7 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(texts_folder, tmp_pat
 
 def test_texts_are_read_from_a_folder(texts_folder):
     assert {name: len(ids) for name, ids in texts.read(texts_folder).items()} == {"book-0": 512, "book-1": 513}
-    assert all(len(ids) == texts.NUM_TOKENS and name.startswith("test/") for name, ids in texts.read(texts.PATH).items())
+    assert all(len(ids) == 16384 and name.startswith("test/") for name, ids in texts.read(texts.PATH).items())
     with pytest.raises(SystemExit, match=r"no \.npy or \.txt"):
         texts.read(texts_folder.parent)
 
@@ -207,13 +205,10 @@ def test_needles_are_asked_of_the_retriever(tmp_path):
 
 
 def test_tasks_are_asked_of_a_model_and_the_answers_kept(tmp_path):
-    train.save_model(train.start_model(1, None), tmp_path / "model", TOKENS)
     command = [
         "tasks",
         "--out",
         str(tmp_path / "out.csv"),
-        "--model",
-        str(tmp_path / "model"),
         "--lengths",
         "512",
         "--tasks",

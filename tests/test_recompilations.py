@@ -117,6 +117,16 @@ def test_calls_of_all_kinds_share_the_compilations_of_one_model(counting):
 
 
 @pytest.mark.attention
+def test_windows_share_a_compilation(counting):
+    inputs, options = cut(200), {**SPARSE, "dense_below": 0}
+    flexprefill_attention(*inputs, **options)
+    without = counting.frame_count
+    for window in (60, 90, 140):
+        flexprefill_attention(*inputs, **options, window=window)
+    assert counting.frame_count == without + 1
+
+
+@pytest.mark.attention
 def test_one_model_does_not_use_up_the_compilations_of_another(counting):
     with torch._dynamo.config.patch({_torch.recompile_limit(): 2}):
         for head_dim in (16, 32, 48, 64):

@@ -70,8 +70,7 @@ def structured_prompt(
 ) -> Tensors:
     """Generate query, key and value on which gamma = 0.9 keeps very roughly `density` of the visible blocks.
 
-    Tensors are filled in chunks of `CHUNK`
-    tokens, so a million tokens need no memory beyond the result.
+    Tensors are filled in chunks of `CHUNK` tokens, so a million tokens need no memory beyond the result.
 
     Parameters
     ----------

@@ -19,17 +19,7 @@ from bench.retriever.task import ANSWER_TOKENS, QUESTION_TOKENS, RECORD_TOKENS, 
 
 @torch.no_grad()
 def answers_are_right(model: PreTrainedModel, prompts: list[Prompt]) -> Tensor:
-    """Judge, in one pass, prompts that agree in length and number of questions.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    prompts : list of Prompt
-
-    Returns
-    -------
-    Tensor, (len(prompts), num_queries), bool, on the CPU
-    """
+    """Judge, in one pass, prompts that agree in length and number of questions: (len(prompts), num_queries) bool, on the CPU."""
     token_ids = torch.stack([prompt.with_answers() for prompt in prompts]).to(model.device)
     answers = torch.stack([prompt.answers for prompt in prompts])
     tail_tokens = RECORD_TOKENS * answers.shape[1] - QUESTION_TOKENS + 1
@@ -41,16 +31,7 @@ def answers_are_right(model: PreTrainedModel, prompts: list[Prompt]) -> Tensor:
 
 
 def measure(model: PreTrainedModel, num_tokens: int, num_needles: int, num_queries: int, count: int) -> float:
-    """Return the share of right answers over ``count`` prompts, about 131,072 tokens per pass.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    num_tokens : int
-        Length of a prompt in tokens, its first question included.
-    num_needles, num_queries, count : int
-        Needles and questions in a prompt; prompts. Prompt ``i`` has the seed ``i``.
-    """
+    """Return the share of right answers over ``count`` prompts, of seeds from 0 on, about 131,072 tokens per pass."""
     rows = max(1, 131072 // num_tokens)
     right = []
     for start in range(0, count, rows):

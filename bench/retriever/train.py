@@ -8,7 +8,7 @@ Rows grow from 512 to 65,536 tokens while a step keeps the same number of tokens
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -58,14 +58,12 @@ class Trainer:
     device : torch.device
     seed : int
         Starts the weights and, with the number of the step, each step's rows.
-    make_model : callable, optional
-        Makes the model, in float32. Default: the retriever with weights drawn at random.
     """
 
-    def __init__(self, device: torch.device, seed: int, make_model: Callable[[], LlamaForCausalLM] | None = None) -> None:
+    def __init__(self, device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)
         self.seed = seed
-        self.model = make_model() if make_model else LlamaForCausalLM(make_config())
+        self.model = LlamaForCausalLM(make_config())
         torch.nn.Module.to(self.model, device)
         self.masters = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.model.bfloat16()
@@ -81,27 +79,18 @@ class Trainer:
         self.generator.manual_seed(self.seed * 10_000_000 + self.step_count)
         batch = make_batch(max(1, batch_tokens // num_tokens), num_tokens, self.generator)
         loss, measures = self.loss(batch)
-        self.descend(loss, rate)
-        return measures
-
-    def descend(self, loss: Tensor, rate: float) -> None:
-        """Take one optimizer step down ``loss``."""
         self.model.zero_grad()
         loss.backward()
-        parameters = list(self.model.parameters())
-        for master, parameter in zip(self.masters, parameters, strict=True):
+        for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
-        self.share_gradients()
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self._copy_masters()
         self.step_count += 1
-
-    def share_gradients(self) -> None:
-        """Average the gradients over processes; here there is one."""
+        return measures
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Return the mean cross-entropy over the answer tokens, and the measures that ``step`` returns."""
@@ -186,17 +175,17 @@ def train(trainer: Trainer, out: Path, minutes: float, stages: str, batch_tokens
                 checkpointed = now
 
 
-def save_model(model: LlamaForCausalLM, folder: Path, tokens: Sequence[str] = TOKENS, shard: str = "14MB") -> None:
-    """Write bfloat16 weights, configuration and a tokenizer of ``tokens`` for transformers, in files of at most ``shard``."""
-    model.save_pretrained(folder, max_shard_size=shard)
+def save_model(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write bfloat16 weights, configuration and tokenizer for transformers."""
+    model.save_pretrained(folder, max_shard_size="14MB")
     # Releases of transformers before 5 read the RoPE base from here, later ones from "rope_parameters".
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"rope_theta": dict(model.config.rope_parameters or {})["rope_theta"]}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    save_tokenizer(folder, MAX_TOKENS, tokens)
+    save_tokenizer(folder, MAX_TOKENS)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for log, checkpoint and model")
@@ -211,7 +200,7 @@ def main() -> None:
     parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="SDPA kernel to try first")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     options.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(torch.device(options.device), options.seed)

@@ -1,7 +1,6 @@
 """The retriever's vocabulary of haystack words, keys and values, and its tokenizer."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -68,13 +67,8 @@ FIRST_KEY = TOKEN_IDS["k0"]
 FIRST_VALUE = TOKEN_IDS["v0"]
 
 
-def make_tokenizer(tokens: Sequence[str] = TOKENS) -> Tokenizer:
+def make_tokenizer() -> Tokenizer:
     """Make a tokenizer with one token per word, split at white space and punctuation; ``decode`` joins with spaces.
-
-    Parameters
-    ----------
-    tokens : sequence of str
-        Every token, in the order of its id. Default: the retriever's.
 
     Returns
     -------
@@ -86,13 +80,13 @@ def make_tokenizer(tokens: Sequence[str] = TOKENS) -> Tokenizer:
     >>> make_tokenizer().encode("<bos> KEY k17 v301 v4 v4095 v12 .").tokens
     ['<bos>', 'KEY', 'k17', 'v301', 'v4', 'v4095', 'v12', '.']
     """
-    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
 
 
-def save_tokenizer(folder: Path, max_tokens: int, tokens: Sequence[str] = TOKENS) -> None:
+def save_tokenizer(folder: Path, max_tokens: int) -> None:
     """Write ``tokenizer.json`` and the ``tokenizer_config.json`` that lets ``AutoTokenizer`` read it.
 
     Parameters
@@ -101,10 +95,8 @@ def save_tokenizer(folder: Path, max_tokens: int, tokens: Sequence[str] = TOKENS
         An existing folder.
     max_tokens : int
         The longest prompt the model's configuration allows, in tokens.
-    tokens : sequence of str
-        Every token, in the order of its id. Default: the retriever's.
     """
-    make_tokenizer(tokens).save(str(folder / "tokenizer.json"))
+    make_tokenizer().save(str(folder / "tokenizer.json"))
     options = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": "<pad>",

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from bench.intervals import wilson
 from bench.rows import append_row, read_rows
-from bench.ruler_model.answers import greedy
 from bench.ruler_model.prompts import TASKS, make_prompts
 
 BATCH_TOKENS = 131072
@@ -23,16 +23,19 @@ MODEL = Path(__file__).parent / "model"
 FIRST_SEED = 50_000
 
 
-def measure(model: PreTrainedModel, task: str, num_tokens: int, count: int) -> dict[str, Any]:
-    """Return the figures of one task and length, about 131,072 tokens at a time.
+@torch.no_grad()
+def greedy(model: PreTrainedModel, token_ids: Tensor, num_answer_tokens: int) -> Tensor:
+    """Prefill prompts of one length, (count, num_tokens) int64, and decode greedily, (count, num_answer_tokens) int64."""
+    cache = DynamicCache(config=model.config)
+    step, found = token_ids.to(model.device), []
+    for _ in range(num_answer_tokens):
+        step = model(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        found.append(step)
+    return torch.cat(found, dim=1)
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-    task : str
-    num_tokens, count : int
-        Tokens of a prompt; prompts.
-    """
+
+def measure(model: PreTrainedModel, task: str, num_tokens: int, count: int) -> dict[str, Any]:
+    """Return the figures of `count` prompts of one task and length, about 131,072 tokens at a time."""
     rows, right, parts, tokens = max(1, BATCH_TOKENS // num_tokens), 0, 0, 0
     start = time.monotonic()
     for done in range(0, count, rows):

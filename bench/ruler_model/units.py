@@ -27,10 +27,6 @@ from bench.ruler_model.vocabulary import FIRST_KEY, FIRST_VALUE, NUM_KEYS, NUM_V
 NEEDLES, MANY, CHAIN, FACTS = range(4)
 PARTS = 4
 NUM_RELATIONS = 16
-MAX_UNITS = 200
-RECORD_TOKENS = 6
-# of a question and its answer, and where the token before the first answer token stands
-LONG_TOKENS, LONG_FIRST, SHORT_FIRST = 12, 4, 1
 _VALUES_OF_UNIT = 20
 
 
@@ -98,27 +94,11 @@ def draw_units(batch: int, count: int, kind: Tensor, generator: torch.Generator)
     return Units(kind, keys, relations, values)
 
 
-@dataclass(frozen=True)
-class Questions:
-    """Questions with their answers, one for each of (batch, count) units.
+def short_questions(units: Units, part: Tensor, generator: torch.Generator) -> Tensor:
+    """Questions with their answers, (batch, count, 6) int64, about record `part`, (batch, count), of each unit.
 
-    Attributes
-    ----------
-    token_ids : Tensor, (batch, count, 6), int64
-        A short question and its answer.
-    targets : Tensor, (batch, count, 4, 4), int64
-        For tokens 2 to 5 the tokens that are right there, padded with -1.
-    is_answer : Tensor, (batch, count, 4), bool
-        Which of these tokens are of the answer.
+    Of ``MANY`` and ``CHAIN`` about the whole unit.
     """
-
-    token_ids: Tensor
-    targets: Tensor
-    is_answer: Tensor
-
-
-def short_questions(units: Units, part: Tensor, generator: torch.Generator) -> Questions:
-    """Ask about record ``part``, (batch, count), of each unit, or about the whole unit where it is ``MANY`` or ``CHAIN``."""
     shape, device = part.shape, part.device
     markers = [_marker(name, shape, device) for name in ("QUERY", "ALL", "TRACK", "WHO")]
     values = units.values
@@ -128,7 +108,7 @@ def short_questions(units: Units, part: Tensor, generator: torch.Generator) -> Q
     order = torch.rand(*shape, PARTS, generator=generator, device=device).argsort(-1)
     shuffled = values[..., :4].gather(-1, order)
     stop = _words((*shape,), device)[..., 2:]
-    asked = torch.stack(
+    questions = torch.stack(
         [
             _join(markers[0], own_key, own_values),
             _join(markers[1], units.keys[..., 0], shuffled),
@@ -137,48 +117,15 @@ def short_questions(units: Units, part: Tensor, generator: torch.Generator) -> Q
         ],
         dim=2,
     )
-    token_ids = _choose(asked, units.kind)
-    targets = targets_of(token_ids[..., 2:], (units.kind == MANY)[..., None])
-    step = torch.arange(4, device=device)
-    inner = (step > 0) & (step < 3)
-    is_answer = inner | (units.kind != FACTS)[..., None]
-    return Questions(token_ids, targets, is_answer)
+    return _choose(questions, units.kind)
 
 
-def long_questions(units: Units, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Ask for the four keys of each unit of needles at once.
-
-    Returns
-    -------
-    token_ids : Tensor, (batch, count, 12), int64
-    targets : Tensor, (batch, count, 4, 4), int64
-        For tokens 5 to 8, the answer.
-    """
+def long_questions(units: Units, generator: torch.Generator) -> Tensor:
+    """Questions with their answers, (batch, count, 12) int64, for the four keys of each unit of needles at once."""
     shape, device = units.kind.shape, units.kind.device
     order = torch.rand(*shape, PARTS, generator=generator, device=device).argsort(-1)
     answers = units.values[..., 0:16:4].gather(-1, order)
-    token_ids = _join(_marker("ASK", shape, device), units.keys.gather(-1, order), answers, _words(shape, device))
-    return token_ids, targets_of(answers, torch.zeros((*shape, 1), dtype=torch.bool, device=device))
-
-
-def targets_of(answers: Tensor, in_any_order: Tensor) -> Tensor:
-    """Return which tokens are right at each step: the next one, or any that has not been said.
-
-    Parameters
-    ----------
-    answers : Tensor, (..., 4), int64
-    in_any_order : Tensor, bool
-        Broadcast to ``answers``.
-
-    Returns
-    -------
-    Tensor, (..., 4, 4), int64
-        At step ``i`` the first is ``answers[i]``; -1 where there is no further one.
-    """
-    step = torch.arange(4, device=answers.device)
-    later = step[:, None] + step
-    targets = answers[..., later.clamp(max=3)]
-    return targets.where((later < 4) & (in_any_order[..., None] | (step == 0)), -1)
+    return _join(_marker("ASK", shape, device), units.keys.gather(-1, order), answers, _words(shape, device))
 
 
 def _words(shape: tuple[int, ...], device: torch.device) -> Tensor:

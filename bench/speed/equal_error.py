@@ -8,17 +8,17 @@ gamma is the lowest whose error is at most that. Dense attention by every kernel
 from __future__ import annotations
 
 import argparse
-import datetime
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from bench.prompts.structured import SHAPE, Tensors, named_density, structured_prompt
-from bench.rows import Sheet
+from bench.prompts.structured import Tensors
 from bench.speed import calls, clock
-from bench.speed.run import COLUMNS, IDENTITY, RESULTS
+from bench.speed.run import Run, sheet_of
 from flexmask import sparse_attention
 
 GAMMA = 0.9
@@ -48,11 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV file; none: bench/results/speed-<device>.csv")
     parser.add_argument("--lengths", default="32768,131072", help="tokens, separated by commas")
     options = parser.parse_args(arguments)
-    name = "-".join(clock.device_name().lower().replace(",", "").split())
-    sheet = Sheet(options.out or RESULTS / f"speed-{name}.csv", COLUMNS, IDENTITY)
-    common = {"device": clock.device_name(), "torch": torch.__version__, "part": "equal error", "input": "structured"}
+    run = Run("equal error", sheet_of(options.out), minutes=math.inf)
     for tokens in map(int, options.lengths.split(",")):
-        tensors = structured_prompt(tokens, named_density(tokens), **SHAPE)
+        tensors = run.tensors("structured", tokens)
         dense = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
         wanted = output_error(tensors, dense, "flexprefill", GAMMA)
         gammas = {"flexprefill": GAMMA, "hybrid": gamma_of_error(tensors, dense, wanted)}
@@ -65,23 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             timed[f"call {method}"] = calls.call(tensors, method, {"gamma": gamma})
         for measure, found in (("eager_ms", clock.in_turns(timed)), ("graph_ms", clock.graphs_in_turns(timed))):
             times = {key: value for key, value in found.items() if isinstance(value, float)}
+            if not times:
+                continue  # no graphs without a GPU
             fastest = min((key for key in times if key in named), key=lambda key: times[key])
-            for method, gamma in gammas.items():
+            beside = {"fastest": fastest, "fastest_value": times[fastest]}
+            for (method, gamma), what in itertools.product(gammas.items(), ("mask", "call")):
+                row = {"input": "structured", "tokens": tokens, "what": what, "method": method, "backend": calls.BACKENDS[0]}
+                chosen = {"gamma": gamma, "error": round(errors[method], 4)}
                 kept = calls.density(tensors, method, {"gamma": gamma})
-                for what in ("mask", "call"):
-                    value = found[f"{what} {method}"]
-                    row = {"tokens": tokens, "what": what, "method": method, "backend": calls.BACKENDS[0]}
-                    fields = {"options": {"gamma": gamma, "error": round(errors[method], 4)}, "density": kept, "measure": measure}
-                    day = datetime.date.today().isoformat()
-                    sheet.add(**common, **row, **fields, value=value, fastest=fastest, fastest_value=times[fastest], date=day)
-                    print(
-                        tokens,
-                        what,
-                        method,
-                        gamma,
-                        f"error {errors[method]:.3f}, density {kept:.3f}, {value} {measure}",
-                        flush=True,
-                    )
+                run.add(row, {measure: found[f"{what} {method}"]}, options=chosen, density=kept, **beside)
             print(tokens, measure, {key: times[key] for key in named if key in times}, flush=True)
         clock.free()
 

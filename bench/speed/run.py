@@ -110,6 +110,12 @@ def latency_variants(tokens: int) -> Iterator[Variant]:
         yield variant("call", method, DEFAULTS.get(method, {}), auto)
 
 
+def sheet_of(path: Path | None) -> Sheet:
+    """The rows of a file; none: of bench/results/speed-<device>.csv."""
+    name = "-".join(clock.device_name().lower().replace(",", "").split())
+    return Sheet(path or RESULTS / f"speed-{name}.csv", COLUMNS, IDENTITY)
+
+
 class Run:
     """One part's measurements in one process: what is missing, and how much time is left."""
 
@@ -292,8 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lengths = [int(word) for word in options.lengths.split(",")] if options.lengths else LENGTHS[options.part]
     # advice from torch's compiler to its own users
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
-    name = "-".join(clock.device_name().lower().replace(",", "").split())
-    run = Run(options.part, Sheet(options.out or RESULTS / f"speed-{name}.csv", COLUMNS, IDENTITY), options.minutes)
+    run = Run(options.part, sheet_of(options.out), options.minutes)
     print(f"{options.part} on {run.common['device']}, torch {torch.__version__}, into {run.sheet.path}", flush=True)
     PARTS[options.part](run, lengths)
     print(f"{run.left} measurements are left: run the same command again" if run.left else "complete", flush=True)

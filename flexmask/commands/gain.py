@@ -239,7 +239,7 @@ def _show_times(output: Output, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the times are of."""
+    """Lines that state the conditions of the times."""
     of_prompt = document["source"] == "prompt"
     layers = " and ".join(f"{number} {kind}" for kind, number in rows[-1]["layers"].items())
     if of_prompt:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flexmask.commands.gain_times import fastest_dense, median_seconds, select_all, wait
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
-from flexmask.integrations.huggingface.attention import PrefillCall
+from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.session import opened
 from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
 

@@ -55,7 +55,7 @@ def load_model(
 
 def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSettings | None, tokens: int) -> None:
     """Remark, before the wait, that a short prompt runs dense; without `settings` by the model's own."""
-    from flexmask.integrations.huggingface.session import model_settings
+    from flexmask.integrations.huggingface.model_config import model_settings
 
     dense_below = (settings or model_settings(model)).run_options.policy.dense_below
     if tokens < dense_below:

@@ -55,7 +55,7 @@ def _moved(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...],
 
 
 def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...], protocol: int) -> tuple[Any, ...]:
-    """How pickle and deepcopy make the mask again: its mask_mod is a closure, which does not pickle."""
+    """The parts from which pickle and deepcopy make the mask again: its mask_mod is a closure, which does not pickle."""
     mask = owner()
     assert mask is not None
     if _is_as_made(mask, mask_mod, parts):

@@ -16,9 +16,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def visible_mask_mod(inputs: AttentionInputs) -> MaskMod:
-    """The mask_mod of visibility, of placed inputs: causality from the row's position, padding and window."""
+    """The mask_mod of visibility, of placed inputs: causality from the row's position, padding and window.
+
+    Attention is compiled once per ``__name__``, which therefore tells kinds of inputs apart and no values.
+    """
     window, token = inputs.window, inputs.attention_mask
-    name = f"visible(window={window}, padded={token is not None}, shifted={inputs.offset is not None})"
+    name = f"visible(window={window is not None}, padded={token is not None}, shifted={inputs.offset is not None})"
     offset = None if inputs.offset is None else captured(inputs.offset)
     valid = None if token is None else captured(token)
     reach = None if window is None else captured_number(window, inputs.key.shape[0], inputs.key.device)

@@ -47,7 +47,7 @@ def run_flex_attention(
         block_mask.BLOCK_SIZE,
     )
     needs_lse = return_lse or (sinks is not None and not on_cpu)
-    fixed = (scale, softcap, backend, needs_lse, torch.is_grad_enabled(), block_mask.mask_mod.__name__)
+    fixed = (scale, softcap, backend, needs_lse, block_mask.mask_mod.__name__)
     run = compiled(_flex_attention, *shapes, *fixed)
     # As text, which is always a constant. A float becomes symbolic once another variant had another one (dynamo remembers values
     # by their place in the source), and score_mods cannot capture a symbolic float. Traced from outside it may already be one.

@@ -1,6 +1,10 @@
 """The steps of selections as Triton kernels: the twins of `flexmask.plain`, under the same names.
 
 No sort, and no intermediate larger than the map of blocks.
+
+Locals of kernels have the prefixes of flash-linear-attention: ``o_`` offsets of a tile (``o_q`` query blocks, ``o_kv`` key
+blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p_`` pointers, ``b_`` values of a tile. Numbers of a program have none:
+``head``, ``batch``, ``start``, and ``end``, one past the last. A kernel's arguments bear the names of their tensors.
 """
 
 from flexmask.kernels.block_lists import kept_blocks as kept_blocks

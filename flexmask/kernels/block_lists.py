@@ -71,77 +71,77 @@ def _lists_kernel(
     row = num_q_blocks - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
-    last_row, first_row, first_valid_row, own_first, own_last, whole_to = row_edges(
+    last_row, first_row, first_valid_row, own_first, own_last, last_whole_key = row_edges(
         rows + batch * rows_stride_batch, rows_stride, row, True
     )
     first_diagonal = first_row // BLOCK_SIZE
     last_diagonal = last_row // BLOCK_SIZE
-    to = tl.minimum(last_diagonal + 1, num_kv_blocks)
-    key_edges = keys + batch * keys_stride_batch
-    vertical = kept + head * num_kv_blocks
-    slash = vertical + kept_stride
+    end = tl.minimum(last_diagonal + 1, num_kv_blocks)
+    p_keys = keys + batch * keys_stride_batch
+    p_vertical = kept + head * num_kv_blocks
+    p_slash = p_vertical + kept_stride
     adds_blocks = row >= 0
     if HAS_ACTIVE:
         adds_blocks = tl.load(active + head) != 0
-    near_from = to
-    holds = row < 0
+    near_start = end
+    has_last_rows = row < 0
     if HAS_LAST_ROWS:
-        near_from = tl.minimum(first_diagonal - nearest + 1, to)
-        row_list = last_rows + batch * last_rows_stride + 1
-        # rows ascend: all that stand before the first need not look through them
-        if (row + 1) * BLOCK_SIZE > tl.load(row_list):
-            slot = tl.arange(0, PADDED_SIZE)
-            own_slot = tl.load(row_list + slot, mask=slot < BLOCK_SIZE, other=-1) - row * BLOCK_SIZE
-            holds = tl.sum(((own_slot >= 0) & (own_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
-            near_from = tl.where(holds, tl.minimum(first_diagonal - nearest_of_last + 1, to), near_from)
+        near_start = tl.minimum(first_diagonal - nearest + 1, end)
+        p_last_rows = last_rows + batch * last_rows_stride + 1
+        # rows ascend: query blocks before the first one hold none
+        if (row + 1) * BLOCK_SIZE > tl.load(p_last_rows):
+            o_slot = tl.arange(0, PADDED_SIZE)
+            b_slot = tl.load(p_last_rows + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) - row * BLOCK_SIZE
+            has_last_rows = tl.sum(((b_slot >= 0) & (b_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
+            near_start = tl.where(has_last_rows, tl.minimum(first_diagonal - nearest_of_last + 1, end), near_start)
 
-    line = (head * num_q_blocks + row) * num_kv_blocks
-    lane = tl.arange(0, TILE)
+    o_map_row = (head * num_q_blocks + row) * num_kv_blocks
+    o_lane = tl.arange(0, TILE)
     num_partial = 0
     num_full = 0
     first_visible = num_kv_blocks
-    for start in range(0, to, TILE):
-        column = start + lane
-        exists = column < to
-        last_valid_key = tl.load(key_edges + column, mask=exists, other=0)
-        last_key = tl.minimum(column * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
-        visible = sees(column, own_first, own_last, first_valid_row, last_valid_key, last_key, max_distance) & exists
-        first_visible = tl.minimum(first_visible, tl.min(tl.where(visible, column, num_kv_blocks), 0))
-        on = tl.load(vertical + column, mask=exists, other=0) != 0
-        on = on | (tl.load(slash + first_diagonal - column, mask=column <= first_diagonal, other=0) != 0)
-        on = on | (tl.load(slash + last_diagonal - column, mask=column <= last_diagonal, other=0) != 0)
+    for start in range(0, end, TILE):
+        o_kv = start + o_lane
+        m_kv = o_kv < end
+        b_last_valid_key = tl.load(p_keys + o_kv, mask=m_kv, other=0)
+        b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
+        m_visible = sees(o_kv, own_first, own_last, first_valid_row, b_last_valid_key, b_last_key, max_distance) & m_kv
+        first_visible = tl.minimum(first_visible, tl.min(tl.where(m_visible, o_kv, num_kv_blocks), 0))
+        m_keep = tl.load(p_vertical + o_kv, mask=m_kv, other=0) != 0
+        m_keep = m_keep | (tl.load(p_slash + first_diagonal - o_kv, mask=o_kv <= first_diagonal, other=0) != 0)
+        m_keep = m_keep | (tl.load(p_slash + last_diagonal - o_kv, mask=o_kv <= last_diagonal, other=0) != 0)
         if GATED:
-            code = tl.load(codes + line + column, mask=exists, other=0)
-            on = (on & (((code & 1) != 0) | holds)) | ((code & 2) != 0)
+            b_code = tl.load(codes + o_map_row + o_kv, mask=m_kv, other=0)
+            m_keep = (m_keep & (((b_code & 1) | has_last_rows.to(tl.int8)) != 0)) | ((b_code & 2) != 0)
         elif adds_blocks & HAS_CODES:
-            on = on | (tl.load(codes + line + column, mask=exists, other=0) != 0)
+            m_keep = m_keep | (tl.load(codes + o_map_row + o_kv, mask=m_kv, other=0) != 0)
         if HAS_LAST_ROWS:
-            on = on | (column >= near_from)
-        on = on | (column == first_visible) | (column == first_diagonal) | (column == last_diagonal)
-        on = on & visible
-        whole = (tl.load(key_edges + keys_stride + column, mask=exists, other=0) != 0) & (last_key <= whole_to)
+            m_keep = m_keep | (o_kv >= near_start)
+        m_keep = m_keep | (o_kv == first_visible) | (o_kv == first_diagonal) | (o_kv == last_diagonal)
+        m_keep = m_keep & m_visible
+        m_whole = (tl.load(p_keys + keys_stride + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
         if HAS_WINDOW:
-            whole = whole & (last_row - column * BLOCK_SIZE < window)
+            m_whole = m_whole & (last_row - o_kv * BLOCK_SIZE < window)
         # both counts in one number, so that one running sum places both
-        either = tl.where(on, tl.where(whole, 65536, 1), 0)
-        place = tl.cumsum(either, 0) - either
-        tl.store(full_indices + line + num_full + (place >> 16), column, mask=on & whole)
-        tl.store(partial_indices + line + num_partial + (place & 65535), column, mask=on & (whole == 0))
+        b_counts = tl.where(m_keep, tl.where(m_whole, 65536, 1), 0)
+        b_rank = tl.cumsum(b_counts, 0) - b_counts
+        tl.store(full_indices + o_map_row + num_full + (b_rank >> 16), o_kv, mask=m_keep & m_whole)
+        tl.store(partial_indices + o_map_row + num_partial + (b_rank & 65535), o_kv, mask=m_keep & (m_whole == 0))
         if WRITE_KEEP:
-            tl.store(keep + line + column, on, mask=exists)
-        number = tl.sum(either, 0)
-        num_full += number >> 16
-        num_partial += number & 65535
+            tl.store(keep + o_map_row + o_kv, m_keep, mask=m_kv)
+        counts = tl.sum(b_counts, 0)
+        num_full += counts >> 16
+        num_partial += counts & 65535
     for start in range(tl.minimum(num_full, num_partial) // TILE * TILE, num_kv_blocks, TILE):
-        column = start + lane
-        exists = column < num_kv_blocks
-        zero = tl.zeros([TILE], tl.int32)
-        tl.store(full_indices + line + column, zero, mask=exists & (column >= num_full))
-        tl.store(partial_indices + line + column, zero, mask=exists & (column >= num_partial))
+        o_kv = start + o_lane
+        m_kv = o_kv < num_kv_blocks
+        b_zero = tl.zeros([TILE], tl.int32)
+        tl.store(full_indices + o_map_row + o_kv, b_zero, mask=m_kv & (o_kv >= num_full))
+        tl.store(partial_indices + o_map_row + o_kv, b_zero, mask=m_kv & (o_kv >= num_partial))
     if WRITE_KEEP:
-        for start in range(to // TILE * TILE, num_kv_blocks, TILE):
-            column = start + lane
-            tl.store(keep + line + column, column < 0, mask=(column >= to) & (column < num_kv_blocks))
+        for start in range(end // TILE * TILE, num_kv_blocks, TILE):
+            o_kv = start + o_lane
+            tl.store(keep + o_map_row + o_kv, o_kv < 0, mask=(o_kv >= end) & (o_kv < num_kv_blocks))
     tl.store(full_count + head * num_q_blocks + row, num_full)
     tl.store(partial_count + head * num_q_blocks + row, num_partial)
 

@@ -42,26 +42,26 @@ def _line_kernel(
 ):
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
-    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    least = tl.load(thresholds + batch * thresholds_stride_batch + head % num_heads).to(tl.float32)
-    row_base, row_factor, own, num_rows = load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE, PADDED_SIZE)
+    o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    threshold = tl.load(thresholds + batch * thresholds_stride_batch + head % num_heads).to(tl.float32)
+    b_base, b_factor, b_own, num_rows = load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE, PADDED_SIZE)
     if OF_DIAGONALS:
-        total = diagonal_sums(
-            sums, kept, row_base, row_factor, own, head, line[:, None], near, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
+        b_total = diagonal_sums(
+            sums, kept, b_base, b_factor, b_own, head, o_line[:, None], near, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
             LEAVES_OUT=True,
         )  # fmt: skip
-        share = total / num_rows
+        b_share = b_total / num_rows
     else:
-        shares = key_block_shares(sums, row_base, row_factor, head, line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
+        b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
         # NaN must not be lost in a maximum
-        share = tl.where(tl.sum((shares != shares).to(tl.int32), 1) > 0, float("nan"), tl.max(shares, 1))
-    mask = line < num_kv_blocks
-    candidate = tl.load(candidates + batch * candidates_stride_batch + line, mask=mask, other=0) != 0
-    ptrs = kept + head * num_kv_blocks + line
+        b_share = tl.where(tl.sum((b_shares != b_shares).to(tl.int32), 1) > 0, float("nan"), tl.max(b_shares, 1))
+    m_line = o_line < num_kv_blocks
+    m_candidate = tl.load(candidates + batch * candidates_stride_batch + o_line, mask=m_line, other=0) != 0
+    p_kept = kept + head * num_kv_blocks + o_line
     if OF_DIAGONALS:
-        ptrs += kept_stride
+        p_kept += kept_stride
     # NaN drops nothing
-    tl.store(ptrs, (((share < least) == 0) & candidate).to(tl.int8), mask=mask)
+    tl.store(p_kept, (((b_share < threshold) == 0) & m_candidate).to(tl.int8), mask=m_line)
 
 
 def last_rows_lines(

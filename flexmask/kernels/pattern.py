@@ -59,31 +59,31 @@ def _estimate_kernel(
 ):
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
-    dims = tl.arange(0, PADDED_DIM)
-    queries = query + batch * query_stride_batch + (head % num_heads) * query_stride_head
-    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    last_key = tl.load(last_valid_key + batch * keys_stride + block, mask=block < num_kv_blocks, other=0)[:, None]
+    o_dim = tl.arange(0, PADDED_DIM)
+    p_query = query + batch * query_stride_batch + (head % num_heads) * query_stride_head
+    o_kv = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    b_last_key = tl.load(last_valid_key + batch * keys_stride + o_kv, mask=o_kv < num_kv_blocks, other=0)[:, None]
     first_position = tl.load(rows + batch * rows_stride)
-    total = tl.zeros([PADDED_DIM], tl.float32)
-    seen = tl.zeros([TILE], tl.int32)
+    b_total = tl.zeros([PADDED_DIM], tl.float32)
+    b_seen = tl.zeros([TILE], tl.int32)
     num_rows = 0
     for start in tl.static_range(0, BLOCK_SIZE, ROWS):
-        row = tl.load(rows + batch * rows_stride + 1 + start + tl.arange(0, ROWS))
-        place = queries + row[:, None].to(tl.int64) * query_stride_token + dims[None, :].to(tl.int64) * query_stride_dim
-        q = tl.load(place, mask=(row >= 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-        total += tl.sum(q.to(tl.float32), 0)
-        num_rows += tl.sum((row >= 0).to(tl.int32), 0)
+        o_row = tl.load(rows + batch * rows_stride + 1 + start + tl.arange(0, ROWS))
+        p_q = p_query + o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
+        b_q = tl.load(p_q, mask=(o_row >= 0)[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
+        b_total += tl.sum(b_q.to(tl.float32), 0)
+        num_rows += tl.sum((o_row >= 0).to(tl.int32), 0)
         # a row sees its own key, and an earlier key block by its last valid key
-        position = (first_position + row)[None, :]
-        own = position // BLOCK_SIZE
-        sees = (block[:, None] == own) | ((block[:, None] < own) & (position - last_key < max_distance))
-        seen = tl.maximum(seen, tl.max((sees & (row >= 0)[None, :]).to(tl.int32), 1))
-    mean = total / tl.maximum(num_rows, 1).to(tl.float32)
+        b_position = (first_position + o_row)[None, :]
+        b_own = b_position // BLOCK_SIZE
+        m_visible = (o_kv[:, None] == b_own) | ((o_kv[:, None] < b_own) & (b_position - b_last_key < max_distance))
+        b_seen = tl.maximum(b_seen, tl.max((m_visible & (o_row >= 0)[None, :]).to(tl.int32), 1))
+    b_mean = b_total / tl.maximum(num_rows, 1).to(tl.float32)
     key_head = batch * (num_heads // GROUPS) + (head % num_heads) // GROUPS
-    place = key_means + (key_head * num_kv_blocks + block)[:, None] * HEAD_DIM + dims[None, :]
-    k = tl.load(place, mask=(block < num_kv_blocks)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    score = tl.where(seen != 0, tl.sum(k * mean[None, :], 1), float("-inf"))
-    tl.store(estimate + head * num_kv_blocks + block, score, mask=block < num_kv_blocks)
+    p_k = key_means + (key_head * num_kv_blocks + o_kv)[:, None] * HEAD_DIM + o_dim[None, :]
+    b_k = tl.load(p_k, mask=(o_kv < num_kv_blocks)[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
+    b_score = tl.where(b_seen != 0, tl.sum(b_k * b_mean[None, :], 1), float("-inf"))
+    tl.store(estimate + head * num_kv_blocks + o_kv, b_score, mask=o_kv < num_kv_blocks)
 
 
 def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> Tensor:
@@ -120,16 +120,16 @@ def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> 
 
 
 @triton.jit
-def _weighted_scores(scores, key_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def _weighted_scores(scores, key_count, o_kv, num_kv_blocks, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Pooled scores of key blocks, -inf for those that no row sees."""
-    exists = block < num_kv_blocks
-    raw = tl.load(scores + block, mask=exists, other=float("-inf"))
-    count = tl.load(key_count + block, mask=exists, other=0)
-    seen = (raw != float("-inf")) & (count > 0)
-    score = tl.where(seen, raw, 0.0) * scale
+    m_kv = o_kv < num_kv_blocks
+    b_raw = tl.load(scores + o_kv, mask=m_kv, other=float("-inf"))
+    b_count = tl.load(key_count + o_kv, mask=m_kv, other=0)
+    m_seen = (b_raw != float("-inf")) & (b_count > 0)
+    b_score = tl.where(m_seen, b_raw, 0.0) * scale
     if HAS_SOFTCAP:
-        score = soft_capped(score, softcap)
-    return tl.where(seen, score + tl.log(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
+        b_score = soft_capped(b_score, softcap)
+    return tl.where(m_seen, b_score + tl.log(tl.maximum(b_count, 1).to(tl.float32)), float("-inf"))
 
 
 @triton.jit
@@ -171,32 +171,32 @@ def _pattern_kernel(
     family = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
-    slot = tl.arange(0, PADDED_SIZE)
-    num_rows = tl.sum((tl.load(rows + batch * rows_stride + 1 + slot, mask=slot < BLOCK_SIZE, other=-1) >= 0).to(tl.int32), 0)
+    o_slot = tl.arange(0, PADDED_SIZE)
+    num_rows = tl.sum((tl.load(rows + batch * rows_stride + 1 + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) >= 0).to(tl.int32), 0)
 
-    scores = estimate + head * num_kv_blocks
-    row_count = key_count + batch * block_stride
-    lane = tl.arange(0, TILE)
+    p_scores = estimate + head * num_kv_blocks
+    p_count = key_count + batch * block_stride
+    o_lane = tl.arange(0, TILE)
     highest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     for start in range(0, num_kv_blocks, TILE):
-        score = _weighted_scores(scores, row_count, start + lane, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
-        higher = tl.maximum(highest, tl.max(score, 0))
+        b_score = _weighted_scores(p_scores, p_count, start + o_lane, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
+        higher = tl.maximum(highest, tl.max(b_score, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(highest - base) + tl.sum(tl.exp(score - base), 0)
+        total = total * tl.exp(highest - base) + tl.sum(tl.exp(b_score - base), 0)
         highest = higher
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.where(total == 0, 1.0, total)
-    divergence = tl.zeros([TILE], tl.float32)
+    b_divergence = tl.zeros([TILE], tl.float32)
     for start in range(0, num_kv_blocks, TILE):
-        block = start + lane
-        score = _weighted_scores(scores, row_count, block, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
-        estimated = tl.exp(score - base) / total
-        true = tl.load(vertical + head * num_kv_blocks + block, mask=block < num_kv_blocks, other=0.0)
-        true = tl.where(true < 0, 0.0, true)
-        middle = (estimated + true) / 2
-        divergence += _relative_entropy(estimated, middle) + _relative_entropy(true, middle)
-    jsd = tl.sum(divergence, 0) / 2
+        o_kv = start + o_lane
+        b_score = _weighted_scores(p_scores, p_count, o_kv, num_kv_blocks, scale, softcap, HAS_SOFTCAP=HAS_SOFTCAP)
+        b_estimated = tl.exp(b_score - base) / total
+        b_true = tl.load(vertical + head * num_kv_blocks + o_kv, mask=o_kv < num_kv_blocks, other=0.0)
+        b_true = tl.where(b_true < 0, 0.0, b_true)
+        b_middle = (b_estimated + b_true) / 2
+        b_divergence += _relative_entropy(b_estimated, b_middle) + _relative_entropy(b_true, b_middle)
+    jsd = tl.sum(b_divergence, 0) / 2
     # a comparison with NaN is false: it stays NaN, and the head is not query-aware
     d = tl.sqrt(tl.where(jsd < 0, 0.0, jsd))
     query_aware = (d.to(tl.float64) < tl.load(tau)) & (num_rows > 0)
@@ -205,8 +205,8 @@ def _pattern_kernel(
         tl.store(distance + head, d)
 
     share = tl.where(query_aware, -1.0, tl.load(gamma + head % num_heads))
-    row = (family * heads + head) * num_kv_blocks
-    number = keep_top_p(lines + row, kept + row, num_kv_blocks, share, cap, floor, TILE=TILE)
+    o_lines = (family * heads + head) * num_kv_blocks
+    number = keep_top_p(lines + o_lines, kept + o_lines, num_kv_blocks, share, cap, floor, TILE=TILE)
     tl.store(count + family * heads + head, number.to(tl.int64))
 
 

@@ -40,34 +40,34 @@ def _means_kernel(
 ):
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    work = True
+    is_wanted = True
     if HAS_WANTED:
-        work = tl.load(wanted + head) != 0
-    if work:
-        dims = tl.arange(0, PADDED_DIM)
-        total = tl.zeros([PADDED_DIM], tl.float32)
-        base = tokens + (head // heads) * stride_batch + (head % heads) * stride_head
-        valid_row = valid + (head // heads) * valid_stride_batch
+        is_wanted = tl.load(wanted + head) != 0
+    if is_wanted:
+        o_dim = tl.arange(0, PADDED_DIM)
+        b_total = tl.zeros([PADDED_DIM], tl.float32)
+        p_tokens = tokens + (head // heads) * stride_batch + (head % heads) * stride_head
+        p_valid = valid + (head // heads) * valid_stride_batch
         count = 0
         for start in tl.static_range(0, BLOCK_SIZE, TILE):
-            token = block * BLOCK_SIZE + start + tl.arange(0, TILE)
-            present = token < length
+            o_token = block * BLOCK_SIZE + start + tl.arange(0, TILE)
+            m_token = o_token < length
             if HAS_VALID:
-                present = tl.load(valid_row + token, mask=present, other=0) != 0
-            x = tl.load(
-                base + token[:, None].to(tl.int64) * stride_token + dims[None, :].to(tl.int64) * stride_dim,
-                mask=present[:, None] & (dims[None, :] < HEAD_DIM),
+                m_token = tl.load(p_valid + o_token, mask=m_token, other=0) != 0
+            b_x = tl.load(
+                p_tokens + o_token[:, None].to(tl.int64) * stride_token + o_dim[None, :].to(tl.int64) * stride_dim,
+                mask=m_token[:, None] & (o_dim[None, :] < HEAD_DIM),
                 other=0.0,
             )
-            total += tl.sum(x.to(tl.float32), 0)
-            count += tl.sum(present.to(tl.int32), 0)
-        total = total / tl.maximum(count, 1).to(tl.float32)
-        place = (head * blocks + block) * HEAD_DIM + dims
+            b_total += tl.sum(b_x.to(tl.float32), 0)
+            count += tl.sum(m_token.to(tl.int32), 0)
+        b_total = b_total / tl.maximum(count, 1).to(tl.float32)
+        o_mean = (head * blocks + block) * HEAD_DIM + o_dim
         if SPLIT:
-            high = (total.to(tl.int32, bitcast=True) & FIRST_DIGITS).to(tl.float32, bitcast=True)
-            tl.store(low_means + place, (total - high).to(low_means.dtype.element_ty), mask=dims < HEAD_DIM)
-            total = high
-        tl.store(means + place, total.to(means.dtype.element_ty), mask=dims < HEAD_DIM)
+            b_high = (b_total.to(tl.int32, bitcast=True) & FIRST_DIGITS).to(tl.float32, bitcast=True)
+            tl.store(low_means + o_mean, (b_total - b_high).to(low_means.dtype.element_ty), mask=o_dim < HEAD_DIM)
+            b_total = b_high
+        tl.store(means + o_mean, b_total.to(means.dtype.element_ty), mask=o_dim < HEAD_DIM)
 
 
 def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_size: int) -> Tensor:

@@ -21,24 +21,24 @@ _COLUMNS = 64
 
 @triton.jit
 def _scores(
-    q, k_means, columns, keys, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len, max_distance,
+    b_q, k_means, o_kv, keys, keys_stride, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks, kv_len, max_distance,
     scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
     """Pooled scores of a tile in powers of two; -inf where the query block sees nothing of the key block."""
-    exists = columns < num_kv_blocks
-    k = tl.load(
-        k_means + columns[None, :] * HEAD_DIM + dims[:, None], mask=exists[None, :] & (dims < HEAD_DIM)[:, None], other=0.0
+    m_kv = o_kv < num_kv_blocks
+    b_k = tl.load(
+        k_means + o_kv[None, :] * HEAD_DIM + o_dim[:, None], mask=m_kv[None, :] & (o_dim < HEAD_DIM)[:, None], other=0.0
     )
-    score = tl.dot(q, k, input_precision="tf32x3" if HAS_TF32 else "ieee") * scale
+    b_score = tl.dot(b_q, b_k, input_precision="tf32x3" if HAS_TF32 else "ieee") * scale
     if HAS_SOFTCAP:
-        score = soft_capped(score, softcap)
-    last_valid_key = tl.load(keys + columns, mask=exists, other=0)[None, :]
-    count = tl.load(keys + 2 * keys_stride + columns, mask=exists, other=0)
-    score = score * 1.4426950408889634 + tl.log2(tl.maximum(count, 1).to(tl.float32))[None, :]
-    last_key = tl.minimum(columns * BLOCK_SIZE + BLOCK_SIZE, kv_len)[None, :] - 1
-    visible = sees(columns[None, :], own_first, own_last, first_valid_row, last_valid_key, last_key, max_distance)
-    return tl.where(visible & exists[None, :] & (count > 0)[None, :], score, float("-inf"))
+        b_score = soft_capped(b_score, softcap)
+    b_last_valid_key = tl.load(keys + o_kv, mask=m_kv, other=0)[None, :]
+    b_count = tl.load(keys + 2 * keys_stride + o_kv, mask=m_kv, other=0)
+    b_score = b_score * 1.4426950408889634 + tl.log2(tl.maximum(b_count, 1).to(tl.float32))[None, :]
+    b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len)[None, :] - 1
+    m_visible = sees(o_kv[None, :], b_own_first, b_own_last, b_first_valid_row, b_last_valid_key, b_last_key, max_distance)
+    return tl.where(m_visible & m_kv[None, :] & (b_count > 0)[None, :], b_score, float("-inf"))
 
 
 @triton.jit
@@ -75,54 +75,54 @@ def _pooled_map_kernel(
     head = tl.program_id(1).to(tl.int64)
     if tl.load(active + head) != 0:
         batch = head // num_heads
-        dims = tl.arange(0, PADDED_DIM)
+        o_dim = tl.arange(0, PADDED_DIM)
         # long rows first, so that short ones fill the gaps at the end
-        q_block = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
-        here = q_block < num_q_blocks
-        last_row, _, first_valid_row, own_first, own_last, _ = row_edges(
-            rows + batch * rows_stride_batch, rows_stride, q_block, here
+        o_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+        m_q = o_q < num_q_blocks
+        b_last_row, _, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(
+            rows + batch * rows_stride_batch, rows_stride, o_q, m_q
         )
-        first_valid_row, own_first, own_last = first_valid_row[:, None], own_first[:, None], own_last[:, None]
-        row_to = last_row // BLOCK_SIZE + 1
-        row_to = tl.where(here, row_to, 0)
-        to = tl.max(row_to, 0)
-        key_edges = keys + batch * keys_stride_batch
+        b_first_valid_row, b_own_first, b_own_last = b_first_valid_row[:, None], b_own_first[:, None], b_own_last[:, None]
+        b_end = b_last_row // BLOCK_SIZE + 1
+        b_end = tl.where(m_q, b_end, 0)
+        end = tl.max(b_end, 0)
+        p_keys = keys + batch * keys_stride_batch
         key_head = batch * (num_heads // GROUPS) + (head % num_heads) // GROUPS
-        key_means = k_means + key_head * num_kv_blocks * HEAD_DIM
-        q = tl.load(
-            q_means + (head * num_q_blocks + q_block)[:, None] * HEAD_DIM + dims[None, :],
-            mask=here[:, None] & (dims < HEAD_DIM)[None, :],
+        p_k_means = k_means + key_head * num_kv_blocks * HEAD_DIM
+        b_q = tl.load(
+            q_means + (head * num_q_blocks + o_q)[:, None] * HEAD_DIM + o_dim[None, :],
+            mask=m_q[:, None] & (o_dim < HEAD_DIM)[None, :],
             other=0.0,
         )
-        highest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for start in range(0, to, COLUMNS):
-            columns = start + tl.arange(0, COLUMNS)
-            score = _scores(
-                q, key_means, columns, key_edges, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len,
-                max_distance, scale, softcap,
+        b_highest = tl.full([ROWS], float("-inf"), tl.float32)
+        b_total = tl.zeros([ROWS], tl.float32)
+        for start in range(0, end, COLUMNS):
+            o_kv = start + tl.arange(0, COLUMNS)
+            b_score = _scores(
+                b_q, p_k_means, o_kv, p_keys, keys_stride, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks,
+                kv_len, max_distance, scale, softcap,
                 HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
-            higher = tl.maximum(highest, tl.max(score, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp2(highest - base) + tl.sum(tl.exp2(score - base[:, None]), 1)
-            highest = higher
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        factor = 1.0 / tl.where(total == 0, 1.0, total)
+            b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
+            b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+            b_total = b_total * tl.exp2(b_highest - b_base) + tl.sum(tl.exp2(b_score - b_base[:, None]), 1)
+            b_highest = b_higher
+        b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest)
+        b_factor = 1.0 / tl.where(b_total == 0, 1.0, b_total)
         # the products once more: cheaper than to write the scores and read them back
-        for start in range(0, to, COLUMNS):
-            columns = start + tl.arange(0, COLUMNS)
-            score = _scores(
-                q, key_means, columns, key_edges, keys_stride, own_first, own_last, first_valid_row, dims, num_kv_blocks, kv_len,
-                max_distance, scale, softcap,
+        for start in range(0, end, COLUMNS):
+            o_kv = start + tl.arange(0, COLUMNS)
+            b_score = _scores(
+                b_q, p_k_means, o_kv, p_keys, keys_stride, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks,
+                kv_len, max_distance, scale, softcap,
                 HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
-            p = tl.exp2(score - base[:, None]) * factor[:, None]
-            p = tl.where(score == float("-inf"), -1.0, tl.where(p == p, p, 0.0))
+            b_p = tl.exp2(b_score - b_base[:, None]) * b_factor[:, None]
+            b_p = tl.where(b_score == float("-inf"), -1.0, tl.where(b_p == b_p, b_p, 0.0))
             tl.store(
-                values + (head * num_q_blocks + q_block)[:, None] * num_kv_blocks + columns[None, :],
-                p,
-                mask=here[:, None] & (columns[None, :] < row_to[:, None]),
+                values + (head * num_q_blocks + o_q)[:, None] * num_kv_blocks + o_kv[None, :],
+                b_p,
+                mask=m_q[:, None] & (o_kv[None, :] < b_end[:, None]),
             )
 
 
@@ -143,7 +143,7 @@ def pooled_map(
     active
         (batch, num_heads) bool.
     edges
-        What each block sees.
+        Edges of the blocks (`edges_of`).
     inputs
         The problem.
 

@@ -24,17 +24,17 @@ def _chosen_digit(sums, share, head, step, is_first, DIGITS: tl.constexpr, CHUNK
 
     `is_first`: that pass was the first, which left no threshold before it; its lowest is 0, whose sum is the total.
     """
-    chunk = tl.arange(0, CHUNKS)
-    digit = tl.arange(0, DIGITS)
-    sums += head * (CHUNKS + 1) * DIGITS
-    totals = tl.sum(tl.load(sums + chunk[:, None] * DIGITS + digit[None, :]), 0)
-    everything = tl.sum(tl.where(digit == 0, totals, 0.0), 0)
-    state = sums + CHUNKS * DIGITS
-    low = tl.load(state, mask=is_first == 0, other=0.0).to(tl.int32)
-    goal = tl.load(state + 1, mask=is_first == 0, other=0.0)
-    above = tl.load(state + 2, mask=is_first == 0, other=0.0)
-    goal = tl.where(is_first, share_of_sum(everything, share), goal)
-    low, above = refined_threshold(totals, goal, low, above, step, DIGITS=DIGITS)
+    o_chunk = tl.arange(0, CHUNKS)
+    o_digit = tl.arange(0, DIGITS)
+    p_sums = sums + head * (CHUNKS + 1) * DIGITS
+    b_totals = tl.sum(tl.load(p_sums + o_chunk[:, None] * DIGITS + o_digit[None, :]), 0)
+    total = tl.sum(tl.where(o_digit == 0, b_totals, 0.0), 0)
+    p_state = p_sums + CHUNKS * DIGITS
+    low = tl.load(p_state, mask=is_first == 0, other=0.0).to(tl.int32)
+    goal = tl.load(p_state + 1, mask=is_first == 0, other=0.0)
+    above = tl.load(p_state + 2, mask=is_first == 0, other=0.0)
+    goal = tl.where(is_first, share_of_sum(total, share), goal)
+    low, above = refined_threshold(b_totals, goal, low, above, step, DIGITS=DIGITS)
     return low, goal, above
 
 
@@ -69,31 +69,31 @@ def _digit_pass_kernel(
             share = tl.load(gamma + head % num_heads)
             low, goal, above = _chosen_digit(sums, share, head, step << DIGIT_BITS, digit_pass == 1, DIGITS=DIGITS, CHUNKS=CHUNKS)
             if chunk == 0:
-                new_state = new_sums + (head * (CHUNKS + 1) + CHUNKS) * DIGITS
-                tl.store(new_state, low.to(tl.float64))
-                tl.store(new_state + 1, goal)
-                tl.store(new_state + 2, above)
-        digit = tl.arange(0, DIGITS)
-        thresholds = low + digit * step
-        last_row = rows + (head // num_heads) * rows_stride_batch
-        totals = tl.zeros([DIGITS], tl.float64)
+                p_state = new_sums + (head * (CHUNKS + 1) + CHUNKS) * DIGITS
+                tl.store(p_state, low.to(tl.float64))
+                tl.store(p_state + 1, goal)
+                tl.store(p_state + 2, above)
+        o_digit = tl.arange(0, DIGITS)
+        b_thresholds = low + o_digit * step
+        p_last_row = rows + (head // num_heads) * rows_stride_batch
+        b_totals = tl.zeros([DIGITS], tl.float64)
         for deal in range(0, tl.cdiv(tl.cdiv(num_q_blocks, ROWS), CHUNKS)):
             # groups of rows are dealt out to and fro, so that all chunks have long and short ones
-            first = (deal * CHUNKS + tl.where(deal % 2 == 0, chunk, CHUNKS - 1 - chunk)) * ROWS
-            if first < num_q_blocks:
-                row = first + tl.arange(0, ROWS)
-                end = tl.load(last_row + row, mask=row < num_q_blocks, other=0) // BLOCK_SIZE + 1
-                end = tl.where(row < num_q_blocks, end, 0)
-                line = values + (head * num_q_blocks + row) * num_kv_blocks
-                longest = tl.load(last_row + tl.minimum(first + ROWS, num_q_blocks) - 1) // BLOCK_SIZE + 1
-                group_sums = tl.zeros([DIGITS, COLUMNS], tl.float32)
-                for start in range(0, longest, COLUMNS):
-                    column = (start + tl.arange(0, COLUMNS))[None, :]
-                    value = tl.load(line[:, None] + column, mask=column < end[:, None], other=-1.0)
-                    bits = value.to(tl.int32, bitcast=True)
-                    group_sums += tl.sum(tl.where(bits[None, :, :] >= thresholds[:, None, None], value[None, :, :], 0.0), 1)
-                totals += tl.sum(group_sums, 1).to(tl.float64)
-        tl.store(new_sums + (head * (CHUNKS + 1) + chunk) * DIGITS + digit, totals)
+            first_q = (deal * CHUNKS + tl.where(deal % 2 == 0, chunk, CHUNKS - 1 - chunk)) * ROWS
+            if first_q < num_q_blocks:
+                o_q = first_q + tl.arange(0, ROWS)
+                b_end = tl.load(p_last_row + o_q, mask=o_q < num_q_blocks, other=0) // BLOCK_SIZE + 1
+                b_end = tl.where(o_q < num_q_blocks, b_end, 0)
+                p_values = values + (head * num_q_blocks + o_q) * num_kv_blocks
+                end = tl.load(p_last_row + tl.minimum(first_q + ROWS, num_q_blocks) - 1) // BLOCK_SIZE + 1
+                b_sums = tl.zeros([DIGITS, COLUMNS], tl.float32)
+                for start in range(0, end, COLUMNS):
+                    o_kv = (start + tl.arange(0, COLUMNS))[None, :]
+                    b_value = tl.load(p_values[:, None] + o_kv, mask=o_kv < b_end[:, None], other=-1.0)
+                    b_bits = b_value.to(tl.int32, bitcast=True)
+                    b_sums += tl.sum(tl.where(b_bits[None, :, :] >= b_thresholds[:, None, None], b_value[None, :, :], 0.0), 1)
+                b_totals += tl.sum(b_sums, 1).to(tl.float64)
+        tl.store(new_sums + (head * (CHUNKS + 1) + chunk) * DIGITS + o_digit, b_totals)
 
 
 @triton.jit
@@ -122,15 +122,15 @@ def _ties_kernel(
         if chunk == 0:
             tl.store(choice + head * 2, low)
             tl.store(choice + head * 2 + 1, tl.maximum(missing_entries(low, goal - above), 1))
-        last_row = rows + (head // num_heads) * rows_stride_batch
+        p_last_row = rows + (head // num_heads) * rows_stride_batch
         for row in range(chunk, num_q_blocks, CHUNKS):
-            to = tl.load(last_row + row) // BLOCK_SIZE + 1
-            tied = tl.zeros([TILE], tl.int32)
-            for start in range(0, to, TILE):
-                column = start + tl.arange(0, TILE)
-                value = tl.load(values + (head * num_q_blocks + row) * num_kv_blocks + column, mask=column < to, other=-1.0)
-                tied += (value.to(tl.int32, bitcast=True) == low).to(tl.int32)
-            tl.store(ties + head * num_q_blocks + row, tl.sum(tied, 0))
+            end = tl.load(p_last_row + row) // BLOCK_SIZE + 1
+            b_tied = tl.zeros([TILE], tl.int32)
+            for start in range(0, end, TILE):
+                o_kv = start + tl.arange(0, TILE)
+                b_value = tl.load(values + (head * num_q_blocks + row) * num_kv_blocks + o_kv, mask=o_kv < end, other=-1.0)
+                b_tied += (b_value.to(tl.int32, bitcast=True) == low).to(tl.int32)
+            tl.store(ties + head * num_q_blocks + row, tl.sum(b_tied, 0))
 
 
 @triton.jit
@@ -153,22 +153,22 @@ def _chosen_kernel(
     if tl.load(active + head) != 0:
         low = tl.load(choice + head * 2)
         missing = tl.load(choice + head * 2 + 1)
-        lane = tl.arange(0, TILE)
-        earlier = tl.zeros([TILE], tl.int32)
+        o_lane = tl.arange(0, TILE)
+        b_earlier = tl.zeros([TILE], tl.int32)
         for start in range(0, row, TILE):
-            earlier += tl.load(ties + head * num_q_blocks + start + lane, mask=start + lane < row, other=0)
-        before = tl.sum(earlier, 0)
-        to = tl.load(rows + (head // num_heads) * rows_stride_batch + row) // BLOCK_SIZE + 1
-        line = (head * num_q_blocks + row) * num_kv_blocks
-        for start in range(0, to, TILE):
-            column = start + lane
-            value = tl.load(values + line + column, mask=column < to, other=-1.0)
-            bits = value.to(tl.int32, bitcast=True)
-            tied = (bits == low).to(tl.int32)
-            place = before + tl.cumsum(tied, 0) - tied
-            keep = (bits > low) | ((tied != 0) & (place < missing))
-            tl.store(chosen + line + column, keep.to(tl.int8), mask=column < to)
-            before += tl.sum(tied, 0)
+            b_earlier += tl.load(ties + head * num_q_blocks + start + o_lane, mask=start + o_lane < row, other=0)
+        tied_before = tl.sum(b_earlier, 0)
+        end = tl.load(rows + (head // num_heads) * rows_stride_batch + row) // BLOCK_SIZE + 1
+        o_map_row = (head * num_q_blocks + row) * num_kv_blocks
+        for start in range(0, end, TILE):
+            o_kv = start + o_lane
+            b_value = tl.load(values + o_map_row + o_kv, mask=o_kv < end, other=-1.0)
+            b_bits = b_value.to(tl.int32, bitcast=True)
+            b_tied = (b_bits == low).to(tl.int32)
+            b_rank = tied_before + tl.cumsum(b_tied, 0) - b_tied
+            m_keep = (b_bits > low) | ((b_tied != 0) & (b_rank < missing))
+            tl.store(chosen + o_map_row + o_kv, m_keep.to(tl.int8), mask=o_kv < end)
+            tied_before += tl.sum(b_tied, 0)
 
 
 def large_map_top_p(
@@ -181,10 +181,7 @@ def large_map_top_p(
     digit_bits: int,
     chunks: int,
 ) -> None:
-    """Write `top_p_map`'s result into `chosen`, in passes of `digit_bits` bits over `chunks` chunks of rows.
-
-    Eight arguments: those of `top_p_map`, and how it splits the work.
-    """
+    """Write `top_p_map`'s result into `chosen`, in passes of `digit_bits` bits over `chunks` chunks of rows."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     heads = batch * num_heads
     sizes = (num_q_blocks if edges.rows.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)

@@ -27,34 +27,34 @@ _LARGE = 3, 64
 
 @triton.jit
 def _small_map_top_p(
-    values, last_row, share, chosen, num_q_blocks, num_kv_blocks,
+    values, p_last_row, share, chosen, num_q_blocks, num_kv_blocks,
     BLOCK_SIZE: tl.constexpr, PASSES: tl.constexpr, DIGIT_BITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """`top_p_map` for one head's map of at most SIZE entries."""
     DIGITS: tl.constexpr = 1 << DIGIT_BITS
-    entry = tl.arange(0, SIZE)
-    row = entry // num_kv_blocks
-    end = tl.load(last_row + row, mask=row < num_q_blocks, other=0) // BLOCK_SIZE + 1
-    exists = (row < num_q_blocks) & (entry - row * num_kv_blocks < end)
-    value = tl.load(values + entry, mask=exists, other=-1.0)
-    bits = value.to(tl.int32, bitcast=True)
-    digit = tl.arange(0, DIGITS)
+    o_entry = tl.arange(0, SIZE)
+    o_q = o_entry // num_kv_blocks
+    b_end = tl.load(p_last_row + o_q, mask=o_q < num_q_blocks, other=0) // BLOCK_SIZE + 1
+    m_entry = (o_q < num_q_blocks) & (o_entry - o_q * num_kv_blocks < b_end)
+    b_value = tl.load(values + o_entry, mask=m_entry, other=-1.0)
+    b_bits = b_value.to(tl.int32, bitcast=True)
+    o_digit = tl.arange(0, DIGITS)
     low = 0
     above = tl.full([], 0.0, tl.float64)
     goal = tl.full([], 0.0, tl.float64)
     for digit_pass in range(PASSES):
         step = 1 << (DIGIT_BITS * (PASSES - 1 - digit_pass))
-        thresholds = low + digit * step
-        totals = tl.sum(tl.where(bits[None, :] >= thresholds[:, None], value[None, :], 0.0), 1).to(tl.float64)
+        b_thresholds = low + o_digit * step
+        b_totals = tl.sum(tl.where(b_bits[None, :] >= b_thresholds[:, None], b_value[None, :], 0.0), 1).to(tl.float64)
         if digit_pass == 0:
             # the first threshold is 0: its sum is the total
-            goal = share_of_sum(tl.sum(tl.where(digit == 0, totals, 0.0), 0), share)
-        low, above = refined_threshold(totals, goal, low, above, step, DIGITS=DIGITS)
+            goal = share_of_sum(tl.sum(tl.where(o_digit == 0, b_totals, 0.0), 0), share)
+        low, above = refined_threshold(b_totals, goal, low, above, step, DIGITS=DIGITS)
     missing = tl.maximum(missing_entries(low, goal - above), 1)
-    tied = (bits == low).to(tl.int32)
-    place = tl.cumsum(tied, 0) - tied
-    keep = (bits > low) | ((tied != 0) & (place < missing))
-    tl.store(chosen + entry, keep.to(tl.int8), mask=exists)
+    b_tied = (b_bits == low).to(tl.int32)
+    b_rank = tl.cumsum(b_tied, 0) - b_tied
+    m_keep = (b_bits > low) | ((b_tied != 0) & (b_rank < missing))
+    tl.store(chosen + o_entry, m_keep.to(tl.int8), mask=m_entry)
 
 
 @triton.jit
@@ -75,19 +75,19 @@ def _small_map_kernel(
 ):
     head = tl.program_id(0).to(tl.int64)
     if tl.load(active + head) != 0:
-        last_row = rows + (head // num_heads) * rows_stride_batch
+        p_last_row = rows + (head // num_heads) * rows_stride_batch
         size = num_q_blocks * num_kv_blocks
         share = tl.load(gamma + head % num_heads)
-        values += head * size
-        chosen += head * size
+        p_values = values + head * size
+        p_chosen = chosen + head * size
         if size <= SIZE // 4:
             _small_map_top_p(
-                values, last_row, share, chosen, num_q_blocks, num_kv_blocks,
+                p_values, p_last_row, share, p_chosen, num_q_blocks, num_kv_blocks,
                 BLOCK_SIZE=BLOCK_SIZE, PASSES=PASSES, DIGIT_BITS=DIGIT_BITS, SIZE=SIZE // 4,
             )  # fmt: skip
         else:
             _small_map_top_p(
-                values, last_row, share, chosen, num_q_blocks, num_kv_blocks,
+                p_values, p_last_row, share, p_chosen, num_q_blocks, num_kv_blocks,
                 BLOCK_SIZE=BLOCK_SIZE, PASSES=PASSES, DIGIT_BITS=DIGIT_BITS, SIZE=SIZE,
             )  # fmt: skip
 
@@ -102,7 +102,7 @@ def top_p_map(values: Tensor, active: Tensor, edges: PackedEdges, gamma: Tensor,
     active
         (batch, num_heads) bool.
     edges
-        What each block sees.
+        Edges of the blocks (`edges_of`).
     gamma
         (num_heads,) float64.
 
@@ -144,9 +144,9 @@ def _rows_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     if tl.load(active + head) != 0:
-        to = tl.load(rows + (head // num_heads) * rows_stride_batch + row) // BLOCK_SIZE + 1
-        line = (head * num_q_blocks + row) * num_kv_blocks
-        keep_top_p(values + line, chosen + line, to, tl.load(share + head % num_heads), cap, 0, TILE=TILE)
+        end = tl.load(rows + (head // num_heads) * rows_stride_batch + row) // BLOCK_SIZE + 1
+        o_map_row = (head * num_q_blocks + row) * num_kv_blocks
+        keep_top_p(values + o_map_row, chosen + o_map_row, end, tl.load(share + head % num_heads), cap, 0, TILE=TILE)
 
 
 def top_p_rows(

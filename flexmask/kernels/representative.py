@@ -94,88 +94,88 @@ def _block_sums_kernel(
     q_head = kv_head * GROUPS + group_head
     head = (batch * num_kv_heads * GROUPS + q_head).to(tl.int64)
 
-    slot = row_tile * TILE + tl.arange(0, TILE)
-    dims = tl.arange(0, PADDED_DIM)
-    row = tl.load(rows + batch * rows_stride + 1 + slot)
-    row_taken = row >= 0
+    o_slot = row_tile * TILE + tl.arange(0, TILE)
+    o_dim = tl.arange(0, PADDED_DIM)
+    o_row = tl.load(rows + batch * rows_stride + 1 + o_slot)
+    m_row = o_row >= 0
     first_position = tl.load(rows + batch * rows_stride)
-    row_position = first_position + row
-    filled = first_position + q_len
-    row_phase = (row_position % BLOCK_SIZE).to(tl.float32)
-    lowest_row = tl.min(row, 0)
+    b_position = first_position + o_row
+    filled_end = first_position + q_len
+    b_row_phase = (b_position % BLOCK_SIZE).to(tl.float32)
+    lowest_row = tl.min(o_row, 0)
     some_not_taken = lowest_row < 0
     lowest_position = first_position + lowest_row
-    queries = query + batch.to(tl.int64) * query_stride_batch + q_head.to(tl.int64) * query_stride_head
-    q = tl.load(
-        queries + row[:, None].to(tl.int64) * query_stride_token + dims[None, :].to(tl.int64) * query_stride_dim,
-        mask=row_taken[:, None] & (dims[None, :] < HEAD_DIM),
+    p_query = query + batch.to(tl.int64) * query_stride_batch + q_head.to(tl.int64) * query_stride_head
+    b_q = tl.load(
+        p_query + o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim,
+        mask=m_row[:, None] & (o_dim[None, :] < HEAD_DIM),
         other=0.0,
     )
-    keys = key + batch.to(tl.int64) * key_stride_batch + kv_head.to(tl.int64) * key_stride_head
+    p_key = key + batch.to(tl.int64) * key_stride_batch + kv_head.to(tl.int64) * key_stride_head
 
     first_block = tl.program_id(1) * BLOCKS_PER_PROGRAM
-    chunk_highest = tl.full([TILE], float("-inf"), tl.float32)
-    chunk_total = tl.zeros([TILE], tl.float32)
+    b_chunk_highest = tl.full([TILE], float("-inf"), tl.float32)
+    b_chunk_total = tl.zeros([TILE], tl.float32)
     for block in range(first_block, tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_kv_blocks)):
-        highest = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        by_phase = tl.zeros([TILE], tl.float32)
-        after = tl.zeros([TILE], tl.float32)
+        b_highest = tl.full([TILE], float("-inf"), tl.float32)
+        b_total = tl.zeros([TILE], tl.float32)
+        b_by_phase = tl.zeros([TILE], tl.float32)
+        b_after = tl.zeros([TILE], tl.float32)
         for start in tl.static_range(0, BLOCK_SIZE, KEYS):
-            key_phase = start + tl.arange(0, KEYS)
-            column = block * BLOCK_SIZE + key_phase
-            k = tl.load(
-                keys + column[None, :].to(tl.int64) * key_stride_token + dims[:, None].to(tl.int64) * key_stride_dim,
-                mask=(column[None, :] < kv_len) & (dims[:, None] < HEAD_DIM),
+            o_phase = start + tl.arange(0, KEYS)
+            o_key = block * BLOCK_SIZE + o_phase
+            b_k = tl.load(
+                p_key + o_key[None, :].to(tl.int64) * key_stride_token + o_dim[:, None].to(tl.int64) * key_stride_dim,
+                mask=(o_key[None, :] < kv_len) & (o_dim[:, None] < HEAD_DIM),
                 other=0.0,
             )
-            score = tl.dot(q, k, input_precision="ieee")
+            b_score = tl.dot(b_q, b_k, input_precision="ieee")
             if HAS_SOFTCAP:
-                score = soft_capped(score * scale, softcap)
+                b_score = soft_capped(b_score * scale, softcap)
             if ((block + 1) * BLOCK_SIZE > lowest_position) | some_not_taken | PADDED | HAS_WINDOW:
                 # what stands in keys that are not valid does not matter, NaN included
-                distance = row_position[:, None] - column[None, :]
-                visible = (distance >= 0) & (column < filled)[None, :] & row_taken[:, None]
+                b_distance = b_position[:, None] - o_key[None, :]
+                m_visible = (b_distance >= 0) & (o_key < filled_end)[None, :] & m_row[:, None]
                 if HAS_WINDOW:
-                    visible = visible & (distance < window)
+                    m_visible = m_visible & (b_distance < window)
                 if PADDED:
-                    valid = tl.load(key_valid + batch.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0) != 0
-                    visible = visible & valid[None, :]
-                score = tl.where(visible, score, float("-inf"))
-            higher = tl.maximum(highest, tl.max(score, 1) * to_log2)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink = tl.exp2(highest - base)
-            weight = tl.exp2(score * to_log2 - base[:, None])
-            phase = key_phase[None, :].to(tl.float32)
-            total = total * shrink + tl.sum(weight, 1)
-            by_phase = by_phase * shrink + tl.sum(weight * phase, 1)
-            after = after * shrink + tl.sum(weight * tl.maximum(row_phase[:, None] - phase, 0.0), 1)
-            highest = higher
+                    m_valid = tl.load(key_valid + batch.to(tl.int64) * kv_len + o_key, mask=o_key < kv_len, other=0) != 0
+                    m_visible = m_visible & m_valid[None, :]
+                b_score = tl.where(m_visible, b_score, float("-inf"))
+            b_higher = tl.maximum(b_highest, tl.max(b_score, 1) * to_log2)
+            b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+            b_shrink = tl.exp2(b_highest - b_base)
+            b_weight = tl.exp2(b_score * to_log2 - b_base[:, None])
+            b_phase = o_phase[None, :].to(tl.float32)
+            b_total = b_total * b_shrink + tl.sum(b_weight, 1)
+            b_by_phase = b_by_phase * b_shrink + tl.sum(b_weight * b_phase, 1)
+            b_after = b_after * b_shrink + tl.sum(b_weight * tl.maximum(b_row_phase[:, None] - b_phase, 0.0), 1)
+            b_highest = b_higher
         # the mean lead is after - before
-        before = tl.maximum(after - (row_phase * total - by_phase), 0.0)
-        place = ((head * num_kv_blocks + block) * BLOCK_SIZE + slot) * 4
+        b_before = tl.maximum(b_after - (b_row_phase * b_total - b_by_phase), 0.0)
+        o_sums = ((head * num_kv_blocks + block) * BLOCK_SIZE + o_slot) * 4
         if ONE_STORE:
             # of four stores, each would convert the layout of its values
-            four = tl.join(tl.join(highest, after / BLOCK_SIZE), tl.join(total, before / BLOCK_SIZE))
+            b_four = tl.join(tl.join(b_highest, b_after / BLOCK_SIZE), tl.join(b_total, b_before / BLOCK_SIZE))
             tl.store(
-                sums + place[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
-                four,
+                sums + o_sums[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
+                b_four,
             )
         else:
-            tl.store(sums + place, highest)
-            tl.store(sums + place + 1, total)
-            tl.store(sums + place + 2, after / BLOCK_SIZE)
-            tl.store(sums + place + 3, before / BLOCK_SIZE)
-        higher = tl.maximum(chunk_highest, highest)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        chunk_total = chunk_total * tl.exp2(chunk_highest - base) + total * tl.exp2(highest - base)
-        chunk_highest = higher
-    place = ((head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_SIZE + slot) * 2
+            tl.store(sums + o_sums, b_highest)
+            tl.store(sums + o_sums + 1, b_total)
+            tl.store(sums + o_sums + 2, b_after / BLOCK_SIZE)
+            tl.store(sums + o_sums + 3, b_before / BLOCK_SIZE)
+        b_higher = tl.maximum(b_chunk_highest, b_highest)
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_chunk_total = b_chunk_total * tl.exp2(b_chunk_highest - b_base) + b_total * tl.exp2(b_highest - b_base)
+        b_chunk_highest = b_higher
+    o_chunks = ((head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_SIZE + o_slot) * 2
     if ONE_STORE:
-        tl.store(chunks + place[:, None] + tl.arange(0, 2)[None, :], tl.join(chunk_highest, chunk_total))
+        tl.store(chunks + o_chunks[:, None] + tl.arange(0, 2)[None, :], tl.join(b_chunk_highest, b_chunk_total))
     else:
-        tl.store(chunks + place, chunk_highest)
-        tl.store(chunks + place + 1, chunk_total)
+        tl.store(chunks + o_chunks, b_chunk_highest)
+        tl.store(chunks + o_chunks + 1, b_chunk_total)
 
 
 def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int) -> int:

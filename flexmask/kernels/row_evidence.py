@@ -1,7 +1,7 @@
 """Triton kernel for the row evidence of hybrid selection: the twin of `flexmask.plain.row_evidence`, with its threshold.
 
 A program takes a few neighbouring query blocks and the query heads of one key head, so that they share the key means. It goes
-over the means twice, for the softmax of its rows and for their sums over the rows of a block, and writes the decision alone.
+over the means twice, for the softmax of its rows and for their sums over the rows of a block, and writes only the decision.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ _COLUMNS = 32
 
 @triton.jit
 def _scores(
-    q, means, low_means, columns, at_edge, last_valid_keys, counts, positions, taken, dims, num_kv_blocks, max_distance, scale,
+    b_q, means, low_means, o_kv, is_edge, p_last_valid_key, p_count, b_position, m_row, o_dim, num_kv_blocks, max_distance, scale,
     softcap, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_HALF: tl.constexpr,
     HAS_TF32: tl.constexpr,
 ):  # fmt: skip
     """Scores of rows with key means in powers of two, weighed by the number of keys; -inf where a row sees nothing.
 
-    Most tiles are not `at_edge`: every row sees all of their key blocks, which are whole.
+    Most tiles are not `is_edge`: every row sees all of their key blocks, which are whole.
     """
-    exists = columns < num_kv_blocks
-    place = columns[None, :] * HEAD_DIM + dims[:, None]
-    there = exists[None, :] & (dims < HEAD_DIM)[:, None]
-    k = tl.load(means + place, mask=there, other=0.0)
+    m_kv = o_kv < num_kv_blocks
+    o_mean = o_kv[None, :] * HEAD_DIM + o_dim[:, None]
+    m_mean = m_kv[None, :] & (o_dim < HEAD_DIM)[:, None]
+    b_k = tl.load(means + o_mean, mask=m_mean, other=0.0)
     if IS_HALF:
         # a mean is the sum of two halves, so that the product is as exact as one in float32
-        score = tl.dot(q, k) + tl.dot(q, tl.load(low_means + place, mask=there, other=0.0))
+        b_score = tl.dot(b_q, b_k) + tl.dot(b_q, tl.load(low_means + o_mean, mask=m_mean, other=0.0))
     else:
-        score = tl.dot(q, k, input_precision="tf32x3" if HAS_TF32 else "ieee")
-    score *= scale
+        b_score = tl.dot(b_q, b_k, input_precision="tf32x3" if HAS_TF32 else "ieee")
+    b_score *= scale
     if HAS_SOFTCAP:
-        score = soft_capped(score, softcap)
-    weight = tl.log2((columns * 0 + BLOCK_SIZE).to(tl.float32))
-    if at_edge:
-        weight = tl.log2(tl.maximum(tl.load(counts + columns, mask=exists, other=0), 1).to(tl.float32))
-    score = score * 1.4426950408889634 + weight[None, :]
-    if at_edge:
-        last_valid_key = tl.load(last_valid_keys + columns, mask=exists, other=0)[None, :]
-        own = (positions // BLOCK_SIZE)[:, None]
-        sees = (columns[None, :] == own) | ((columns[None, :] < own) & (positions[:, None] - last_valid_key < max_distance))
-        score = tl.where(sees & taken[:, None] & exists[None, :], score, float("-inf"))
-    return score
+        b_score = soft_capped(b_score, softcap)
+    b_weight = tl.log2((o_kv * 0 + BLOCK_SIZE).to(tl.float32))
+    if is_edge:
+        b_weight = tl.log2(tl.maximum(tl.load(p_count + o_kv, mask=m_kv, other=0), 1).to(tl.float32))
+    b_score = b_score * 1.4426950408889634 + b_weight[None, :]
+    if is_edge:
+        b_last_valid_key = tl.load(p_last_valid_key + o_kv, mask=m_kv, other=0)[None, :]
+        b_own = (b_position // BLOCK_SIZE)[:, None]
+        m_visible = (o_kv[None, :] == b_own) | ((o_kv[None, :] < b_own) & (b_position[:, None] - b_last_valid_key < max_distance))
+        b_score = tl.where(m_visible & m_row[:, None] & m_kv[None, :], b_score, float("-inf"))
+    return b_score
 
 
 @triton.jit
@@ -114,95 +114,95 @@ def _evidence_kernel(
     key_head = (tl.program_id(1) // PARTS).to(tl.int64)
     first_group_head = (tl.program_id(1) % PARTS) * HEADS
     batch = key_head // num_kv_heads
-    row_edges = rows + batch * rows_stride_batch
-    key_edges = keys + batch * keys_stride_batch
-    mean_rows = means + key_head * num_kv_blocks * HEAD_DIM
-    low_mean_rows = low_means + key_head * num_kv_blocks * HEAD_DIM
+    p_rows = rows + batch * rows_stride_batch
+    p_keys = keys + batch * keys_stride_batch
+    p_means = means + key_head * num_kv_blocks * HEAD_DIM
+    p_low_means = low_means + key_head * num_kv_blocks * HEAD_DIM
 
-    # the rows: of some query blocks, of each some heads, of each the rows asked
-    lane = tl.arange(0, LINES * ROWS)
-    dims = tl.arange(0, PADDED_DIM)
-    q_block_of = first_q_block + lane // (ROWS * HEADS)
-    group_head_of = first_group_head + (lane // ROWS) % HEADS
-    slot = (lane % ROWS) * ROW_STRIDE
-    row = q_block_of * BLOCK_SIZE + slot
-    taken = (slot < BLOCK_SIZE) & (row < q_len) & (group_head_of < GROUPS)
+    # the rows: of some query blocks, of each some heads, of each the sampled rows
+    o_lane = tl.arange(0, LINES * ROWS)
+    o_dim = tl.arange(0, PADDED_DIM)
+    o_q_of_row = first_q_block + o_lane // (ROWS * HEADS)
+    o_head_of_row = first_group_head + (o_lane // ROWS) % HEADS
+    o_slot = (o_lane % ROWS) * ROW_STRIDE
+    o_row = o_q_of_row * BLOCK_SIZE + o_slot
+    m_row = (o_slot < BLOCK_SIZE) & (o_row < q_len) & (o_head_of_row < GROUPS)
     if PADDED:
-        taken = taken & (tl.load(row_valid + batch * q_len + row, mask=taken, other=0) != 0)
-    positions = tl.load(row_edges + rows_stride + q_block_of, mask=taken, other=0) + slot
-    place = query + batch * query_stride_batch
-    place += ((key_head % num_kv_heads) * GROUPS + group_head_of)[:, None] * query_stride_head
-    place += row[:, None].to(tl.int64) * query_stride_token + dims[None, :].to(tl.int64) * query_stride_dim
-    q = tl.load(place, mask=taken[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        m_row = m_row & (tl.load(row_valid + batch * q_len + o_row, mask=m_row, other=0) != 0)
+    b_position = tl.load(p_rows + rows_stride + o_q_of_row, mask=m_row, other=0) + o_slot
+    p_query = query + batch * query_stride_batch
+    p_query += ((key_head % num_kv_heads) * GROUPS + o_head_of_row)[:, None] * query_stride_head
+    p_query += o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
+    b_q = tl.load(p_query, mask=m_row[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
 
     # the lines: of some query blocks, of each some heads
-    line = tl.arange(0, LINES)
-    q_block = first_q_block + line // HEADS
-    group_head = first_group_head + line % HEADS
-    here = (q_block < num_q_blocks) & (group_head < GROUPS)
-    number = tl.sum(tl.reshape(taken.to(tl.int32), (LINES, ROWS)), 1)
-    row_to = tl.where(here, tl.load(row_edges + q_block, mask=here, other=0) // BLOCK_SIZE + 1, 0)
-    at = (key_head * GROUPS + group_head) * num_q_blocks + q_block
-    to = tl.max(row_to, 0)
-    first_row = tl.load(row_edges + rows_stride + first_q_block)
+    o_line = tl.arange(0, LINES)
+    o_q = first_q_block + o_line // HEADS
+    o_head = first_group_head + o_line % HEADS
+    m_line = (o_q < num_q_blocks) & (o_head < GROUPS)
+    b_number = tl.sum(tl.reshape(m_row.to(tl.int32), (LINES, ROWS)), 1)
+    b_end = tl.where(m_line, tl.load(p_rows + o_q, mask=m_line, other=0) // BLOCK_SIZE + 1, 0)
+    o_held = (key_head * GROUPS + o_head) * num_q_blocks + o_q
+    end = tl.max(b_end, 0)
+    first_row = tl.load(p_rows + rows_stride + first_q_block)
     begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
-    # key blocks before this one are whole, and every row here stands behind them
-    inner_to = first_row // BLOCK_SIZE
-    if PADDED | (tl.min((taken | (group_head_of >= GROUPS)).to(tl.int32), 0) == 0):
-        inner_to = 0
+    # key blocks before this one are whole, and every row of the tile stands behind them
+    inner_end = first_row // BLOCK_SIZE
+    if PADDED | (tl.min((m_row | (o_head_of_row >= GROUPS)).to(tl.int32), 0) == 0):
+        inner_end = 0
     last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
 
-    highest = tl.full([LINES * ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([LINES * ROWS], tl.float32)
-    for start in range(begin, to, COLUMNS):
-        at_edge = (start + COLUMNS > inner_to) | (last_row - start * BLOCK_SIZE >= max_distance)
-        score = _scores(
-            q, mean_rows, low_mean_rows, start + tl.arange(0, COLUMNS), at_edge, key_edges, key_edges + 2 * keys_stride,
-            positions, taken, dims, num_kv_blocks, max_distance, scale, softcap,
+    b_highest = tl.full([LINES * ROWS], float("-inf"), tl.float32)
+    b_total = tl.zeros([LINES * ROWS], tl.float32)
+    for start in range(begin, end, COLUMNS):
+        is_edge = (start + COLUMNS > inner_end) | (last_row - start * BLOCK_SIZE >= max_distance)
+        b_score = _scores(
+            b_q, p_means, p_low_means, start + tl.arange(0, COLUMNS), is_edge, p_keys, p_keys + 2 * keys_stride,
+            b_position, m_row, o_dim, num_kv_blocks, max_distance, scale, softcap,
             HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, IS_HALF=IS_HALF, HAS_TF32=HAS_TF32,
         )  # fmt: skip
-        higher = tl.maximum(highest, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(highest - base) + tl.sum(tl.exp2(score - base[:, None]), 1)
-        highest = higher
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    factor = 1.0 / tl.where(total == 0, 1.0, total)
+        b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_total = b_total * tl.exp2(b_highest - b_base) + tl.sum(tl.exp2(b_score - b_base[:, None]), 1)
+        b_highest = b_higher
+    b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest)
+    b_factor = 1.0 / tl.where(b_total == 0, 1.0, b_total)
 
-    in_kept = tl.zeros([LINES], tl.float32)
-    least_of_rows = tl.zeros([LINES], tl.float32)
-    least_of_lines = tl.zeros([LINES], tl.float32)
+    b_in_kept = tl.zeros([LINES], tl.float32)
+    b_least_of_rows = tl.zeros([LINES], tl.float32)
+    b_least_of_lines = tl.zeros([LINES], tl.float32)
     if not MEASURE:
         # of the sum of squares, so that no root need be taken
-        head = (key_head % num_kv_heads) * GROUPS + group_head
-        squares = tl.maximum(number, 1).to(tl.float64)
-        own = batch * thresholds_stride_batch + head * num_q_blocks + q_block
-        least = tl.load(thresholds + own, mask=here, other=0.0)
-        least_of_rows = (squares * least * least).to(tl.float32)
-        least *= tl.cast(of_lines, tl.float64)
-        least_of_lines = (squares * least * least).to(tl.float32)
+        o_q_head = (key_head % num_kv_heads) * GROUPS + o_head
+        b_squares = tl.maximum(b_number, 1).to(tl.float64)
+        o_threshold = batch * thresholds_stride_batch + o_q_head * num_q_blocks + o_q
+        b_least = tl.load(thresholds + o_threshold, mask=m_line, other=0.0)
+        b_least_of_rows = (b_squares * b_least * b_least).to(tl.float32)
+        b_least *= tl.cast(of_lines, tl.float64)
+        b_least_of_lines = (b_squares * b_least * b_least).to(tl.float32)
     # the products once more: cheaper than to write the scores and read them back
-    for start in range(begin, to, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        at_edge = (start + COLUMNS > inner_to) | (last_row - start * BLOCK_SIZE >= max_distance)
-        score = _scores(
-            q, mean_rows, low_mean_rows, columns, at_edge, key_edges, key_edges + 2 * keys_stride,
-            positions, taken, dims, num_kv_blocks, max_distance, scale, softcap,
+    for start in range(begin, end, COLUMNS):
+        o_kv = start + tl.arange(0, COLUMNS)
+        is_edge = (start + COLUMNS > inner_end) | (last_row - start * BLOCK_SIZE >= max_distance)
+        b_score = _scores(
+            b_q, p_means, p_low_means, o_kv, is_edge, p_keys, p_keys + 2 * keys_stride,
+            b_position, m_row, o_dim, num_kv_blocks, max_distance, scale, softcap,
             HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, IS_HALF=IS_HALF, HAS_TF32=HAS_TF32,
         )  # fmt: skip
-        p = tl.exp2(score - base[:, None]) * factor[:, None]
-        there = (columns[None, :] < row_to[:, None]) & here[:, None]
-        entry = at[:, None] * num_kv_blocks + columns[None, :]
+        b_p = tl.exp2(b_score - b_base[:, None]) * b_factor[:, None]
+        m_kv = (o_kv[None, :] < b_end[:, None]) & m_line[:, None]
+        o_map = o_held[:, None] * num_kv_blocks + o_kv[None, :]
         if MEASURE:
-            by_line = tl.sum(tl.reshape(p, (LINES, ROWS, COLUMNS)), 1)
-            in_kept += tl.sum(tl.where(tl.load(keep + entry, mask=there, other=0) != 0, by_line, 0.0), 1)
+            b_by_line = tl.sum(tl.reshape(b_p, (LINES, ROWS, COLUMNS)), 1)
+            b_in_kept += tl.sum(tl.where(tl.load(keep + o_map, mask=m_kv, other=0) != 0, b_by_line, 0.0), 1)
         else:
-            by_line = tl.sum(tl.reshape(p * p, (LINES, ROWS, COLUMNS)), 1)
+            b_by_line = tl.sum(tl.reshape(b_p * b_p, (LINES, ROWS, COLUMNS)), 1)
             # NaN drops nothing
-            takes_lines = ((by_line < least_of_lines[:, None]) == 0).to(tl.int8)
-            tl.store(codes + entry, takes_lines + 2 * ((by_line < least_of_rows[:, None]) == 0).to(tl.int8), mask=there)
+            b_takes_lines = ((b_by_line < b_least_of_lines[:, None]) == 0).to(tl.int8)
+            tl.store(codes + o_map, b_takes_lines + 2 * ((b_by_line < b_least_of_rows[:, None]) == 0).to(tl.int8), mask=m_kv)
     if MEASURE:
-        mean = tl.where(number > 0, in_kept / tl.maximum(number, 1).to(tl.float32), float("nan"))
-        tl.store(held + at, mean, mask=here)
+        b_mean = tl.where(b_number > 0, b_in_kept / tl.maximum(b_number, 1).to(tl.float32), float("nan"))
+        tl.store(held + o_held, b_mean, mask=m_line)
 
 
 class RowEvidence(NamedTuple):

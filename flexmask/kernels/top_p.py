@@ -31,64 +31,63 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
     Returns
     -------
     scalar
-        How many were kept, int32.
+        Number of kept entries, int32.
     """
-    # 30 bits: values up to 1.0 have the bit pattern 0x3F800000, below 2**30
-    DIGIT_BITS: tl.constexpr = 5
+    DIGIT_BITS: tl.constexpr = 5  # of BITS
     PASSES: tl.constexpr = 6
     DIGITS: tl.constexpr = 1 << DIGIT_BITS
-    lane = tl.arange(0, TILE)
-    digit = tl.arange(0, DIGITS)
+    o_lane = tl.arange(0, TILE)
+    o_digit = tl.arange(0, DIGITS)
     low = 0
     goal = tl.full([], 0.0, tl.float64)
     for digit_pass in tl.static_range(PASSES):
         step = 1 << (DIGIT_BITS * (PASSES - 1 - digit_pass))
-        thresholds = low + digit * step
-        sums = tl.zeros([DIGITS, TILE], tl.float32)
-        number = tl.zeros([DIGITS, TILE], tl.int32)
+        b_thresholds = low + o_digit * step
+        b_sums = tl.zeros([DIGITS, TILE], tl.float32)
+        b_number = tl.zeros([DIGITS, TILE], tl.int32)
         for start in range(0, size, TILE):
-            value, bits = _entries(values, start + lane, size)
-            above = bits[None, :] >= thresholds[:, None]
-            sums += tl.where(above, value[None, :], 0.0)
-            number += above.to(tl.int32)
-        totals = tl.sum(sums.to(tl.float64), 1)
-        numbers = tl.sum(number, 1)
+            b_value, b_bits = _entries(values, start + o_lane, size)
+            m_above = b_bits[None, :] >= b_thresholds[:, None]
+            b_sums += tl.where(m_above, b_value[None, :], 0.0)
+            b_number += m_above.to(tl.int32)
+        b_totals = tl.sum(b_sums.to(tl.float64), 1)
+        b_numbers = tl.sum(b_number, 1)
         if digit_pass == 0:
             # the first threshold is 0: its sum is the total
-            everything = tl.sum(tl.where(digit == 0, totals, 0.0), 0)
-            goal = share_of_sum(everything, share)
-            floor = tl.minimum(floor, tl.sum(tl.where(digit == 0, numbers, 0), 0))
-        enough = ((totals >= goal) | (numbers >= cap)) & (numbers >= floor)
-        low += tl.maximum(tl.sum(enough.to(tl.int32), 0) - 1, 0) * step
+            total = tl.sum(tl.where(o_digit == 0, b_totals, 0.0), 0)
+            goal = share_of_sum(total, share)
+            floor = tl.minimum(floor, tl.sum(tl.where(o_digit == 0, b_numbers, 0), 0))
+        m_enough = ((b_totals >= goal) | (b_numbers >= cap)) & (b_numbers >= floor)
+        low += tl.maximum(tl.sum(m_enough.to(tl.int32), 0) - 1, 0) * step
 
-    sum_above = tl.zeros([TILE], tl.float32)
-    number_above = tl.zeros([TILE], tl.int32)
+    b_sum_above = tl.zeros([TILE], tl.float32)
+    b_number_above = tl.zeros([TILE], tl.int32)
     for start in range(0, size, TILE):
-        value, bits = _entries(values, start + lane, size)
-        sum_above += tl.where(bits > low, value, 0.0)
-        number_above += (bits > low).to(tl.int32)
-    missing = missing_entries(low, goal - tl.sum(sum_above.to(tl.float64), 0))
-    count = tl.sum(number_above, 0)
+        b_value, b_bits = _entries(values, start + o_lane, size)
+        b_sum_above += tl.where(b_bits > low, b_value, 0.0)
+        b_number_above += (b_bits > low).to(tl.int32)
+    missing = missing_entries(low, goal - tl.sum(b_sum_above.to(tl.float64), 0))
+    count = tl.sum(b_number_above, 0)
     missing = tl.maximum(tl.minimum(missing, cap - count), floor - count)
 
     tied_before = 0
     for start in range(0, size, TILE):
-        index = start + lane
-        value, bits = _entries(values, index, size)
-        tied = (bits == low).to(tl.int32)
-        place = tied_before + tl.cumsum(tied, 0) - tied
-        keep = (bits > low) | ((tied != 0) & (place < missing))
-        tl.store(kept + index, keep.to(tl.int8), mask=index < size)
-        tied_before += tl.sum(tied, 0)
+        o_entry = start + o_lane
+        b_value, b_bits = _entries(values, o_entry, size)
+        b_tied = (b_bits == low).to(tl.int32)
+        b_rank = tied_before + tl.cumsum(b_tied, 0) - b_tied
+        m_keep = (b_bits > low) | ((b_tied != 0) & (b_rank < missing))
+        tl.store(kept + o_entry, m_keep.to(tl.int8), mask=o_entry < size)
+        tied_before += tl.sum(b_tied, 0)
     return count + tl.minimum(tied_before, missing)
 
 
 @triton.jit
-def _entries(values, index, size):
+def _entries(values, o_entry, size):
     """Values, 0 for what is no candidate, and bit patterns, negative for it."""
-    value = tl.load(values + index, mask=index < size, other=-1.0)
-    value = tl.where(value == value, value, 0.0)
-    return tl.maximum(value, 0.0), value.to(tl.int32, bitcast=True)
+    b_value = tl.load(values + o_entry, mask=o_entry < size, other=-1.0)
+    b_value = tl.where(b_value == b_value, b_value, 0.0)
+    return tl.maximum(b_value, 0.0), b_value.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -107,12 +106,12 @@ def missing_entries(bits, gap):
 
 
 @triton.jit
-def refined_threshold(totals, goal, low, above, step, DIGITS: tl.constexpr):
+def refined_threshold(b_totals, goal, low, above, step, DIGITS: tl.constexpr):
     """The highest threshold at or above which the goal is reached, and the sum of the entries above its digit.
 
-    `totals` are the sums at or above ``low + digit * step``, `above` is the sum from ``low + DIGITS * step`` on.
+    `b_totals` are the sums at or above ``low + digit * step``, `above` is the sum from ``low + DIGITS * step`` on.
     """
-    chosen = tl.maximum(tl.sum((totals >= goal).to(tl.int32), 0) - 1, 0)
-    if chosen < DIGITS - 1:
-        above = tl.sum(tl.where(tl.arange(0, DIGITS) == chosen + 1, totals, 0.0), 0)
-    return low + chosen * step, above
+    digit = tl.maximum(tl.sum((b_totals >= goal).to(tl.int32), 0) - 1, 0)
+    if digit < DIGITS - 1:
+        above = tl.sum(tl.where(tl.arange(0, DIGITS) == digit + 1, b_totals, 0.0), 0)
+    return low + digit * step, above

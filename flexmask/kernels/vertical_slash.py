@@ -26,22 +26,22 @@ class RowNorms(NamedTuple):
 @triton.jit
 def _row_norms_kernel(chunks, base, factor, num_chunks, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    o_slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b_highest = tl.full([ROWS], float("-inf"), tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
     for start in range(0, num_chunks, TILE):
-        chunk = start + tl.arange(0, TILE)
-        place = chunks + ((head * num_chunks + chunk[:, None]) * BLOCK_SIZE + slot[None, :]) * 2
-        exists = (chunk < num_chunks)[:, None]
-        peaks = tl.load(place, mask=exists, other=float("-inf"))
-        higher = tl.maximum(highest, tl.max(peaks, 0))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(peaks - finite[None, :])
-        total = total * tl.exp2(highest - finite) + tl.sum(tl.load(place + 1, mask=exists, other=0.0) * weight, 0)
-        highest = higher
-    place = head * BLOCK_SIZE + slot
-    tl.store(base + place, tl.where(highest == float("-inf"), 0.0, highest))
-    tl.store(factor + place, tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total)))
+        o_chunk = start + tl.arange(0, TILE)
+        p_chunks = chunks + ((head * num_chunks + o_chunk[:, None]) * BLOCK_SIZE + o_slot[None, :]) * 2
+        m_chunk = (o_chunk < num_chunks)[:, None]
+        b_peaks = tl.load(p_chunks, mask=m_chunk, other=float("-inf"))
+        b_higher = tl.maximum(b_highest, tl.max(b_peaks, 0))
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_weight = tl.exp2(b_peaks - b_base[None, :])
+        b_total = b_total * tl.exp2(b_highest - b_base) + tl.sum(tl.load(p_chunks + 1, mask=m_chunk, other=0.0) * b_weight, 0)
+        b_highest = b_higher
+    o_row = head * BLOCK_SIZE + o_slot
+    tl.store(base + o_row, tl.where(b_highest == float("-inf"), 0.0, b_highest))
+    tl.store(factor + o_row, tl.where(b_total == 0, 0.0, 1.0 / tl.where(b_total == 0, 1.0, b_total)))
 
 
 def row_norms(sums: BlockSums) -> RowNorms:
@@ -58,67 +58,68 @@ def row_norms(sums: BlockSums) -> RowNorms:
 @triton.jit
 def load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
     """Of the representative rows the softmax's base and factor, their own key blocks, and their number; (1, PADDED_SIZE)."""
-    slot = tl.arange(0, PADDED_SIZE)
-    exists = slot < BLOCK_SIZE
-    row_base = tl.load(base + head * BLOCK_SIZE + slot, mask=exists, other=0.0)[None, :]
-    row_factor = tl.load(factor + head * BLOCK_SIZE + slot, mask=exists, other=0.0)[None, :]
-    row = tl.load(rows + batch * rows_stride + 1 + slot, mask=exists, other=-1)
-    num_rows = tl.maximum(tl.sum((row >= 0).to(tl.int32), 0), 1).to(tl.float32)
+    o_slot = tl.arange(0, PADDED_SIZE)
+    m_slot = o_slot < BLOCK_SIZE
+    b_base = tl.load(base + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
+    b_factor = tl.load(factor + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
+    b_row = tl.load(rows + batch * rows_stride + 1 + o_slot, mask=m_slot, other=-1)
+    num_rows = tl.maximum(tl.sum((b_row >= 0).to(tl.int32), 0), 1).to(tl.float32)
     # the sums of rows not taken are 0, whatever their block
-    own = ((tl.load(rows + batch * rows_stride) + tl.maximum(row, 0)) // BLOCK_SIZE)[None, :]
-    return row_base, row_factor, own, num_rows
+    b_own = ((tl.load(rows + batch * rows_stride) + tl.maximum(b_row, 0)) // BLOCK_SIZE)[None, :]
+    return b_base, b_factor, b_own, num_rows
 
 
 @triton.jit
-def key_block_shares(sums, row_base, row_factor, head, block, num_kv_blocks, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
-    """What each row gives to key blocks (TILE, 1), (TILE, PADDED_SIZE)."""
-    slot = tl.arange(0, PADDED_SIZE)[None, :]
-    mask = (block < num_kv_blocks) & (slot < BLOCK_SIZE)
-    ptrs = sums + ((head * num_kv_blocks + block) * BLOCK_SIZE + slot) * 4
-    weight = tl.exp2(tl.load(ptrs, mask=mask, other=float("-inf")) - row_base) * row_factor
-    return tl.load(ptrs + 1, mask=mask, other=0.0) * weight
+def key_block_shares(sums, b_base, b_factor, head, o_kv, num_kv_blocks, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
+    """Attention of each row to key blocks `o_kv`, (TILE, 1), as (TILE, PADDED_SIZE)."""
+    o_slot = tl.arange(0, PADDED_SIZE)[None, :]
+    m_sums = (o_kv < num_kv_blocks) & (o_slot < BLOCK_SIZE)
+    p_sums = sums + ((head * num_kv_blocks + o_kv) * BLOCK_SIZE + o_slot) * 4
+    b_weight = tl.exp2(tl.load(p_sums, mask=m_sums, other=float("-inf")) - b_base) * b_factor
+    return tl.load(p_sums + 1, mask=m_sums, other=0.0) * b_weight
 
 
 @triton.jit
 def diagonal_sums(
     sums,
     held,  # (batch, num_heads, num_kv_blocks) int8: key blocks whose attention does not count, read if LEAVES_OUT
-    row_base,
-    row_factor,
-    own,
+    b_base,
+    b_factor,
+    b_own,
     head,
-    diagonal,  # (TILE, 1)
+    o_diagonal,  # (TILE, 1)
     near,  # of a row's nearest so many key blocks all attention counts
     num_kv_blocks,
     BLOCK_SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     LEAVES_OUT: tl.constexpr,
 ):
-    """What all rows give to block diagonals, (TILE,).
+    """Attention of all rows to block diagonals, (TILE,).
 
     Key block own - diagonal lies on the diagonal; part of the one after it and of the one before it counts for it too.
     """
-    slot = tl.arange(0, PADDED_SIZE)[None, :]
-    shares = tl.zeros_like((own - diagonal).to(tl.float32))
+    o_slot = tl.arange(0, PADDED_SIZE)[None, :]
+    b_shares = tl.zeros_like((b_own - o_diagonal).to(tl.float32))
     for shift in tl.static_range(-1, 2):
-        block = own - diagonal + shift
-        mask = (block >= 0) & (block < num_kv_blocks) & (slot < BLOCK_SIZE)
+        o_kv = b_own - o_diagonal + shift
+        m_sums = (o_kv >= 0) & (o_kv < num_kv_blocks) & (o_slot < BLOCK_SIZE)
         if LEAVES_OUT:
-            leaves_out = mask & (diagonal - shift >= near)
-            mask = mask & (tl.load(held + head * num_kv_blocks + block, mask=leaves_out, other=0) == 0)
-        ptrs = sums + ((head * num_kv_blocks + block) * BLOCK_SIZE + slot) * 4
-        weight = tl.exp2(tl.load(ptrs, mask=mask, other=float("-inf")) - row_base) * row_factor
+            m_left_out = m_sums & (o_diagonal - shift >= near)
+            m_sums = m_sums & (tl.load(held + head * num_kv_blocks + o_kv, mask=m_left_out, other=0) == 0)
+        p_sums = sums + ((head * num_kv_blocks + o_kv) * BLOCK_SIZE + o_slot) * 4
+        b_weight = tl.exp2(tl.load(p_sums, mask=m_sums, other=float("-inf")) - b_base) * b_factor
         if shift == 0:
-            part = tl.load(ptrs + 1, mask=mask, other=0.0)
-            part -= tl.load(ptrs + 2, mask=mask, other=0.0)
-            part -= tl.load(ptrs + 3, mask=mask, other=0.0)
+            b_part = tl.load(p_sums + 1, mask=m_sums, other=0.0)
+            b_part -= tl.load(p_sums + 2, mask=m_sums, other=0.0)
+            b_part -= tl.load(p_sums + 3, mask=m_sums, other=0.0)
         elif shift == 1:
-            part = tl.load(ptrs + 2, mask=mask, other=0.0)
+            b_part = tl.load(p_sums + 2, mask=m_sums, other=0.0)
         else:
-            part = tl.load(ptrs + 3, mask=mask, other=0.0)
-        shares += part * weight
-    # a difference: what rounding leaves of nothing may be negative
-    return tl.maximum(tl.sum(shares, 1), 0.0)
+            b_part = tl.load(p_sums + 3, mask=m_sums, other=0.0)
+        b_shares += b_part * b_weight
+    # a difference: what rounding leaves of nothing may be negative; NaN stays, which a maximum drops
+    b_total = tl.sum(b_shares, 1)
+    return tl.where(b_total < 0, 0.0, b_total)
 
 
 @triton.jit
@@ -141,21 +142,21 @@ def _lines_kernel(
 ):
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
-    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    row_base, row_factor, own, num_rows = load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE, PADDED_SIZE)
-    shares = key_block_shares(sums, row_base, row_factor, head, line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
-    vertical = tl.sum(shares, 1) / num_rows
-    slash = diagonal_sums(
-        sums, candidates, row_base, row_factor, own, head, line[:, None], 0, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
+    o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    b_base, b_factor, b_own, num_rows = load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE, PADDED_SIZE)
+    b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
+    b_vertical = tl.sum(b_shares, 1) / num_rows
+    b_slash = diagonal_sums(
+        sums, candidates, b_base, b_factor, b_own, head, o_line[:, None], 0, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
         LEAVES_OUT=False,
     )  # fmt: skip
-    mask = line < num_kv_blocks
-    ptrs = candidates + batch * candidates_stride_batch + line
-    in_vertical = tl.load(ptrs, mask=mask, other=0) != 0
-    in_slash = tl.load(ptrs + candidates_stride, mask=mask, other=0) != 0
-    ptrs = lines + head * num_kv_blocks + line
-    tl.store(ptrs, tl.where(in_vertical, vertical, -1.0), mask=mask)
-    tl.store(ptrs + lines_stride, tl.where(in_slash, slash / num_rows, -1.0), mask=mask)
+    m_line = o_line < num_kv_blocks
+    p_candidates = candidates + batch * candidates_stride_batch + o_line
+    m_vertical = tl.load(p_candidates, mask=m_line, other=0) != 0
+    m_slash = tl.load(p_candidates + candidates_stride, mask=m_line, other=0) != 0
+    p_lines = lines + head * num_kv_blocks + o_line
+    tl.store(p_lines, tl.where(m_vertical, b_vertical, -1.0), mask=m_line)
+    tl.store(p_lines + lines_stride, tl.where(m_slash, b_slash / num_rows, -1.0), mask=m_line)
 
 
 def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor) -> Tensor:
@@ -187,7 +188,7 @@ def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor
 
 
 class RepresentativeMass(NamedTuple):
-    """The attention of the representative rows, and what it sums to."""
+    """The attention of the representative rows, and its sums."""
 
     rows: RepresentativeRows
     packed: Tensor  # the rows as kernels read them, of `packed_rows`

@@ -38,25 +38,25 @@ class PackedEdges(NamedTuple):
 
 
 def edges_of(tokens: Tokens, block_size: int, window: int | None) -> PackedEdges:
-    """The edges of all blocks; ``whole_to`` is the position up to which key blocks are full, -1 where none is."""
+    """The edges of all blocks; ``last_whole_key`` is the position up to which key blocks are full, -1 where none is."""
     edges = block_edges(tokens, block_size)
-    whole_to = torch.where(edges.rows_whole, edges.first_row, -1)
-    rows = (edges.last_row, edges.first_row, edges.first_valid_row, edges.own_first, edges.own_last, whole_to)
+    last_whole_key = torch.where(edges.rows_whole, edges.first_row, -1)
+    rows = (edges.last_row, edges.first_row, edges.first_valid_row, edges.own_first, edges.own_last, last_whole_key)
     keys = (edges.last_valid_key, edges.keys_whole, valid_keys(tokens, block_size), *candidate_lines(tokens, block_size, window))
     return PackedEdges(torch.stack([x.int() for x in rows]), torch.stack([x.int() for x in keys]))
 
 
 @triton.jit
-def row_edges(rows, stride, q_block, here):
-    """last_row, first_row, first_valid_row, own_first, own_last and whole_to of query blocks, -1 where not `here`."""
-    at = rows + q_block
-    last_row = tl.load(at, mask=here, other=-1)
-    first_row = tl.load(at + stride, mask=here, other=-1)
-    first_valid_row = tl.load(at + 2 * stride, mask=here, other=-1)
-    own_first = tl.load(at + 3 * stride, mask=here, other=-1)
-    own_last = tl.load(at + 4 * stride, mask=here, other=-1)
-    whole_to = tl.load(at + 5 * stride, mask=here, other=-1)
-    return last_row, first_row, first_valid_row, own_first, own_last, whole_to
+def row_edges(rows, stride, o_q, m_q):
+    """last_row, first_row, first_valid_row, own_first, own_last and last_whole_key of query blocks, -1 outside `m_q`."""
+    p_rows = rows + o_q
+    last_row = tl.load(p_rows, mask=m_q, other=-1)
+    first_row = tl.load(p_rows + stride, mask=m_q, other=-1)
+    first_valid_row = tl.load(p_rows + 2 * stride, mask=m_q, other=-1)
+    own_first = tl.load(p_rows + 3 * stride, mask=m_q, other=-1)
+    own_last = tl.load(p_rows + 4 * stride, mask=m_q, other=-1)
+    last_whole_key = tl.load(p_rows + 5 * stride, mask=m_q, other=-1)
+    return last_row, first_row, first_valid_row, own_first, own_last, last_whole_key
 
 
 @triton.jit

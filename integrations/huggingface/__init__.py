@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexmask.integrations.huggingface.attention import register as register
-    from flexmask.integrations.huggingface.session import configure as configure
-    from flexmask.integrations.huggingface.session import sparse_prefill as sparse_prefill
+    from flexmask.integrations.huggingface.model_config import configure as configure
+    from flexmask.integrations.huggingface.prefill import sparse_prefill as sparse_prefill
     from flexmask.integrations.huggingface.settings import PrefillSettings as PrefillSettings
     from flexmask.integrations.inspect import inspect_prefill as inspect_prefill
     from flexmask.integrations.record.run import PrefillRun as PrefillRun
@@ -20,10 +20,10 @@ _HOMES = {
     "PrefillRun": "record.run",
     "PrefillSettings": "huggingface.settings",
     "TuneResult": "tune",
-    "configure": "huggingface.session",
+    "configure": "huggingface.model_config",
     "inspect_prefill": "inspect",
     "register": "huggingface.attention",
-    "sparse_prefill": "huggingface.session",
+    "sparse_prefill": "huggingface.prefill",
     "tune": "tune",
 }
 __all__ = list(_HOMES)

@@ -1,4 +1,4 @@
-"""What differs between releases of transformers, and between models: wrappers, configs, what can be refused before a run."""
+"""Differences between releases of transformers and between models: wrappers, configs, refusals before a run."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
     Returns
     -------
     tuple
-        Whether it is that; its window; (batch or 1, q_len) integer ids that tell packed sequences apart. The ids are given for
+        True if it is that; its window; (batch or 1, q_len) integer ids that tell packed sequences apart. The ids are given for
         prompts without a cache and an attention_mask, before release 5 also for those that are not packed: then all are equal.
     """
     expected = causal_mask_function if local_size is None else window_function(local_size)

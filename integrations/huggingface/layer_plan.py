@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 
 from flexmask.flex.backend import chosen_backend
-from flexmask.integrations.huggingface.attention import PrefillCall, attention
+from flexmask.integrations.huggingface.attention import attention
+from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import text_config
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
-from flexmask.integrations.huggingface.session import OpenBlock, model_settings, opened
+from flexmask.integrations.huggingface.model_config import model_settings
+from flexmask.integrations.huggingface.session import OpenBlock, opened
 from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.record.run import PrefillRun
 

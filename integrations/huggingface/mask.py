@@ -47,8 +47,8 @@ class PrefillMask(BlockMask):
     segments
         The packed sequences, counted in tokens of all batch rows one after the other, or None where rows are single prompts.
     packed, bounds
-        Whether a prompt whose sequences the mask function could not know is packed after all, as attention finds out; the
-        sequences that a caller names. One for all layers.
+        Checks for packed sequences that the mask function could not see, and the sequences that a caller names. One for all
+        layers.
     tokens
         Tokens so far, this call's included: what `dense_below` is compared with, as far as the host knows it. A StaticCache keeps
         its length on its device; then it is the length of the caller's padding mask, without one that of this call alone.

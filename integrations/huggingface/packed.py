@@ -14,7 +14,7 @@ from flexmask.stats import dense_stats
 from flexmask.varlen import segments_of
 
 if TYPE_CHECKING:
-    from flexmask.integrations.huggingface.attention import PrefillCall
+    from flexmask.integrations.huggingface.call import PrefillCall
 
 Segments = tuple[Segment, ...]
 

@@ -92,7 +92,7 @@ class PrefillSettings:
 
     @property
     def run_options(self) -> RunOptions:
-        """How calls run. Rows that do not fill a block run dense: they cost as much to select for as to attend."""
+        """Options of the calls. Rows that do not fill a block run dense: they cost as much to select for as to attend."""
         run = run_options(self.backend, self.dense_below, self.max_mask_bytes)
         return run._replace(policy=run.policy._replace(least_rows=self.block_size))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from flexmask.integrations.huggingface.compat import unwrapped
-from flexmask.integrations.huggingface.session import sparse_prefill
+from flexmask.integrations.huggingface.prefill import sparse_prefill
 from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.record.run import PrefillRun
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from flexmask.base.checks import check_int
 from flexmask.integrations.huggingface.attention import register
 from flexmask.integrations.huggingface.compat import check_servable, text_config, unwrapped
-from flexmask.integrations.huggingface.session import model_settings, opened
+from flexmask.integrations.huggingface.model_config import model_settings
+from flexmask.integrations.huggingface.session import opened
 from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.inspect.heads import RULE, named_heads, telling_heads
 from flexmask.integrations.inspect.probe import HOW_TIMED, InspectionProbe, Progress, StageTimes, wait

@@ -14,7 +14,7 @@ from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.head_groups import head_groups
-from flexmask.integrations.huggingface.attention import PrefillCall
+from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
 from flexmask.integrations.inspect.heads import ChosenHead
 from flexmask.integrations.record import PrefillRun

@@ -42,7 +42,7 @@ def decodes_greedily(model: Any, options: Mapping[str, Any]) -> bool:
     model
         A causal language model of transformers, without wrappers.
     options
-        What ``generate`` would get besides the prompts and the place to stop.
+        Keywords of ``generate`` besides the prompts and the place to stop.
     """
     if options.get("do_sample") or (options.get("do_sample") is None and options.get("temperature", 0.0) != 0.0):
         return False

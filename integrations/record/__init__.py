@@ -1,4 +1,4 @@
-"""What the prefill calls of a model chose: a record of one run, its summary, and its file."""
+"""A record of the prefill calls of one run: statistics of the selections, their summary, their file."""
 
 from flexmask.integrations.record.run import MAX_CALLS as MAX_CALLS
 from flexmask.integrations.record.run import PrefillRun as PrefillRun

@@ -57,7 +57,7 @@ class PrefillRun:
         By layer index: tokens of all calls, those that are no longer kept included; of several calls for one sequence in a
         prefill, those of one.
     collect_stats, collect_masks
-        Whether these are kept.
+        True if these are kept.
     max_calls
         Prefill calls of each layer that are kept at most, the latest; None: all.
     """

@@ -33,7 +33,7 @@ class MeasuredErrors:
     path
         Where `save` writes, None for nowhere.
     made_of
-        What the errors depend on, as text by name.
+        The conditions of the errors, as text by name.
     dense
         By layer index: why a layer stays dense.
     """

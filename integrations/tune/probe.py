@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.flex.dense import dense_attention
-from flexmask.integrations.huggingface.attention import PrefillCall
+from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.tune.head_errors import head_errors
 from flexmask.integrations.tune.measured import MeasuredErrors
 

@@ -61,7 +61,7 @@ def test_counts_have_a_least_value(name, option, least):
         (
             "xattention",
             {"tau": 0.1},
-            "method 'xattention' takes the options stride, threshold; got 'tau', an option of flexprefill, published",
+            "method 'xattention' takes the options stride, .*; got 'tau', an option of flexprefill, published",
         ),
         ("flexprefill", {"row_stride": 4}, "takes the options gamma, .*; got 'row_stride', an option of hybrid"),
         ("causal", {"beta": 1}, "method 'causal' takes the options of every mask only; got 'beta'$"),

@@ -24,7 +24,7 @@ import json, sys
 
 def show():
     from transformers import AttentionInterface
-    from flexmask.integrations.huggingface.attention import process_settings
+    from flexmask.integrations.huggingface.call import process_settings
     known = AttentionInterface()
     own = getattr(known["flex_attention"], "func", known["flex_attention"]).__module__
     print(json.dumps([sys.argv[1:], "flexmask" in known.valid_keys(), process_settings().to_dict(), own]), flush=True)

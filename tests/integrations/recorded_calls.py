@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
-from flexmask import SelectionStats
 from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.integrations.record.summary import CallSize
@@ -23,7 +23,9 @@ def stats_of(seed, batch=1, hybrid=False):
     query_aware, is_dense = torch.rand((2, *shape), generator=generator) < 0.4
     distance = torch.full(shape, math.nan) if hybrid else torch.rand(shape, generator=generator)
     rows = rows if hybrid else torch.full(shape, math.nan)
-    return SelectionStats(query_aware, distance, density, *counts, coverage, rows, is_dense)
+    own = {"is_query_aware": query_aware, "js_distance": distance, "density": density, "coverage": coverage, "row_coverage": rows}
+    own |= {"num_vertical_blocks": counts[0], "num_slash_blocks": counts[1], "is_dense": is_dense}
+    return replace(dense_stats(batch), **own, dense=False)
 
 
 def dense_stats(batch=1):

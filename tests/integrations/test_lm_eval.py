@@ -195,7 +195,7 @@ def test_lengths_of_rows():
 
 
 def test_rows_that_keep_their_blocks_run_together():
-    settings = PrefillSettings.from_options(block_size=32, dense_below=100, layers={0: {"block_size": 64}})
+    settings = PrefillSettings.from_options(block_size=64, dense_below=100)
     lengths = [300, 90, 300 - 64, 300 - 32, 70, 300]
     assert rows_alike(lengths, settings, padded_left=False) == [[0, 2, 3, 5], [1, 4]]
     assert rows_alike(lengths, settings, padded_left=True) == [[0, 2, 5], [1, 4], [3]]

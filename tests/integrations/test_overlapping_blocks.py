@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.session import _SWITCHED, Session
+from flexmask.integrations.huggingface.model_config import SWITCHED
+from flexmask.integrations.huggingface.session import Session
 from tests.integrations.common import MARKS, make_model
 
 pytestmark = MARKS
@@ -38,7 +39,7 @@ def is_untouched(model):
         and not hasattr(model.config, "flexmask_config")
         and not Session.of(model).blocks
         and not model.base_model._forward_hooks
-        and not _SWITCHED
+        and not SWITCHED
     )
 
 

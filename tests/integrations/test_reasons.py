@@ -14,7 +14,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.huggingface.attention import PrefillCall
+from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.record.run import PrefillRun
 from tests.integrations.cells import static_cache

@@ -11,6 +11,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.mask import PrefillMask
 from flexmask.integrations.huggingface.packed import starts_again
+from flexmask.integrations.huggingface.refusals import checked_call
 from tests.integrations.cells import RELEASE, dynamic_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model
 
@@ -75,7 +76,7 @@ def test_mask_of_a_decoding_step_may_reach_beyond_the_keys():
 @pytest.mark.parametrize("by_model", [True, False])
 def test_mask_of_four_dimensions_names_the_models_that_make_one(monkeypatch, by_model):
     """Before release 5 some models make one whatever they are called with."""
-    monkeypatch.setitem(attention.__globals__, "MODELS_MAKE_4D_MASKS", by_model)
+    monkeypatch.setitem(checked_call.__globals__, "MODELS_MAKE_4D_MASKS", by_model)
     query = torch.zeros(1, 2, 40, 16)
     with pytest.raises(NotImplementedError, match="does not serve a 4-D attention_mask") as caught:
         attention(torch.nn.Module(), query, query, query, torch.ones(1, 1, 40, 40, dtype=torch.bool).tril())

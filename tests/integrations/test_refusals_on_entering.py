@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.session import _SWITCHED, Session
+from flexmask.integrations.huggingface.model_config import SWITCHED
+from flexmask.integrations.huggingface.session import Session
 from tests.integrations.common import MARKS, make_model
 from tests.integrations.families import VOCABULARY
 
@@ -68,7 +69,7 @@ def test_model_is_refused_and_left_as_it_was(make):
     assert "text_config" not in str(caught.value)
     assert model.config._attn_implementation == former
     assert not Session.of(model).blocks
-    assert not _SWITCHED
+    assert not SWITCHED
     assert not model.base_model._forward_hooks
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.session import _configured
+from flexmask.integrations.huggingface.model_config import configured
 from flexmask.integrations.huggingface.settings import PrefillSettings
 from tests.integrations.common import MARKS, SPARSE
 
@@ -135,7 +135,7 @@ def test_options_of_the_model_come_back(model, tmp_path):
 def test_configure_inside_a_block_lasts(model, tmp_path):
     with flexmask_hf.sparse_prefill(model, gamma=0.8) as run:
         flexmask_hf.configure(model, gamma=0.7)
-        assert _configured(model.config).options == {"gamma": 0.7}
+        assert configured(model.config).options == {"gamma": 0.7}
         assert saved_config(model, tmp_path / "in") == {"gamma": 0.7}
         with flexmask_hf.sparse_prefill(model, gamma=0.6):
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -19,7 +20,7 @@ from flexmask.integrations.record import CallSize, PrefillRun
 from flexmask.report.images import Image, head_images
 from flexmask.report.page import page
 from flexmask.report.write import write_report
-from flexmask.stats import SelectionStats, dense_stats
+from flexmask.stats import dense_stats
 
 HOSTILE = "</title><script>alert('x')</script> & <img src=http://example.com/a.png> \"quoted\""
 HEADS = torch.zeros(1, 3)
@@ -32,7 +33,9 @@ def stats_of(method, layer):
     coverage = nan if method == "streaming_llm" else some
     density = torch.tensor([[0.125, 0.25, 0.5]]) + layer / 16
     is_dense = torch.tensor([[False, False, layer == 1]])
-    return SelectionStats(distance < 0.1, distance, density, counts, counts, coverage, nan, is_dense)
+    own = {"is_query_aware": distance < 0.1, "js_distance": distance, "coverage": coverage, "row_coverage": nan}
+    own |= {"density": density, "num_vertical_blocks": counts, "num_slash_blocks": counts, "is_dense": is_dense}
+    return replace(dense_stats(HEADS[..., None, None]), **own, dense=False)
 
 
 def inspection(method="flexprefill", dense=False, why="lowest density", held=(0.9, 0.8, 0.8, 0.85)):

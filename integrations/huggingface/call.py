@@ -1,0 +1,139 @@
+"""One attention call of a prefill: whose it is, and its attention, dense or over the blocks that its method keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from flexmask.attend import attend
+from flexmask.base.checks import HEAD_DIMS
+from flexmask.base.inputs import AttentionInputs
+from flexmask.dense_policy import DensePolicy
+from flexmask.flex.joined import joined_mask
+from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
+from flexmask.integrations.record.run import PrefillRun
+from flexmask.integrations.record.summary import CallSize
+from flexmask.selector import METHODS, Selector
+from flexmask.stats import STATISTICS
+
+if TYPE_CHECKING:
+    from flexmask.integrations.huggingface.session import Session
+
+NAME = "flexmask"
+SESSION = "_flexmask_session"  # attribute of a model's modules: what the model has open
+_ALWAYS_DENSE = DensePolicy(dense_below=2**63)
+
+
+def process_settings() -> PrefillSettings | None:
+    """The settings that `register` gave to every model of the process, or None."""
+    return getattr(AttentionInterface().get(NAME), "keywords", {}).get("process")
+
+
+class PrefillCall(NamedTuple):
+    """One attention call of a prefill, and whose it is."""
+
+    inputs: AttentionInputs
+    tokens: int  # so far, this call's included, as far as the host knows (`PrefillMask.tokens`)
+    prefill: int | None  # number of the mask
+    layer: int
+    settings: PrefillSettings
+    selector: Selector  # of this layer, its numbers by head those of the heads that are here
+    run: PrefillRun | None = None  # where it is recorded
+    probe: Callable[[PrefillCall], Tensor] | None = None  # serves it
+    sequence: int = 0  # of a pack
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: int | None) -> PrefillCall:
+        """The call of an attention module, with the settings of the block that it is in, else of the process or its config."""
+        session: Session | None = module.__dict__.get(SESSION)
+        block, num_heads = None if session is None else session.block(), inputs.query.shape[1]
+        if block is not None:
+            layer = block.session.layer_of(module)
+            selector = block.selector(module, layer, num_heads)
+            return cls(inputs, tokens, prefill, layer, block.run.settings, selector, block.run, block.probe)
+        settings = process_settings() or saved_settings(getattr(module, "config", None)) or PrefillSettings()
+        index = getattr(module, "layer_idx", None)
+        layer = -1 if index is None else index
+        return cls(inputs, tokens, prefill, layer, settings, of_own_heads(settings.selector(layer), module, num_heads))
+
+    def attention(self) -> Tensor:
+        """Attention of the call, dense or over the blocks that its method keeps, (batch, num_heads, q_len, v_head_dim)."""
+        if self.probe is not None:
+            return self.probe(self)
+        selector, options, run, reason = self.selector, self.settings.run_options, self.run, self.reason_no_mask()
+        if reason is not None:
+            options = options._replace(policy=_ALWAYS_DENSE)
+        else:
+            selector, reason = selector.for_inputs(self.inputs), self.reason_dense_layer()
+            if reason is not None:
+                # by SDPA's causal kernel where that can run, else under the block mask of all that is visible
+                selector = replace(selector, method=METHODS["causal"], options={}, keeps_all=[True] * self.inputs.query.shape[1])
+                options = options._replace(policy=options.policy._replace(dense_below=1))
+        wanted = () if run is None or not run.collect_stats else STATISTICS if reason is None else ("density",)
+        found = attend(self.inputs, selector, options, False, wanted, run is not None and run.collect_masks)
+        if run is not None:
+            stats = found.stats
+            if stats is not None and reason is not None:
+                stats = replace(stats, dense=True, is_dense=torch.ones_like(stats.is_dense))
+            mask = joined_mask(found.selections, self.inputs.placed()) if found.selections else None
+            run.record(self.layer, stats, mask, reason, self.prefill, self.size)
+        return found.out
+
+    @property
+    def size(self) -> CallSize:
+        """The sizes by which the call is recorded."""
+        batch, _, q_len, _ = self.inputs.query.shape
+        return CallSize(batch, q_len, self.tokens, self.sequence)
+
+    def reason_no_mask(self) -> str | None:
+        """Reason why no mask can be made or would pay, None where one would."""
+        query, value = self.inputs.query, self.inputs.value
+        assert value is not None
+        for name, size in (("head_dim", query.shape[3]), ("v_head_dim", value.shape[3])):
+            if size not in HEAD_DIMS:
+                return f"{name} {size} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+        return self.settings.run_options.policy.by_size(query.shape[2], self.tokens)
+
+    def reason_dense_layer(self) -> str | None:
+        """Reason why a layer stays dense at any length, None where it does not."""
+        if self.layer in self.settings.dense_layers:
+            return "in dense_layers"
+        policy = self.settings.run_options.policy
+        return policy.by_selection(self.selector.for_inputs(self.inputs).keeps_all) or policy.by_window(self.inputs.window)
+
+
+def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
+    """`selector` with the numbers by head of the `num_heads` heads that this process has of an attention module.
+
+    Under tensor parallelism transformers gives the processes of a mesh equal shares of the heads, in order. Where no option is by
+    head, or the module is not spread so, it is the selector itself: the call then refuses a wrong length.
+    """
+    own = {}
+    for name in (*selector.method.shares, *selector.method.pairs):
+        value = selector.options[name]
+        by_head = isinstance(value, tuple) and (name in selector.method.shares or isinstance(value[0], tuple))
+        if by_head and len(value) != num_heads and len(value) % num_heads == 0:
+            rank = _rank(module, len(value) // num_heads)
+            if rank is not None:
+                own[name] = value[rank * num_heads : (rank + 1) * num_heads]
+    return replace(selector, options={**selector.options, **own}) if own else selector
+
+
+def _rank(module: nn.Module, processes: int) -> int | None:
+    """Place of this process among `processes` that share the module's weights; None where these are not spread over so many."""
+    for parameter in module.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            continue
+        names = tuple(mesh.mesh_dim_names or ())
+        # a mesh may hold other dimensions too, over which batches or layers are spread
+        dim = names.index("tp") if "tp" in names else 0 if mesh.ndim == 1 and not names else None
+        if dim is not None and mesh.size(dim) == processes:
+            rank: int = mesh.get_local_rank(dim)
+            return rank
+    return None

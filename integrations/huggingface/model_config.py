@@ -1,0 +1,144 @@
+"""Options in a model's config: what `configure` writes there, and what open blocks hold there for their time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedModel
+
+from flexmask.integrations.huggingface.call import process_settings
+from flexmask.integrations.huggingface.compat import text_config, unwrapped
+from flexmask.integrations.huggingface.settings import CONFIG_KEY, PrefillSettings, saved_settings
+
+if TYPE_CHECKING:
+    from flexmask.integrations.huggingface.session import OpenBlock
+
+LOCK = threading.RLock()  # held while blocks open and close
+_ABSENT = object()
+
+
+def model_settings(
+    model: PreTrainedModel,
+    settings: PrefillSettings | str | Path | None = None,
+    method: str | Callable[..., BlockMask] | None = None,
+    **options: Any,
+) -> PrefillSettings:
+    """The settings that a caller names for a model; where he names none, the process's, those in its config, else the defaults.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For unknown options, values out of their range, layers that the model does not have, options by head for other heads.
+    """
+    config = text_config(model)
+    if settings is None and method is None and not options:
+        found = process_settings() or configured(config) or PrefillSettings()
+    else:
+        found = PrefillSettings.from_options(settings, method, **options)
+    found.check_model(config)
+    return found
+
+
+def configure(
+    model: Any,
+    settings: PrefillSettings | str | Path | None = None,
+    method: str | Callable[..., BlockMask] | None = None,
+    **options: Any,
+) -> PrefillSettings:
+    """Write options into a model's config, where ``save_pretrained`` keeps them: ``flexmask_config`` in ``config.json``.
+
+    They hold wherever the model runs with ``attn_implementation="flexmask"``, except inside a `sparse_prefill` block with options
+    of its own. Without options: the defaults, which replace what was there.
+
+    Parameters
+    ----------
+    model
+        A model of transformers, wrapped or not, as in `sparse_prefill`.
+    settings, method, options
+        As in `sparse_prefill`; `method` by name only.
+
+    Returns
+    -------
+    PrefillSettings
+        The settings that were written.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a `model` that is not one of transformers, unknown options, values out of range, layers that the model does not have.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
+    >>> settings = configure(model, gamma=0.8, dense_layers=(0,))
+    >>> model.config.flexmask_config
+    {'dense_layers': [0], 'gamma': 0.8}
+    """
+    config = text_config(unwrapped(model))
+    found = PrefillSettings.from_options(settings, method, **options)
+    found.check_model(config)
+    setattr(config, CONFIG_KEY, found.to_dict())
+    return found
+
+
+@dataclass(eq=False)
+class SwitchedConfig:
+    """One config that open blocks switched, and what it held before the first of them."""
+
+    config: Any
+    name: str | None
+    blocks: list[OpenBlock] = field(default_factory=list)
+    options: Any = _ABSENT
+    written: Any = _ABSENT
+
+    @classmethod
+    def of(cls, config: Any) -> SwitchedConfig:
+        """The entry of a config, made where it has none."""
+        return SWITCHED.setdefault(id(config), cls(config, config._attn_implementation))
+
+    def write_options(self) -> None:
+        """Let the config hold the options of the block entered last, for whoever saves or copies the model, else its own.
+
+        Blocks whose method is a function, which cannot be saved, are passed over. What somebody else wrote inside a block, as
+        `configure` does, are the config's own options from then on.
+        """
+        now = getattr(self.config, CONFIG_KEY, _ABSENT)
+        if now is not self.written or now is _ABSENT:
+            self.options = now
+        runs = [block.run for block in self.blocks if text_config(block.model) is self.config]
+        self.written = next((run.settings.to_dict() for run in reversed(runs) if not callable(run.settings.method)), _ABSENT)
+        wanted = self.options if self.written is _ABSENT else self.written
+        if wanted is not _ABSENT:
+            setattr(self.config, CONFIG_KEY, wanted)
+        elif hasattr(self.config, CONFIG_KEY):
+            delattr(self.config, CONFIG_KEY)
+
+    def close(self, block: OpenBlock) -> None:
+        """Let go of a block; after the last one the config is as it was before the first."""
+        self.blocks.remove(block)
+        self.write_options()
+        if not self.blocks:
+            # not by its property, which sets the name of all parts too, where other blocks may be open
+            self.config._attn_implementation_internal = self.name
+            del SWITCHED[id(self.config)]
+
+
+# by identity, which models may share: configs are not hashable, and keep in their file what they are given. Each holds its
+# config, so that no other can take its id
+SWITCHED: dict[int, SwitchedConfig] = {}
+
+
+def configured(config: Any) -> PrefillSettings | None:
+    """The options that a config holds as its own, without those of open blocks; None without any."""
+    with LOCK:
+        switched = SWITCHED.get(id(config))
+        if switched is None or getattr(config, CONFIG_KEY, _ABSENT) is not switched.written or switched.written is _ABSENT:
+            return saved_settings(config)
+        return None if switched.options is _ABSENT else PrefillSettings.from_dict(switched.options, CONFIG_KEY)

@@ -1,0 +1,178 @@
+"""A call of transformers, checked: its inputs, its mask and its packed sequences, or the refusal of what is not served."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.base.checks import HEAD_DIMS
+from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.integrations.huggingface.compat import MODELS_MAKE_4D_MASKS
+from flexmask.integrations.huggingface.mask import PrefillMask
+from flexmask.integrations.huggingface.packed import Segments
+
+_SDPA, _EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
+_UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt a batch row"
+# Arguments that change attention, and what to use instead. The rest of what a model's forward is called with comes along too
+# (labels, lengths, flags, a tokenizer), and passes.
+_REFUSED = {
+    "position_bias": _EAGER,
+    "attention_bias": _EAGER,
+    "alibi": _EAGER,
+    "head_mask": _EAGER,
+    "output_attentions": _EAGER,
+    "block_indices": _SDPA,
+    "indices": _SDPA,
+    "sinks": _EAGER,
+    "block_table": _SDPA,
+    # of continuous batching, whose keys lie in a paged cache
+    "read_index": _SDPA,
+    "write_index": _SDPA,
+    "prefill_chunk_size": "model.generate, which cuts the prompt",
+}
+
+
+class CheckedCall(NamedTuple):
+    """A call that is served."""
+
+    inputs: AttentionInputs
+    mask: PrefillMask | None  # None: one row, of decoding
+    segments: Segments | None  # packed sequences
+    visible: Tensor | None  # keys that the row of decoding sees, (batch, 1, 1, kv_len) bool; None: all
+
+
+def checked_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    is_causal: bool | None,
+    scores: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> CheckedCall:
+    """The checked call of `attention`; `scores` are its scale, softcap and sinks, `kwargs` what its signature does not name.
+
+    Raises
+    ------
+    NotImplementedError
+        For what is not served, with what to use instead.
+    TypeError, ValueError
+        As `attention_inputs`.
+    """
+    for name, instead in _REFUSED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise refusal(f"the argument {name}", instead)
+    if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
+        raise refusal("a config with output_attentions", _EAGER)
+    if query.shape[2] == 1 and not isinstance(attention_mask, BlockMask):
+        visible = None if attention_mask is None else _row_of_keys(attention_mask, key.shape[2])
+        return CheckedCall(_inputs(query, key, value, None, scores), None, None, visible)
+    mask = _visibility(module, is_causal, attention_mask, query, key)
+    segments = _segments(mask, query, kwargs)
+    return CheckedCall(_inputs(query, key, value, mask, scores), mask, segments, None)
+
+
+def refusal(what: str, instead: str) -> NotImplementedError:
+    """The error for what is not served."""
+    return NotImplementedError(f"flexmask does not serve {what}; use {instead}")
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]) -> AttentionInputs:
+    """The checked inputs, also of heads of a size that no mask is made for, which run dense."""
+    where = dict(scores)
+    if mask is not None:
+        at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
+        where |= {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
+    if query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS:
+        return attention_inputs(query, key, value, **where)
+    # everything else is checked on heads that pass
+    stand_ins = [x.new_empty(()).expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
+    checked = attention_inputs(*stand_ins, **where)
+    scale = query.shape[3] ** -0.5 if scores["scale"] is None else checked.scale
+    return checked._replace(query=query, key=key, value=value, scale=scale)
+
+
+def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None) -> None:
+    """Refuse attention that is not causal.
+
+    Under a mask of ours the argument `is_causal` says nothing: some modules (GPT-2) pass False wherever they were given a mask,
+    and a mask that is not causal holds its own refusal.
+    """
+    causal = getattr(module, "is_causal", True)
+    if is_causal is not None and not isinstance(mask, PrefillMask):
+        causal = is_causal
+    if not causal:
+        raise refusal("bidirectional or cross attention", f"{_SDPA} for the parts of the model that have it")
+
+
+def _visibility(
+    module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
+) -> PrefillMask:
+    """The mask of a prefill call, or a refusal."""
+    _check_causal(module, is_causal, mask)
+    batch, _, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    if mask is None and q_len == kv_len:
+        return PrefillMask((batch, 1, q_len, kv_len), 0)
+    if mask is None:
+        raise refusal("a prefill without a mask over a cache", f"a (batch, kv_len) attention_mask, or {_SDPA}")
+    if not isinstance(mask, PrefillMask):
+        what = "a 4-D attention_mask"
+        if MODELS_MAKE_4D_MASKS:
+            what += (
+                ", which in this release of transformers some models (OPT, BART, GraniteMoe, Persimmon, FalconH1) make themselves"
+            )
+            raise refusal(what, f"a newer release, {_SDPA}, or where the mask is yours a (batch, kv_len) one")
+        raise refusal(what, f"a (batch, kv_len) attention_mask, or {_SDPA}")
+    if mask.refusal is not None:
+        raise refusal(mask.refusal, _SDPA)
+    if tuple(mask.shape[2:]) != (q_len, kv_len):
+        raise refusal(
+            f"{q_len} rows and {kv_len} keys under a mask of {mask.shape[2]} and {mask.shape[3]} "
+            "(keys that the model adds to those of its tokens, or a cache of another length)",
+            _SDPA,
+        )
+    return mask
+
+
+def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
+    """The packed sequences of a call, None for one of single prompts.
+
+    They come from the mask, which transformers makes of position_ids that start again where there is neither a cache nor an
+    attention_mask, or from the caller's bounds. Positions that start again elsewhere are refused, as far as they are handed over
+    at all: some models have three of each token.
+    """
+    batch, _, q_len, _ = query.shape
+    rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    positions = kwargs.get("position_ids")
+    if (
+        mask.segments is None
+        and isinstance(positions, Tensor)
+        and positions.dim() == 2
+        and positions.shape[1] == q_len
+        and mask.packed.is_packed(positions, mask.attention_mask, mask.offset)
+    ):
+        raise refusal("packed sequences (position_ids that start again) over a cache or under an attention_mask", _UNPACK)
+    if rows is None and keys is None:
+        return mask.segments
+    if rows is None or keys is None:
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k must come together; got cu_seq_lens_{'k' if rows is None else 'q'} alone"
+        )
+    if mask.attention_mask is not None or mask.shape[3] != q_len:
+        raise refusal("packed sequences (cu_seq_lens_q) over a cache or under an attention_mask", _UNPACK)
+    segments = mask.bounds.segments(rows, keys, batch * q_len)
+    if mask.segments is not None and mask.segments != tuple(each for each in segments if each.q_len):
+        raise ValueError("cu_seq_lens_q must name the sequences that position_ids do, which start again elsewhere")
+    return segments
+
+
+def _row_of_keys(mask: Tensor, kv_len: int) -> Tensor:
+    """The keys that a single row sees, (batch, 1, 1, kv_len) bool."""
+    if mask.dtype != torch.bool:
+        raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
+    return mask[..., :kv_len]
