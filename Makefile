@@ -22,7 +22,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm docs docs-browse test-eval pictures clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm test-sglang docs docs-browse test-eval pictures notebooks clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -69,6 +69,15 @@ $(VLLM_VENV)/.installed: tests/vllm/requirements.txt tests/vllm/environment.sh
 	tests/vllm/environment.sh $(VLLM_VENV) $(PYTHON) $(VLLM_RELEASE)
 	@touch $@
 
+# SGLang without its kernels for GPUs, on torch's own operators. SGLANG_RELEASE=0.5.18 SGLANG_VENV=DIR: another release
+SGLANG_VENV ?= .venv-sglang
+test-sglang: $(SGLANG_VENV)/.installed ## the plug-in in SGLang on a CPU, in an environment of its own (SGLANG_VENV, 2 GB)
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -o filterwarnings=default tests/sglang $(ARGS)
+
+$(SGLANG_VENV)/.installed: tests/sglang/requirements.txt tests/sglang/environment.sh
+	tests/sglang/environment.sh $(SGLANG_VENV) $(PYTHON) $(SGLANG_RELEASE)
+	@touch $@
+
 style: $(READY) ## ruff and mypy, changing nothing
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -84,6 +93,9 @@ bench: $(READY) ## speed in brief; PART=latency|stages|memory|compile measures t
 pictures: $(READY) ## every picture of the documents, drawn again (minutes, on a CPU)
 	$(RUN) -m bench.report.pictures $(ARGS)
 	$(RUN) -m bench.concepts.draw
+
+notebooks: $(READY) ## run docs/notebooks/tuning.ipynb again and keep its output (minutes, on a CPU); NOTEBOOK=docs/notebooks/gpu.ipynb: on a GPU
+	MPLBACKEND=agg $(RUN) docs/notebook.py $(or $(NOTEBOOK),docs/notebooks/tuning.ipynb) $(ARGS)
 
 bench-report: $(READY) ## the tables of bench/FIDELITY.md and REPORT.md and the appendix from the measured rows, without a GPU
 	$(RUN) -m bench.report $(ARGS)

@@ -24,10 +24,9 @@ KEY_BLOCK = 0.5
 DIAGONAL = 0.2
 # of the attention to key means of a query block's rows, as their root mean square: what they give to a key block keeps it
 ROWS = 0.2
-# earlier query blocks see less: their threshold grows by the power of the quotient of lengths that this is the limit of in long
-# prompts; up to LENGTH one threshold serves all rows
+# a query block that sees n of N key blocks has a threshold (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
 EARLIER_ROWS = 0.6
-# of LENGTH: query blocks that see less than that have another such growth by the square of the quotient
+# of LENGTH: with n1 the blocks of that part, the threshold of a query block that sees n < n1 is (n1/n)^2p times as high again
 FIRST_ROWS = 1 / 2
 # of that threshold: where its rows give less, a query block takes no line
 LINES = 1 / 16
@@ -89,8 +88,9 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
       `row_stride`-th row of r, of the row's softmax attention to the means of the key blocks that it sees, each weighed by its
       number of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;
-    - each block diagonal to which those rows give ``>= e/5`` on average, without what those key blocks hold before the nearest;
-    - both only where ``R[r, j] >= t[r]/16``, or where r holds one of those rows;
+    - each block diagonal to which those rows give ``>= e/5`` on average, not counting what those key blocks hold beyond the
+      nearest blocks;
+    - the previous two apply only where ``R[r, j] >= t[r]/16``, or where r holds one of those rows;
     - its nearest `min_budget` tokens' worth of blocks, eight times as many if it holds one of those rows;
     - its first visible key block and its diagonal.
 

@@ -42,7 +42,7 @@ def sparse_attention(
 
     All methods run on the same compiled block-sparse kernel with the same checks. A comparison of two shows their selections.
 
-    Source: the method's own, in the docstring of its mask function.
+    Source: see the docstring of the method's mask function.
 
     Parameters
     ----------

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
-from bench.serving import table
-from bench.serving.first_token import described, parse
+from bench.serving import packed_call, prefill_profile, table
+from bench.serving.first_token import ALL_SHAPES, described, parse, shape_folder
+from flexmask.attend import attend
+from flexmask.base.inputs import attention_inputs
+from flexmask.integrations.huggingface.settings import PrefillSettings
 
 ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1}
 ROW = {**ENGINE, "prompt_tokens": 32768, "chunk": None, "first_seconds": 3.0, "compiled_by_first": 0, "peak_gb": 4.0}
@@ -71,3 +75,62 @@ def test_options_are_those_under_flexmask():
     assert described(parse([*given, "--stock"])) == "stock"
     with pytest.raises(SystemExit):
         parse([*given, "--stock", "--settings", "{}"])
+
+
+@pytest.mark.usefixtures("without_kernel")
+@pytest.mark.parametrize("tokens", [4096, 8192])
+def test_hybrid_has_its_density_of_real_text_where_attention_is_even(tokens):
+    own = PrefillSettings.from_dict({**prefill_profile.settings_of("hybrid", tokens, 0.2), "dense_below": 0})
+    even = torch.zeros(1, 2, tokens, 16)
+    inputs = attention_inputs(even, even, even)
+    found = attend(inputs, own.selector().for_inputs(inputs), own.run_options, statistics=("density",))
+    assert found.stats is not None
+    assert prefill_profile.own_density(tokens) == 0.257
+    assert prefill_profile.own_density(100 * tokens) == 0.125
+    assert found.stats.density.mean().item() == pytest.approx(0.257, abs=0.03)
+
+
+def test_a_step_is_taken_apart_by_kernels():
+    events = [
+        ("nvjet_tst", 100.0, 50.0),
+        ("flash::Fwd", 150.0, 30.0),
+        ("_evidence_kernel", 190.0, 5.0),
+        ("nvjet_tst", 200.0, 100.0),
+    ]
+    parts = prefill_profile.parts_of(list(reversed(events)), 0.001)
+    wanted = {"linear layers": 0.15, "attention": 0.03, "masks": 0.005, "idle": 0.015, "host": 0.8, "number of kernels": 4.0}
+    assert parts == pytest.approx(wanted)
+    # two streams at once: nothing is idle
+    assert prefill_profile.parts_of([("nvjet", 0.0, 100.0), ("nccl", 10.0, 20.0), ("nvjet", 100.0, 10.0)], 0.0)["idle"] == 0
+
+
+def test_spans_are_summed_up_by_name():
+    spans = prefill_profile.Spans("cpu")
+    timed = spans.around("mask", lambda number, *, more: number + more)
+    assert [timed(1, more=2), timed(3, more=4)] == [3, 7]
+    spans.around("kernel", lambda: None)()
+    assert set(spans.milliseconds()) == {"mask", "kernel"}
+    assert spans.milliseconds()["mask"] > 0
+
+
+@pytest.mark.parametrize("shape", ALL_SHAPES)
+def test_shapes_are_configs_of_their_models(shape, tmp_path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(shape_folder(shape, tmp_path, 2))
+    family, sizes = ALL_SHAPES[shape]
+    assert (config.architectures, config.num_hidden_layers) == ([f"{family}ForCausalLM"], 2)
+    assert all(getattr(config, name) == value for name, value in sizes.items() if name != "num_hidden_layers")
+
+
+@pytest.mark.attention
+def test_one_call_for_several_prompts_gives_what_a_call_each_gives():
+    own = PrefillSettings.from_options(gamma=0.7, block_size=32, min_budget=32, dense_below=0)
+    lengths = (192, 64, 320)
+    prompts = [attention_inputs(*(torch.randn(1, heads, length, 16) for heads in (4, 2, 2))).prepared() for length in lengths]
+    kept = packed_call.selected(own.selector(), prompts)
+    density = [(each.lists.kv_num_blocks + each.lists.full_kv_num_blocks).float().mean() for each in kept]
+    assert density[2] < 5  # of 5.5 that are visible
+    together = packed_call.packed(packed_call.in_one(prompts), kept, "cpu").split(lengths, 2)
+    for ours, expected in zip(together, packed_call.separate(prompts, kept, "cpu"), strict=True):
+        torch.testing.assert_close(ours, expected)

@@ -22,11 +22,13 @@ import torch
 
 from bench.prompts.models import SHAPES
 from bench.rows import append_row
+from bench.serving.latent_shapes import LATENT
 from bench.speed import random_blocks as random_blocks  # a method of its own
 from bench.speed.clock import device_name, kernels_of
 
 # vLLM reads them when it is imported
 ENVIRONMENT = {
+    "FLEXMASK_VLLM_LATENT": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     # a package that the engine does without
@@ -34,6 +36,7 @@ ENVIRONMENT = {
     # a process that has looked at the GPU must not be forked
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+ALL_SHAPES = {**SHAPES, **LATENT}
 # for trying the program out
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -43,7 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder of a model")
-    which.add_argument("--shape", choices=sorted(SHAPES), help="this model's shape, with random weights")
+    which.add_argument("--shape", choices=sorted(ALL_SHAPES), help="this model's shape, with random weights")
     parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stock", action="store_true", help="vLLM's FLASH_ATTN, without the plug-in")
@@ -75,19 +78,23 @@ def described(options: argparse.Namespace) -> str:
 
 
 def shape_folder(shape: str, folder: Path, layers: int | None) -> str:
-    """Write the config of a known shape, in Llama's or Qwen's own form, for ``load_format="dummy"``."""
+    """Write the config of a known shape, in its family's own form, for ``load_format="dummy"``."""
     from transformers import AutoConfig
 
-    family, sizes = SHAPES[shape]
-    config = AutoConfig.for_model(family.lower(), **{**sizes, **({"num_hidden_layers": layers} if layers else {})})
+    family, sizes = ALL_SHAPES[shape]
+    kind = {"DeepseekV3": "deepseek_v3"}.get(family, family.lower())
+    config = AutoConfig.for_model(kind, **{**sizes, **({"num_hidden_layers": layers} if layers else {})})
     config.architectures = [f"{family}ForCausalLM"]
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
     return str(folder)
 
 
-def make_engine(options: argparse.Namespace) -> Any:
-    """Start the engine that the command line describes; the whole of the longest prompt fits into one step."""
+def make_engine(options: argparse.Namespace, **others: Any) -> Any:
+    """Start the engine that the command line describes; the whole of the longest prompt fits into one step.
+
+    `others` are arguments of ``vllm.LLM``, in the place of its own.
+    """
     os.environ.update(ENVIRONMENT)
     if options.tensor_parallel == 1:
         # the engine in this process: its memory and what it compiles can be looked at
@@ -105,23 +112,24 @@ def make_engine(options: argparse.Namespace) -> Any:
     if options.cache_gb:
         memory["kv_cache_memory_bytes"] = int(options.cache_gb * 2**30)
     where = {} if on_cpu else {"attention_backend": "FLASH_ATTN" if options.stock else "CUSTOM", **memory}
-    return LLM(
+    given = {
         **own,
         **where,
-        dtype=options.dtype,
-        seed=0,
-        enforce_eager=on_cpu,
-        max_model_len=most + options.new_tokens,
-        max_num_batched_tokens=most,
-        max_num_seqs=max(options.at_once, 2),
+        "dtype": options.dtype,
+        "seed": 0,
+        "enforce_eager": on_cpu,
+        "max_model_len": most + options.new_tokens,
+        "max_num_batched_tokens": most,
+        "max_num_seqs": max(options.at_once, 2),
         # each prompt is prefilled as often as it is asked
-        enable_prefix_caching=False,
+        "enable_prefix_caching": False,
         # throughput comes with the times of every request
-        disable_log_stats=not options.at_once,
-        tensor_parallel_size=options.tensor_parallel,
-        additional_config={} if options.stock else {"flexmask": options.settings},
+        "disable_log_stats": not options.at_once,
+        "tensor_parallel_size": options.tensor_parallel,
+        "additional_config": {} if options.stock else {"flexmask": options.settings},
         **({"distributed_executor_backend": "uni"} if options.tensor_parallel == 1 else {}),
-    )
+    }
+    return LLM(**{**given, **others})
 
 
 def prompts(options: argparse.Namespace, tokens: int, number: int) -> list[list[int]]:
@@ -130,7 +138,7 @@ def prompts(options: argparse.Namespace, tokens: int, number: int) -> list[list[
         from bench.retriever.task import make_prompt
 
         return [make_prompt(tokens, 16, 1, seed).token_ids.tolist() for seed in range(number)]
-    vocabulary = SHAPES[options.shape][1]["vocab_size"]
+    vocabulary = ALL_SHAPES[options.shape][1]["vocab_size"]
     return [random.Random(seed).choices(range(1000, vocabulary), k=tokens) for seed in range(number)]
 
 

@@ -29,7 +29,10 @@ _KERNELS = (
         "masks",
         ("at::", "distribution", "memset", "_block_sums", "_pooled", "_digit_pass", "_means_", "_lists_", "_line_", "_lines_"),
     ),
-    ("masks", ("_pattern_", "_chosen_", "_ties_", "_estimate_", "_row_norms", "_evidence", "_last_rows", "_small_map")),
+    (
+        "masks",
+        ("_pattern_", "_chosen_", "_ties_", "_estimate_", "_row_norms", "_rows_kernel", "_evidence", "_last_rows", "_small_map"),
+    ),
 )
 _KINDS = ("attention", "linear layers", "copies", "masks", "rest")
 HEAD = """# Serving
@@ -37,6 +40,11 @@ HEAD = """# Serving
 `python -m bench.serving.table > bench/SERVING.md` writes this file. [bench/README.md](README.md#serving) says how to measure,
 [docs/serving.md](../docs/serving.md) what the plug-in does.
 """
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel on the GPU, by its name; "rest" for vLLM's other kernels."""
+    return next((kind for kind, words in _KERNELS if any(word in name.lower() for word in words)), "rest")
 
 
 def over_stock(rows: Sequence[Row], value: str, key: Callable[[Row], Any], faster: Callable[[float, float], float]) -> list[str]:
@@ -89,8 +97,7 @@ def kernels(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         found = dict.fromkeys(_KINDS, 0.0)
         for name, milliseconds in row["kernels_ms"].items():
-            kind = next((kind for kind, words in _KERNELS if any(word in name.lower() for word in words)), "rest")
-            found[kind] += milliseconds
+            found[kind_of(name)] += milliseconds
         found["rest"] += row["all_kernels_ms"] - sum(found.values())
         numbers = [f"{found[kind]:,.0f} ms" for kind in _KINDS]
         cells.append([thousands(row["prompt_tokens"]), row["method"], *numbers, f"{row['all_kernels_ms']:,.0f} ms"])

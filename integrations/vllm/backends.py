@@ -1,7 +1,7 @@
-"""vLLM's backends with sparse prefill: CUSTOM, which wraps FLASH_ATTN or TRITON_ATTN, and CPU_ATTN.
+"""vLLM's backends with sparse prefill: CUSTOM, which wraps FLASH_ATTN or TRITON_ATTN, and those of CPUs.
 
-vLLM asks this module for a class by name. Each is made when first asked for, so that nothing of vLLM is imported for a backend
-that is not used. FLASH_ATTN's and TRITON_ATTN's were run on a GPU with vLLM 0.26.
+Models with multi-head latent attention get FLASH_ATTN_MLA or TRITON_MLA. vLLM looks a class up by name; each is made at its first
+look-up, and nothing of vLLM is imported before.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 from typing import Any
 
+from flexmask.integrations.vllm.registration import LATENT_VARIABLE
 from flexmask.integrations.vllm.versions import check_release, interface_faults
 
 _log = logging.getLogger("vllm.flexmask")
@@ -18,27 +20,44 @@ _log = logging.getLogger("vllm.flexmask")
 _STOCK = {
     "SparseFlashAttention": ("flash_attn", "FlashAttentionBackend", "FLASH_ATTN", "CUSTOM"),
     "SparseTritonAttention": ("triton_attn", "TritonAttentionBackend", "TRITON_ATTN", "CUSTOM"),
+    "SparseFlashLatentAttention": ("mla.flashattn_mla", "FlashAttnMLABackend", "FLASH_ATTN_MLA", "CUSTOM"),
+    "SparseTritonLatentAttention": ("mla.triton_mla", "TritonMLABackend", "TRITON_MLA", "CUSTOM"),
     "SparseCPUAttention": ("cpu_attn", "CPUAttentionBackend", "CPU_ATTN", "CPU_ATTN"),
     "SparseCPULatentAttention": ("mla.cpu_mla", "CPUMLABackend", "CPU_MLA", "CPU_MLA"),
 }
-_BY_KERNEL = {"FLASH_ATTN": "SparseFlashAttention", "TRITON_ATTN": "SparseTritonAttention"}
+# by the kernel of the options, and by whether attention is latent
+_BY_KERNEL = {
+    ("FLASH_ATTN", False): "SparseFlashAttention",
+    ("TRITON_ATTN", False): "SparseTritonAttention",
+    ("FLASH_ATTN", True): "SparseFlashLatentAttention",
+    ("TRITON_ATTN", True): "SparseTritonLatentAttention",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name == "Custom":
-        return _backend(_BY_KERNEL[_chosen_kernel()])
+        kernel, is_latent = _chosen()
+        if is_latent and os.environ.get(LATENT_VARIABLE) != "1":
+            message = (
+                "flexmask: latent attention (MLA) on a GPU is refused: its answers have not been compared; "
+                f"{LATENT_VARIABLE}=1 runs it nevertheless"
+            )
+            # vLLM reports an ImportError of a backend without its words
+            _log.error("%s", message)
+            raise ImportError(message)
+        return _backend(_BY_KERNEL[kernel, is_latent])
     if name in _STOCK:
         return _backend(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _chosen_kernel() -> str:
+def _chosen() -> tuple[str, bool]:
     from vllm.config import get_current_vllm_config_or_none
 
     from flexmask.integrations.vllm.engine import engine_of
 
     config = get_current_vllm_config_or_none()
-    return "FLASH_ATTN" if config is None else engine_of(config).options.kernel
+    return ("FLASH_ATTN", False) if config is None else (engine_of(config).options.kernel, bool(config.model_config.use_mla))
 
 
 def _check(stock: Any) -> None:
@@ -67,6 +86,10 @@ def _backend(name: str) -> type:
     own_builder = builders.SparseLatentBuilder if is_latent else builders.SparsePrefillBuilder
     own_impl = impls.SparseLatentImpl if is_latent else impls.SparsePrefillImpl
     bases: tuple[type, ...] = (own_impl, stock.get_impl_cls())
+    if is_latent and kernel != "CPU_MLA":
+        from flexmask.integrations.vllm.latent_profile import measure_latent_layers
+
+        measure_latent_layers()
     if kernel == "CPU_ATTN":
         from flexmask.integrations.vllm.cpu_pages import ReadsCPUCache
 

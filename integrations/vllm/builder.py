@@ -99,7 +99,7 @@ class SparsePrefillBuilder:
 class SparseLatentBuilder(SparsePrefillBuilder):
     """The same before a builder of multi-head latent attention, whose metadata part decoding rows, the first, from prefills.
 
-    What the stock backend decodes, it decodes for all rows at once: parts are of prefills only.
+    The stock backend decodes all its rows at once: parts are of prefills only.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

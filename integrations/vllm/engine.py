@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.vllm import startup
 from flexmask.integrations.vllm.counters import Counters
 from flexmask.integrations.vllm.layers import SparseLayer, layer_number, role_of
-from flexmask.integrations.vllm.options import ServingOptions, serving_options
+from flexmask.integrations.vllm.options import serving_options
 from flexmask.integrations.vllm.plan import StepPlan
 
 _LOCK = threading.RLock()
@@ -86,7 +87,7 @@ class Engine:
             self.counting = next((name for name, role in self.roles.items() if isinstance(role, SparseLayer)), None)
             self._first = is_first_rank()
             if self._first:
-                startup.log_roles(self.roles, self.options, kernel)
+                startup.log_roles(self.roles, self.options, kernel, self._least_rows())
             if not sparse:
                 return
             with torch.inference_mode():
@@ -110,6 +111,14 @@ class Engine:
         """Rows and tokens of the largest call: the last chunk of the longest prompt."""
         most = self._vllm_config.model_config.max_model_len
         return min(self._vllm_config.scheduler_config.max_num_batched_tokens, most), most
+
+    def _least_rows(self) -> int:
+        """Rows that a chunk needs to run sparse: more than a backend of latent attention decodes."""
+        backends = [
+            layer.attn_backend for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")
+        ]
+        decoded = [each.get_builder_cls().reorder_batch_threshold for each in backends if each.is_mla()]
+        return max([self.options.policy.least_rows, *(rows + 1 for rows in decoded)])
 
     def _settle_all(self) -> str:
         """Settle the role of every layer of this process; gives the name of the stock kernel."""

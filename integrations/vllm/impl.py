@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
@@ -124,6 +125,10 @@ class SparseLatentImpl(FindsItsRole):
     attends to the latent rows themselves, stays stock.
     """
 
+    def flexmask_prepare(self, device: torch.device) -> None:
+        """Compile, and make the largest call, while memory is measured."""
+        self._engine.prepare(device, in_profile=True)
+
     def forward_mha(
         self,
         q: Tensor,
@@ -157,8 +162,9 @@ class SparseLatentImpl(FindsItsRole):
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         stock: Any = self
-        widths = [stock.qk_nope_head_dim, stock.v_head_dim]
-        by_head = stock.kv_b_proj(latent)[0].view(-1, stock.num_heads, sum(widths))
-        key, value = by_head.split(widths, -1)
-        key = stock._concat_k_nope_k_pe(key, rotated)
-        return key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous()
+        nope, width = stock.qk_nope_head_dim, stock.v_head_dim
+        by_head = stock.kv_b_proj(latent)[0].view(-1, stock.num_heads, nope + width).transpose(0, 1)
+        key = by_head.new_empty((*by_head.shape[:2], nope + rotated.shape[-1]))
+        key[..., :nope] = by_head[..., :nope]
+        key[..., nope:] = rotated.transpose(0, 1)
+        return key, by_head[..., nope:].contiguous()

@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from flexmask.base.checks import check_real, check_word
-from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
+from flexmask.integrations.serving.options import ServingOptions, read_options
 
 KEY = "flexmask"
 KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
-_OWN = ("kernel", "file", "count_density", "log_every")
-
-
-@dataclass(frozen=True)
-class ServingOptions:
-    """Options of one engine.
-
-    Attributes
-    ----------
-    settings
-        Of the model's prefill, as the adapter for transformers takes them.
-    kernel
-        vLLM's backend that serves everything that is not sparse: ``"FLASH_ATTN"`` (default) or ``"TRITON_ATTN"``. CPUs have
-        one of their own, whatever this says.
-    count_density
-        True (default) to sum up the density of sparse calls on the device, for the log.
-    log_every
-        Seconds, > 0, default 60: the counters are logged at most this often, in a step that prefills, which then waits for the
-        device. And at shutdown, if vLLM gives its processes the time (its ``--shutdown-timeout``).
-    source
-        Origin of the settings, for the log.
-    """
-
-    settings: PrefillSettings
-    kernel: str = "FLASH_ATTN"
-    count_density: bool = True
-    log_every: float = 60.0
-    source: str = "defaults"
-
-    @property
-    def policy(self) -> DensePolicy:
-        """Which chunks run dense."""
-        return self.settings.run_options.policy
+"""vLLM's backends that may serve everything that is not sparse, the default first"""
 
 
 def serving_options(additional_config: Any, model_config: Any = None) -> ServingOptions:
@@ -53,59 +18,14 @@ def serving_options(additional_config: Any, model_config: Any = None) -> Serving
     Parameters
     ----------
     additional_config
-        vLLM's, a dict or another object without options of ours. Under ``"flexmask"``: the settings, flat, as
-        `PrefillSettings.to_dict` and `tune` write them, or ``"file"``, the path of a JSON file of them; and fields of
-        `ServingOptions`.
+        vLLM's, a dict or another object without options of ours. Under ``"flexmask"``: what `read_options` takes.
     model_config
-        The model's own, of transformers: its ``flexmask_config`` counts where neither settings nor a file are given.
+        The model's own, of transformers.
 
     Raises
     ------
     TypeError, ValueError
-        For an unknown option, by name, a value of the wrong type or out of its range, and a file together with settings.
+        As `read_options` does.
     """
     given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-    given = {} if given is None else given
-    if not isinstance(given, Mapping):
-        raise TypeError(f"additional_config[{KEY!r}] must be a dict of options; got {type(given).__name__}")
-    own = {name: given[name] for name in _OWN if name in given}
-    chosen = {name: value for name, value in given.items() if name not in _OWN}
-    path = own.pop("file", None)
-    if "kernel" in own:
-        check_word("kernel", own["kernel"], KERNELS)
-    if not isinstance(own.get("count_density", True), bool):
-        raise TypeError(f"count_density must be true or false; got {own['count_density']!r}")
-    if "log_every" in own:
-        check_real("log_every", own["log_every"])
-        if own["log_every"] <= 0:
-            raise ValueError(f"log_every must be > 0 seconds; got {own['log_every']}")
-    settings, source = _settings(chosen, path, model_config)
-    return ServingOptions(settings=settings, source=source, **own)
-
-
-def _settings(chosen: dict[str, Any], path: Any, model_config: Any) -> tuple[PrefillSettings, str]:
-    if path is not None:
-        if not isinstance(path, str):
-            raise TypeError(f"file must be a path; got {type(path).__name__}")
-        if chosen:
-            raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
-        return PrefillSettings.load(path), path
-    if chosen:
-        return _of(chosen), "additional_config"
-    # a model of several parts keeps its language model's config inside
-    text = getattr(model_config, "get_text_config", lambda: model_config)()
-    for config in (model_config, text):
-        saved_here = saved_settings(config)
-        if saved_here is not None:
-            return saved_here, "the model's config.json"
-    return PrefillSettings(), "defaults"
-
-
-def _of(chosen: dict[str, Any]) -> PrefillSettings:
-    try:
-        return PrefillSettings.from_dict(chosen, f"additional_config[{KEY!r}]")
-    except ValueError as error:
-        # it names the options of the method; ours stand beside them
-        if "takes the options" in str(error):
-            raise ValueError(f"{error}; beside them stand those of PrefillSettings, and {', '.join(_OWN)}") from None
-        raise
+    return read_options(given, f"additional_config[{KEY!r}]", "additional_config", KERNELS, KERNELS[0], model_config)

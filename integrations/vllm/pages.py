@@ -17,7 +17,7 @@ class Places:
     pages
         The request's row of the block table, integer, at least as many as its tokens fill.
     tokens
-        How many tokens it has, known to the host.
+        Number of its tokens, known to the host.
     """
 
     def __init__(self, pages: Tensor, tokens: int) -> None:
@@ -57,7 +57,16 @@ def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tens
     """Keys and values, (num_kv_heads, tokens, head_dim) each and contiguous, from the cache of FLASH_ATTN or TRITON_ATTN.
 
     Its logical shape is (pages, num_kv_heads, tokens in a page, 2 * head_dim), keys before values, in any memory order.
+
+    Raises
+    ------
+    RuntimeError
+        For a cache of another shape, which another release of vLLM may have.
     """
+    if cache.dim() != 4 or cache.shape[3] != 2 * head_dim:
+        raise RuntimeError(
+            f"vLLM's cache must be (pages, num_kv_heads, tokens in a page, {2 * head_dim}); got shape {tuple(cache.shape)}"
+        )
     pages, heads, page_size, width = cache.shape
     if cache.stride() == (page_size * heads * width, width, heads * width, 1):
         # tokens first, as vLLM has it by default: torch gathers whole rows of memory several times as fast as single numbers

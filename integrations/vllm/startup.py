@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.vllm.attend import attend
 from flexmask.integrations.vllm.counters import Counters
 from flexmask.integrations.vllm.layers import SparseLayer
-from flexmask.integrations.vllm.options import ServingOptions
 from flexmask.integrations.vllm.pages import gathered_bytes
 from flexmask.integrations.vllm.warm_sizes import warm_sizes
 
@@ -21,13 +21,18 @@ from flexmask.integrations.vllm.warm_sizes import warm_sizes
 _log = logging.getLogger("vllm.flexmask")
 
 
-def roles_line(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str) -> str:
-    """The line at start-up: sparse layers and from how many tokens on, the others with reasons, the kernels, and the settings."""
+def roles_line(
+    roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None
+) -> str:
+    """The line at start-up: sparse layers and from how many tokens on, the others with reasons, the kernels, and the settings.
+
+    `least_rows` are those of a chunk that runs sparse, None for those of the options.
+    """
     sparse = [role for role in roles.values() if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
         line += f" ({_method(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least"
-        line += f" {options.policy.least_rows} rows, on FlexAttention's backend {options.settings.backend!r}"
+        line += f" {least_rows or options.policy.least_rows} rows, on FlexAttention's backend {options.settings.backend!r}"
     line += f"; {kernel} serves all else. Settings: {options.source}."
     reasons: dict[str, int] = {}
     for role in roles.values():
@@ -54,9 +59,9 @@ def _method(layers: Iterable[SparseLayer]) -> str:
     return ", ".join(told)
 
 
-def log_roles(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str) -> None:
+def log_roles(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int) -> None:
     """Log `roles_line`."""
-    _log.info("%s", roles_line(roles, options, kernel))
+    _log.info("%s", roles_line(roles, options, kernel, least_rows))
 
 
 def log_warm_up(seconds: float) -> None:

@@ -33,14 +33,17 @@ _OF_LATENT_ATTENTION = {
     "impl.forward_mha": (
         "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale",
     ),
-    "impl._concat_k_nope_k_pe": ("k_nope", "k_pe"),
 }  # fmt: skip
 # arguments of an implementation that say which layers are served
 _ARGUMENTS = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
 _ARGUMENTS |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"}
+_LATENT_ARGUMENTS = {"kv_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj"}
 # of a step
 _FIELDS = {"query_start_loc_cpu", "seq_lens_cpu_upper_bound", "num_reqs", "block_table_tensor", "causal", "is_prefilling"}
 _FIELDS |= {"mm_req_doc_ranges"}
+# of a step with latent attention, whose decoding rows come first
+_LATENT_FIELDS = {"num_decodes", "num_decode_tokens"}
+_MODEL = {"use_mla", "get_total_num_hidden_layers", "hf_text_config"}
 
 
 def release_of(version: str) -> Release:
@@ -82,8 +85,23 @@ def check_release(version: str, faults: list[str]) -> str | None:
     )
 
 
+def _arguments(impl: type) -> set[str]:
+    """Those of the class and of the classes that it passes the rest of its keywords to."""
+    made = [vars(each)["__init__"] for each in impl.__mro__ if "__init__" in vars(each) and each is not object]
+    passes = [any(each.kind is each.VAR_KEYWORD for each in inspect.signature(init).parameters.values()) for init in made]
+    number = passes.index(False) + 1 if False in passes else len(made)
+    return {name for init in made[:number] for name in inspect.signature(init).parameters}
+
+
+def _latent_fields() -> set[str]:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+
+    return {each.name for each in dataclasses.fields(MLACommonMetadata)}
+
+
 def interface_faults(stock: Any) -> list[str]:
-    """What of the installed vLLM's interfaces is not as the plug-in needs it, for one of its stock backends; none: []."""
+    """Differences of the installed vLLM from the interfaces that the plug-in needs, for one of its stock backends; [] if none."""
+    from vllm import config
     from vllm.compilation import backends
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
     from vllm.v1.worker import ubatch_utils
@@ -91,7 +109,7 @@ def interface_faults(stock: Any) -> list[str]:
     builder, impl = stock.get_builder_cls(), stock.get_impl_cls()
     faults = []
     is_latent = stock.is_mla()
-    arguments = _ARGUMENTS if is_latent else {*_ARGUMENTS, "sinks"}
+    arguments = _ARGUMENTS | (_LATENT_ARGUMENTS if is_latent else {"sinks"})
     for name, wanted in {**_FUNCTIONS, **(_OF_LATENT_ATTENTION if is_latent else _OF_PLAIN_ATTENTION)}.items():
         owner, _, attribute = name.rpartition(".")
         holder: Any = {"builder": builder, "impl": impl}.get(owner, ubatch_utils)
@@ -103,11 +121,15 @@ def interface_faults(stock: Any) -> list[str]:
         (
             "the implementation's arguments",
             arguments,
-            set(inspect.signature(impl).parameters),
+            _arguments(impl),
         ),
         ("CommonAttentionMetadata", _FIELDS, {each.name for each in dataclasses.fields(CommonAttentionMetadata)}),
         ("AttentionCGSupport", {"UNIFORM_BATCH"}, set(AttentionCGSupport.__members__)),
         ("vllm.compilation.backends", {"model_tag"}, set(vars(backends))),
+        ("vllm.config", {"get_current_vllm_config", "get_current_vllm_config_or_none"}, set(vars(config))),
+        ("CompilationConfig", {"static_forward_context"}, {each.name for each in dataclasses.fields(config.CompilationConfig)}),
+        ("ModelConfig", _MODEL, {*dir(config.ModelConfig), *(each.name for each in dataclasses.fields(config.ModelConfig))}),
+        ("metadata of latent attention", _LATENT_FIELDS if is_latent else set(), _latent_fields() if is_latent else set()),
     ):
         absent = sorted(wanted_names - names)
         if absent:

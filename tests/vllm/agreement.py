@@ -57,7 +57,8 @@ def summary(found):
 # engines that keep everything, and the stock ones that they are compared with
 _EVERYTHING = {"keep_all": "stock", "compiled": "stock", "graphs": "stock", "triton": "triton_stock"}
 # engines of random models, and what the engine's own kernel serves alone
-_OTHERS = dict.fromkeys(("windows", "sinks", "both"), ("whole", "odd_chunks")) | {"fp8": ("odd_chunks", "mixed")}
+_OTHERS = dict.fromkeys(("windows", "sinks", "both", "latent", "latent_triton"), ("whole", "odd_chunks"))
+_OTHERS |= {"fp8": ("odd_chunks", "mixed")}
 _SPARSE = ("sparse", "graphs_sparse", "flexprefill")
 
 

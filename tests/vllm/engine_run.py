@@ -84,9 +84,12 @@ ENGINES = {
     "fp8": Engine(KEEP_ALL, "with_scales", arguments=_FP8),
     "fp8_later": Engine({"method": "causal", "block_size": 64, "dense_below": 1000}, "with_scales", arguments=_FP8),
     # whole prompts at once, and in chunks
-    "latent_stock": Engine(None, "of_latent_model", random_models.deepseek),
+    "latent_stock": Engine(None, "of_latent_model", random_models.deepseek, kernel="FLASH_ATTN_MLA"),
     "latent": Engine(KEEP_ALL, "of_latent_model", random_models.deepseek),
     "latent_sparse": Engine(SPARSE, "of_latent_model", random_models.deepseek),
+    # on a GPU
+    "latent_triton_stock": Engine(None, "of_latent_model", random_models.deepseek, kernel="TRITON_MLA"),
+    "latent_triton": Engine({**KEEP_ALL, "kernel": "TRITON_ATTN"}, "of_latent_model", random_models.deepseek),
 }
 
 SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
@@ -102,7 +105,7 @@ def on_cuda(options, kernel):
     """The same on a GPU: in bfloat16, compiled and with CUDA graphs, the plug-in chosen by name, so that several engines fit."""
     backend = kernel if options is None else "CUSTOM"
     memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
-    return ON_CUDA, {"dtype": "bfloat16", "attention_backend": backend, **memory}
+    return {**ON_CUDA, "FLEXMASK_VLLM_LATENT": "1"}, {"dtype": "bfloat16", "attention_backend": backend, **memory}
 
 
 def main(name: str, *device_and_out: str) -> None:
@@ -177,12 +180,15 @@ class Asked:
         return {"whole": whole, "odd_chunks": self.generate([tokens], prompt_logprobs=0, detokenize=False)}
 
     def of_latent_model(self):
-        """Of a model whose prompts vLLM's CPU build does not cut, unless it is made to."""
+        """Of a model whose prompts vLLM's CPU build does not cut, unless it is made to.
+
+        FLASH_ATTN_MLA decodes chunks of up to 512 rows: on a GPU chunks are longer.
+        """
         tokens = random_models.prompt(1500)
         prompts = [tokens, tokens[:40], tokens[:700], tokens[300:330], tokens[100:900]]
         whole = self.generate(prompts, tokens=6, prompt_logprobs=0, detokenize=False)
         self.scheduler.scheduler_config.enable_chunked_prefill = True
-        self.budget(333)
+        self.budget(333 if self.llm.llm_engine.vllm_config.device_config.device_type == "cpu" else 605)
         return {"whole": whole, "odd_chunks": self.generate(prompts[:3], tokens=6, prompt_logprobs=0, detokenize=False)}
 
     def budget(self, tokens):

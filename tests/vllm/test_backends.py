@@ -7,6 +7,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
@@ -18,7 +19,7 @@ from flexmask.integrations.vllm import backends
 from flexmask.integrations.vllm.registration import register
 
 HAS_LATENT = "CPU_MLA" in AttentionBackendEnum.__members__  # since 0.27
-NAMES = ["SparseFlashAttention", "SparseTritonAttention", "SparseCPUAttention"]
+NAMES = ["SparseFlashAttention", "SparseTritonAttention", "SparseCPUAttention", "SparseTritonLatentAttention"]
 NAMES += ["SparseCPULatentAttention"] if HAS_LATENT else []
 
 
@@ -86,9 +87,36 @@ def test_custom_of_another_plug_in_stays(overrides, caplog):
     assert AttentionBackendEnum.CUSTOM.get_path() == "another.Backend"
 
 
-def test_custom_wraps_the_kernel_of_the_options(monkeypatch):
-    monkeypatch.setattr(backends, "_chosen_kernel", lambda: "TRITON_ATTN")
-    assert backends.Custom is backends.SparseTritonAttention
+@pytest.mark.parametrize(("is_latent", "name"), [(False, "SparseTritonAttention"), (True, "SparseTritonLatentAttention")])
+def test_custom_wraps_the_kernel_of_the_options_for_the_model_s_attention(is_latent, name, monkeypatch, caplog):
+    config = SimpleNamespace(model_config=SimpleNamespace(use_mla=is_latent))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    engine = SimpleNamespace(options=SimpleNamespace(kernel="TRITON_ATTN"))
+    monkeypatch.setattr("flexmask.integrations.vllm.engine.engine_of", lambda config: engine)
+    monkeypatch.delenv("FLEXMASK_VLLM_LATENT", raising=False)
+    if is_latent:  # no GPU has compared its answers yet
+        with pytest.raises(ImportError, match="FLEXMASK_VLLM_LATENT=1"):
+            _ = backends.Custom
+        assert "refused" in caplog.text
+        monkeypatch.setenv("FLEXMASK_VLLM_LATENT", "1")
+    assert backends.Custom is getattr(backends, name)
+
+
+def test_latent_layers_prepare_ours_where_memory_is_measured(monkeypatch):
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    from flexmask.integrations.vllm.latent_profile import measure_latent_layers
+
+    ran, prepared = [], []
+    monkeypatch.setattr(MLAAttention, "forward_impl", lambda self, *arguments, **options: ran.append((arguments, options)))
+    measure_latent_layers()
+    measure_latent_layers()
+    query = torch.zeros(1)
+    for impl in (SimpleNamespace(flexmask_prepare=prepared.append), SimpleNamespace()):
+        for metadata in (None, "a step"):
+            MLAAttention.forward_impl(SimpleNamespace(impl=impl), query, 1, 2, 3, metadata, output=4)
+    assert prepared == [query.device]
+    assert ran == [((query, 1, 2, 3, metadata), {"output": 4}) for metadata in (None, "a step")] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.vllm.layers import SparseLayer, layer_number, role_of
-from flexmask.integrations.vllm.options import ServingOptions
 from flexmask.integrations.vllm.startup import roles_line
 
 Kind = Enum("Kind", {"ENCODER": "encoder", "DECODER": "decoder"}, type=str)
@@ -152,4 +152,5 @@ def test_line_at_start_up():
         "2 layers (ALiBi)",
     ):
         assert part in line
+    assert "in chunks of at least 513 rows" in roles_line(layers, ServingOptions(settings), "FLASH_ATTN_MLA", 513)
     assert "0 of 1 attention layers" in roles_line({"2": "ALiBi"}, ServingOptions(settings), "FLASH_ATTN")

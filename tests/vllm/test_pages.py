@@ -36,6 +36,12 @@ def test_pages_of_a_gpu_cache(order, tokens, rows):
         torch.testing.assert_close(made, expected[:, :tokens], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(PAGES, PAGE, HEADS, DIM), (2, PAGES, PAGE, HEADS, 2 * DIM)])
+def test_a_cache_of_another_shape_is_refused(shape):
+    with pytest.raises(RuntimeError, match=r"vLLM's cache must be \(pages, num_kv_heads, tokens in a page, 64\); got shape"):
+        gathered(torch.zeros(shape), Places(TABLE, 34), DIM)
+
+
 @pytest.mark.parametrize("name", FP8_CACHES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [torch.tensor(0.03), torch.tensor([0.5, 0.03, 7.0])])

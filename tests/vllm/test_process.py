@@ -84,21 +84,24 @@ def test_one_engine_for_a_configuration():
     assert engine_of(other) is not first
 
 
-def engine_with_layers(monkeypatch, options, first_stage=True):
+def engine_with_layers(monkeypatch, options, first_stage=True, decoded=None):
     """An engine of three layers, the first of them dense; and what it does before the first request."""
     config, done = config_of({"dense_layers": [0], **options}), []
     engine = Engine(config)
     monkeypatch.setattr(startup, "warm_up", lambda layers, *rest: done.append(("warm up", len(layers), *rest)) or 0.0)
     monkeypatch.setattr(startup, "reserve", lambda layers, size, *rest: done.append(("reserve", len(layers), size)))
-    monkeypatch.setattr(startup, "log_roles", lambda roles, options, kernel: done.append(("roles", len(roles), kernel)))
+    monkeypatch.setattr(startup, "log_roles", lambda roles, options, *rest: done.append(("roles", len(roles), *rest)))
     monkeypatch.setattr(startup, "log_at_exit", lambda counters: done.append(("at exit",)))
     monkeypatch.setattr(startup, "log_counters", lambda counters: done.append(("counters",)))
     monkeypatch.setattr(engine.counters, "export", lambda: done.append(("export",)))
     monkeypatch.setattr(module, "is_first_stage", lambda: first_stage)
+    # what a backend of latent attention decodes
+    builder = SimpleNamespace(reorder_batch_threshold=decoded)
+    backend = SimpleNamespace(is_mla=lambda: decoded is not None, get_builder_cls=lambda: builder)
     for number in range(3):
         name = f"model.layers.{number}.attn"
         impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, "a", GIVEN, {}))
-        config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl)
+        config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
     config.compilation_config.static_forward_context["another"] = SimpleNamespace()
     return engine, done
 
@@ -109,9 +112,16 @@ def test_everything_before_the_first_request_happens_once(monkeypatch):
         engine.prepare(torch.device("cpu"), in_profile)
     assert [each[0] for each in done] == ["roles", "warm up", "export", "at exit"]
     assert done[1][2] == (1024, 4096)  # the largest call
-    assert done[0] == ("roles", 3, "STOCK")
+    assert done[0] == ("roles", 3, "STOCK", 128)
     assert done[1][1] == 2
     assert engine.counting == "model.layers.1.attn"
+
+
+@pytest.mark.parametrize(("decoded", "least"), [(512, 513), (1, 128)])
+def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, least, monkeypatch):
+    engine, done = engine_with_layers(monkeypatch, {}, decoded=decoded)
+    engine.prepare(torch.device("cpu"), False)
+    assert done[0] == ("roles", 3, "STOCK", least)
 
 
 @pytest.mark.parametrize("in_profile", [True, False])

@@ -56,8 +56,48 @@ def test_interfaces_that_are_others_are_named(monkeypatch):
     assert "split_attn_metadata" in interface_faults(Stock)[0]
 
 
+def test_interfaces_of_latent_attention():
+    pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend as Stock
+
+    # its own arguments come as keywords, which it passes on
+    assert interface_faults(Stock) == []
+    builder, impl = Stock.get_builder_cls(), Stock.get_impl_cls()
+
+    class OtherImpl(impl):
+        def __init__(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype):
+            """Without those of latent attention."""
+
+        def forward_mha(self, q, kv_c_normed, k_pe, kv_cache):
+            """With fewer arguments."""
+
+    classes = {"get_builder_cls": lambda: builder, "get_impl_cls": lambda: OtherImpl, "is_mla": lambda: True}
+    faults = interface_faults(SimpleNamespace(**classes))
+    assert len(faults) == 2
+    assert "forward_mha must take q" in faults[0] and "kv_b_proj, kv_lora_rank" in faults[1]
+
+
 def test_entry_point_names_the_registration():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["vllm.general_plugins"] == {"flexmask": "flexmask.integrations.vllm.registration:register"}
-    assert project["optional-dependencies"]["vllm"] == ["vllm>=0.26,<0.34"]
+
+
+def test_the_extra_installs_the_releases_that_are_served():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+    requirements = pytest.importorskip("packaging.requirements")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (written,) = project["optional-dependencies"]["vllm"]
+    specifier = requirements.Requirement(written).specifier
+    # the one after the last that was run is served with a warning
+    newest = max(RUN)[1] + 1
+    assert not specifier.contains(f"0.{newest + 1}.0")
+    for minor in range(20, newest + 1):
+        for patch in (0, 2):
+            version = f"0.{minor}.{patch}"
+            try:
+                check_release(version, [])
+            except ImportError:
+                assert not specifier.contains(version)
+            else:
+                assert specifier.contains(version)

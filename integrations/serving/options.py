@@ -1,0 +1,112 @@
+"""The options that a user of a serving engine writes, whichever engine it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flexmask.base.checks import check_real, check_word
+from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
+
+_OWN = ("kernel", "file", "count_density", "log_every")
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """Options of one engine.
+
+    Attributes
+    ----------
+    settings
+        Of the model's prefill, as the adapter for transformers takes them.
+    kernel
+        The engine's name of its backend that serves everything that is not sparse. vLLM's CPU build has one of its own, whatever
+        this says.
+    count_density
+        True (default) to sum up the density of sparse calls on the device, for the log.
+    log_every
+        Seconds, > 0, default 60: the counters are logged at most this often, in a step that prefills, which then waits for the
+        device. And at shutdown, if the engine gives its processes the time.
+    source
+        Origin of the settings, for the log.
+    """
+
+    settings: PrefillSettings
+    kernel: str = ""
+    count_density: bool = True
+    log_every: float = 60.0
+    source: str = "defaults"
+
+    @property
+    def policy(self) -> DensePolicy:
+        """Which chunks run dense."""
+        return self.settings.run_options.policy
+
+
+def read_options(
+    given: Any, name: str, source: str, kernels: tuple[str, ...], kernel: str, model_config: Any = None
+) -> ServingOptions:
+    """Read and check the options, before the first request.
+
+    Parameters
+    ----------
+    given
+        None, or a dict: the settings, flat, as `PrefillSettings.to_dict` and `tune` write them, or ``"file"``, the path of a JSON
+        file of them; and fields of `ServingOptions`.
+    name, source
+        Of `given` in messages, and in the log.
+    kernels, kernel
+        The names that ``"kernel"`` may have, and its default.
+    model_config
+        The model's own, of transformers: its ``flexmask_config`` counts where neither settings nor a file are given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an unknown option, by name, a value of the wrong type or out of its range, and a file together with settings.
+    """
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a dict of options; got {type(given).__name__}")
+    own = {"kernel": kernel, **{each: given[each] for each in _OWN if each in given}}
+    chosen = {each: value for each, value in given.items() if each not in _OWN}
+    path = own.pop("file", None)
+    check_word("kernel", own["kernel"], kernels)
+    if not isinstance(own.get("count_density", True), bool):
+        raise TypeError(f"count_density must be true or false; got {own['count_density']!r}")
+    if "log_every" in own:
+        check_real("log_every", own["log_every"])
+        if own["log_every"] <= 0:
+            raise ValueError(f"log_every must be > 0 seconds; got {own['log_every']}")
+    settings, source = _settings(chosen, path, name, source, model_config)
+    return ServingOptions(settings=settings, source=source, **own)
+
+
+def _settings(chosen: dict[str, Any], path: Any, name: str, source: str, model_config: Any) -> tuple[PrefillSettings, str]:
+    if path is not None:
+        if not isinstance(path, str):
+            raise TypeError(f"file must be a path; got {type(path).__name__}")
+        if chosen:
+            raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
+        return PrefillSettings.load(path), path
+    if chosen:
+        return _of(chosen, name), source
+    # a model of several parts keeps its language model's config inside
+    text = getattr(model_config, "get_text_config", lambda: model_config)()
+    for config in (model_config, text):
+        saved_here = saved_settings(config)
+        if saved_here is not None:
+            return saved_here, "the model's config.json"
+    return PrefillSettings(), "defaults"
+
+
+def _of(chosen: dict[str, Any], name: str) -> PrefillSettings:
+    try:
+        return PrefillSettings.from_dict(chosen, name)
+    except ValueError as error:
+        # it names the options of the method; ours stand beside them
+        if "takes the options" in str(error):
+            raise ValueError(f"{error}; beside them stand those of PrefillSettings, and {', '.join(_OWN)}") from None
+        raise

@@ -1,0 +1,172 @@
+"""SGLang's attention backend "flexmask": a stock backend, with the long prompts of sparse layers taken out of its steps."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, serving_options
+from flexmask.integrations.sglang.prefill import Prefill, refuse_server
+from flexmask.integrations.sglang.step import PROMPTS, Step, gathered
+from flexmask.integrations.sglang.versions import check_release, interface_faults
+from flexmask.integrations.vllm.attend import attend
+from flexmask.integrations.vllm.layers import SparseLayer
+
+_log = logging.getLogger("sglang.flexmask")
+
+
+def make_backend(runner: Any) -> Any:
+    """The backend of one of SGLang's ModelRunners: what the registry of attention backends calls.
+
+    A draft model gets the stock backend.
+
+    Raises
+    ------
+    ImportError
+        For a release whose interfaces are others, or that is older than those that were run.
+    TypeError, ValueError
+        For wrong options, and for servers and models that cannot be served at all, by name.
+    """
+    import sglang
+    from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    server, model = runner.server_args, runner.model_config
+    options = serving_options(stock_kernel(server, str(runner.device)), model.hf_config)
+    make_stock = ATTENTION_BACKENDS[options.kernel]
+    if runner.is_draft_worker:
+        return make_stock(runner)
+    refuse_server(server, runner.use_mla_backend)
+    options.settings.check_model(model.hf_text_config)
+    stock = make_stock(runner)
+    warning = check_release(sglang.__version__, interface_faults(type(stock)))
+    if warning is not None:
+        _log.warning("%s", warning)
+    if options.kernel not in KERNELS_RUN:
+        _log.warning("flexmask was run with %s for everything else, not with %s", ", ".join(KERNELS_RUN), options.kernel)
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    prefill = Prefill(runner, options, rank, ranks)
+    prefill.prepare(largest_call(server, model.context_len), torch.device(runner.device), runner.dtype)
+    if not prefill.sparse_layers:
+        return stock
+    if rank == 0 and server.enable_metrics:
+        prefill.counters.export()
+    return sparse(stock, make_stock(runner), prefill)
+
+
+def stock_kernel(server_args: Any, device: str) -> str:
+    """The stock backend's name unless the options have one: that of decoding where it is among `KERNELS`."""
+    decoding = server_args.get_attention_backends()[1]
+    if decoding in KERNELS:
+        return str(decoding)
+    return "torch_native" if device == "cpu" else "triton"
+
+
+def largest_call(server_args: Any, context_len: int) -> tuple[int, int]:
+    """Rows and tokens of the largest call: the last chunk of the longest prompt."""
+    chunk = server_args.chunked_prefill_size
+    return (min(chunk, context_len) if chunk and chunk > 0 else context_len), context_len
+
+
+def sparse(stock: Any, others: Any, prefill: Prefill) -> Any:
+    """Make `stock` serve long prompts sparse, with `others`, a second one, for the rest of such steps.
+
+    The object stays, since parts of a backend refer to it. What is not overridden here is the stock backend's: decoding, CUDA
+    graphs, verification.
+    """
+    own = type(stock)
+    overridden = {name: function for name, function in vars(SparsePrefill).items() if name in _OVERRIDDEN and hasattr(own, name)}
+    # derived from one class: an object cannot become one of a class with several
+    stock.__class__ = type(f"Sparse{own.__name__}", (own,), {"__module__": __name__, "flexmask_stock": own, **overridden})
+    stock.flexmask, stock.flexmask_others, stock.flexmask_step = prefill, others, None
+    return stock
+
+
+class SparsePrefill:
+    """The functions that a class derived from a stock backend's overrides."""
+
+    flexmask: Prefill
+    flexmask_stock: Any
+    flexmask_others: Any
+    flexmask_step: Step | None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Metadata of all rows, for layers that run stock, and the plan of the step."""
+        self.flexmask_stock.init_forward_metadata(self, forward_batch)
+        step = self.flexmask.step(forward_batch)
+        if step is not None and step.stock_batch is not None:
+            self.flexmask_others.init_forward_metadata(step.stock_batch)
+        self.flexmask_step = step
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
+        """Metadata of a step inside a CUDA graph, which runs stock."""
+        self.flexmask_step = None
+        self.flexmask_stock.init_forward_metadata_out_graph(self, forward_batch, *arguments, **options)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        """Attention of the prompts of one step; see the stock backend."""
+        step, role = self.flexmask_step, self.flexmask.roles.get(layer, "a layer that is not the model's")
+        if step is not None and isinstance(role, SparseLayer) and forward_batch.forward_mode.name in PROMPTS:
+            given = [name for name, value in options.items() if value is not None]
+            if k is None or v is None or not save_kv_cache:
+                self.flexmask.tell_once("layers write no keys and values")
+            elif given:
+                self.flexmask.tell_once(f"layers are called with {', '.join(given)}")
+            else:
+                return attend_by_plan(self.flexmask, self.flexmask_others, step, role, (q, k, v), layer, forward_batch)
+        return self.flexmask_stock.forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, **options)
+
+
+_OVERRIDDEN = ("init_forward_metadata", "init_forward_metadata_out_graph", "forward_extend")
+
+
+def attend_by_plan(
+    prefill: Prefill,
+    others: Any,
+    step: Step,
+    role: SparseLayer,
+    rows_of_all: tuple[Tensor, Tensor, Tensor],
+    layer: Any,
+    forward_batch: Any,
+) -> Tensor:
+    """Attention of one layer in a step with sparse requests; its keys and values are in the cache afterwards.
+
+    `rows_of_all` are the step's queries, keys and values as the layer got them; the output has the shape of the queries.
+    """
+    q, k, v = rows_of_all
+    query = q.reshape(-1, role.num_heads, role.head_dim)
+    key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
+    # of SGLang's, where it calls layers between pieces of a graph
+    out = getattr(forward_batch, "_attn_output", None)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    by_head = out.view(query.shape)
+    if step.stock_rows is not None:
+        rows = step.stock_rows
+        given = (x[rows] for x in (q, k, v))
+        by_head[rows] = others.forward_extend(*given, layer, step.stock_batch, True).view(-1, *query.shape[1:])
+    pool, counted = prefill.pool, prefill.options.count_density
+    for each, slots in zip(step.plan.sparse, step.slots, strict=True):
+        own = slice(each.start, each.stop)
+        pool.set_kv_buffer(layer, forward_batch.out_cache_loc[own], key[own], value[own])
+        if each.tokens == each.stop - each.start:  # the first chunk: the step's own rows are all there is
+            keys, values = (x[own].transpose(0, 1).contiguous() for x in (key, value))
+        else:
+            buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
+            keys, values = (gathered(buffer, slots) for buffer in buffers)
+        by_head[own], density = attend(role, query[own], keys, values, None, counted)
+        if density is not None:
+            prefill.counters.add_density(density, each.stop - each.start)
+    by_head[step.rows :] = 0  # padding
+    return out

@@ -1,0 +1,61 @@
+"""The role of one of SGLang's attention layers: sparse prefill with these options, or SGLang's own kernel for this reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.vllm.layers import SparseLayer, role_of
+
+# pools of keys and values that are written and read row by row
+POOLS = ("MHATokenToKVPool",)
+
+
+def role_of_layer(
+    layer: Any, pool: Any, settings: PrefillSettings, dtype: torch.dtype, rank: int = 0, ranks: int = 1
+) -> SparseLayer | str:
+    """The role of one ``RadixAttention`` of a rank, whose keys and values are in `pool`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `flexmask.integrations.vllm.layers.role_of` does.
+    """
+    reason = _reason(layer, pool, dtype)
+    if reason is not None:
+        return reason
+    given = {
+        "num_heads": layer.tp_q_head_num,
+        "num_kv_heads": layer.tp_k_head_num,
+        "head_size": layer.qk_head_dim,
+        "scale": layer.scaling,
+        "logits_soft_cap": layer.logit_cap or None,
+        "attn_type": layer.attn_type,
+    }
+    return role_of(layer.layer_id, given, {}, settings, dtype, rank, ranks)
+
+
+def _reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
+    if layer.is_cross_attention:
+        return "cross attention"
+    if type(pool).__name__ not in POOLS:
+        return f"a cache of type {type(pool).__name__}"
+    if pool.dtype != dtype or pool.store_dtype != dtype:
+        return f"a cache of {str(pool.dtype).removeprefix('torch.')}"
+    if getattr(pool, "use_hnd", False):
+        return "a cache with heads before tokens"
+    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+        return f"a sliding window of {layer.sliding_window_size + 1}"
+    if layer.v_head_dim != layer.qk_head_dim:
+        return f"values {layer.v_head_dim} wide beside keys {layer.qk_head_dim} wide"
+    if layer.pos_encoding_mode != "NONE":
+        return f"positions of kind {layer.pos_encoding_mode}"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return f"a soft cap by {layer.logit_capping_method}"
+    if layer.xai_temperature_len > 0:
+        return "a temperature by position"
+    if layer.use_irope:
+        return "chunked local attention"
+    return None

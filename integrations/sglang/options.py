@@ -1,0 +1,51 @@
+"""The options of the plug-in: one JSON object in the environment variable FLEXMASK_SGLANG, or the model's config."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from flexmask.integrations.serving.options import ServingOptions, read_options
+
+NAME = "flexmask"
+"""Of the backend, as SGLang's arguments have it"""
+VARIABLE = "FLEXMASK_SGLANG"
+KERNELS = ("fa3", "flashinfer", "triton", "torch_native")
+"""SGLang's backends that may serve everything that is not sparse"""
+KERNELS_RUN = ("torch_native",)
+"""Those of them that the plug-in was run with"""
+
+
+def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:
+    """Read and check the options, before the first request.
+
+    The variable holds the JSON itself, or the path of a file with it; `read_options` says what may stand there.
+
+    Parameters
+    ----------
+    kernel
+        SGLang's name of the backend for everything else, unless the options name one.
+    model_config
+        The model's own, of transformers: its ``flexmask_config`` counts where the variable holds no settings.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is neither JSON nor a file, and as `read_options` does.
+    """
+    return read_options(_given(os.environ.get(VARIABLE, "")), VARIABLE, VARIABLE, KERNELS, kernel, model_config)
+
+
+def _given(text: str) -> Any:
+    text = text.strip()
+    if not text:
+        return None
+    path = None if text[0] in "{[" else Path(text)
+    if path is not None and not path.is_file():
+        raise ValueError(f"{VARIABLE} must be a JSON object or the path of a file with one; got {text!r}")
+    try:
+        return json.loads(text if path is None else path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{VARIABLE} must be a JSON object or the path of a file with one: {error}") from None

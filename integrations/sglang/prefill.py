@@ -1,0 +1,127 @@
+"""One model of an SGLang process: the options, the role of every attention layer, the counters, and the plan of each step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.sglang.layers import role_of_layer
+from flexmask.integrations.sglang.options import NAME
+from flexmask.integrations.sglang.step import Step, plan_batch, step_of
+from flexmask.integrations.vllm.counters import Counters
+from flexmask.integrations.vllm.layers import SparseLayer
+from flexmask.integrations.vllm.startup import reserve, roles_line, warm_up
+
+_log = logging.getLogger("sglang.flexmask")
+# options of the server under which nothing is served: how it runs then is not what the plug-in stands on, or was not run
+_REFUSED = {
+    "enable_dp_attention": "attention that is parallel over data",
+    "enable_two_batch_overlap": "overlap of two batches",
+    "enable_pdmux": "multiplexed prefill and decoding",
+    "enable_deterministic_inference": "answers that depend on no chunk, as a row's blocks do",
+    "enable_hierarchical_cache": "a hierarchical cache",
+    "enable_lmcache": "LMCache",
+}
+_ONE = ("attn_cp_size", "dcp_size")
+
+
+def refuse_server(server_args: Any, uses_mla: bool) -> None:
+    """Raise ValueError for a server that is not served at all, by name."""
+    if uses_mla:
+        raise ValueError(f"the attention backend {NAME!r} does not serve multi-head latent attention (MLA)")
+    decoding = server_args.get_attention_backends()[1]
+    if decoding == NAME:
+        raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
+    for name, told in _REFUSED.items():
+        if getattr(server_args, name, False):
+            raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not serve {told}")
+    for name in _ONE:
+        size = getattr(server_args, name, 1) or 1
+        if size > 1:
+            raise ValueError(
+                f"{name} must be 1 with the attention backend {NAME!r}, whose masks need all of a prompt; got {size}"
+            )
+
+
+class Prefill:
+    """Options and roles that the layers of one model share in this process.
+
+    Parameters
+    ----------
+    runner
+        SGLang's ModelRunner, its model and its cache made.
+    options
+        Read and checked.
+    rank, ranks
+        Of the tensor-parallel group.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For options by head or by layer that do not fit the model.
+    """
+
+    def __init__(self, runner: Any, options: ServingOptions, rank: int = 0, ranks: int = 1) -> None:
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        self.options = options
+        self.pool = runner.token_to_kv_pool
+        self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self.counters = Counters()
+        self._policy = options.policy
+        self._first = rank == 0
+        self._told: set[str] = set()
+        self.roles: dict[Any, SparseLayer | str] = {
+            layer: role_of_layer(layer, self.pool, options.settings, runner.dtype, rank, ranks)
+            for layer in runner.model.modules()
+            if isinstance(layer, RadixAttention)
+        }
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """Roles of the layers that prefill sparse."""
+        return [role for role in self.roles.values() if isinstance(role, SparseLayer)]
+
+    def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
+        """Log the roles, compile, and on a GPU make the largest call, a chunk of so many rows at the end of so many tokens."""
+        if self._first:
+            by_name = {str(number): role for number, role in enumerate(self.roles.values())}
+            _log.info("%s", roles_line(by_name, self.options, self.options.kernel))
+        layers, density = self.sparse_layers, self.options.count_density
+        if not layers:
+            return
+        from sglang.srt.utils import DynamicGradMode
+
+        # as SGLang runs its steps: what is compiled in another mode is not used
+        with DynamicGradMode():
+            seconds = warm_up(layers, largest, device, dtype, density)
+            if device.type == "cuda":
+                try:
+                    reserve(layers, largest, device, dtype, density)
+                except torch.OutOfMemoryError as error:
+                    raise RuntimeError(
+                        f"flexmask: a chunk of {largest[0]} rows at the end of {largest[1]} tokens needs more memory than "
+                        "--mem-fraction-static leaves; lower it, --chunked-prefill-size or --context-length"
+                    ) from error
+                torch.cuda.empty_cache()
+        if self._first:
+            _log.info("flexmask: kernels compiled in %.1f s", seconds)
+
+    def step(self, forward_batch: Any) -> Step | None:
+        """Plan and count one step; None: all of it runs stock."""
+        plan = plan_batch(forward_batch, self._policy)
+        if plan is None:
+            return None
+        self.counters.add_step(plan)
+        if self._first and plan.sparse_tokens + plan.dense_tokens > 0 and self.counters.due(self.options.log_every):
+            _log.info("%s", self.counters.report())
+        return step_of(forward_batch, plan, self.req_to_token) if plan.sparse else None
+
+    def tell_once(self, reason: str) -> None:
+        """Log why a layer's prompts run stock, once a reason."""
+        if self._first and reason not in self._told:
+            self._told.add(reason)
+            _log.warning("flexmask: attention runs stock: %s", reason)

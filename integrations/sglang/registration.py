@@ -1,0 +1,20 @@
+"""The entry point ``sglang.srt.plugins: flexmask``: it registers the name of a backend and changes nothing else."""
+
+from __future__ import annotations
+
+from flexmask.integrations.sglang.options import NAME
+
+
+def register() -> None:
+    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill; SGLang calls this in each of its processes.
+
+    Releases are checked when the backend is made: without it, any SGLang starts as ever.
+    """
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from flexmask.integrations.sglang.backend import make_backend
+
+    if NAME not in server_args.ATTENTION_BACKEND_CHOICES:
+        server_args.add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(make_backend)

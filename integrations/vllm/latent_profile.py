@@ -1,0 +1,32 @@
+"""Latent attention on GPUs: a sparse layer compiles and makes its largest call while vLLM measures memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def measure_latent_layers() -> None:
+    """Have vLLM's layer of latent attention prepare ours when it runs without metadata; other layers stay as they are.
+
+    vLLM's layer returns before it calls its implementation then. Without this, the memory of the largest call would be missing
+    from what vLLM sets aside.
+    """
+    from vllm.model_executor.layers.attention import mla_attention
+
+    layer: Any = mla_attention.MLAAttention
+    stock = layer.forward_impl
+    if hasattr(stock, "flexmask_measures"):
+        return
+
+    @functools.wraps(stock)
+    def forward_impl(
+        self: Any, q: Any, k_c_normed: Any, k_pe: Any, kv_cache: Any, attn_metadata: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        prepare = getattr(self.impl, "flexmask_prepare", None)
+        if attn_metadata is None and prepare is not None:
+            prepare(q.device)
+        return stock(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, *arguments, **options)
+
+    forward_impl.flexmask_measures = True  # type: ignore[attr-defined]
+    layer.forward_impl = forward_impl

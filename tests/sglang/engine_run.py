@@ -1,0 +1,126 @@
+"""One engine and everything that is asked of it: ``python -m tests.sglang.engine_run ENGINE OUT``.
+
+SGLang runs models in processes of their own, on a CPU with torch's own operators in the place of its kernels. A test starts this
+program for each engine that it needs and compares what they write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.repository import ROOT
+from tests.vllm.engine_run import BY_HEAD, KEEP_ALL, MODEL, SPARSE, prompt
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/sglang/names_only")]),
+}
+CHUNK = 777
+_STOCK: dict[str, Any] = {"attention_backend": "torch_native"}
+_OURS: dict[str, Any] = {**_STOCK, "prefill_attention_backend": "flexmask"}
+
+
+class Engine(NamedTuple):
+    """Options of flexmask (None: the variable is not set), SGLang's arguments, and the questions."""
+
+    options: dict[str, Any] | None
+    arguments: Mapping[str, Any]
+    asks: tuple[str, ...] = ("odd_chunks", "mixed", "short", "prefix_hits")
+
+
+ENGINES = {
+    "stock": Engine(None, _STOCK),
+    "keep_all": Engine({**KEEP_ALL, "log_every": 0.001}, {**_OURS, "enable_metrics": True}),
+    "sparse": Engine({**SPARSE, "log_every": 0.001}, _OURS, ("odd_chunks",)),
+    "by_head": Engine(BY_HEAD, _OURS, ("odd_chunks",)),
+    "two_ranks": Engine(BY_HEAD, {**_OURS, "tp_size": 2}, ("odd_chunks",)),
+    # the retriever's config.json holds its own gammas, for prompts from 16,384 tokens on
+    "its_config": Engine(None, _OURS, ("odd_chunks",)),
+    "wrong": Engine({"gama": 0.9}, _OURS, ()),
+}
+
+
+def main(name: str, out: str) -> None:
+    engine = ENGINES[name]
+    os.environ.pop("FLEXMASK_SGLANG", None)
+    if "tp_size" in engine.arguments:
+        # a core for each rank, which SGLang does not choose where there is one memory node
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    if engine.options is not None:
+        os.environ["FLEXMASK_SGLANG"] = json.dumps(engine.options)
+    import sglang
+
+    common = {"model_path": MODEL, "device": "cpu", "dtype": "float32", "random_seed": 0, "skip_tokenizer_init": True}
+    common |= {"context_length": 8192, "max_total_tokens": 20000, "max_running_requests": 8, "mem_fraction_static": 0.5}
+    common |= {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True, "disable_cuda_graph": True, "log_level": "info"}
+    asked = Asked(sglang.Engine(**common, **engine.arguments))
+    results = {each: getattr(asked, each)() for each in engine.asks}
+    if "enable_metrics" in engine.arguments:
+        results["metrics"] = metrics()
+    Path(out).write_text(json.dumps(results), encoding="utf-8")
+    asked.engine.shutdown()
+
+
+class Asked:
+    """The questions, each with its answers in types that JSON has."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def generate(self, prompts, tokens=4, start=0):
+        """Greedy answers, with the log-probabilities of the prompts' tokens from `start` on (-1: of none)."""
+        given = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        logprobs = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 8}
+        return [answer(each) for each in self.engine.generate(input_ids=prompts, sampling_params=given, **logprobs)]
+
+    def odd_chunks(self):
+        return self.generate([prompt(3000, seed=3)])
+
+    def mixed(self):
+        """Short prompts are decoded while long ones are still prefilled, and several of these share a step."""
+        return self.generate([prompt(length, seed=length) for length in (40, 90, 2500, 1300, 200)], tokens=12)
+
+    def short(self):
+        """Prompts that do not fill a block."""
+        return self.generate([prompt(40, seed=4)])
+
+    def prefix_hits(self):
+        """The same prompt again, and one with the same beginning; before that the cache is emptied."""
+        self.engine.flush_cache()
+        long, other = prompt(3000, seed=5), prompt(3300, seed=6)
+        given = (long, long, long[:2000] + other[2000:])
+        return [each for tokens in given for each in self.generate([tokens], start=-1)]
+
+
+def answer(output):
+    told = output["meta_info"]
+    given = told["input_token_logprobs"]
+    return {
+        "tokens": list(output["output_ids"]),
+        "logprobs": [{str(token): logprob for logprob, token, _ in step} for step in told["output_top_logprobs"]],
+        "prompt_logprobs": [logprob for logprob, *_ in given[1:]] if len(given) > 1 else [],
+        "cached": told["cached_tokens"],
+    }
+
+
+def metrics():
+    """The plug-in's own, as the server's ``/metrics`` shows them."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    samples = [each for family in registry.collect() for each in family.samples]
+    return {each.labels["attention"]: each.value for each in samples if each.name == "flexmask:prefill_tokens_total"}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,90 @@
+"""The plug-in in SGLang itself, on a CPU and in float32, against the stock backend and the adapter for transformers.
+
+A trained model, the retriever, and log-probabilities of every row of its prompts. `make test-sglang` runs this.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.agreement import distance, summary
+
+pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
+
+NEAR = 1e-3
+ALL = ("odd_chunks", "mixed", "short", "prefix_hits")
+
+
+@pytest.fixture
+def run(written):
+    return lambda name: written("sglang.engine_run", name)
+
+
+def log_of(results):
+    """What the plug-in logged, and not SGLang's own line with all arguments."""
+    lines = results["log"].splitlines()
+    return [line for line in lines if "flexmask" in line and "server_args=" not in line]
+
+
+@pytest.mark.parametrize("asked", ALL)
+def test_gamma_one_gives_the_stock_backend_s_answers(asked, run):
+    stock, ours = run("stock")[asked], run("keep_all")[asked]
+    assert [each["tokens"] for each in stock] == [each["tokens"] for each in ours]
+    assert distance(stock, ours) < NEAR
+
+
+def test_what_was_asked_did_happen(run):
+    """Prefixes were found in the cache, a step had prompts and decoding rows, and long chunks were sparse."""
+    ours = run("keep_all")
+    assert [each["cached"] for each in ours["prefix_hits"]] == [each["cached"] for each in run("stock")["prefix_hits"]]
+    assert ours["prefix_hits"][1]["cached"] > 2900 and ours["prefix_hits"][2]["cached"] == 2000
+    assert any("#new-seq: 1" in line and "#running-req: 2" in line for line in ours["log"].splitlines())
+    # all of odd_chunks, of mixed what fills a block, and of prefix_hits what was not cached
+    assert ours["metrics"]["sparse"] > 3000 + 2500 + 1300 + 2990 + 1300
+    assert ours["metrics"]["dense"] >= 40 + 40
+
+
+def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(run, written):
+    ours, theirs = run("sparse")["odd_chunks"], written("vllm.adapter_run")["sparse"]["odd_chunks"]
+    differences = [abs(a - b) for a, b in zip(ours[0]["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)]
+    assert summary(differences)["mean"] < 1e-4
+    assert max(differences) < 5e-3
+    assert ours[0]["tokens"][0] == theirs["token"]
+    assert distance(run("stock")["odd_chunks"], ours) > 1
+
+
+def test_two_ranks_share_heads_and_gammas(run):
+    one, two = (run(name)["odd_chunks"] for name in ("by_head", "two_ranks"))
+    assert [each["tokens"] for each in one] == [each["tokens"] for each in two]
+    assert distance(one, two) < NEAR
+    assert distance(one, run("stock")["odd_chunks"]) > 1
+
+
+def test_the_log_says_what_runs_and_what_ran(run):
+    ours = run("sparse")
+    lines = log_of(ours)
+    assert any(
+        "4 of 4 attention layers prefill sparse (hybrid, gamma 0.9, min_budget 128) from 0 tokens on" in line
+        and "torch_native serves all else. Settings: FLEXMASK_SGLANG." in line
+        for line in lines
+    )
+    assert "flexmask served 3000 prefill tokens sparse in 4 steps, 0 dense; mean density 0." in lines[-1]
+    # kernels are compiled before the first request
+    ready = next(place for place, line in enumerate(lines) if "kernels compiled in" in line)
+    assert not any("compiling" in line for line in lines[ready:])
+
+
+def test_the_model_s_own_config_is_read(run):
+    ours = run("its_config")
+    assert any(
+        "from 16384 tokens on" in line and "Settings: the model's config.json." in line and "gamma 0.6 to 0.98" in line
+        for line in log_of(ours)
+    )
+    # a short prompt is the stock backend's
+    assert distance(run("stock")["odd_chunks"], ours["odd_chunks"]) == 0
+
+
+def test_an_unknown_option_ends_the_start(run):
+    wrong = run("wrong")
+    assert wrong["status"] != 0
+    assert "ValueError: FLEXMASK_SGLANG: method 'hybrid' takes the options" in wrong["log"] and "got 'gama'" in wrong["log"]

@@ -1,0 +1,50 @@
+"""Servers that are refused by name, the kernel for everything else, and what happens before the first request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from flexmask.integrations.sglang.backend import largest_call, stock_kernel
+from flexmask.integrations.sglang.prefill import refuse_server
+
+
+def server(prefill="flexmask", decode="fa3", **others):
+    return SimpleNamespace(get_attention_backends=lambda: (prefill, decode), **others)
+
+
+def test_a_plain_server_is_served():
+    refuse_server(server(enable_dp_attention=False, attn_cp_size=1, dcp_size=None), uses_mla=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"decode": "flexmask"}, "'flexmask' must be the --prefill-attention-backend, beside another for decoding"),
+        ({"enable_dp_attention": True}, "enable_dp_attention must be off .* attention that is parallel over data"),
+        ({"enable_two_batch_overlap": True}, "enable_two_batch_overlap must be off"),
+        ({"enable_deterministic_inference": True}, "enable_deterministic_inference must be off"),
+        ({"attn_cp_size": 2}, "attn_cp_size must be 1 .* got 2"),
+        ({"dcp_size": 4}, "dcp_size must be 1 .* got 4"),
+    ],
+)
+def test_servers_that_cannot_be_served_are_refused_by_name(given, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_server(server(**given), uses_mla=False)
+
+
+def test_latent_attention_is_refused():
+    with pytest.raises(ValueError, match="does not serve multi-head latent attention"):
+        refuse_server(server(), uses_mla=True)
+
+
+def test_the_kernel_for_everything_else_is_that_of_decoding():
+    assert stock_kernel(server(decode="fa3"), "cuda") == "fa3"
+    assert stock_kernel(server(decode="trtllm_mha"), "cuda") == "triton"
+    assert stock_kernel(server(decode="intel_amx"), "cpu") == "torch_native"
+
+
+@pytest.mark.parametrize(("chunk", "largest"), [(8192, (8192, 131072)), (-1, (131072, 131072)), (10**6, (131072, 131072))])
+def test_the_largest_call_is_the_last_chunk_of_the_longest_prompt(chunk, largest):
+    assert largest_call(SimpleNamespace(chunked_prefill_size=chunk), 131072) == largest

@@ -1,0 +1,114 @@
+"""Planning of one step, the batch of what stays stock, and where the tokens of a request are in the cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.sglang.step import STOCK_FIELDS, gathered, part_of, plan_batch, slots_of, step_of
+
+POLICY = DensePolicy(100, 32)
+# request 0 decodes, 1 and 3 are long, 2 and 4 are short
+ROWS, BEFORE = [1, 200, 7, 40, 30], [500, 0, 3, 160, 300]
+
+
+def batch_of(rows=ROWS, before=BEFORE, mode="MIXED", **others):
+    starts = torch.tensor(rows).cumsum(0) - torch.tensor(rows)
+    total = sum(rows)
+    return SimpleNamespace(
+        forward_mode=SimpleNamespace(name=mode),
+        batch_size=len(rows),
+        extend_seq_lens_cpu=list(rows),
+        extend_prefix_lens_cpu=list(before),
+        extend_logprob_start_lens_cpu=[0] * len(rows),
+        req_pool_indices=torch.arange(len(rows)) + 3,
+        seq_lens=torch.tensor(rows) + torch.tensor(before),
+        seq_lens_cpu=torch.tensor(rows) + torch.tensor(before),
+        orig_seq_lens=None,
+        seq_lens_sum=total + sum(before),
+        extend_seq_lens=torch.tensor(rows, dtype=torch.int32),
+        extend_prefix_lens=torch.tensor(before, dtype=torch.int32),
+        extend_start_loc=starts.int(),
+        extend_num_tokens=total,
+        input_ids=torch.arange(total),
+        positions=torch.arange(total) + 1000,
+        out_cache_loc=torch.arange(total) + 2000,
+        **{name: None for name in STOCK_FIELDS if name not in others},
+        **others,
+    )
+
+
+def test_long_chunks_run_sparse_and_all_else_stock():
+    plan = plan_batch(batch_of(), POLICY)
+    assert [tuple(each) for each in plan.sparse] == [(1, 1, 201, 200), (3, 208, 248, 200)]
+    assert [(run.first, run.last, run.start, run.stop) for run in plan.stock] == [
+        (0, 1, 0, 1),
+        (2, 3, 201, 208),
+        (4, 5, 248, 278),
+    ]
+    # a row of decoding is neither
+    assert (plan.sparse_tokens, plan.dense_tokens) == (240, 37)
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "SPLIT_PREFILL", "DLLM_EXTEND"])
+def test_other_steps_have_no_plan(mode):
+    assert plan_batch(batch_of(mode=mode), POLICY) is None
+
+
+@pytest.mark.parametrize("name", STOCK_FIELDS)
+def test_steps_with_something_special_have_no_plan(name):
+    assert plan_batch(batch_of(**{name: object()}), POLICY) is None
+    assert plan_batch(batch_of(), POLICY) is not None
+
+
+def test_the_rest_of_a_step_is_a_batch_of_its_own():
+    batch = batch_of()
+    batch._attn_output = torch.empty(278)
+    step = step_of(batch, plan_batch(batch, POLICY), torch.zeros(8, 1024, dtype=torch.int32))
+    rows = torch.tensor([0, *range(201, 208), *range(248, 278)])
+    assert torch.equal(step.stock_rows, rows)
+    part = step.stock_batch
+    assert (part.batch_size, part.extend_seq_lens_cpu, part.extend_prefix_lens_cpu) == (3, [1, 7, 30], [500, 3, 300])
+    assert (part.seq_lens_sum, part.extend_num_tokens) == (841, 38)
+    assert part.req_pool_indices.tolist() == [3, 5, 7]
+    for name in ("seq_lens", "seq_lens_cpu"):
+        assert getattr(part, name).tolist() == [501, 10, 330]
+    assert (part.extend_seq_lens.tolist(), part.extend_start_loc.tolist()) == ([1, 7, 30], [0, 1, 8])
+    assert part.extend_start_loc.dtype == batch.extend_start_loc.dtype
+    for name in ("input_ids", "positions", "out_cache_loc"):
+        assert torch.equal(getattr(part, name), getattr(batch, name)[rows])
+    assert not hasattr(part, "_attn_output")
+    # the step's own batch is as it was
+    assert (batch.batch_size, batch.extend_seq_lens_cpu, hasattr(batch, "_attn_output")) == (5, ROWS, True)
+
+
+def test_one_run_of_stock_requests_is_a_view():
+    batch = batch_of([200, 7, 9], [0, 3, 0])
+    step = step_of(batch, plan_batch(batch, POLICY), torch.zeros(8, 1024, dtype=torch.int32))
+    assert step.stock_rows == slice(200, 216)
+    assert step.stock_batch.out_cache_loc.data_ptr() == batch.out_cache_loc[200:].data_ptr()
+
+
+def test_a_step_of_long_prompts_only_has_no_rest():
+    batch = batch_of([200, 300], [0, 0])
+    step = step_of(batch, plan_batch(batch, POLICY), torch.zeros(8, 1024, dtype=torch.int32))
+    assert (step.stock_rows, step.stock_batch, step.rows) == (None, None, 500)
+
+
+def test_keys_are_gathered_from_the_request_s_slots():
+    table = torch.arange(4 * 10, dtype=torch.int32).view(4, 10)
+    slots = slots_of(table, torch.tensor([2, 0, 3]), 2, 5)
+    assert slots.tolist() == [30, 31, 32, 33, 34]
+    buffer = torch.randn(40, 2, 8)
+    rows = gathered(buffer, slots)
+    assert rows.is_contiguous()
+    assert torch.equal(rows, buffer[30:35].transpose(0, 1))
+
+
+def test_a_part_takes_requests_by_their_place():
+    part = part_of(batch_of(), [1, 4], torch.tensor([*range(1, 201), *range(248, 278)]))
+    assert part.req_pool_indices.tolist() == [4, 7]
+    assert part.extend_start_loc.tolist() == [0, 200]

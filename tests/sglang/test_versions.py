@@ -1,0 +1,52 @@
+"""Which releases of SGLang start, and what is compared before one does."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexmask.integrations.sglang.versions import RUN, check_release, interface_faults, release_of
+
+
+def test_releases_that_were_run_start_in_silence():
+    for release in RUN:
+        assert check_release(".".join(map(str, release)), []) is None
+    assert release_of("0.5.16.post1") == (0, 5, 16)
+    assert release_of("0.6") == (0, 6, 0)
+
+
+def test_a_newer_one_starts_with_a_warning_and_an_older_one_does_not():
+    assert "was run with SGLang 0.5.16; got 0.9.1" in check_release("0.9.1", [])
+    with pytest.raises(ImportError, match=r"got 0\.5\.10, which it was not run with"):
+        check_release("0.5.10", [])
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.9.1"])
+def test_other_interfaces_are_refused_by_name(version):
+    with pytest.raises(ImportError, match=f"got {version}, whose interfaces are others: ForwardBatch must have x"):
+        check_release(version, ["ForwardBatch must have x"])
+
+
+def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
+    pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
+    from sglang.srt.layers import radix_attention
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.model_executor import forward_batch_info
+
+    assert interface_faults(TorchNativeAttnBackend) == []
+
+    class Other:
+        def __init__(self, num_heads, new):
+            pass
+
+        def set_kv_buffer(self, cache_k):
+            pass
+
+    monkeypatch.setattr(radix_attention, "RadixAttention", Other)
+    monkeypatch.setattr(MHATokenToKVPool, "set_kv_buffer", Other.set_kv_buffer)
+    monkeypatch.setattr(forward_batch_info.ForwardBatch, "__dataclass_fields__", {})
+    told = "; ".join(interface_faults(Other))
+    assert "backend.forward_extend must take q, k, v, layer, forward_batch, save_kv_cache; got none" in told
+    assert "pool.set_kv_buffer must take layer, ..., cache_k, cache_v; got cache_k" in told
+    assert "ForwardBatch must have batch_size" in told
+    assert "RadixAttention must take" in told and "got new, num_heads" in told
