@@ -12,7 +12,7 @@ import pytest
 from tests.repository import ROOT
 
 # `import flexmask` works where these are missing, and does not load them where they are there
-NOT_NEEDED = ("accelerate", "matplotlib", "transformers", "typer", "vllm")
+NOT_NEEDED = ("accelerate", "matplotlib", "sglang", "transformers", "typer", "vllm")
 
 # Run in a process of its own, with a JSON list [module to import, names that must not be importable] as the argument.
 WATCH = """

@@ -34,7 +34,7 @@ query, key = torch.randn(1, 4, 300, 32), torch.randn(1, 2, 300, 32)
 mask = flexmask.flexprefill_mask(query, key, gamma=0.5, block_size=32, min_budget=0)
 assert mask.shape == (1, 4, 300, 300) and 0 < mask.to_dense().float().mean() < 0.6
 assert flexmask.sparse_attention_varlen(*[torch.randn(50, 2, 16)] * 3, [0, 20, 50]).shape == (50, 2, 16)
-missing = {"transformers", "matplotlib", "triton", "typer", "rich", "vllm", "lm_eval"}
+missing = {"transformers", "matplotlib", "triton", "typer", "rich", "vllm", "lm_eval", "sglang"}
 for module in pkgutil.walk_packages(flexmask.__path__, "flexmask."):
     if module.name.endswith("__main__"):
         continue  # importing it runs the program

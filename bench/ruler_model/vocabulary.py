@@ -11,7 +11,6 @@ TOKENS = (*RETRIEVER_TOKENS, *MARKERS)
 """Every token, in the order of its id."""
 
 TOKEN_IDS = {token: token_id for token_id, token in enumerate(TOKENS)}
-VOCAB_SIZE = 64 * -(-len(TOKENS) // 64)
 END_OF_VALUES = FIRST_VALUE + NUM_VALUES
 
-__all__ = ["END_OF_VALUES", "FIRST_KEY", "FIRST_VALUE", "NUM_KEYS", "NUM_VALUES", "TOKENS", "TOKEN_IDS", "VOCAB_SIZE"]
+__all__ = ["END_OF_VALUES", "FIRST_KEY", "FIRST_VALUE", "NUM_KEYS", "NUM_VALUES", "TOKENS", "TOKEN_IDS"]

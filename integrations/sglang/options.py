@@ -43,9 +43,16 @@ def _given(text: str) -> Any:
     if not text:
         return None
     path = None if text[0] in "{[" else Path(text)
-    if path is not None and not path.is_file():
+    if path is not None and not _is_file(path):
         raise ValueError(f"{VARIABLE} must be a JSON object or the path of a file with one; got {text!r}")
     try:
         return json.loads(text if path is None else path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{VARIABLE} must be a JSON object or the path of a file with one: {error}") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file system takes
+        return False

@@ -17,7 +17,7 @@ from flexmask.integrations.vllm.startup import reserve, roles_line, warm_up
 
 _log = logging.getLogger("sglang.flexmask")
 # options of the server under which nothing is served: how it runs then is not what the plug-in stands on, or was not run
-_REFUSED = {
+REFUSED = {
     "enable_dp_attention": "attention that is parallel over data",
     "enable_two_batch_overlap": "overlap of two batches",
     "enable_pdmux": "multiplexed prefill and decoding",
@@ -25,7 +25,7 @@ _REFUSED = {
     "enable_hierarchical_cache": "a hierarchical cache",
     "enable_lmcache": "LMCache",
 }
-_ONE = ("attn_cp_size", "dcp_size")
+ONE = ("attn_cp_size", "dcp_size")
 
 
 def refuse_server(server_args: Any, uses_mla: bool) -> None:
@@ -35,11 +35,11 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     decoding = server_args.get_attention_backends()[1]
     if decoding == NAME:
         raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
-    for name, told in _REFUSED.items():
-        if getattr(server_args, name, False):
+    for name, told in REFUSED.items():
+        if getattr(server_args, name):
             raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not serve {told}")
-    for name in _ONE:
-        size = getattr(server_args, name, 1) or 1
+    for name in ONE:
+        size = getattr(server_args, name) or 1
         if size > 1:
             raise ValueError(
                 f"{name} must be 1 with the attention backend {NAME!r}, whose masks need all of a prompt; got {size}"
@@ -97,16 +97,16 @@ class Prefill:
 
         # as SGLang runs its steps: what is compiled in another mode is not used
         with DynamicGradMode():
-            seconds = warm_up(layers, largest, device, dtype, density)
-            if device.type == "cuda":
-                try:
+            try:
+                seconds = warm_up(layers, largest, device, dtype, density)
+                if device.type == "cuda":
                     reserve(layers, largest, device, dtype, density)
-                except torch.OutOfMemoryError as error:
-                    raise RuntimeError(
-                        f"flexmask: a chunk of {largest[0]} rows at the end of {largest[1]} tokens needs more memory than "
-                        "--mem-fraction-static leaves; lower it, --chunked-prefill-size or --context-length"
-                    ) from error
-                torch.cuda.empty_cache()
+                    torch.cuda.empty_cache()
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError(
+                    f"flexmask: a chunk of {largest[0]} rows at the end of {largest[1]} tokens needs more memory than "
+                    "--mem-fraction-static leaves; lower it, --chunked-prefill-size or --context-length"
+                ) from error
         if self._first:
             _log.info("flexmask: kernels compiled in %.1f s", seconds)
 

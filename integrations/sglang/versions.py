@@ -7,6 +7,8 @@ import inspect
 import re
 from typing import Any
 
+from flexmask.integrations.sglang.prefill import ONE, REFUSED
+
 Release = tuple[int, int, int]
 RUN: dict[Release, str] = {
     (0, 5, 16): "CPUs",
@@ -17,6 +19,8 @@ _OF_A_STEP = {
     "spec_info", "encoder_lens", "multi_item_delimiter_indices", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens",
     "extend_start_loc", "extend_seq_lens_cpu", "extend_prefix_lens_cpu",
 }  # fmt: skip
+# options of the server under which it is refused, and those that the plug-in reads
+_OF_A_SERVER = {*REFUSED, *ONE, "chunked_prefill_size", "enable_metrics"}
 # what a batch has where slots are no longer what the pool is read and written by
 _NOT_OF_A_STEP = {"kv_loc_plan"}
 # arguments of a layer that say whether it is served; another one may change attention
@@ -79,6 +83,7 @@ def interface_faults(stock: Any) -> list[str]:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.server_args import ServerArgs
 
     faults = []
     for name, wanted in _FUNCTIONS.items():
@@ -88,8 +93,12 @@ def interface_faults(stock: Any) -> list[str]:
         if any(each is not None and each != got for each, got in zip(wanted, [*found, *[""] * len(wanted)], strict=False)):
             faults.append(f"{name} must take {', '.join(each or '...' for each in wanted)}; got {', '.join(found) or 'none'}")
     fields = {each.name for each in dataclasses.fields(ForwardBatch)}
-    modes = set(ForwardMode.__members__)
-    for what, wanted_names, names in (("ForwardBatch", _OF_A_STEP, fields), ("ForwardMode", {"EXTEND", "MIXED"}, modes)):
+    modes, of_the_server = set(ForwardMode.__members__), {each.name for each in dataclasses.fields(ServerArgs)}
+    for what, wanted_names, names in (
+        ("ForwardBatch", _OF_A_STEP, fields),
+        ("ForwardMode", {"EXTEND", "MIXED"}, modes),
+        ("ServerArgs", _OF_A_SERVER, of_the_server),
+    ):
         absent = sorted(wanted_names - names)
         if absent:
             faults.append(f"{what} must have {', '.join(absent)}")

@@ -32,6 +32,7 @@ def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor import forward_batch_info
+    from sglang.srt.server_args import ServerArgs
 
     assert interface_faults(TorchNativeAttnBackend) == []
 
@@ -45,8 +46,12 @@ def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
     monkeypatch.setattr(radix_attention, "RadixAttention", Other)
     monkeypatch.setattr(MHATokenToKVPool, "set_kv_buffer", Other.set_kv_buffer)
     monkeypatch.setattr(forward_batch_info.ForwardBatch, "__dataclass_fields__", {})
+    options = dict(ServerArgs.__dataclass_fields__)
+    del options["enable_pdmux"]
+    monkeypatch.setattr(ServerArgs, "__dataclass_fields__", options)
     told = "; ".join(interface_faults(Other))
     assert "backend.forward_extend must take q, k, v, layer, forward_batch, save_kv_cache; got none" in told
     assert "pool.set_kv_buffer must take layer, ..., cache_k, cache_v; got cache_k" in told
     assert "ForwardBatch must have batch_size" in told
+    assert "ServerArgs must have enable_pdmux" in told
     assert "RadixAttention must take" in told and "got new, num_heads" in told
