@@ -2,7 +2,7 @@
 
 The promises are ``torch>=2.5`` and ``transformers>=4.54``. The sessions are the oldest release of each, some before a change that
 matters here (torch 2.9: the signatures of BlockMask and flex_attention; transformers 5.0: caches and mask functions, 5.4: the
-arguments of mask functions), and the ones that constraints.txt pins. ``RELEASE`` tries another one::
+arguments of mask functions), the ones that constraints.txt pins, and the newest torch. ``RELEASE`` tries another one::
 
     nox                                       # all; or make test-versions
     nox -l
@@ -56,10 +56,10 @@ def pinned(package: str) -> str:
     return PINS[package].partition(";")[0].partition("==")[2].strip()
 
 
-def releases(package: str, *older: str) -> list[str]:
-    """The releases of a session: the one in the environment, else the older ones and the pinned one."""
+def releases(package: str, *older: str, newer: tuple[str, ...] = ()) -> list[str]:
+    """The releases of a session: the one in the environment, else the older ones, the pinned one and the newer ones."""
     named = os.environ.get("RELEASE")
-    return [named] if named else [*older, pinned(package)]
+    return [named] if named else [*older, pinned(package), *newer]
 
 
 def run_tests(session: nox.Session, package: str, release: str, chosen: list[str]) -> None:
@@ -71,15 +71,19 @@ def run_tests(session: nox.Session, package: str, release: str, chosen: list[str
     surroundings = {"CUDA_VISIBLE_DEVICES": ""}
     options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", "not slow"]
     if release != pinned(package):
-        options += ["-W", "default"]  # older releases warn about newer Python and packages; that is not ours to repair
+        options += ["-W", "default"]  # releases warn about packages of another age; that is not ours to repair
         if package == "torch":
             # torch 2.8.0 writes C++ with an open brace for flex_attention on more than one thread, which no compiler takes
             surroundings["OMP_NUM_THREADS"] = "1"
     session.run("python", "-m", "pytest", *options, *chosen, *session.posargs, env=surroundings)
 
 
+TORCH = releases("torch", "2.5.1", "2.8.0", newer=("2.15.0",))
+TRANSFORMERS = releases("transformers", "4.54.1", "4.57.6", "5.0.0")
+
+
 @nox.session
-@nox.parametrize("release", releases("torch", "2.5.1", "2.8.0"), ids=releases("torch", "2.5.1", "2.8.0"))
+@nox.parametrize("release", TORCH, ids=TORCH)
 def torch(session: nox.Session, release: str) -> None:
     """The tests of the core on a release of torch."""
     chosen = ["tests", *(f"--ignore={path}" for path in NOT_ABOUT_TORCH)]
@@ -89,11 +93,7 @@ def torch(session: nox.Session, release: str) -> None:
 
 
 @nox.session
-@nox.parametrize(
-    "release",
-    releases("transformers", "4.54.1", "4.57.6", "5.0.0"),
-    ids=releases("transformers", "4.54.1", "4.57.6", "5.0.0"),
-)
+@nox.parametrize("release", TRANSFORMERS, ids=TRANSFORMERS)
 def transformers(session: nox.Session, release: str) -> None:
     """The adapter's tests on a release of transformers, with the pinned torch."""
     run_tests(session, "transformers", release, ["tests/integrations"])

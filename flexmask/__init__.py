@@ -31,3 +31,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(huggingface, name)
     raise AttributeError(f"module 'flexmask' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

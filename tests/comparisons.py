@@ -176,9 +176,11 @@ def assert_honest(block_mask: BlockMask, lengths: Sequence[int]) -> None:
     assert torch.equal(full, by_block(pairs, size, every=True)), "full blocks are not those without a hidden pair"
     assert torch.equal(partial, by_block(pairs, size) & ~full), "partial blocks are not those with pairs of both kinds"
     assert torch.equal(block_mask.to_dense().bool(), partial | full)
-    kept = int((partial | full).sum())
-    counted = batch * num_heads * math.prod(known)
-    assert math.isclose(block_mask.sparsity(), 100 * (1 - kept * size**2 / counted), abs_tol=1e-3)
+    kept = partial | full
+    # torch 2.15 counts blocks, releases before it pairs
+    pairs_in_all = batch * num_heads * math.prod(known)
+    shares = kept.double().mean().item(), int(kept.sum()) * size**2 / pairs_in_all
+    assert any(math.isclose(block_mask.sparsity(), 100 * (1 - share), abs_tol=1e-3) for share in shares)
 
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}

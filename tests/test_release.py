@@ -36,8 +36,11 @@ def test_workflow_runs_what_a_change_has_to_pass_on_the_oldest_and_newest_releas
     assert set(re.search(r"for target in (.*); do", text(".ci/run")).group(1).split()) <= targets_called(workflow)
     named = set(re.findall(r'"(torch|transformers)\(([\d.]+)\)"', workflow))
     pins = dict(re.findall(r"^(torch|transformers)==([\d.]+)", text("constraints.txt"), re.MULTILINE))
-    oldest = dict(re.findall(r'releases\("(torch|transformers)", "([\d.]+)"', text("noxfile.py")))
-    assert named == {*pins.items(), *oldest.items()}
+    sessions = text("noxfile.py")
+    oldest = dict(re.findall(r'releases\("(torch|transformers)", "([\d.]+)"', sessions))
+    newer = re.findall(r'releases\("(torch|transformers)".*newer=\("([\d.]+)"', sessions)
+    assert newer
+    assert named == {*pins.items(), *oldest.items(), *newer}
 
 
 def test_version_is_the_same_everywhere():

@@ -52,6 +52,7 @@ def test_every_head_is_in_one_group(heads, at_once, shared):
         assert [keys[i // each] for i in range(len(queries))] == [h // (num_heads // num_kv_heads) for h in queries]
     assert (count == 1).all()
     assert len(sizes(groups)) == 1
+    assert len(groups) == 1 or at_once is not None
 
 
 # from so many heads on: batch rows, heads and key heads of a group, of 2 rows with 16 heads on 4

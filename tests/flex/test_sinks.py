@@ -54,6 +54,16 @@ def test_a_gradient_reaches_sinks_alone():
     assert torch.equal(out, before)
 
 
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_a_gradient_reaches_the_output_and_its_log_sum_exp_each(name):
+    tensors = {"out": torch.randn(1, 4, 63, 32), "lse": torch.randn(1, 4, 63)}
+    exact = {key: x.double().requires_grad_(key == name) for key, x in tensors.items()}
+    tensors[name].requires_grad_()
+    with_sinks(**tensors, sinks=SINKS).square().sum().backward()
+    (exact["out"] * torch.sigmoid(exact["lse"] - SINKS.double()[:, None])[..., None]).square().sum().backward()
+    torch.testing.assert_close(tensors[name].grad.double(), exact[name].grad, atol=1e-4, rtol=1e-4)
+
+
 def test_gradients_of_sinks_alone_are_refused_where_the_kernel_has_none():
     it = call(**VARIANTS["groups"])
     given = {**it.case.config.call, "dense_below": 0, "sinks": SINKS.clone().requires_grad_()}
