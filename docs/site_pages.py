@@ -7,6 +7,7 @@ public repository if mkdocs.yml names one (`repo_url`), and otherwise becomes pl
 
 from __future__ import annotations
 
+import importlib.util
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "bench/APPENDIX.md",
     "bench/FIDELITY.md",
+    "bench/LEADERBOARD.md",
     "bench/README.md",
     "bench/REPORT.md",
     "bench/RULER.md",
@@ -53,7 +55,7 @@ def site_path(path: str) -> str | None:
     if path == "README.md":
         return "index.md"
     if path.startswith("docs/"):
-        return None if path.endswith(".py") else path.removeprefix("docs/")
+        return None if path.endswith(".py") else path.removeprefix("docs/").replace(".ipynb", ".md")
     return path if path in PAGES or path.endswith(".png") else None
 
 
@@ -133,11 +135,37 @@ def on_files(files: Any, config: Any) -> Any:
                 and files.get_file_from_path(goal[0]) is None
             ):
                 files.append(File.generated(config, goal[0], abs_src_path=str(ROOT / goal[0])))
+    for place, content in notebooks(config.repo_url):
+        files.append(File.generated(config, place, content=content))
     return files
 
 
+def notebooks(repo_url: str | None) -> Iterator[tuple[str, str | bytes]]:
+    """The notebooks as pages and their pictures, each with its place; the notebooks themselves are files of the site already."""
+    read = _beside("notebook")
+    for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        text, pictures = read.page(read.load(path), path.stem)
+        source = path.relative_to(ROOT).as_posix()
+        title, rest = relinked(text, source, repo_url).split("\n", 1)
+        place = site_path(source)
+        assert place is not None
+        yield place, f"{title}\n\n*This page is [a notebook]({path.name}) that Jupyter runs.*\n{rest}"
+        yield from ((f"notebooks/{name}", picture) for name, picture in pictures.items())
+
+
+def _beside(name: str) -> Any:
+    """A module of this folder, which is no package and on no path."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn the links of the pages in docs/."""
+    """Turn the links of the pages in docs/; a page without sections has no table of contents, and more room for its tables."""
+    if not re.search(r"^##+ ", markdown, re.MULTILINE):
+        page.meta.setdefault("hide", ["toc"])
     if page.file.generated_by:
         return markdown
     return relinked(markdown, f"docs/{page.file.src_uri}", config.repo_url)

@@ -217,7 +217,7 @@ def test_reports_are_filled_from_rows_and_from_none(tmp_path):
         filled(text.replace("calls", "nothing"), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["FIDELITY.md", "REPORT.md"])
+@pytest.mark.parametrize("name", ["FIDELITY.md", "REPORT.md", "LEADERBOARD.md"])
 def test_the_reports_hold_what_the_rows_say(name):
     text = (ROOT / "bench" / name).read_text(encoding="utf-8")
     assert filled(text, ROOT / "bench" / "results") == text

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,8 +14,10 @@ pytest.importorskip("tqdm")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench import demo
 from bench.demo import METHODS, NEXT, Measured, line, main, parse
 from bench.retriever.vocabulary import TOKENS
+from flexmask.dense_policy import DENSE_BELOW
 from tests.documents import wrong_commands
 
 RIGHT = torch.arange(12).view(3, 4)
@@ -31,6 +37,7 @@ def other(*numbers):
         (1.0, RIGHT, "2.0x faster, the same 3 answers, 25% of the blocks"),
         (5.0, RIGHT, "2.5x slower, the same 3 answers"),
         (2.01, RIGHT, "as fast, the same 3 answers"),
+        (2.08, RIGHT, "as fast, the same 3 answers"),
         (1.0, other(1), "2 of 3 answers right, 2 as with dense attention"),
     ],
 )
@@ -49,6 +56,50 @@ def test_prompt_is_longer_on_a_gpu():
 def test_missing_model_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"bench\.retriever\.train"):
         main(["--model", str(tmp_path)])
+
+
+def test_kernels_compile_before_the_timed_prefills(monkeypatch, capsys):
+    calls, seconds = [], [0.0]
+    run = SimpleNamespace(stats={0: [SimpleNamespace(density=torch.tensor([0.25]))]})
+
+    def prefill(model, prompt):
+        calls.append((model.method, len(prompt.token_ids)))
+        # the second round is faster
+        seconds[0] += 9.0 if len(calls) <= 7 else 2.0
+        return torch.zeros(1), None
+
+    def attention(model, method, **options):
+        model.method = method
+        return nullcontext(run)
+
+    monkeypatch.setattr(demo, "ROUNDS", 2)
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    monkeypatch.setattr(demo, "prefill", prefill)
+    monkeypatch.setattr(demo, "attention", attention)
+    monkeypatch.setattr(demo, "decode_answers", lambda model, prompt, logits, cache: prompt.answers)
+    monkeypatch.setattr(demo, "load_model", lambda path, device: SimpleNamespace(num_parameters=lambda: 5e6))
+    main(["--device", "cpu", "--prompt-tokens", str(DENSE_BELOW)])
+    short = [(method, tokens) for method in ("hybrid", "flexprefill") for tokens in demo.WARM_UP]
+    assert calls == short + [(method, DENSE_BELOW) for method in METHODS] * 2
+    printed = capsys.readouterr().out
+    assert "with 16 needles in them and is asked for 8" in printed
+    # the fastest prefill counts, not the first
+    assert [float(each) for each in re.findall(r"prefill +([\d.]+) s", printed)] == [2.0] * 3
+
+
+def test_warm_up_runs_sparse_at_two_lengths(monkeypatch):
+    lengths = []
+
+    def prefill(model, prompt):
+        lengths.append(len(prompt.token_ids))
+
+    given = []
+    monkeypatch.setattr(demo, "prefill", prefill)
+    monkeypatch.setattr(demo, "sparse_prefill", lambda model, method, **options: given.append(options) or nullcontext())
+    demo.warm_up(None)
+    # torch compiles for one length first, and for all at the second; both short prompts must not run dense
+    assert len(set(lengths)) == 2 and max(lengths) < DENSE_BELOW
+    assert given == [{"dense_below": 0}] * 4
 
 
 def test_a_short_prompt_says_that_it_runs_dense(tmp_path, capsys):

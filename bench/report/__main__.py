@@ -1,7 +1,7 @@
 """Write the reports: ``python -m bench.report``, or ``make bench-report``.
 
-In FIDELITY.md and REPORT.md it replaces what stands between ``<!-- table: NAME -->`` or ``<!-- figure: NAME -->`` and
-``<!-- end -->``, and leaves all else; it writes APPENDIX.md whole, and the figures into ``results/``.
+In FIDELITY.md, REPORT.md and LEADERBOARD.md it replaces what stands between ``<!-- table: NAME -->`` or ``<!-- figure: NAME -->``
+and ``<!-- end -->``, and leaves all else; it writes APPENDIX.md whole, and the figures into ``results/``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.report import fidelity, speed
+from bench.report import fidelity, leaderboard, speed
 from bench.report.rows import FOLDER
 
 DOCUMENTS = Path(__file__).parents[1]
-TABLES = {**fidelity.TABLES, **speed.TABLES}
+TABLES = {**fidelity.TABLES, **speed.TABLES, **leaderboard.TABLES}
 FIGURES = {**fidelity.FIGURES, **speed.FIGURES}
 # what each shows, for readers who do not see it
 SHOWN = {
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for name in FIGURES:
         print(draw(name, options.results, options.documents) or f"nothing to draw for {name}")
-    for name in ("FIDELITY.md", "REPORT.md"):
+    for name in ("FIDELITY.md", "REPORT.md", "LEADERBOARD.md"):
         path = options.documents / name
         if path.exists():
             text = filled(path.read_text(encoding="utf-8"), options.results, options.documents)

@@ -30,7 +30,7 @@ EQUAL = 0.3
 NEEDLES = [("needle-1", 16384), ("needle-64", 16384), ("needle-1", 32768)]
 SCORED = 0.8  # least dense score of a task that methods are compared on
 CHANGE = "mean change of a token's log-probability"
-_LENGTHS_COMMAND = "python -m bench.fidelity.lengths --texts DIR --out bench/results/lengths-gpu.csv"
+LENGTHS_COMMAND = "python -m bench.fidelity.lengths --texts DIR --out bench/results/lengths-gpu.csv"
 
 
 def missing(command: str) -> list[str]:
@@ -52,7 +52,7 @@ def by_density(folder: Path = FOLDER) -> list[str]:
     """What is lost at a density, at 16k tokens."""
     rows = language_model(16384, folder)
     if rows.empty:
-        return missing(_LENGTHS_COMMAND)
+        return missing(LENGTHS_COMMAND)
     change, loss = Curves(rows, "abs_d"), Curves(rows, "d_loss")
     cells = []
     for method in shown(rows):
@@ -81,7 +81,7 @@ def draw_by_density(axes: Any, folder: Path = FOLDER) -> bool:
     return bool(drawn)
 
 
-def _needles(folder: Path) -> pd.DataFrame:
+def needle_rows(folder: Path) -> pd.DataFrame:
     """Density and share of needles found by each setting that was asked all of `NEEDLES`."""
     rows = read("retrieval", folder)
     if rows.empty:
@@ -97,7 +97,7 @@ def _needles(folder: Path) -> pd.DataFrame:
 
 def needles(folder: Path = FOLDER) -> list[str]:
     """Needles that are found, and RULER's tasks at 32k against dense attention."""
-    rows, tasks = _needles(folder), read("retrieval", folder)
+    rows, tasks = needle_rows(folder), read("retrieval", folder)
     if rows.empty:
         return missing("python -m bench.fidelity.retrieval needles --curves --out bench/results/retrieval-gpu.csv")
     tasks = usual(tasks[(tasks["bed"] == "tasks") & (tasks["tokens"] == 32768) & tasks["each"].notna()])
@@ -118,7 +118,7 @@ def needles(folder: Path = FOLDER) -> list[str]:
     return markdown_table(head, cells)
 
 
-def against_dense(rows: pd.DataFrame, method: str) -> str:
+def against_dense(rows: pd.DataFrame, method: str, share: str = ".3f") -> str:
     """Mean over prompts of a score less that of dense attention, in points, of the setting that was asked most."""
     scores = {
         key: _by_prompt(group) for key, group in rows[rows["method"].isin([method, "dense"])].groupby(["method", "options"])
@@ -133,7 +133,7 @@ def against_dense(rows: pd.DataFrame, method: str) -> str:
         changes = [100 * (found[key] - dense[key]) for key in common]
         density = rows[(rows["method"] == method) & (rows["options"] == options)]["density"].mean()
         low, high = of_mean(changes)
-        best = len(common), f"{np.mean(changes):+.1f} [{low:+.1f}, {high:+.1f}] at {density:.3f}"
+        best = len(common), f"{np.mean(changes):+.1f} [{low:+.1f}, {high:+.1f}] at {density:{share}}"
     return best[1]
 
 
@@ -153,7 +153,7 @@ def _digits(each: object, count: int) -> str:
 
 def draw_needles(axes: Any, folder: Path = FOLDER) -> bool:
     """Share of needles that are missed, by density."""
-    rows = _needles(folder)
+    rows = needle_rows(folder)
     drawn = {}
     for method in shown(rows, 6) if len(rows) else ():
         own = rows[rows["method"] == method]
@@ -167,7 +167,7 @@ def by_length(folder: Path = FOLDER) -> list[str]:
     """One setting a method at every length."""
     rows = {length: language_model(length, folder) for length in LENGTHS}
     if any(found.empty for found in rows.values()):
-        return missing(_LENGTHS_COMMAND)
+        return missing(LENGTHS_COMMAND)
     cells = []
     for method, options in USUAL.items():
         own = [found[(found["method"] == method) & (found["options"] == options)] for found in rows.values()]

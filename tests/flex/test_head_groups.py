@@ -193,8 +193,8 @@ def test_a_mask_takes_no_more_on_a_cpu_than_it_is_counted_for(problem):
         run = subprocess.run([sys.executable, "-c", MEASURED, json.dumps(problem)], capture_output=True, text=True, check=True)
         peak, counted = json.loads(run.stdout)
         peaks.append(peak)
-        if peak < 1.03 * counted:
+        if peak < 1.05 * counted:
             break
     peak = min(peaks)
     # the allocator's rounding comes on top; a count that nothing comes near would serve nobody
-    assert 0.4 * counted < peak < 1.03 * counted
+    assert 0.4 * counted < peak < 1.05 * counted

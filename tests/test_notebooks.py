@@ -1,0 +1,151 @@
+"""The notebooks run from their first cell to the last, and become pages of the site.
+
+`make test` runs the one for a CPU on a short prompt; the slow test runs it as it stands and compares what it prints.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch._dynamo
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from tests.documents import unknown_names
+from tests.repository import ROOT
+from tests.test_readme import differences
+
+FOLDER = ROOT / "docs/notebooks"
+NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+ON_CPU, ON_GPU = "tuning.ipynb", "gpu.ipynb"
+
+
+def _module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("notebook", ROOT / "docs/notebook.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+notebook = _module()
+
+
+def load(name, *changes):
+    """A notebook without its output, in whose code each pair of `changes` has replaced the first text by the second."""
+    found = notebook.load(FOLDER / name)
+    for at, source in notebook.code_cells(found):
+        for old, new in changes:
+            source = source.replace(old, new)
+        found["cells"][at] |= {"source": source.splitlines(keepends=True), "outputs": []}
+    return found
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder with the checkout's bench/ to run in, deeper than the notebook's own; all is as before afterwards."""
+    import matplotlib.pyplot as plt
+
+    (tmp_path / "bench").symlink_to(ROOT / "bench")
+    (tmp_path / "docs/notebooks").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path / "docs/notebooks")
+    plt.switch_backend("agg")
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
+        yield tmp_path
+    plt.close("all")
+    torch._dynamo.reset()
+
+
+@pytest.mark.attention
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a short prompt runs dense, and the adapter says so
+def test_the_notebook_for_a_cpu_runs(checkout):
+    found = load(ON_CPU, ("TOKENS = 8192", "TOKENS = 2048"), ("progress=False", "progress=False, gammas=(0.6, 0.9, 1.0)"))
+    names = notebook.run(found)
+    assert names["TOKENS"] == 2048
+    assert os.path.samefile(os.getcwd(), checkout)
+    drawn = [cell for cell in found["cells"] if cell["cell_type"] == "code" and notebook.pictures(cell)]
+    assert len(drawn) == 4
+    # the settings that it saves are those that it tuned
+    config = json.loads((checkout / "out/tuned-retriever/config.json").read_text())
+    tuned = names["result"].settings.layers
+    assert [tuple(config["flexmask_config"]["layers"][str(layer)]["gamma"]) for layer in range(4)] == [
+        tuned[layer]["gamma"] for layer in range(4)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_notebook_for_a_cpu_prints_what_is_stored(checkout):
+    stored, found = notebook.load(FOLDER / ON_CPU), load(ON_CPU)
+    notebook.run(found)
+    for at, _ in notebook.code_cells(found):
+        before, after = stored["cells"][at], found["cells"][at]
+        assert differences(notebook.printed(before), notebook.printed(after)) == [], f"cell {at + 1}"
+        assert len(notebook.pictures(before)) == len(notebook.pictures(after)), f"cell {at + 1}"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_notebook_for_a_gpu_runs(checkout):
+    found = load(ON_GPU)
+    notebook.run(found)
+    assert sum(len(notebook.pictures(cell)) for cell in found["cells"] if cell["cell_type"] == "code") == 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_and_keywords_of_notebooks_exist(name):
+    names: dict[str, object] = {}
+    for at, source in notebook.code_cells(notebook.load(FOLDER / name)):
+        assert unknown_names(source, names) == [], f"cell {at + 1}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebooks_are_of_the_format_that_jupyter_reads(name):
+    found = notebook.load(FOLDER / name)
+    assert (found["nbformat"], found["nbformat_minor"]) == (4, 5)
+    identities = [cell["id"] for cell in found["cells"]]
+    assert len(set(identities)) == len(identities)
+    for cell in found["cells"]:
+        wanted = {"cell_type", "id", "metadata", "source"} | (
+            {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
+        )
+        assert set(cell) == wanted, cell["id"]
+    assert "".join(found["cells"][0]["source"]).startswith("# ")
+
+
+def cells(*sources):
+    """A notebook of cells: code, or Markdown where the text begins with a #."""
+    made = []
+    for text in sources:
+        code = {"execution_count": None, "outputs": []} if text[0] != "#" else {}
+        made.append({"cell_type": "code" if code else "markdown", "source": [text], **code})
+    return {"cells": made}
+
+
+def test_output_is_kept_by_cell_and_shown_on_the_page(checkout):
+    draw = "import matplotlib.pyplot as plt\nplt.subplots()\nplt.subplots()\nprint('drawn');"
+    found = cells("# Title", "x = 1\nprint('one')", draw, "print(x + 1)")
+    assert notebook.run(found)["x"] == 1
+    assert [notebook.printed(cell) for cell in found["cells"][1:]] == ["one\n", "drawn\n", "2\n"]
+    assert [len(notebook.pictures(cell)) for cell in found["cells"][1:]] == [0, 2, 0]
+    text, pictures = notebook.page(found, "name")
+    assert list(pictures) == ["name-1.png", "name-2.png"] and pictures["name-1.png"].startswith(b"\x89PNG")
+    assert text.startswith("# Title\n\n```python\nx = 1\nprint('one')\n```\n\n```text\none\n```\n\n```python\nimport matplotlib")
+    assert text.index("drawn\n```") < text.index("(name-1.png)") < text.index("(name-2.png)") < text.index("print(x + 1)")
+    before = json.dumps(found)
+    notebook.run(found)
+    assert json.dumps(found) == before  # the same pictures, and no output twice
+
+
+def test_a_failing_cell_is_named(checkout):
+    with pytest.raises(ZeroDivisionError) as failure:
+        notebook.run(cells("# Title", "1 / 0"), "some.ipynb")
+    assert str(failure.traceback[-1].path).endswith("some.ipynb, cell 2")
