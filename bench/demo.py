@@ -99,7 +99,7 @@ def measure(model: PreTrainedModel, prompt: Prompt, gamma: float | None, bar: tq
 
 
 def line(method: str, each: Measured, dense: Measured, right: Tensor) -> str:
-    """What a way gives, in plain words."""
+    """Tell the result of a way in plain words."""
     asked = len(right)
     correct = int((each.answers == right).all(-1).sum())
     name = f"{METHODS[method]:<26} prefill {each.seconds:6.2f} s"

@@ -59,7 +59,7 @@ class Sheet:
         self._known = {self._key(row) for row in csv.DictReader(lines, fieldnames=self.columns)}
 
     def has(self, **row: Any) -> bool:
-        """Whether there is a row of the same identity."""
+        """True if there is a row of the same identity."""
         return self._key(row) in self._known
 
     def add(self, **row: Any) -> None:

@@ -29,12 +29,12 @@ def code_cells(notebook: dict[str, Any]) -> Iterator[tuple[int, str]]:
 
 
 def printed(cell: dict[str, Any]) -> str:
-    """What a cell has printed."""
+    """The printed output of a cell."""
     return "".join("".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream")
 
 
 def pictures(cell: dict[str, Any]) -> list[bytes]:
-    """What a cell has drawn, as PNG."""
+    """The pictures of a cell, as PNG."""
     return [base64.b64decode(output["data"]["image/png"]) for output in cell["outputs"] if "image/png" in output.get("data", {})]
 
 

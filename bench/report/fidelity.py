@@ -49,7 +49,7 @@ def language_model(length: int, folder: Path = FOLDER) -> pd.DataFrame:
 
 
 def by_density(folder: Path = FOLDER) -> list[str]:
-    """What is lost at a density, at 16k tokens."""
+    """Loss at a density, at 16k tokens."""
     rows = language_model(16384, folder)
     if rows.empty:
         return missing(LENGTHS_COMMAND)
@@ -214,7 +214,7 @@ def _speeds(length: int, folder: Path) -> dict[str, tuple[float, float]]:
 
 
 def equal_error(folder: Path = FOLDER) -> list[str]:
-    """How fast each method is at equal error, at the length itself."""
+    """Speed of each method at equal error, at the length itself."""
     found = {length: _speeds(length, folder) for length in LENGTHS[1:]}
     methods = list(dict.fromkeys(method for each in found.values() for method in each))
     # of one length there is nothing to compare

@@ -44,7 +44,7 @@ def dense(folder: Path = FOLDER) -> list[str]:
 
 
 def calls(folder: Path = FOLDER) -> list[str]:
-    """How many times as fast as the fastest dense kernel whole calls are, by density."""
+    """Speed-up of whole calls over the fastest dense kernel, by density."""
     rows = rows_of("latency", "call", "eager_ms", folder)
     rows = rows[rows["backend"].isin(["flash", "cpu"]) & rows["share"].notna() & rows["method"].isin(list(NAMES))]
     cells = []

@@ -1,4 +1,4 @@
-"""Where a prefill's time goes in vLLM, by length and attention: ``python -m bench.serving.prefill_profile --shape NAME --csv X``.
+"""Take a prefill in vLLM apart, by length and attention: ``python -m bench.serving.prefill_profile --shape NAME --csv X``.
 
 One engine with the plug-in serves each prompt with each kind of attention in turn: ``stock`` (the engine's kernel for all rows),
 ``hybrid`` at the densities of `OWN_DENSITY`, ``random_blocks`` at a density of 0.2. Random weights have no density of their own:

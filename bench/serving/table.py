@@ -48,7 +48,7 @@ def kind_of(name: str) -> str:
 
 
 def over_stock(rows: Sequence[Row], value: str, key: Callable[[Row], Any], faster: Callable[[float, float], float]) -> list[str]:
-    """How many times as fast each row is as the stock backend's of the same key."""
+    """Speed-up of each row over the stock backend's of the same key."""
     stock = {key(row): row[value] for row in rows if row["method"] == "stock"}
     gains = [None if row["method"] == "stock" or key(row) not in stock else faster(stock[key(row)], row[value]) for row in rows]
     return ["-" if gain is None else f"{gain:.2f}x" for gain in gains]

@@ -67,7 +67,7 @@ REST = "rest"
 
 
 class Variant(NamedTuple):
-    """What is timed under the name of its rows."""
+    """Calls to time, under the names of their rows."""
 
     row: dict[str, Any]
     make: Callable[[Tensors], tuple[Call, dict[str, Any]]]  # the call, and fields of its rows found on the way
@@ -139,7 +139,7 @@ class Run:
         return self._tensors[name, tokens]
 
     def wants(self, **row: Any) -> bool:
-        """Whether a row still has to be measured; counts it where no time is left."""
+        """True if a row still has to be measured; counts it where no time is left."""
         if self.sheet.has(**self.common, **row):
             return False
         in_time = time.monotonic() <= self.stop

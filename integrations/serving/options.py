@@ -41,7 +41,7 @@ class ServingOptions:
 
     @property
     def policy(self) -> DensePolicy:
-        """Which chunks run dense."""
+        """The policy that keeps chunks dense."""
         return self.settings.run_options.policy
 
 
