@@ -1,4 +1,4 @@
-"""The calls that are timed: dense attention by every kernel, and masks, kernels and whole calls of a method at a wanted density."""
+"""Calls that are timed: dense attention by every kernel, and masks, kernels and whole calls of a method at a wanted density."""
 
 from __future__ import annotations
 

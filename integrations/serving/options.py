@@ -41,7 +41,7 @@ class ServingOptions:
 
     @property
     def policy(self) -> DensePolicy:
-        """The policy that keeps chunks dense."""
+        """The policy by which chunks run dense."""
         return self.settings.run_options.policy
 
 
