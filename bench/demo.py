@@ -1,7 +1,7 @@
 """Dense attention and two sparse prefills of a trained model, side by side: ``python -m bench.demo``, or ``make demo``.
 
 The model reads a long prompt with needles in it and answers questions about them: after a dense prefill, after one with hybrid
-(what we recommend) and after one with the paper's method. Two short prompts compile the kernels first, so no timed prefill does.
+(what we recommend) and after one with the paper's method. Untimed prefills compile the kernels first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flexmask.integrations.huggingface import sparse_prefill
 MOST_QUESTIONS = 8
 # timed prefills per method; the fastest counts
 ROUNDS = 1 if torch.get_num_threads() < 4 else 3
-# tokens: torch compiles for one length at first, and for all lengths once a second one comes
+# tokens, on a CPU: torch compiles for one length at first, and for all lengths once a second one comes
 WARM_UP = (1536, 2304)
 # by method: its name in the table
 METHODS = {"": "dense attention", "hybrid": "hybrid", "flexprefill": "the paper's (flexprefill)"}
@@ -66,17 +66,20 @@ def attention(model: PreTrainedModel, method: str, **options: Any) -> AbstractCo
     return sparse_prefill(model, method, **options) if method else nullcontext()
 
 
-def warm_up(model: PreTrainedModel) -> None:
-    """Compile what the prefills of both methods need, with prompts that take no time."""
+def warm_up(model: PreTrainedModel, prompt: Prompt, options: dict[str, Any], device: str) -> None:
+    """Compile what the prefills of both methods need: by short prompts, on CUDA by the prefills themselves.
+
+    There the number of blocks decides which kernels run.
+    """
+    on_cuda = device.startswith("cuda")
     for method in filter(None, METHODS):
-        for tokens in WARM_UP:
-            with attention(model, method, dense_below=0):
-                prefill(model, make_prompt(tokens))
+        for each in [prompt] if on_cuda else [make_prompt(tokens) for tokens in WARM_UP]:
+            with attention(model, method, **(options if on_cuda else {"dense_below": 0})):
+                prefill(model, each)
 
 
-def measure(model: PreTrainedModel, prompt: Prompt, gamma: float | None, bar: tqdm) -> dict[str, Measured]:
+def measure(model: PreTrainedModel, prompt: Prompt, options: dict[str, Any], bar: tqdm) -> dict[str, Measured]:
     """Prefill with every method in turns, and answer after the first turn."""
-    options: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
     found: dict[str, Measured] = {}
     for _ in range(ROUNDS):
         for method, name in METHODS.items():
@@ -134,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = load_model(options.model, options.device)
     questions = min(options.needles, MOST_QUESTIONS)
     prompt = make_prompt(options.prompt_tokens, options.needles, questions, options.seed)
+    given = {} if options.gamma is None else {"gamma": options.gamma}
     where = f"{torch.get_num_threads()} CPU threads" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
     size = f"{model.num_parameters() / 1e6:.1f} million parameters"
     what = f"{options.prompt_tokens:,} tokens with {options.needles} needles in them"
@@ -145,9 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tqdm(total=1 + (1 + ROUNDS) * len(METHODS), leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
         bar.set_description("compiling the attention kernel")
         if options.prompt_tokens >= DENSE_BELOW:
-            warm_up(model)
+            warm_up(model, prompt, given, options.device)
         bar.update()
-        found = measure(model, prompt, options.gamma, bar)
+        found = measure(model, prompt, given, bar)
     for method, each in found.items():
         print(line(method, each, found[""], prompt.answers))
     print(f"\n{NEXT}")

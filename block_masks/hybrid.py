@@ -26,7 +26,7 @@ DIAGONAL = 0.2
 ROWS = 0.2
 # a query block that sees n of N key blocks has a threshold (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
 EARLIER_ROWS = 0.6
-# of LENGTH: with n1 the blocks of that part, the threshold of a query block that sees n < n1 is (n1/n)^2p times as high again
+# of LENGTH: with n1 the blocks of that part, the threshold of a query block that sees n < n1 is (n1/n)^3p times as high again
 FIRST_ROWS = 1 / 2
 # of that threshold: where its rows give less, a query block takes no line
 LINES = 1 / 16
@@ -52,7 +52,7 @@ def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
     shares = (1 - gamma) * (reference / most.clamp(min=1)).clamp(max=2)
     power = EARLIER_ROWS * (1 - reference / most).clamp(min=0)
     seen = seen.clamp(min=1)
-    earlier = (most / seen * (FIRST_ROWS * reference / seen).clamp(min=1) ** 2) ** power
+    earlier = (most / seen * (FIRST_ROWS * reference / seen).clamp(min=1) ** 3) ** power
     return Thresholds(KEY_BLOCK * shares, DIAGONAL * shares, ROWS * shares.unsqueeze(-1) * earlier.unsqueeze(1))
 
 
@@ -84,7 +84,7 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
     a mean over all rows dilutes what only the last ones seek. With n the key blocks that query block r sees, N the most that one
     sees, ``n0 = 16384 / block_size`` and ``e = (1 - gamma) min(2, n0/N)``, a head keeps in r
 
-    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, n0/2n)^2)^p``: R is the root mean square, over every
+    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, n0/2n)^3)^p``: R is the root mean square, over every
       `row_stride`-th row of r, of the row's softmax attention to the means of the key blocks that it sees, each weighed by its
       number of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;

@@ -22,6 +22,7 @@ from flexmask.block_masks import hybrid
 from flexmask.select import select_blocks
 from flexmask.selector import Selector, selector_of
 from flexmask.stats import STATISTICS
+from tests.drawn_options import attention_masks, q_offsets, score_options
 from tests.oracle.flexprefill import ReferenceResult, reference_flexprefill
 from tests.oracle.hybrid import Rule
 
@@ -226,7 +227,6 @@ class Case:
 GAMMAS = (0.31, 0.43, 0.53, 0.61, 0.71, 0.83, 0.91, 0.947)
 # among the gammas of a case's heads only: a case of which all heads keep everything compares nothing
 BY_HEAD_ONLY = 1.0
-PADDINGS = ("none", "left", "right", "holes", "all")
 
 
 @st.composite
@@ -310,45 +310,3 @@ def drawn_inputs(draw: st.DrawFn, config: Config, batch: int, q_len: int, kv_len
         own = st.lists(st.sampled_from([*GAMMAS, config.gamma, BY_HEAD_ONLY]), min_size=num_heads, max_size=num_heads)
         config = replace(config, gamma=draw(own))
     return Case(query, key, config)
-
-
-@st.composite
-def attention_masks(draw: st.DrawFn, batch: int, kv_len: int) -> Tensor | None:
-    """Paddings of either side, with holes, or of a whole batch row; bool or integer; half the time none."""
-    if draw(st.booleans()):
-        return None
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    rows = []
-    for _ in range(batch):
-        slot, length = torch.arange(kv_len), draw(st.integers(0, kv_len))
-        kept = draw(st.sampled_from([0.1, 0.5, 0.9]))
-        row = {
-            "none": slot >= 0,
-            "left": slot >= length,
-            "right": slot < length,
-            "holes": torch.rand(kv_len, generator=generator) < kept,
-            "all": slot < 0,
-        }[draw(st.sampled_from(PADDINGS))]
-        rows.append(row)
-    return torch.stack(rows).to(draw(st.sampled_from([torch.bool, torch.int64, torch.uint8])))
-
-
-def q_offsets(batch: int, largest: int) -> st.SearchStrategy[int | Tensor | None]:
-    """The default (half the time), an int, a 0-d tensor or one per batch row; tensors may leave the range, to be clamped."""
-    ints = st.integers(0, largest)
-    loose = st.integers(-3, largest + 3)
-    tensors = loose.map(torch.tensor) | st.lists(loose, min_size=batch, max_size=batch).map(torch.tensor)
-    offsets: st.SearchStrategy[int | Tensor | None] = st.none() | st.none() | ints | tensors
-    return offsets
-
-
-def score_options(kv_len: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Scale, softcap and window, each now and then."""
-    return st.fixed_dictionaries(
-        {},
-        optional={
-            "scale": st.sampled_from([0.05, 0.2]),
-            "softcap": st.sampled_from([2.0, 20.0]),
-            "window": st.integers(2, kv_len + 5),  # with a window of 1 every block is a tie
-        },
-    )

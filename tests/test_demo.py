@@ -87,19 +87,29 @@ def test_kernels_compile_before_the_timed_prefills(monkeypatch, capsys):
     assert [float(each) for each in re.findall(r"prefill +([\d.]+) s", printed)] == [2.0] * 3
 
 
-def test_warm_up_runs_sparse_at_two_lengths(monkeypatch):
-    lengths = []
+@pytest.fixture
+def warmed_up(monkeypatch):
+    """Lengths and options of the prefills of a warm-up on a device."""
 
-    def prefill(model, prompt):
-        lengths.append(len(prompt.token_ids))
+    def prefills(device):
+        lengths, given = [], []
+        monkeypatch.setattr(demo, "prefill", lambda model, prompt: lengths.append(len(prompt.token_ids)))
+        monkeypatch.setattr(demo, "sparse_prefill", lambda model, method, **options: given.append(options) or nullcontext())
+        demo.warm_up(None, demo.make_prompt(3000), {"gamma": 0.8}, device)
+        return lengths, given
 
-    given = []
-    monkeypatch.setattr(demo, "prefill", prefill)
-    monkeypatch.setattr(demo, "sparse_prefill", lambda model, method, **options: given.append(options) or nullcontext())
-    demo.warm_up(None)
+    return prefills
+
+
+def test_warm_up_runs_sparse_at_two_lengths(warmed_up):
+    lengths, given = warmed_up("cpu")
     # torch compiles for one length first, and for all at the second; both short prompts must not run dense
     assert len(set(lengths)) == 2 and max(lengths) < DENSE_BELOW
     assert given == [{"dense_below": 0}] * 4
+
+
+def test_warm_up_on_cuda_prefills_as_it_is_timed(warmed_up):
+    assert warmed_up("cuda:0") == ([3000] * 2, [{"gamma": 0.8}] * 2)
 
 
 def test_a_short_prompt_says_that_it_runs_dense(tmp_path, capsys):

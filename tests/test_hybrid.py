@@ -173,7 +173,7 @@ def test_gamma_means_one_minus_gamma_at_the_length_and_shares_of_it_elsewhere(le
     torch.testing.assert_close(found.diagonal[0], hybrid.DIAGONAL * dropped)
     n, most = torch.arange(1, length // 16 + 1, dtype=torch.float64), length // 16
     power = hybrid.EARLIER_ROWS * max(0, 1 - 16 / most)
-    first = (16 * hybrid.FIRST_ROWS / n).clamp(min=1) ** (2 * power)
+    first = (16 * hybrid.FIRST_ROWS / n).clamp(min=1) ** (3 * power)
     torch.testing.assert_close(found.rows[0], hybrid.ROWS * dropped[:, None] * (most / n) ** power * first)
 
 

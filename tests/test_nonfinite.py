@@ -5,6 +5,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import flexmask
 from tests.cases import cases, published_cases
 from tests.comparisons import assert_well_formed
 
@@ -104,3 +105,19 @@ def test_spoils_its_own_head_only_on_cuda(cuda, name):
 
     with torch.compiler.set_stance("force_eager"):
         run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("token", [515, 8], ids=["of the last rows", "of the first rows"])
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_a_spoiled_head_keeps_the_same_by_kernels_as_in_plain_steps(cuda, name, token):
+    """A maximum drops NaN on a GPU: a block diagonal of unknown weight is kept all the same."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {part: torch.randn(1, 2, 520, 64, generator=generator) for part in ("query", "key")}
+    inputs[name][0, 1, token] = torch.nan
+    masks = [
+        flexmask.hybrid_mask(**{part: x.to(device) for part, x in inputs.items()}, gamma=0.5, block_size=32, min_budget=0)
+        for device in ("cpu", cuda)
+    ]
+    plain, by_kernels = (mask.to_dense()[0, 1].cpu() for mask in masks)
+    assert torch.equal(plain, by_kernels)

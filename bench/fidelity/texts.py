@@ -36,12 +36,15 @@ def read(path: Path, model: Path | None = None) -> dict[str, Tensor]:
     Parameters
     ----------
     path
-        This module's file, of which the texts to test on are taken; or a folder with files of ids (``.npy``) and of text
-        (``.txt``, read by the tokenizer of `model`, see `bench.fidelity.smollm`).
+        This module's file, of which the texts to test on are taken; or a folder with files of ids (``.npy``, in subfolders too)
+        and of text (``.txt``, read by the tokenizer of `model`, see `bench.fidelity.smollm`).
     """
     if path.suffix == ".npz":
         return {name: torch.from_numpy(ids) for name, ids in load("test").items()}
-    found = {file.stem: torch.from_numpy(np.load(file).astype(np.int64)) for file in sorted(path.glob("*.npy"))}
+    found = {
+        str(file.relative_to(path).with_suffix("")): torch.from_numpy(np.load(file).astype(np.int64))
+        for file in sorted(path.rglob("*.npy"))
+    }
     files = sorted(path.glob("*.txt"))
     tokenizer = smollm.tokenizer(model) if files else None
     for file in files:

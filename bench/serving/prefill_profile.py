@@ -1,8 +1,8 @@
 """Take a prefill in vLLM apart, by length and attention: ``python -m bench.serving.prefill_profile --shape NAME --csv X``.
 
 One engine with the plug-in serves each prompt with each kind of attention in turn: ``stock`` (the engine's kernel for all rows),
-``hybrid`` at the densities of `OWN_DENSITY`, ``random_blocks`` at a density of 0.2. Random weights have no density of their own:
-`min_budget` sets hybrid's, with thresholds that keep nothing else. Rows go to a CSV file as they are measured:
+``hybrid`` at the densities of `OWN_DENSITY`, ``random_blocks`` at the same or at ``--density``. Random weights have no density of
+their own: `min_budget` sets hybrid's, with thresholds that keep nothing else. Rows go to a CSV file as they are measured:
 
 ``ttft``
     Milliseconds to the first token of `prompts` prompts that come at once and share one step: the median.
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", type=int, nargs="*", default=[32768], help="lengths that are taken apart")
     parser.add_argument("--chunk", type=int, help="rows of a step at most, default: the whole of all prompts")
     parser.add_argument("--attention", nargs="+", default=[STOCK, HYBRID, RANDOM], choices=[STOCK, HYBRID, RANDOM])
-    parser.add_argument("--density", type=float, default=0.2, help="of random blocks")
+    parser.add_argument("--density", type=float, help="of random blocks; default: hybrid's own")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that a median is taken over")
     parser.add_argument("--kernel", default="FLASH_ATTN", choices=("FLASH_ATTN", "TRITON_ATTN"))
     parser.add_argument("--kv-cache", default="auto", help="vLLM's kv_cache_dtype")
@@ -77,12 +77,12 @@ def own_density(tokens: int) -> float:
     return OWN_DENSITY[min(OWN_DENSITY, key=lambda length: abs(math.log(length / tokens)))]
 
 
-def settings_of(attention: str, tokens: int, density: float) -> dict[str, Any]:
-    """The settings of one kind of attention for prompts of so many tokens; none for stock."""
+def settings_of(attention: str, tokens: int, density: float | None = None) -> dict[str, Any]:
+    """The settings of one kind of attention for prompts of so many tokens; none for stock. `density` is that of random blocks."""
     if attention == STOCK:
         return {}
     if attention == RANDOM:
-        return {"method": RANDOM, "density": density, "max_mask_bytes": 2**31}
+        return {"method": RANDOM, "density": density or own_density(tokens), "max_mask_bytes": 2**31}
     number = -(-tokens // BLOCK)
     wanted = own_density(tokens) * number * (number + 1) / 2
     blocks = min(range(1, number + 1), key=lambda nearest: abs(_kept(nearest, number) - wanted))
@@ -132,8 +132,8 @@ class Engine:
     """The engine, whose attention can be changed between two prompts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        from flexmask.integrations.serving.layers import SparseLayer
         from flexmask.integrations.vllm.engine import engine_of
-        from flexmask.integrations.vllm.layers import SparseLayer
 
         self.options = options
         self.llm = make_engine(options)
@@ -230,10 +230,9 @@ def time_to_first_token(engine: Engine, prompts: int, tokens: int) -> Iterator[d
 
 
 def taken_apart(engine: Engine, prompts: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """Spans and kernels of one warm step with each kind of attention."""
+    """Spans and kernels of a step with each kind of attention, all of which `time_to_first_token` has compiled."""
     for attention in engine.options.attention:
         settings = engine.use(attention, tokens)
-        engine.prefill(prompts, tokens)
         with engine.spans() as spans:
             engine.prefill(prompts, tokens)
         row = {"attention": attention, "prompts": prompts, "prompt_tokens": tokens, "rounds": 1, "settings": settings}

@@ -229,7 +229,7 @@ class RunSummary:
     def __str__(self) -> str:
         if not self.layers:
             return repr(self)
-        rows = [("layer", "ran", "density", "coverage", "heads", "dense because")]
+        rows: list[tuple[str, ...]] = [("layer", "ran", "density", "coverage", "heads", "dense because")]
         for layer in self.layers:
             coverage = "-" if layer.coverage is None else f"{layer.coverage:.3f}"
             heads = ", ".join(f"{share:.0%} {pattern}" for pattern, share in layer.patterns.items())
@@ -238,6 +238,8 @@ class RunSummary:
             often = f" ({layer.dense_calls:,} of {layer.calls:,} calls dense)" if layer.ran == "both" else ""
             reasons = "; ".join(sorted(layer.reasons, key=lambda reason: -layer.reasons[reason])[:2])
             rows.append((str(layer.layer), layer.ran + often, f"{layer.density:.3f}", coverage, heads or "-", reasons))
+        if not any(layer.reasons for layer in self.layers):
+            rows = [row[:-1] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([repr(self)[1:-1].removeprefix("RunSummary: "), *lines])

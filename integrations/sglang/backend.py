@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, serving_options
 from flexmask.integrations.sglang.prefill import Prefill, refuse_server
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered
-from flexmask.integrations.sglang.versions import check_release, interface_faults
-from flexmask.integrations.vllm.attend import attend
-from flexmask.integrations.vllm.layers import SparseLayer
+from flexmask.integrations.sglang.versions import RUN, interface_faults
 
 _log = logging.getLogger("sglang.flexmask")
 
@@ -42,7 +43,7 @@ def make_backend(runner: Any) -> Any:
     refuse_server(server, runner.use_mla_backend)
     options.settings.check_model(model.hf_text_config)
     stock = make_stock(runner)
-    warning = check_release(sglang.__version__, interface_faults(type(stock)))
+    warning = check_release("SGLang", sglang.__version__, RUN, interface_faults(type(stock)))
     if warning is not None:
         _log.warning("%s", warning)
     if options.kernel not in KERNELS_RUN:
@@ -103,7 +104,7 @@ class SparsePrefill:
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
         """Metadata of a step inside a CUDA graph, which runs stock."""
-        self.flexmask_step = None
+        self.flexmask_step = self.flexmask.uncounted = None
         self.flexmask_stock.init_forward_metadata_out_graph(self, forward_batch, *arguments, **options)
 
     def forward_extend(
@@ -118,14 +119,18 @@ class SparsePrefill:
     ) -> Tensor:
         """Attention of the prompts of one step; see the stock backend."""
         step, role = self.flexmask_step, self.flexmask.roles.get(layer, "a layer that is not the model's")
-        if step is not None and isinstance(role, SparseLayer) and forward_batch.forward_mode.name in PROMPTS:
+        if isinstance(role, SparseLayer) and forward_batch.forward_mode.name in PROMPTS:
             given = [name for name, value in options.items() if value is not None]
-            if k is None or v is None or not save_kv_cache:
+            if step is None:
+                pass
+            elif k is None or v is None or not save_kv_cache:
                 self.flexmask.tell_once("layers write no keys and values")
             elif given:
                 self.flexmask.tell_once(f"layers are called with {', '.join(given)}")
             else:
+                self.flexmask.count(is_sparse=True)
                 return attend_by_plan(self.flexmask, self.flexmask_others, step, role, (q, k, v), layer, forward_batch)
+            self.flexmask.count(is_sparse=False)
         return self.flexmask_stock.forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, **options)
 
 
@@ -166,7 +171,7 @@ def attend_by_plan(
             buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
             keys, values = (gathered(buffer, slots) for buffer in buffers)
         by_head[own], density = attend(role, query[own], keys, values, None, counted)
-        if density is not None:
+        if density is not None and not prefill.is_dummy:
             prefill.counters.add_density(density, each.stop - each.start)
     by_head[step.rows :] = 0  # padding
     return out

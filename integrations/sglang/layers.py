@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flexmask.integrations.huggingface.settings import PrefillSettings
-from flexmask.integrations.vllm.layers import SparseLayer, role_of
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 
 # pools of keys and values that are written and read row by row
 POOLS = ("MHATokenToKVPool",)
@@ -21,23 +21,25 @@ def role_of_layer(
     Raises
     ------
     TypeError, ValueError
-        As `flexmask.integrations.vllm.layers.role_of` does.
+        As `role_of_shape` does.
     """
     reason = _reason(layer, pool, dtype)
     if reason is not None:
         return reason
-    given = {
-        "num_heads": layer.tp_q_head_num,
-        "num_kv_heads": layer.tp_k_head_num,
-        "head_size": layer.qk_head_dim,
-        "scale": layer.scaling,
-        "logits_soft_cap": layer.logit_cap or None,
-        "attn_type": layer.attn_type,
-    }
-    return role_of(layer.layer_id, given, {}, settings, dtype, rank, ranks)
+    shape = LayerShape(
+        num_heads=layer.tp_q_head_num,
+        num_kv_heads=layer.tp_k_head_num,
+        head_dim=layer.qk_head_dim,
+        v_head_dim=layer.v_head_dim,
+        scale=float(layer.scaling),
+        softcap=layer.logit_cap or None,
+    )
+    return role_of_shape(shape, layer.layer_id, settings, rank, ranks)
 
 
 def _reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
+    if layer.attn_type.value != "decoder":
+        return f"attention of type {layer.attn_type.value}"
     if layer.is_cross_attention:
         return "cross attention"
     if type(pool).__name__ not in POOLS:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from flexmask.integrations.serving.counters import Counters
+from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.plan import StepPlan
+from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
 from flexmask.integrations.sglang.layers import role_of_layer
 from flexmask.integrations.sglang.options import NAME
 from flexmask.integrations.sglang.step import Step, plan_batch, step_of
-from flexmask.integrations.vllm.counters import Counters
-from flexmask.integrations.vllm.layers import SparseLayer
-from flexmask.integrations.vllm.startup import reserve, roles_line, warm_up
 
 _log = logging.getLogger("sglang.flexmask")
 # options of the server under which nothing is served: how it runs then is not what the plug-in stands on, or was not run
@@ -71,6 +72,10 @@ class Prefill:
         self.pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.counters = Counters()
+        self.uncounted: StepPlan | None = None
+        """The plan of a step until its first layer runs"""
+        self.is_dummy = False
+        """True in a step without requests, as SGLang makes them before the first one: nothing of it is counted"""
         self._policy = options.policy
         self._first = rank == 0
         self._told: set[str] = set()
@@ -109,16 +114,21 @@ class Prefill:
                 ) from error
         if self._first:
             _log.info("flexmask: kernels compiled in %.1f s", seconds)
+            self.counters.log_to(_log.info, self.options.log_every)
 
     def step(self, forward_batch: Any) -> Step | None:
-        """Plan and count one step; None: all of it runs stock."""
+        """Plan one step; None: all of it runs stock."""
         plan = plan_batch(forward_batch, self._policy)
-        if plan is None:
-            return None
-        self.counters.add_step(plan)
-        if self._first and plan.sparse_tokens + plan.dense_tokens > 0 and self.counters.due(self.options.log_every):
-            _log.info("%s", self.counters.report())
-        return step_of(forward_batch, plan, self.req_to_token) if plan.sparse else None
+        self.is_dummy = forward_batch.rids is None
+        self.uncounted = None if self.is_dummy else plan
+        return step_of(forward_batch, plan, self.req_to_token) if plan is not None and plan.sparse else None
+
+    def count(self, is_sparse: bool) -> None:
+        """Count the prompts of a step, by its plan or all of them as dense; to be called by every layer, the first counts."""
+        plan, self.uncounted = self.uncounted, None
+        if plan is not None:
+            sparse = plan.sparse_tokens if is_sparse else 0
+            self.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
 
     def tell_once(self, reason: str) -> None:
         """Log why a layer's prompts run stock, once a reason."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.vllm.plan import StepPlan, plan_step
+from flexmask.integrations.serving.plan import StepPlan, plan_step
 
 PROMPTS = ("EXTEND", "MIXED")
 """SGLang's names of steps whose long requests run sparse"""

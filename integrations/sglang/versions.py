@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import re
 from typing import Any
 
+from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_arguments
 from flexmask.integrations.sglang.prefill import ONE, REFUSED
 
-Release = tuple[int, int, int]
-RUN: dict[Release, str] = {
+RUN: dict[tuple[int, ...], str] = {
     (0, 5, 16): "CPUs",
 }
 """By release: where tests/sglang ran on it"""
 _OF_A_STEP = {
     "forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc", "positions",
     "spec_info", "encoder_lens", "multi_item_delimiter_indices", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens",
-    "extend_start_loc", "extend_seq_lens_cpu", "extend_prefix_lens_cpu",
+    "extend_start_loc", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "rids",
 }  # fmt: skip
 # options of the server under which it is refused, and those that the plug-in reads
 _OF_A_SERVER = {*REFUSED, *ONE, "chunked_prefill_size", "enable_metrics"}
@@ -37,47 +35,6 @@ _FUNCTIONS = {
 }
 
 
-def release_of(version: str) -> Release:
-    """The first three numbers of a version."""
-    numbers = [*(int(number) for number in re.findall(r"\d+", version)[:3]), 0, 0, 0]
-    return (numbers[0], numbers[1], numbers[2])
-
-
-def check_release(version: str, faults: list[str]) -> str | None:
-    """Refuse an SGLang whose interfaces are not those that the plug-in stands on, and one older than what was run.
-
-    Parameters
-    ----------
-    version
-        The installed one.
-    faults
-        Those of its interfaces (`interface_faults`).
-
-    Returns
-    -------
-    str
-        A warning for a newer release than those that were run; None for these.
-
-    Raises
-    ------
-    ImportError
-        With the release that is installed, those that were run, and what does not fit.
-    """
-    release, known = release_of(version), ", ".join(".".join(map(str, each)) for each in sorted(RUN))
-    if release not in RUN and release < max(RUN):
-        raise ImportError(f"flexmask was run with SGLang {known}; got {version}, which it was not run with")
-    if faults:
-        raise ImportError(
-            f"flexmask was run with SGLang {known}; got {version}, whose interfaces are others: {'; '.join(faults)}"
-        )
-    if release in RUN:
-        return None
-    return (
-        f"flexmask was run with SGLang {known}; got {version}, which it was not run with. Its interfaces fit: it is served. "
-        "Compare answers at gamma 1 with a server without flexmask"
-    )
-
-
 def interface_faults(stock: Any) -> list[str]:
     """Differences of the installed SGLang from the interfaces that the plug-in needs, for one of its backends; [] if none."""
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -88,20 +45,12 @@ def interface_faults(stock: Any) -> list[str]:
     faults = []
     for name, wanted in _FUNCTIONS.items():
         owner, _, attribute = name.partition(".")
-        function = getattr(stock if owner == "backend" else MHATokenToKVPool, attribute, None)
-        found = [] if function is None else [each for each in inspect.signature(function).parameters if each != "self"]
-        if any(each is not None and each != got for each, got in zip(wanted, [*found, *[""] * len(wanted)], strict=False)):
-            faults.append(f"{name} must take {', '.join(each or '...' for each in wanted)}; got {', '.join(found) or 'none'}")
-    fields = {each.name for each in dataclasses.fields(ForwardBatch)}
-    modes, of_the_server = set(ForwardMode.__members__), {each.name for each in dataclasses.fields(ServerArgs)}
-    for what, wanted_names, names in (
-        ("ForwardBatch", _OF_A_STEP, fields),
-        ("ForwardMode", {"EXTEND", "MIXED"}, modes),
-        ("ServerArgs", _OF_A_SERVER, of_the_server),
-    ):
-        absent = sorted(wanted_names - names)
-        if absent:
-            faults.append(f"{what} must have {', '.join(absent)}")
+        holder = stock if owner == "backend" else MHATokenToKVPool
+        faults += wrong_arguments(name, getattr(holder, attribute, None), wanted)
+    fields = fields_of(ForwardBatch)
+    faults += absent_names("ForwardBatch", _OF_A_STEP, fields)
+    faults += absent_names("ForwardMode", {"EXTEND", "MIXED"}, ForwardMode.__members__)
+    faults += absent_names("ServerArgs", _OF_A_SERVER, fields_of(ServerArgs))
     if _NOT_OF_A_STEP & fields:
         faults.append(f"ForwardBatch must not have {', '.join(sorted(_NOT_OF_A_STEP & fields))}")
     arguments = set(inspect.signature(RadixAttention).parameters)

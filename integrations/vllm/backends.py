@@ -12,8 +12,9 @@ import logging
 import os
 from typing import Any
 
+from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.vllm.registration import LATENT_VARIABLE
-from flexmask.integrations.vllm.versions import check_release, interface_faults
+from flexmask.integrations.vllm.versions import RUN, interface_faults
 
 _log = logging.getLogger("vllm.flexmask")
 # by the name here: the stock backend's module and class, and vLLM's name for ours
@@ -64,7 +65,7 @@ def _check(stock: Any) -> None:
     import vllm
 
     try:
-        warning = check_release(vllm.__version__, interface_faults(stock))
+        warning = check_release("vLLM", vllm.__version__, RUN, interface_faults(stock))
     except ImportError as error:
         # vLLM reports an ImportError of a backend without its words
         _log.error("%s", error)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
+from flexmask.integrations.serving.plan import StepPlan, plan_step
 from flexmask.integrations.vllm.engine import engine_of
 from flexmask.integrations.vllm.pages import Places
-from flexmask.integrations.vllm.plan import SparseStep, StepPlan, plan_step
+
+
+class SparseStep(NamedTuple):
+    """A planned step, as the builder hands it to the layers."""
+
+    plan: StepPlan
+    stock: tuple[Any, ...]  # metadata of each stock run
+    places: tuple[Places, ...]  # of each sparse request's tokens
 
 
 class SparsePrefillBuilder:

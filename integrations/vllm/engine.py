@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 
+from flexmask.integrations.serving.counters import Counters
+from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.integrations.vllm import startup
-from flexmask.integrations.vllm.counters import Counters
-from flexmask.integrations.vllm.layers import SparseLayer, layer_number, role_of
+from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
+from flexmask.integrations.vllm.layers import layer_number, role_of
 from flexmask.integrations.vllm.options import serving_options
-from flexmask.integrations.vllm.plan import StepPlan
 
+# vLLM's logging shows what is below its own name
+_log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
 
@@ -53,7 +57,7 @@ class Engine:
         self.counters = Counters()
         # the layer whose calls count the tokens of a step, once for all layers
         self.counting: str | None = None
-        self._prepared = self._first = False
+        self._prepared = False
 
     def role_of(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
         """The role of the layer called `name`, whose implementation got these arguments: its options, or a reason for stock.
@@ -85,27 +89,23 @@ class Engine:
             kernel = self._settle_all()
             sparse = [role for role in self.roles.values() if isinstance(role, SparseLayer)]
             self.counting = next((name for name, role in self.roles.items() if isinstance(role, SparseLayer)), None)
-            self._first = is_first_rank()
-            if self._first:
-                startup.log_roles(self.roles, self.options, kernel, self._least_rows())
+            is_first = _tensor_parallel_rank()[0] == 0  # the one process of a group that logs and counts
+            if is_first:
+                _log.info("%s", roles_line(self.roles, self.options, kernel, self._least_rows()))
             if not sparse:
                 return
             with torch.inference_mode():
                 largest = self._largest_call()
-                seconds = startup.warm_up(sparse, largest, device, self.dtype, self.options.count_density)
+                seconds = warm_up(sparse, largest, device, self.dtype, self.options.count_density)
                 if in_profile and device.type != "cpu":
-                    startup.reserve(sparse, largest, device, self.dtype, self.options.count_density)
-            if self._first:
-                startup.log_warm_up(seconds)
+                    reserve(sparse, largest, device, self.dtype, self.options.count_density)
+            if is_first:
+                _log.info("flexmask: kernels compiled in %.1f s", seconds)
                 if is_first_stage():
                     self.counters.export()
-                startup.log_at_exit(self.counters)
-
-    def count(self, plan: StepPlan) -> None:
-        """Count the prefill tokens of one step, and log the counters now and then."""
-        self.counters.add_step(plan)
-        if self._first and plan.sparse_tokens + plan.dense_tokens > 0 and self.counters.due(self.options.log_every):
-            startup.log_counters(self.counters)
+                self.counters.log_to(_log.info, self.options.log_every)
+                # vLLM's engines and workers are processes of multiprocessing, which run no atexit
+                Finalize(None, self.counters.log, exitpriority=100)
 
     def _largest_call(self) -> tuple[int, int]:
         """Rows and tokens of the largest call: the last chunk of the longest prompt."""
@@ -114,11 +114,9 @@ class Engine:
 
     def _least_rows(self) -> int:
         """Rows that a chunk needs to run sparse: more than a backend of latent attention decodes."""
-        backends = [
-            layer.attn_backend for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")
-        ]
-        decoded = [each.get_builder_cls().reorder_batch_threshold for each in backends if each.is_mla()]
-        return max([self.options.policy.least_rows, *(rows + 1 for rows in decoded)])
+        served = [layer for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")]
+        latent = {layer.attn_backend.get_builder_cls() for layer in served if layer.attn_backend.is_mla()}
+        return max([self.options.policy.least_rows, *(_decoded_rows(each, self._vllm_config) + 1 for each in latent)])
 
     def _settle_all(self) -> str:
         """Settle the role of every layer of this process; gives the name of the stock kernel."""
@@ -131,15 +129,21 @@ class Engine:
         return kernel
 
 
+def _decoded_rows(builder: Any, vllm_config: Any) -> int:
+    """Rows of a chunk that a backend of latent attention decodes at most.
+
+    vLLM raises a builder's number for rows that verify guesses, but no builder is made when the roles are logged.
+    """
+    made = builder.__new__(builder)
+    made.vllm_config = vllm_config
+    made._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
+    return int(made.reorder_batch_threshold)
+
+
 def _tensor_parallel_rank() -> tuple[int, int]:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-
-
-def is_first_rank() -> bool:
-    """True in the one process of a tensor-parallel group that logs and counts."""
-    return _tensor_parallel_rank()[0] == 0
 
 
 def is_first_stage() -> bool:

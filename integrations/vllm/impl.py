@@ -10,11 +10,11 @@ from torch import Tensor
 from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
-from flexmask.integrations.vllm.attend import attend
+from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.integrations.vllm.builder import SparseStep
 from flexmask.integrations.vllm.engine import DRAFT, engine_of
-from flexmask.integrations.vllm.layers import SparseLayer
 from flexmask.integrations.vllm.pages import FP8_CACHES, Places, gathered, scaled
-from flexmask.integrations.vllm.plan import SparseStep
 
 
 class FindsItsRole:
@@ -50,7 +50,7 @@ class FindsItsRole:
         """The planned step of a layer that prefills sparse, None where all rows are stock; counts its tokens once."""
         step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
         if step is not None and self._engine.counting == self._layer_name:
-            self._engine.count(step.plan)
+            self._engine.counters.add_step(step.plan.sparse_tokens, step.plan.dense_tokens)
         return step if step is not None and step.plan.sparse and isinstance(self._role, SparseLayer) else None
 
     def flexmask_attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:

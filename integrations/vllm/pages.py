@@ -85,8 +85,3 @@ def scaled(rows: Tensor, scale: Tensor, cache: str, dtype: torch.dtype) -> Tenso
     """
     numbers = rows if rows.is_floating_point() else rows.view(FP8_CACHES[cache])
     return numbers.to(dtype).mul_(scale.view(-1, 1, 1))
-
-
-def gathered_bytes(num_kv_heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Memory that `gathered` takes besides what it returns, at most."""
-    return num_kv_heads * tokens * 2 * head_dim * dtype.itemsize

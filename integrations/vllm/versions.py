@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import re
 from typing import Any
 
-Release = tuple[int, int]
-RUN: dict[Release, str] = {
+from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_arguments
+
+RUN: dict[tuple[int, ...], str] = {
     (0, 26): "one and two H200s, and CPUs",
     (0, 29): "CPUs",
     (0, 32): "CPUs",
@@ -30,6 +29,7 @@ _OF_PLAIN_ATTENTION = {
     "impl.do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
 }  # fmt: skip
 _OF_LATENT_ATTENTION = {
+    "builder._init_reorder_batch_threshold": ("reorder_batch_threshold", "supports_spec_as_decode"),
     "impl.forward_mha": (
         "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale",
     ),
@@ -46,57 +46,12 @@ _LATENT_FIELDS = {"num_decodes", "num_decode_tokens"}
 _MODEL = {"use_mla", "get_total_num_hidden_layers", "hf_text_config"}
 
 
-def release_of(version: str) -> Release:
-    """Major and minor number of a version."""
-    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
-    return (numbers[0], numbers[1] if len(numbers) > 1 else 0)
-
-
-def check_release(version: str, faults: list[str]) -> str | None:
-    """Refuse a vLLM whose interfaces are not those that the plug-in stands on, and one that is older than what was run.
-
-    Parameters
-    ----------
-    version
-        The installed one.
-    faults
-        Those of its interfaces (`interface_faults`).
-
-    Returns
-    -------
-    str
-        A warning for a newer release than those that were run; None for these.
-
-    Raises
-    ------
-    ImportError
-        With the release that is installed, those that were run, and what does not fit.
-    """
-    release, known = release_of(version), ", ".join(f"{major}.{minor}" for major, minor in sorted(RUN))
-    if release not in RUN and release < max(RUN):
-        raise ImportError(f"flexmask was run with vLLM {known}; got {version}, which it was not run with")
-    if faults:
-        raise ImportError(f"flexmask was run with vLLM {known}; got {version}, whose interfaces are others: {'; '.join(faults)}")
-    if release in RUN:
-        return None
-    return (
-        f"flexmask was run with vLLM {known}; got {version}, which it was not run with. Its interfaces fit: it is served. "
-        "Compare answers at gamma 1 with a server without flexmask"
-    )
-
-
 def _arguments(impl: type) -> set[str]:
     """Those of the class and of the classes that it passes the rest of its keywords to."""
     made = [vars(each)["__init__"] for each in impl.__mro__ if "__init__" in vars(each) and each is not object]
     passes = [any(each.kind is each.VAR_KEYWORD for each in inspect.signature(init).parameters.values()) for init in made]
     number = passes.index(False) + 1 if False in passes else len(made)
     return {name for init in made[:number] for name in inspect.signature(init).parameters}
-
-
-def _latent_fields() -> set[str]:
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
-
-    return {each.name for each in dataclasses.fields(MLACommonMetadata)}
 
 
 def interface_faults(stock: Any) -> list[str]:
@@ -113,27 +68,19 @@ def interface_faults(stock: Any) -> list[str]:
     for name, wanted in {**_FUNCTIONS, **(_OF_LATENT_ATTENTION if is_latent else _OF_PLAIN_ATTENTION)}.items():
         owner, _, attribute = name.rpartition(".")
         holder: Any = {"builder": builder, "impl": impl}.get(owner, ubatch_utils)
-        function = getattr(holder, attribute, None)
-        found = [] if function is None else [each for each in inspect.signature(function).parameters if each != "self"]
-        if tuple(found[: len(wanted)]) != wanted:
-            faults.append(f"{name} must take {', '.join(wanted)}; got {', '.join(found) or 'none'}")
-    for what, wanted_names, names in (
-        (
-            "the implementation's arguments",
-            arguments,
-            _arguments(impl),
-        ),
-        ("CommonAttentionMetadata", _FIELDS, {each.name for each in dataclasses.fields(CommonAttentionMetadata)}),
-        ("AttentionCGSupport", {"UNIFORM_BATCH"}, set(AttentionCGSupport.__members__)),
-        ("vllm.compilation.backends", {"model_tag"}, set(vars(backends))),
-        ("vllm.config", {"get_current_vllm_config", "get_current_vllm_config_or_none"}, set(vars(config))),
-        ("CompilationConfig", {"static_forward_context"}, {each.name for each in dataclasses.fields(config.CompilationConfig)}),
-        ("ModelConfig", _MODEL, {*dir(config.ModelConfig), *(each.name for each in dataclasses.fields(config.ModelConfig))}),
-        ("metadata of latent attention", _LATENT_FIELDS if is_latent else set(), _latent_fields() if is_latent else set()),
-    ):
-        absent = sorted(wanted_names - names)
-        if absent:
-            faults.append(f"{what} must have {', '.join(absent)}")
-    if not is_latent and stock.forward_includes_kv_cache_update:
+        faults += wrong_arguments(name, getattr(holder, attribute, None), wanted)
+    faults += absent_names("the implementation's arguments", arguments, _arguments(impl))
+    faults += absent_names("CommonAttentionMetadata", _FIELDS, fields_of(CommonAttentionMetadata))
+    faults += absent_names("AttentionCGSupport", {"UNIFORM_BATCH"}, AttentionCGSupport.__members__)
+    faults += absent_names("vllm.compilation.backends", {"model_tag"}, vars(backends))
+    faults += absent_names("vllm.config", {"get_current_vllm_config", "get_current_vllm_config_or_none"}, vars(config))
+    faults += absent_names("CompilationConfig", {"static_forward_context"}, fields_of(config.CompilationConfig))
+    faults += absent_names("ModelConfig", _MODEL, {*dir(config.ModelConfig), *fields_of(config.ModelConfig)})
+    if is_latent:
+        from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+
+        faults += absent_names("metadata of latent attention", _LATENT_FIELDS, fields_of(MLACommonMetadata))
+        faults += absent_names("builder", {"query_len_support", "reorder_batch_threshold"}, dir(builder))
+    elif stock.forward_includes_kv_cache_update:
         faults.append("keys and values must be in the cache before forward runs")
     return faults

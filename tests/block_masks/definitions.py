@@ -248,7 +248,7 @@ def hip(
 
 
 class Tested(NamedTuple):
-    """How a method is tested: a new one gets an entry below."""
+    """The test of a method: a new one gets an entry below."""
 
     definition: Callable[..., tuple[Tensor, Tensor]] | None  # None: it has an oracle of its own, in tests/oracle
     sparse: dict[str, Any]  # options under which it leaves something out of a short prompt

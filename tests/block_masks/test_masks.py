@@ -60,7 +60,7 @@ def test_sparse_settings_leave_something_out(name):
 
 @pytest.fixture(scope="module")
 def lengths_forgotten():
-    """What is compiled here is compiled for these lengths, whatever ran before; masks of the same heads share it."""
+    """Forget what was compiled before: these lengths are compiled anew, and masks of the same heads share it."""
     torch._dynamo.reset()
 
 

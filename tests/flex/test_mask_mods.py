@@ -1,4 +1,4 @@
-"""What mask_mods capture: other values in later calls break nothing that an earlier one compiled, on any backend."""
+"""Values that mask_mods capture: others in later calls break nothing that an earlier one compiled, on any backend."""
 
 from __future__ import annotations
 

@@ -73,6 +73,13 @@ def test_summary_is_short_and_prints_a_line_a_layer():
     assert "2 of 3 layers sparse" in repr(run)
 
 
+def test_reasons_have_a_column_only_where_something_ran_dense():
+    assert str(recorded().summary()).splitlines()[1].endswith("dense because")
+    run = PrefillRun()
+    run.record(0, stats_of(0), None, None, 0, CallSize(1, 100, 100))
+    assert str(run.summary()).splitlines()[1].endswith("heads")
+
+
 def test_hybrid_heads_are_named():
     run = PrefillRun()
     stats = stats_of(0, hybrid=True)

@@ -217,7 +217,7 @@ def test_other_files_are_refused(tmp_path, content, message):
 
 @pytest.fixture
 def _own_process():
-    """What stands behind the names, with the settings of the process, is put back."""
+    """Put back the functions behind the names, with the settings of the process."""
     flexmask_hf.register()
     names = ("flexmask", "flex_attention")
     before = [

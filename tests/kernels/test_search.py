@@ -18,20 +18,10 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.numbers import numbers_of
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import padding
-from tests.cases import (
-    Case,
-    Config,
-    attention_masks,
-    by_kernels,
-    configs,
-    drawn_inputs,
-    q_offsets,
-    score_options,
-    sparse_cases,
-    structured_inputs,
-)
+from tests.cases import Case, Config, by_kernels, configs, drawn_inputs, sparse_cases, structured_inputs
 from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed, same_values
 from tests.compile_support import assert_same_lists, traced
+from tests.drawn_options import attention_masks, q_offsets, score_options
 
 pytest.importorskip("triton")
 
@@ -216,7 +206,7 @@ def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
 @pytest.mark.parametrize(("with_map", "statistics"), [(False, ()), (False, FROM_LISTS), (True, STATISTICS)], ids=str)
 def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
-    """What a surrounding compilation is told, against what it gets."""
+    """Compare the shapes that a surrounding compilation is told with those that it gets."""
 
     def outcome(query, key):
         inputs = attention_inputs(query, key).placed()

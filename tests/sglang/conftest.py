@@ -1,4 +1,4 @@
-"""Where SGLang's kernels come from on a CPU, and engines that several tests compare, each run once."""
+"""The place of SGLang's kernels on a CPU, and engines that several tests compare, each run once."""
 
 from __future__ import annotations
 

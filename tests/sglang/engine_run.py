@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.repository import ROOT
-from tests.vllm.engine_run import BY_HEAD, KEEP_ALL, MODEL, SPARSE, prompt
+from tests.vllm.engine_run import prompt
+from tests.vllm.engines import BY_HEAD, KEEP_ALL, MODEL, SPARSE
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

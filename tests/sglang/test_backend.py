@@ -91,6 +91,7 @@ class Served:
             extend_start_loc=torch.tensor(rows).cumsum(0) - torch.tensor(rows),
             extend_seq_lens_cpu=rows,
             extend_prefix_lens_cpu=before,
+            rids=[str(place) for place in places],
         )
         for name, each in others.items():
             setattr(batch, name, each)
@@ -220,6 +221,34 @@ def test_other_arguments_and_no_keys_run_stock_and_are_told_once(monkeypatch, ca
         "flexmask: attention runs stock: layers are called with sinks",
         "flexmask: attention runs stock: layers write no keys and values",
     ]
+
+
+def test_a_step_that_its_layers_run_stock_counts_as_dense(monkeypatch):
+    ours = Served(SPARSE)
+    monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *arguments, **options: None)
+    forward = ours.backend.forward
+    monkeypatch.setattr(ours.backend, "forward", lambda *arguments: forward(*arguments, save_kv_cache=False))
+    for _ in range(2):
+        ours.step([(0, 0, 200), (1, 0, 20)])
+    counters = ours.prefill.counters
+    assert (counters.steps, counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, 440, None)
+
+
+def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted():
+    ours = Served(SPARSE)
+    counters = ours.prefill.counters
+    ours.step([(0, 0, 200)], rids=None)
+    assert (counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, None)
+    ours.step([(0, 0, 200), (1, 0, 20)])
+    # as a second layer does
+    ours.prefill.count(is_sparse=True)
+    ours.step([(0, 200, 1)], ForwardMode.DECODE)
+    assert (counters.steps, counters.sparse_tokens, counters.dense_tokens) == (1, 200, 20)
+    assert counters.density is not None
+    # planned, and then replayed in a graph
+    ours.prefill.uncounted = ours.backend.flexmask_step
+    ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
+    assert ours.prefill.uncounted is None
 
 
 def test_steps_in_cuda_graphs_and_of_decoding_run_stock(monkeypatch):

@@ -21,7 +21,7 @@ def run(written):
 
 
 def log_of(results):
-    """What the plug-in logged, and not SGLang's own line with all arguments."""
+    """Lines that the plug-in logged, without SGLang's own with all arguments."""
     lines = results["log"].splitlines()
     return [line for line in lines if "flexmask" in line and "server_args=" not in line]
 

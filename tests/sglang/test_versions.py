@@ -1,29 +1,10 @@
-"""Which releases of SGLang start, and what is compared before one does."""
+"""Interfaces that are compared before an SGLang starts."""
 
 from __future__ import annotations
 
 import pytest
 
-from flexmask.integrations.sglang.versions import RUN, check_release, interface_faults, release_of
-
-
-def test_releases_that_were_run_start_in_silence():
-    for release in RUN:
-        assert check_release(".".join(map(str, release)), []) is None
-    assert release_of("0.5.16.post1") == (0, 5, 16)
-    assert release_of("0.6") == (0, 6, 0)
-
-
-def test_a_newer_one_starts_with_a_warning_and_an_older_one_does_not():
-    assert "was run with SGLang 0.5.16; got 0.9.1" in check_release("0.9.1", [])
-    with pytest.raises(ImportError, match=r"got 0\.5\.10, which it was not run with"):
-        check_release("0.5.10", [])
-
-
-@pytest.mark.parametrize("version", ["0.5.16", "0.9.1"])
-def test_other_interfaces_are_refused_by_name(version):
-    with pytest.raises(ImportError, match=f"got {version}, whose interfaces are others: ForwardBatch must have x"):
-        check_release(version, ["ForwardBatch must have x"])
+from flexmask.integrations.sglang.versions import interface_faults
 
 
 def test_the_installed_one_fits_and_changes_are_named(monkeypatch):

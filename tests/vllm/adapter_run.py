@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from flexmask import sparse_prefill
-from tests.vllm.engine_run import ENGINES, MODEL, prompt
+from tests.vllm.engine_run import prompt
+from tests.vllm.engines import ENGINES, MODEL
 
 # as `engine_run` asks: the length and the seed of a prompt, and its chunks
 QUESTIONS = (("whole", 3001, 0, 3001), ("chunks", 5000, 2, 2048), ("odd_chunks", 3000, 3, 777))

@@ -1,4 +1,4 @@
-"""How far apart the answers of engines are: ``python -m tests.vllm.agreement FOLDER OUT.jsonl``.
+"""Differences between the answers of engines: ``python -m tests.vllm.agreement FOLDER OUT.jsonl``.
 
 FOLDER holds what `engine_run` and `adapter_run` wrote, under the names of the engines: ``stock.json``, ``adapter.json``, ...
 """
@@ -37,7 +37,7 @@ def distance(left, right):
 
 
 def same_tokens(left, right):
-    """How many generated tokens agree up to the first that does not, and how many there are."""
+    """The number of generated tokens before the first that differs, and the number of all."""
     agree = total = 0
     for one, other in zip(answers(left), answers(right), strict=True):
         pairs = list(zip(one["tokens"], other["tokens"], strict=True))

@@ -20,7 +20,7 @@ def written(tmp_path_factory):
     FLEXMASK_VLLM_ANSWERS names a folder with what engines on a GPU wrote before, under their names.
     """
     pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
-    from tests.vllm.engine_run import ENVIRONMENT
+    from tests.vllm.engines import ENVIRONMENT
 
     folder, made = tmp_path_factory.mktemp("engines"), {}
 

@@ -14,7 +14,7 @@ import urllib.request
 from typing import Any
 
 from tests.repository import ROOT
-from tests.vllm.engine_run import ENVIRONMENT, MODEL, MOST_TOKENS, PAGE
+from tests.vllm.engines import ENVIRONMENT, MODEL, MOST_TOKENS, PAGE
 
 _SECONDS = 400  # to start, on a machine that does other things
 

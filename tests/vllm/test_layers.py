@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.integrations.vllm.layers import SparseLayer, layer_number, role_of
-from flexmask.integrations.vllm.startup import roles_line
+from flexmask.integrations.serving.startup import roles_line
+from flexmask.integrations.vllm.layers import layer_number, role_of
 
 Kind = Enum("Kind", {"ENCODER": "encoder", "DECODER": "decoder"}, type=str)
 GIVEN: dict[str, Any] = {

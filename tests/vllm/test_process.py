@@ -7,14 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.vllm import engine as module
-from flexmask.integrations.vllm import startup
 from flexmask.integrations.vllm.engine import Engine, engine_of
-from flexmask.integrations.vllm.layers import SparseLayer
-from flexmask.integrations.vllm.plan import plan_step
 
-POLICY = DensePolicy(0, 64)
 GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "kv_cache_dtype": "auto"}
 
 
@@ -84,20 +80,19 @@ def test_one_engine_for_a_configuration():
     assert engine_of(other) is not first
 
 
-def engine_with_layers(monkeypatch, options, first_stage=True, decoded=None):
+def engine_with_layers(monkeypatch, options, first_stage=True, builder=None):
     """An engine of three layers, the first of them dense; and what it does before the first request."""
     config, done = config_of({"dense_layers": [0], **options}), []
     engine = Engine(config)
-    monkeypatch.setattr(startup, "warm_up", lambda layers, *rest: done.append(("warm up", len(layers), *rest)) or 0.0)
-    monkeypatch.setattr(startup, "reserve", lambda layers, size, *rest: done.append(("reserve", len(layers), size)))
-    monkeypatch.setattr(startup, "log_roles", lambda roles, options, *rest: done.append(("roles", len(roles), *rest)))
-    monkeypatch.setattr(startup, "log_at_exit", lambda counters: done.append(("at exit",)))
-    monkeypatch.setattr(startup, "log_counters", lambda counters: done.append(("counters",)))
+    monkeypatch.setattr(module, "warm_up", lambda layers, *rest: done.append(("warm up", len(layers), *rest)) or 0.0)
+    monkeypatch.setattr(module, "reserve", lambda layers, size, *rest: done.append(("reserve", len(layers), size)))
+    monkeypatch.setattr(module, "roles_line", lambda roles, options, *rest: done.append(("roles", len(roles), *rest)))
+    monkeypatch.setattr(module, "Finalize", lambda *arguments, **options: done.append(("at exit", arguments[1])))
+    monkeypatch.setattr(engine.counters, "log_to", lambda log, seconds: done.append(("log", seconds)))
     monkeypatch.setattr(engine.counters, "export", lambda: done.append(("export",)))
     monkeypatch.setattr(module, "is_first_stage", lambda: first_stage)
-    # what a backend of latent attention decodes
-    builder = SimpleNamespace(reorder_batch_threshold=decoded)
-    backend = SimpleNamespace(is_mla=lambda: decoded is not None, get_builder_cls=lambda: builder)
+    # latent attention's, if any
+    backend = SimpleNamespace(is_mla=lambda: builder is not None, get_builder_cls=lambda: builder)
     for number in range(3):
         name = f"model.layers.{number}.attn"
         impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, "a", GIVEN, {}))
@@ -107,19 +102,47 @@ def engine_with_layers(monkeypatch, options, first_stage=True, decoded=None):
 
 
 def test_everything_before_the_first_request_happens_once(monkeypatch):
-    engine, done = engine_with_layers(monkeypatch, {})
+    engine, done = engine_with_layers(monkeypatch, {"log_every": 7})
     for in_profile in (True, False, True):
         engine.prepare(torch.device("cpu"), in_profile)
-    assert [each[0] for each in done] == ["roles", "warm up", "export", "at exit"]
+    assert [each[0] for each in done] == ["roles", "warm up", "export", "log", "at exit"]
+    assert done[3:] == [("log", 7), ("at exit", engine.counters.log)]
     assert done[1][2] == (1024, 4096)  # the largest call
     assert done[0] == ("roles", 3, "STOCK", 128)
     assert done[1][1] == 2
     assert engine.counting == "model.layers.1.attn"
 
 
-@pytest.mark.parametrize(("decoded", "least"), [(512, 513), (1, 128)])
-def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, least, monkeypatch):
-    engine, done = engine_with_layers(monkeypatch, {}, decoded=decoded)
+def latent_builder(decoded, support):
+    """A builder's class as vLLM has them: made, it decodes the rows that verify guesses too, if it supports more than one row."""
+
+    class Builder:
+        reorder_batch_threshold = decoded
+        query_len_support = SimpleNamespace(name=support)
+
+        def __init__(self, *arguments):
+            raise AssertionError("no builder is made before the roles are logged")
+
+        def _init_reorder_batch_threshold(self, reorder_batch_threshold, supports_spec_as_decode):
+            guessed = self.vllm_config.guessed if supports_spec_as_decode else 0
+            self.reorder_batch_threshold = max(reorder_batch_threshold, 1 + guessed)
+
+    return Builder
+
+
+@pytest.mark.parametrize(
+    ("decoded", "support", "guessed", "least"),
+    [
+        (512, "VARLEN", 0, 513),
+        (1, "SINGLE_ONLY", 0, 128),
+        (1, "UNIFORM", 200, 202),
+        (512, "VARLEN", 600, 602),
+        (1, "SINGLE_ONLY", 200, 128),
+    ],
+)
+def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support, guessed, least, monkeypatch):
+    engine, done = engine_with_layers(monkeypatch, {}, builder=latent_builder(decoded, support))
+    engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
     assert done[0] == ("roles", 3, "STOCK", least)
 
@@ -136,24 +159,11 @@ def test_one_stage_exports_the_counters(monkeypatch):
     """Every stage of a pipeline sees all tokens, and the metrics of processes are added up."""
     engine, done = engine_with_layers(monkeypatch, {}, first_stage=False)
     engine.prepare(torch.device("cpu"), False)
-    assert [each[0] for each in done] == ["roles", "warm up", "at exit"]
+    assert [each[0] for each in done] == ["roles", "warm up", "log", "at exit"]
 
 
 def test_one_rank_logs(monkeypatch, ranks):
     ranks[:] = [1, 2]
     engine, done = engine_with_layers(monkeypatch, {})
     engine.prepare(torch.device("cpu"), True)
-    engine.count(plan_step([0, 70], [70], POLICY))
     assert [each[0] for each in done] == ["warm up"]
-
-
-def test_counters_are_logged_now_and_then_in_steps_that_prefill(monkeypatch):
-    engine, done = engine_with_layers(monkeypatch, {"log_every": 1e-9})
-    engine.prepare(torch.device("cpu"), True)
-    del done[:]
-    engine.count(plan_step([0, 1], [70], POLICY))
-    assert done == []
-    engine.count(plan_step([0, 70], [70], POLICY))
-    engine.count(plan_step([0, 10], [10], POLICY))
-    assert done == [("counters",)] * 2
-    assert (engine.counters.sparse_tokens, engine.counters.dense_tokens) == (70, 10)

@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
-from tests.vllm.engine_run import KEEP_ALL, prompt
+from tests.vllm.engine_run import prompt
+from tests.vllm.engines import KEEP_ALL
 from tests.vllm.server import Server
 
 NEAR = 1e-3

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.vllm.plan import SparseRequest, StockRun, plan_step
+from flexmask.integrations.serving.plan import SparseRequest, StockRun, plan_step
 
 
 def starts_of(rows):
@@ -72,7 +72,7 @@ def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
         assert each.tokens >= dense_below
     for run in plan.stock:
         assert (run.start, run.stop) == (starts[run.first], starts[run.last])
-        # what vLLM's splitting asks for
+        # vLLM's splitting needs it
         assert rows[run.first] > 0
         assert rows[run.last - 1] > 0
     prefills = sum(number for number, is_prefill in zip(rows, prefilling, strict=True) if is_prefill)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-
-from flexmask.integrations.vllm.plan import StepPlan
 
 
 class Counters:
@@ -23,6 +22,8 @@ class Counters:
         self._density: Tensor | None = None
         self._density_rows = 0
         self._metric: Any = None
+        self._log: Callable[[str, str], None] | None = None
+        self._log_every = 0.0
         self._logged = time.monotonic()
 
     def reset(self) -> None:
@@ -31,15 +32,18 @@ class Counters:
             self.steps = self.sparse_tokens = self.dense_tokens = self._density_rows = 0
             self._density = None
 
-    def add_step(self, plan: StepPlan) -> None:
+    def add_step(self, sparse: int, dense: int) -> None:
         """Count the prefill tokens of one step; to be called once a step, whatever the number of layers."""
         with self._lock:
-            self.steps += bool(plan.sparse)
-            self.sparse_tokens += plan.sparse_tokens
-            self.dense_tokens += plan.dense_tokens
+            self.steps += bool(sparse)
+            self.sparse_tokens += sparse
+            self.dense_tokens += dense
             if self._metric is not None:
-                self._metric.labels("sparse").inc(plan.sparse_tokens)
-                self._metric.labels("dense").inc(plan.dense_tokens)
+                self._metric.labels("sparse").inc(sparse)
+                self._metric.labels("dense").inc(dense)
+        if self._log is not None and sparse + dense > 0 and time.monotonic() - self._logged >= self._log_every:
+            self._logged = time.monotonic()
+            self.log()
 
     def add_density(self, density: Tensor, rows: int) -> None:
         """Add the mean density of one call, weighted by its rows, without waiting for the device."""
@@ -47,15 +51,6 @@ class Counters:
             weighted = density.detach().double() * rows
             self._density = weighted if self._density is None else self._density + weighted
             self._density_rows += rows
-
-    def due(self, seconds: float) -> bool:
-        """True once so many seconds have passed since it was True last."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._logged < seconds:
-                return False
-            self._logged = now
-            return True
 
     @property
     def density(self) -> float | None:
@@ -69,10 +64,19 @@ class Counters:
         tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.steps} steps, {self.dense_tokens} dense"
         return f"flexmask served {tokens}; mean density {told}"
 
+    def log_to(self, log: Callable[[str, str], None], seconds: float) -> None:
+        """Log the report from now on, at most this often and in steps that prefill; the report waits for the device."""
+        self._log, self._log_every = log, seconds
+
+    def log(self) -> None:
+        """Log the report now, if it is logged at all."""
+        if self._log is not None:
+            self._log("%s", self.report())
+
     def export(self) -> None:
         """Also count into prometheus_client's registry, as ``flexmask:prefill_tokens_total``.
 
-        vLLM's ``/metrics`` shows it where the engine runs in the server's process, or PROMETHEUS_MULTIPROC_DIR is set.
+        A server's ``/metrics`` shows it where the engine runs in the server's process, or PROMETHEUS_MULTIPROC_DIR is set.
         """
         self._metric = _metric()
         for attention in ("sparse", "dense"):

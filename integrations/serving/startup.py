@@ -1,24 +1,17 @@
-"""Before the first request: roles are logged, kernels compiled, and the largest call made while vLLM measures memory."""
+"""Before the first request: the line that tells the roles, the calls that compile, and the largest call."""
 
 from __future__ import annotations
 
-import logging
-import multiprocessing.util
 import time
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.integrations.vllm.attend import attend
-from flexmask.integrations.vllm.counters import Counters
-from flexmask.integrations.vllm.layers import SparseLayer
-from flexmask.integrations.vllm.pages import gathered_bytes
-from flexmask.integrations.vllm.warm_sizes import warm_sizes
-
-# vLLM's logging shows what is below its own name
-_log = logging.getLogger("vllm.flexmask")
+from flexmask.integrations.serving.warm_sizes import warm_sizes
 
 
 def roles_line(
@@ -59,29 +52,6 @@ def _method(layers: Iterable[SparseLayer]) -> str:
     return ", ".join(told)
 
 
-def log_roles(roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int) -> None:
-    """Log `roles_line`."""
-    _log.info("%s", roles_line(roles, options, kernel, least_rows))
-
-
-def log_warm_up(seconds: float) -> None:
-    """Log how long compilation took."""
-    _log.info("flexmask: kernels compiled in %.1f s", seconds)
-
-
-def log_at_exit(counters: Counters) -> None:
-    """Log the counters when the process ends.
-
-    By multiprocessing's finalizers: vLLM's engines and workers are processes of its own, which run no atexit.
-    """
-    multiprocessing.util.Finalize(None, log_counters, args=(counters,), exitpriority=100)
-
-
-def log_counters(counters: Counters) -> None:
-    """Log the counters; waits for the device."""
-    _log.info("%s", counters.report())
-
-
 def warm_up(
     layers: Iterable[SparseLayer], largest: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> float:
@@ -98,10 +68,10 @@ def warm_up(
 def reserve(
     layers: Iterable[SparseLayer], size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> None:
-    """Make the largest call while vLLM measures its peak memory, so that the cache leaves room; on CUDA only."""
+    """Make the largest call with what gathering keys and values takes besides them, to measure its memory; on CUDA only."""
     for layer in _variants(layers):
-        # what gathering takes is free again before attention; not told apart, to be on the safe side
-        rows = torch.empty(gathered_bytes(layer.num_kv_heads, size[1], layer.head_dim, dtype), dtype=torch.uint8, device=device)
+        # gathering is over before attention; not told apart, to be on the safe side
+        rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
         call_of_size(layer, size, device, dtype, count_density)
         del rows
     torch.cuda.synchronize(device)

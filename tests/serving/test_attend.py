@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flexmask import sparse_attention
 from flexmask.integrations.huggingface.settings import PrefillSettings
-from flexmask.integrations.vllm.attend import attend
-from flexmask.integrations.vllm.counters import Counters
-from flexmask.integrations.vllm.layers import SparseLayer, role_of
-from flexmask.integrations.vllm.plan import plan_step
-from flexmask.integrations.vllm.startup import call_of_size, warm_up
-from flexmask.integrations.vllm.warm_sizes import grouped_sizes, heads_together, warm_sizes
+from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.integrations.serving.startup import call_of_size, warm_up
+from flexmask.integrations.serving.warm_sizes import grouped_sizes, heads_together, warm_sizes
 
-GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2}
+SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
 OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0}
 # from some hundred tokens on the masks of all heads are not made at a time
 FEW_HEADS = {"block_size": 32, "max_mask_bytes": 400_000}
 CPU = torch.device("cpu")
 
 
-def layer_of(given=GIVEN, **options):
-    found = role_of(0, given, {}, PrefillSettings.from_options(**options), torch.float32)
+def layer_of(shape=SHAPE, **options):
+    found = role_of_shape(shape, 0, PrefillSettings.from_options(**options))
     assert isinstance(found, SparseLayer)
     return found
 
@@ -62,7 +62,7 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
 )
 def test_windows_groups_of_heads_and_every_method_are_the_core_s(options):
     run = {**options, "block_size": 32, "max_mask_bytes": 1, "dense_below": 0}
-    layer = layer_of({**GIVEN, "sliding_window": 300}, **run)
+    layer = layer_of(replace(SHAPE, window=300), **run)
     for rows in (150, 420):
         given = chunk(rows)
         density = attend(layer, *given, count_density=True)[1]
@@ -114,17 +114,3 @@ def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
             assert heads_together(layer, size, CPU) < 4
             call_of_size(layer, size, CPU, torch.float32, True)
     assert counters["stats"]["unique_graphs"] == compiled
-
-
-def test_counters_weigh_densities_by_rows():
-    counters = Counters()
-    assert counters.density is None
-    assert not counters.due(60)
-    assert counters.due(0)
-    assert "mean density none" in counters.report()
-    policy = PrefillSettings(block_size=64, dense_below=0).run_options.policy
-    counters.add_step(plan_step([0, 100, 140, 141], [100, 40, 90], policy))
-    counters.add_density(torch.tensor(0.5), 100)
-    counters.add_density(torch.tensor(0.2), 200)
-    assert counters.density == pytest.approx(0.3)
-    assert counters.report() == "flexmask served 100 prefill tokens sparse in 1 steps, 40 dense; mean density 0.300"

@@ -1,16 +1,14 @@
 """The plan of one step: which rows of the packed batch run sparse, and which stay with the engine's own kernel.
 
-A step packs the rows of its requests one after another. Rows and lengths come from tensors that vLLM keeps on the host, so that
-planning waits for no device.
+A step packs the rows of its requests one after another. The host knows rows and lengths: planning waits for no device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.vllm.pages import Places
 
 
 class SparseRequest(NamedTuple):
@@ -38,14 +36,6 @@ class StepPlan(NamedTuple):
     stock: tuple[StockRun, ...]
     sparse_tokens: int
     dense_tokens: int  # of prefills; decoding rows count as neither
-
-
-class SparseStep(NamedTuple):
-    """A planned step, as the builder hands it to the layers."""
-
-    plan: StepPlan
-    stock: tuple[Any, ...]  # metadata of each stock run
-    places: tuple[Places, ...]  # of each sparse request's tokens
 
 
 def plan_step(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flexmask.attend import attend as attend_blocks
 from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.vllm.layers import SparseLayer
+from flexmask.integrations.serving.layers import SparseLayer
 
 
 def attend(

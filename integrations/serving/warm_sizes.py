@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexmask.flex.head_groups import head_groups
-from flexmask.integrations.vllm.layers import SparseLayer
+from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.warmup import MANY_BLOCKS
 
 Size = tuple[int, int]

