@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from bench.rows import Sheet
 from bench.serving import packed_call, prefill_profile, table
 from bench.serving.first_token import ALL_SHAPES, described, parse, shape_folder
 from flexmask.attend import attend
@@ -51,6 +52,23 @@ def test_rows_of_another_run_are_not_compared(tmp_path, capsys):
     first, second = capsys.readouterr().out.split(": second")
     assert "| 2.00x |" in first
     assert "| 3.00x |" in second
+
+
+def test_steps_are_compared_at_the_same_cache(tmp_path, capsys):
+    step = {**dict.fromkeys(prefill_profile.COLUMNS, ""), "model": "m", "prompts": "1", "prompt_tokens": "32768", "rounds": "2"}
+    times = [("auto", "stock", 1200.0), ("auto", "hybrid", 800.0), ("fp8", "stock", 1000.0), ("fp8", "hybrid", 800.0)]
+    sheet = Sheet(tmp_path / "step-x.csv", prefill_profile.COLUMNS, prefill_profile.IDENTITY)
+    for cache, attention, milliseconds in times:
+        own = {**step, "kv_cache": cache, "attention": attention}
+        sheet.add(**{**own, "kind": "ttft", "part": "first token", "milliseconds": milliseconds, "density": 0.25})
+    for number, part in enumerate(("attention", "linear layers", "copies", "masks", "rest", "idle", "host"), start=1):
+        own = {**step, "kv_cache": "fp8", "attention": "hybrid"}
+        sheet.add(**{**own, "kind": "kernels", "part": part, "milliseconds": 10.0 * number})
+    table.main(["--results", str(tmp_path)])
+    written = capsys.readouterr().out
+    assert "| m | auto | 32k | hybrid | 0.250 | 0.800 s | 1.50x | 2 |" in written
+    assert "| m | fp8 | 32k | hybrid | 0.250 | 0.800 s | 1.25x | 2 |" in written
+    assert "| m | fp8 | 32k | hybrid | 10 ms | 20 ms | 30 ms | 40 ms | 50 ms | 60 ms | 70 ms |" in written
 
 
 def test_kernels_are_told_by_kind(tmp_path, capsys):

@@ -1,18 +1,19 @@
 """SERVING.md from the lines in ``bench/results``: ``python -m bench.serving.table > bench/SERVING.md``.
 
-``serving-*.jsonl`` holds the rows of `bench.serving.first_token`, ``agreement-*.jsonl`` those of ``tests.vllm.agreement``. Of
-rows with the same key the last one counts.
+``serving-*.jsonl`` holds the rows of `bench.serving.first_token`, ``step-*.csv`` those of `bench.serving.prefill_profile`,
+``agreement-*.jsonl`` those of ``tests.vllm.agreement``. Of rows with the same key the last one counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rows import read_rows
+from bench.rows import read_rows, whole_lines
 from bench.tables import markdown_table, thousands
 
 Row = dict[str, Any]
@@ -104,6 +105,37 @@ def kernels(rows: Sequence[Row]) -> list[str]:
     return markdown_table(["prompt", "run with", *_KINDS, "all kernels"], cells) if cells else []
 
 
+def steps(rows: Sequence[Row]) -> list[str]:
+    """First tokens and kernels of the steps that `bench.serving.prefill_profile` took apart."""
+    names = ("device", "vllm", "model", "layers", "kv_cache", "prompts", "prompt_tokens", "chunk")
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        key = (*(row[name] for name in names), row["attention"])
+        found.setdefault(key, {})[f"{row['kind']} {row['part']}"] = row
+    times, parts = [], []
+    for (*asked, attention), own in sorted(found.items(), key=lambda each: (*each[0][2:5], int(each[0][5]), int(each[0][6]))):
+        device, release, model, layers, cache, prompts, tokens, chunk = asked
+        if layers:
+            model += f", {layers} layers"
+        size = thousands(int(tokens)) if prompts == "1" else f"{prompts} x {thousands(int(tokens))}"
+        if chunk:
+            size += f" in chunks of {thousands(int(chunk))}"
+        first = own.get("ttft first token")
+        if first:
+            stock = found.get((*asked, "stock"), {}).get("ttft first token")
+            gain = f"{float(stock['milliseconds']) / float(first['milliseconds']):.2f}x" if stock and stock is not first else "-"
+            density = f"{float(first['density']):.3f}" if first["density"] else "-"
+            seconds = f"{float(first['milliseconds']) / 1e3:.3f} s"
+            times.append([f"{device}, vLLM {release}", model, cache, size, attention, density, seconds, gain, first["rounds"]])
+        if "kernels host" in own:
+            kinds = [float(own[f"kernels {kind}"]["milliseconds"]) for kind in (*_KINDS, "idle", "host")]
+            parts.append([model, cache, size, attention, *(f"{each:,.0f} ms" for each in kinds)])
+    named = ["shape", "cache", "prompt", "run with"]
+    head = ["run on", *named, "density", "first token", "stock / this", "rounds"]
+    lines = ["## Steps taken apart", "", *markdown_table(head, times)] if times else []
+    return lines + (markdown_table([*named, *_KINDS, "idle", "host"], parts) if parts else [])
+
+
 def agreement(rows: Sequence[Row]) -> list[str]:
     """Differences between the engines' answers."""
     cells = []
@@ -128,6 +160,7 @@ def report(folder: Path) -> str:
         lines += first_tokens([row for row in own if "first_seconds" in row])
         lines += throughput([row for row in own if "tokens_per_second" in row])
         lines += kernels([row for row in own if "kernels_ms" in row])
+    lines += steps([row for path in sorted(folder.glob("step-*.csv")) for row in csv.DictReader(whole_lines(path))])
     lines += agreement([row for path in sorted(folder.glob("agreement-*.jsonl")) for row in read_rows(path)])
     return HEAD + "\n" + "\n".join(lines).replace("\n\n\n", "\n\n").strip()
 

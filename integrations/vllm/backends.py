@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
         kernel, is_latent = _chosen()
         if is_latent and os.environ.get(LATENT_VARIABLE) != "1":
             message = (
-                "flexmask: latent attention (MLA) on a GPU is refused: its answers have not been compared; "
+                "flexmask: latent attention (MLA) on a GPU is refused: its answers were compared with gamma 1 only; "
                 f"{LATENT_VARIABLE}=1 runs it nevertheless"
             )
             # vLLM reports an ImportError of a backend without its words

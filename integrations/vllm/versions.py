@@ -8,7 +8,7 @@ from typing import Any
 from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_arguments
 
 RUN: dict[tuple[int, ...], str] = {
-    (0, 26): "one and two H200s, and CPUs",
+    (0, 26): "one and two H200s, latent attention on one, and CPUs",
     (0, 29): "CPUs",
     (0, 32): "CPUs",
 }

@@ -89,7 +89,8 @@ def rows(runs):
     for name, questions in _OTHERS.items():
         stock = runs.get(f"{name}_stock")
         if stock and "whole" in stock:
-            made.append(row(f"{name}_stock in other chunks", "whole", stock["whole"][:1], stock["odd_chunks"]))
+            whole, odd = stock["whole"], stock["odd_chunks"]
+            made.append(row(f"{name}_stock in other chunks", "whole", whole[: len(odd)], odd))
         compare(name, f"{name}_stock", questions)
     compare("fp8_later", "fp8_stock", ("odd_chunks", "mixed"))
     compare("fp8_stock", "stock", ("odd_chunks",))
