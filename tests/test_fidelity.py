@@ -156,10 +156,14 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(texts_folder, tmp_pat
 
 
 def test_texts_are_read_from_a_folder(texts_folder):
+    empty = texts_folder / "empty"
+    empty.mkdir()
     assert {name: len(ids) for name, ids in texts.read(texts_folder).items()} == {"book-0": 512, "book-1": 513}
     assert all(len(ids) == 16384 and name.startswith("test/") for name, ids in texts.read(texts.PATH).items())
     with pytest.raises(SystemExit, match=r"no \.npy or \.txt"):
-        texts.read(texts_folder.parent)
+        texts.read(empty)
+    # those of subfolders too, by their path
+    assert f"{texts_folder.name}/book-0" in texts.read(texts_folder.parent)
 
 
 def test_errors_of_heads_are_those_of_attention_written_out():
