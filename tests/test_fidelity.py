@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ pytest.importorskip("transformers")
 
 import pandas as pd
 
-from bench.fidelity import heads, lengths, retrieval, settings, smollm, texts
+from bench.fidelity import heads, lengths, long_texts, retrieval, settings, smollm, texts
 from bench.fidelity.settings import Setting
 from bench.fidelity.sparse_model import SparseModel, sparse_attention
 from bench.ruler_model.prompts import make_prompts
@@ -258,3 +260,26 @@ def test_attention_of_a_chunk_is_to_the_blocks_of_its_own_rows():
     torch.testing.assert_close(
         out, torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)[:, :, 128:]
     )
+
+
+def test_long_texts_are_token_ids_that_the_benchmark_reads(tmp_path, monkeypatch):
+    data = tmp_path / "brotli" / "tests" / "testdata"
+    data.mkdir(parents=True)
+    for name in ("lcet10", "plrabn12"):
+        (data / f"{name}.txt").write_text(f"   {name} \n    two\n", encoding="latin-1")
+    words: list[str] = []
+
+    def tokenizer(text):
+        words.append(text)
+        return SimpleNamespace(input_ids=[ord(letter) % 256 for letter in text])
+
+    monkeypatch.setattr(long_texts.smollm, "tokenizer", lambda path: tokenizer)
+    long_texts.main([str(tmp_path / "out"), "--brotli", str(tmp_path / "brotli")])
+    assert words[:2] == ["lcet10\ntwo", "plrabn12\ntwo"]
+    found = {name: len(ids) for name, ids in texts.read(tmp_path / "out").items()}
+    assert found == {
+        "test/prose/lcet10-64k": 10,
+        "test/prose/plrabn12-64k": 12,
+        "test/python/stdlib-64k": 65536,
+        "test/docs/numpy-64k": 65536,
+    }
