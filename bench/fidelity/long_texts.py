@@ -1,7 +1,7 @@
 """Texts of 65,536 tokens for `bench.fidelity.lengths`: ``python -m bench.fidelity.long_texts FOLDER --brotli SOURCES``.
 
 Two long documents of brotli 1.2.1's test data (its source distribution; Project Gutenberg, public domain) without margins,
-sources of CPython's standard library, and numpy's docstrings, as token ids of SmolLM2. The first two are the same everywhere; sources
+sources of CPython's standard library, and numpy's docstrings, as SmolLM2's token ids. The first two are always the same; sources
 and docstrings are those of the Python and the numpy that run this (3.11.7 and 2.4.6 for the rows in ``bench/results``).
 ``--tune`` writes the texts that settings were chosen on: two other documents, sources of transformers, docstrings of torch.
 """
