@@ -1,8 +1,7 @@
-"""Hook of MkDocs: brings the repository's other pages into the site, and turns links between files into links between pages.
+"""Hook of MkDocs: adds the pages outside of docs/ and turns links between files of the repository into links between pages.
 
-Every page is written to be read in the repository, where links name files. In the site docs/ is the root, and the READMEs, the
-reports and the changelog join it under their own paths. A link to a file that has no page, such as a source file, leads to the
-public repository if mkdocs.yml names one (`repo_url`), and otherwise becomes plain text.
+docs/ is the site's root; other pages keep their paths. A link to a file without a page leads to the repository if mkdocs.yml has
+a `repo_url`, and otherwise becomes plain text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ PAGES = (
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    "bench/APPENDIX.md",
     "bench/FIDELITY.md",
     "bench/LEADERBOARD.md",
     "bench/README.md",
@@ -35,14 +33,16 @@ PAGES = (
     "integrations/README.md",
     "integrations/huggingface/SUPPORT.md",
 )
+# written for the site only; git ignores it
+APPENDIX = "bench/APPENDIX.md"
 _FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
-# code in a line comes first, so that what looks like a link in it is none
+# code first: a link inside of code is none
 _LINK = re.compile(r"(?P<code>`[^`\n]*`)|(?P<image>!?)\[(?P<text>(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^()\s]+)\)")
 _OUTSIDE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
 class Link(NamedTuple):
-    """One link of a page: text, target as written, and the line it stands on."""
+    """A link of a page: its text, target as written, and line."""
 
     text: str
     target: str
@@ -51,16 +51,16 @@ class Link(NamedTuple):
 
 
 def site_path(path: str) -> str | None:
-    """The place in the site of a file of the repository, None if it has none."""
+    """Path in the site of a file of the repository; None without a page."""
     if path == "README.md":
         return "index.md"
     if path.startswith("docs/"):
         return None if path.endswith(".py") else path.removeprefix("docs/").replace(".ipynb", ".md")
-    return path if path in PAGES or path.endswith(".png") else None
+    return path if path in (*PAGES, APPENDIX) or path.endswith(".png") else None
 
 
 def links(markdown: str) -> Iterator[Link]:
-    """The links and pictures outside of code, pictures inside of links among them."""
+    """Links and pictures outside of code, also pictures inside of links."""
     for start, text in _prose(markdown):
         for found in _LINK.finditer(text):
             if found["code"]:
@@ -71,7 +71,7 @@ def links(markdown: str) -> Iterator[Link]:
 
 
 def resolved(page: str, target: str) -> tuple[str, str] | None:
-    """File of the repository and anchor that a link of `page` leads to; None for addresses on the network."""
+    """File and anchor that a link of `page` leads to; None for network addresses."""
     if _OUTSIDE.match(target):
         return None
     path, _, anchor = target.partition("#")
@@ -79,7 +79,7 @@ def resolved(page: str, target: str) -> tuple[str, str] | None:
 
 
 def relinked(markdown: str, page: str, repo_url: str | None) -> str:
-    """The text of `page` with links as the site needs them."""
+    """The text of `page` with the site's links."""
 
     def link(found: re.Match[str]) -> str:
         if found["code"]:
@@ -103,7 +103,7 @@ def relinked(markdown: str, page: str, repo_url: str | None) -> str:
 
 
 def _prose(markdown: str) -> Iterator[tuple[int, str]]:
-    """The parts outside of fenced code, with their place."""
+    """The parts outside of fenced code, with their offsets."""
     end = 0
     for fence in _FENCE.finditer(markdown):
         yield end, markdown[end : fence.start()]
@@ -120,9 +120,12 @@ def _over_prose(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages and pictures outside of docs/."""
+    """Add the pages and pictures outside of docs/, and the appendix."""
     from mkdocs.structure.files import File
 
+    from bench.report.fidelity import appendix
+
+    files.append(File.generated(config, APPENDIX, content=appendix()))
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         files.append(File.generated(config, site_path(page), content=relinked(text, page, config.repo_url)))
@@ -141,8 +144,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def notebooks(repo_url: str | None) -> Iterator[tuple[str, str | bytes]]:
-    """The notebooks as pages and their pictures, each with its place; the notebooks themselves are files of the site already."""
-    read = _beside("notebook")
+    """The notebooks as pages, and their pictures, each with its path in the site."""
+    read = _module("notebook")
     for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
         text, pictures = read.page(read.load(path), path.stem)
         source = path.relative_to(ROOT).as_posix()
@@ -153,8 +156,8 @@ def notebooks(repo_url: str | None) -> Iterator[tuple[str, str | bytes]]:
         yield from ((f"notebooks/{name}", picture) for name, picture in pictures.items())
 
 
-def _beside(name: str) -> Any:
-    """A module of this folder, which is no package and on no path."""
+def _module(name: str) -> Any:
+    """Load a module of this folder, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -163,7 +166,7 @@ def _beside(name: str) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn the links of the pages in docs/; a page without sections has no table of contents, and more room for its tables."""
+    """Relink the pages of docs/; hide the table of contents of pages without sections."""
     if not re.search(r"^##+ ", markdown, re.MULTILINE):
         page.meta.setdefault("hide", ["toc"])
     if page.file.generated_by:

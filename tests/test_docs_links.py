@@ -94,7 +94,7 @@ def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", navigation, re.MULTILINE)
     assert len(listed) == len(set(listed))
-    assert set(listed) == {SITE.site_path(page) for page in PAGES}
+    assert set(listed) == {SITE.site_path(page) for page in (*PAGES, SITE.APPENDIX)}
 
 
 def test_broken_links_are_found(tmp_path):

@@ -1,7 +1,7 @@
 """Write the reports: ``python -m bench.report``, or ``make bench-report``.
 
-In FIDELITY.md, REPORT.md and LEADERBOARD.md it replaces what stands between ``<!-- table: NAME -->`` or ``<!-- figure: NAME -->``
-and ``<!-- end -->``, and leaves all else; it writes APPENDIX.md whole, and the figures into ``results/``.
+In FIDELITY.md, REPORT.md and LEADERBOARD.md it replaces the lines between ``<!-- table: NAME -->`` or ``<!-- figure: NAME -->``
+and ``<!-- end -->``. It writes all of APPENDIX.md, which git ignores, and the figures in ``results/``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from bench.report.rows import FOLDER
 DOCUMENTS = Path(__file__).parents[1]
 TABLES = {**fidelity.TABLES, **speed.TABLES, **leaderboard.TABLES}
 FIGURES = {**fidelity.FIGURES, **speed.FIGURES}
-# what each shows, for readers who do not see it
-SHOWN = {
+ALT_TEXTS = {
     "fidelity-by-density": "Mean change of a token's log-probability by density, a line a method",
     "fidelity-needles": "Share of needles missed by density, a line a method",
     "fidelity-by-position": "Mean change of a token's log-probability by its position in prompts of 64k tokens, a line a method",
@@ -29,21 +28,21 @@ _MARKED = re.compile(r"(<!-- (?P<kind>table|figure): (?P<name>[\w-]+) -->\n).*?(
 
 
 def filled(text: str, folder: Path, documents: Path = DOCUMENTS) -> str:
-    """A document with what it marks made anew; KeyError for a table or figure that nobody makes."""
+    """Fill the marked places of a document; KeyError for an unknown table or figure."""
 
     def made(found: re.Match[str]) -> str:
         name = found["name"]
         if found["kind"] == "table":
             return found[1] + "\n".join(TABLES[name](folder)) + "\n" + found[4]
         picture = f"results/{name}.png"
-        shown = f"\n![{SHOWN[name]}]({picture})\n\n" if (documents / picture).exists() else ""
+        shown = f"\n![{ALT_TEXTS[name]}]({picture})\n\n" if (documents / picture).exists() else ""
         return found[1] + shown + found[4]
 
     return _MARKED.sub(made, text)
 
 
 def draw(name: str, folder: Path, out: Path) -> Path | None:
-    """Draw a figure; None where there is nothing to draw."""
+    """Draw a figure; None without rows."""
     from matplotlib.figure import Figure
 
     figure, path = Figure(figsize=(7.2, 4.4), dpi=110, layout="constrained"), out / "results" / f"{name}.png"
@@ -56,7 +55,7 @@ def draw(name: str, folder: Path, out: Path) -> Path | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fill in the tables, write the appendix, draw the figures."""
+    """Draw the figures, fill in the tables, write the appendix."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the rows")
     parser.add_argument("--documents", type=Path, default=DOCUMENTS, help="folder of the documents")
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             path.write_text(text, encoding="utf-8")
             print(path)
     appendix = options.documents / "APPENDIX.md"
-    appendix.write_text("\n".join(fidelity.every_setting(options.results)).rstrip() + "\n", encoding="utf-8")
+    appendix.write_text(fidelity.appendix(options.results), encoding="utf-8")
     print(appendix)
 
 

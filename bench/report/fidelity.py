@@ -242,8 +242,8 @@ def draw_equal_error(axes: Any, folder: Path = FOLDER) -> bool:
     return True
 
 
-def every_setting(folder: Path = FOLDER) -> list[str]:
-    """The appendix: means of every setting that was measured."""
+def appendix(folder: Path = FOLDER) -> str:
+    """The text of APPENDIX.md: means of every measured setting."""
     lines = ["# Every setting that was measured", "", "`python -m bench.report` writes this page from `bench/results/`.", ""]
     rows = read("lengths", folder)
     for (yarn, length), group in rows.groupby(["yarn", "length"]):
@@ -283,7 +283,7 @@ def every_setting(folder: Path = FOLDER) -> list[str]:
             for (length, method, options), row in means.iterrows()
         ]
         lines += markdown_table(["tokens", "method", "density", "error"], cells)
-    return lines
+    return "\n".join(lines).rstrip() + "\n"
 
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
