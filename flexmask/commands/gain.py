@@ -79,7 +79,6 @@ def _of_config(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Times of random tensors, from the config."""
     config = load_config(model, "MODEL")
     from flexmask.commands.gain_model import settings_of, weights_per_token
     from flexmask.commands.gain_times import matmul_speed, model_times
@@ -113,7 +112,6 @@ def _of_config(
 def _of_prompt(
     output: Output, model: str, chosen: PrefillSettings | None, text: str, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Times, density and error of one prompt, by the model's weights."""
     loaded, tokenizer = load_model(model, output, str(device), str(dtype).removeprefix("torch."), "MODEL")
     from flexmask.commands.gain_model import prompt_gain, settings_of
 
@@ -143,7 +141,7 @@ def _about(model: str, name: str, settings: PrefillSettings, device: torch.devic
 
 
 def _row(tokens: int, plan: Iterable[tuple[str, str]], rest: float) -> dict[str, Any]:
-    """A length: its layers by plan, why some are not sparse, and no times yet."""
+    """A length: its layers by plan and the reasons for dense ones, without times."""
     plans = [*plan]
     return {
         "tokens": tokens,
@@ -174,12 +172,11 @@ def _with_first_tokens(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def best_ratio(row: dict[str, Any]) -> float:
-    """Time to first token, dense by sparse, at the density where it is largest; 0 where nothing ran sparse."""
+    """Largest ratio of dense to sparse time to first token; 0 if nothing ran sparse."""
     return max((each["first_token_ratio"] for each in row["sparse"]), default=0.0)
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """The gain at one length in words."""
     start = f"{row['tokens']:,} tokens: "
     if not row["sparse"]:
         reason = max(row["reasons"], key=lambda each: row["reasons"][each], default="no layer runs sparse")
@@ -239,7 +236,6 @@ def _show_times(output: Output, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines that state the conditions of the times."""
     of_prompt = document["source"] == "prompt"
     layers = " and ".join(f"{number} {kind}" for kind, number in rows[-1]["layers"].items())
     if of_prompt:

@@ -1,4 +1,4 @@
-"""A model's part of ``flexmask gain``: the work besides attention, and one prompt with the model's own queries and keys."""
+"""Measures a model for ``flexmask gain``: the work besides attention, and one prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AT_ONCE = 256
 
 
 def weights_per_token(config: Any) -> int:
-    """Weights that a token is multiplied by in the layers: matrices without embeddings and head, and the chosen experts."""
+    """Weights that multiply a token in the layers: matrices without embeddings and head, and its share of experts."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     outer = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
@@ -44,7 +44,7 @@ def weights_per_token(config: Any) -> int:
 
 
 def settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings:
-    """The settings that were chosen, else those in a model's config, else the defaults; checked for the model."""
+    """The chosen settings, else those in the config, else the defaults; checked for the model."""
     text = config.get_text_config()
     found = chosen or saved_settings(text) or PrefillSettings()
     found.check_model(text)
@@ -55,9 +55,9 @@ def settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings:
 def prompt_gain(
     model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, Any], dict[str, float] | None]:
-    """Measure one prompt: times and density, as a row of ``flexmask gain``, and the error; None where every layer runs dense.
+    """Times and density of one prompt as a row of ``flexmask gain``, and the error; None if every layer runs dense.
 
-    Three prefills: sparse, dense, and one in which each layer's attention is timed both ways.
+    Three prefills: sparse, dense, and one that times each layer both ways.
     """
     ids = ids.to(model.device)
     with sparse_prefill(model, settings=settings) as run:
@@ -94,7 +94,7 @@ def prompt_gain(
 
 
 class _Timed:
-    """Serves the attention calls of a prefill, and times each both ways: flexmask's call, and the fastest dense kernel."""
+    """Times flexmask's call and the fastest dense kernel in every attention call of a prefill."""
 
     def __init__(self, device: torch.device) -> None:
         self.dense = self.sparse = self.selection = self.spent = 0.0
@@ -128,7 +128,7 @@ class _Timed:
 
 
 def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Log-probabilities of up to `MOST_SCORED` tokens of a prompt, evenly spaced, float32 on the CPU."""
+    """Log-probabilities of up to `MOST_SCORED` evenly spaced tokens of a prompt, float32 on the CPU."""
     scored = torch.linspace(0, ids.shape[1] - 2, min(ids.shape[1] - 1, MOST_SCORED), device=ids.device).round().long()
     logits = _logits(model, ids, scored)
     targets = ids[0, scored + 1].to(logits.device)

@@ -1,4 +1,4 @@
-"""Times of attention, dense and sparse, on this machine: for ``flexmask gain``."""
+"""Times of dense and sparse attention on this machine, for ``flexmask gain``."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ _MATMUL_ROWS = 4096
 
 
 class Shape(NamedTuple):
-    """The attention of one layer."""
-
     heads: int
     kv_heads: int
     head_dim: int
@@ -53,7 +51,7 @@ class Shape(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of one attention call.
+    """Seconds of one attention call, of all heads.
 
     Attributes
     ----------
@@ -66,7 +64,7 @@ class Times(NamedTuple):
     sparse
         By density: attention over random blocks.
     share
-        Share of the heads that was timed; the seconds are those of all heads.
+        Share of the heads that was timed.
     """
 
     dense: float
@@ -77,7 +75,7 @@ class Times(NamedTuple):
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, runs: int = RUNS, warm_up: bool = True) -> float:
-    """Median seconds of up to `runs` calls, each waited for, after one that does not count."""
+    """Median seconds of up to `runs` synchronised calls, after a warm-up."""
     taken: list[float] = []
     if warm_up:
         call()
@@ -91,7 +89,6 @@ def median_seconds(call: Callable[[], Any], device: torch.device, runs: int = RU
 
 
 def wait(device: torch.device) -> None:
-    """Wait for the device."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
@@ -115,9 +112,9 @@ def model_times(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Seconds of all attention layers of a `layer_plan`, on random tensors: dense, and sparse at each density.
+    """Seconds of all attention layers of a `layer_plan` on random tensors: dense, and sparse at each density.
 
-    Layers that stay dense count in both, those with a window by the pairs that it shows.
+    Layers that stay dense count in both, scaled by the pairs that their window shows.
     """
     times: dict[Shape, Times] = {}
     dense, selection, sparse, shares = 0.0, 0.0, [0.0] * len(densities), [0.0] * len(densities)
@@ -158,9 +155,9 @@ def random_times(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Times:
-    """Times of random tensors: dense attention, the method's selection, and attention over random blocks at each density.
+    """Times on random tensors: dense attention, selection, and attention over random blocks at each density.
 
-    Of the heads as many are timed as take no longer than `_LONGEST` at `speed` FLOPs per second.
+    Times as many heads as take no longer than `_LONGEST` at `speed` FLOPs per second.
     """
     needed = 2 * tokens * tokens * shape.head_dim * shape.heads / speed
     keys = max(1, min(shape.kv_heads, int(shape.kv_heads * _LONGEST / needed)))
@@ -182,7 +179,7 @@ def random_times(
 
 
 def one_for_all(options: dict[str, Any]) -> dict[str, Any]:
-    """Options in which the mean of the numbers by head stands for them: random heads do not differ."""
+    """Options with the mean in place of numbers by head: random heads do not differ."""
 
     def of(value: Any) -> Any:
         plain_numbers = isinstance(value, tuple) and all(isinstance(each, (int, float)) for each in value)
@@ -192,7 +189,7 @@ def one_for_all(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def fastest_dense(inputs: AttentionInputs, kernel: str | None = None) -> tuple[float, str]:
-    """Seconds of the fastest dense kernel that serves the inputs, and its name; with `kernel` one run of that one."""
+    """Seconds and name of the fastest dense kernel that serves the inputs; with `kernel` one run of that one."""
     device, found = inputs.query.device, dict[str, float]()
     for name, call in _dense_calls(inputs):
         if kernel not in (None, name):

@@ -1,4 +1,4 @@
-"""The attention function of transformers: a method's blocks for a prefill, dense attention for decoding."""
+"""The attention function of transformers: sparse for prefills, dense for decoding."""
 
 from __future__ import annotations
 
@@ -34,26 +34,25 @@ def register(
     name: str = NAME,
     **options: Any,
 ) -> None:
-    """Make ``"flexmask"`` a name that ``set_attn_implementation`` and ``from_pretrained(attn_implementation=...)`` know.
+    """Register ``"flexmask"`` as a name for ``set_attn_implementation`` and ``from_pretrained(attn_implementation=...)``.
 
-    A model that is set to the name outside of `sparse_prefill` runs with what `configure` wrote into its config, else with the
-    defaults.
+    Outside of `sparse_prefill` a model with this name uses the options that `configure` wrote into its config, else the defaults.
 
     Parameters
     ----------
     settings, method, options
-        As in `sparse_prefill`. With any, every model of this process runs with these, whatever its config holds, until the next
-        call with other ones; only a `sparse_prefill` block with options of its own has those. Default: no such settings.
+        As in `sparse_prefill`. They apply to every model of the process and override the models' configs, until the next call
+        that gives others. A `sparse_prefill` block with its own options overrides them. Default: none.
     name
-        ``"flex_attention"`` puts the same attention behind that name too, for every model of the process: for programs that let
-        through only names that they know. Default ``"flexmask"``.
+        ``"flex_attention"`` also replaces that implementation for every model of the process, for programs that accept only known
+        names. Default ``"flexmask"``.
 
     Raises
     ------
     ImportError
         With a transformers older than 4.54 or newer than 5.23.
     OSError, TypeError, ValueError
-        For unknown options, values out of range, a file that is none of settings.
+        For unknown options, values out of range, or an invalid settings file.
 
     Examples
     --------
@@ -104,19 +103,9 @@ def attention(
 def serve(
     module: nn.Module, inputs: AttentionInputs, tokens: int, number: int | None = None, segments: Segments | None = None
 ) -> Tensor:
-    """Attention of one prefill call, or of its packed sequences to themselves. Autocast must be off.
+    """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim). Autocast must be off.
 
-    Parameters
-    ----------
-    module
-        The attention module.
-    tokens, number
-        `PrefillMask.tokens` and `PrefillMask.prefill`.
-
-    Returns
-    -------
-    Tensor
-        (batch, q_len, num_heads, v_head_dim).
+    `tokens` and `number` are `PrefillMask.tokens` and `PrefillMask.prefill`.
     """
     if torch.compiler.is_compiling():
         if is_exporting():
@@ -169,7 +158,7 @@ def prefill_operator(
     tokens: int,
     module: int,
 ) -> Tensor:
-    """`serve` as an operator that a compiled forward does not look into: what is open on the model changes between calls."""
+    """`serve` as an opaque operator: the open blocks of a model change between calls of its compiled forward."""
     inputs = AttentionInputs(query, key, value, scale, softcap, window, attention_mask, offset, sinks)
     return serve(_MODULES[module], inputs, tokens)
 

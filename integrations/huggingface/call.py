@@ -1,4 +1,4 @@
-"""One attention call of a prefill: whose it is, and its attention, dense or over the blocks that its method keeps."""
+"""One attention call of a prefill, run dense or over the blocks that its method keeps."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ def process_settings() -> PrefillSettings | None:
 
 
 class PrefillCall(NamedTuple):
-    """One attention call of a prefill, and whose it is."""
-
     inputs: AttentionInputs
     tokens: int  # so far, this call's included, as far as the host knows (`PrefillMask.tokens`)
     prefill: int | None  # number of the mask
@@ -49,7 +47,7 @@ class PrefillCall(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: int | None) -> PrefillCall:
-        """The call of an attention module, with the settings of the block that it is in, else of the process or its config."""
+        """Takes the settings of the module's block, else those of the process or the config."""
         session: Session | None = module.__dict__.get(SESSION)
         block, num_heads = None if session is None else session.block(), inputs.query.shape[1]
         if block is not None:
@@ -62,7 +60,7 @@ class PrefillCall(NamedTuple):
         return cls(inputs, tokens, prefill, layer, settings, of_own_heads(settings.selector(layer), module, num_heads))
 
     def attention(self) -> Tensor:
-        """Attention of the call, dense or over the blocks that its method keeps, (batch, num_heads, q_len, v_head_dim)."""
+        """(batch, num_heads, q_len, v_head_dim)."""
         if self.probe is not None:
             return self.probe(self)
         selector, options, run, reason = self.selector, self.settings.run_options, self.run, self.reason_no_mask()
@@ -86,12 +84,11 @@ class PrefillCall(NamedTuple):
 
     @property
     def size(self) -> CallSize:
-        """The sizes by which the call is recorded."""
         batch, _, q_len, _ = self.inputs.query.shape
         return CallSize(batch, q_len, self.tokens, self.sequence)
 
     def reason_no_mask(self) -> str | None:
-        """Reason why no mask can be made or would pay, None where one would."""
+        """Reason why no mask can be made or would pay, or None."""
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
         for name, size in (("head_dim", query.shape[3]), ("v_head_dim", value.shape[3])):
@@ -100,7 +97,7 @@ class PrefillCall(NamedTuple):
         return self.settings.run_options.policy.by_size(query.shape[2], self.tokens)
 
     def reason_dense_layer(self) -> str | None:
-        """Reason why a layer stays dense at any length, None where it does not."""
+        """Reason why the layer runs dense at any length, or None."""
         if self.layer in self.settings.dense_layers:
             return "in dense_layers"
         policy = self.settings.run_options.policy
@@ -108,10 +105,10 @@ class PrefillCall(NamedTuple):
 
 
 def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
-    """`selector` with the numbers by head of the `num_heads` heads that this process has of an attention module.
+    """`selector` with the options of this process's `num_heads` heads.
 
-    Under tensor parallelism transformers gives the processes of a mesh equal shares of the heads, in order. Where no option is by
-    head, or the module is not spread so, it is the selector itself: the call then refuses a wrong length.
+    Under tensor parallelism transformers gives the processes of a mesh equal shares of the heads, in order. The selector is
+    unchanged where no option is per head or the module is not sharded; the call then refuses a wrong length.
     """
     own = {}
     for name in (*selector.method.shares, *selector.method.pairs):
@@ -125,7 +122,7 @@ def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selec
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:
-    """Place of this process among `processes` that share the module's weights; None where these are not spread over so many."""
+    """Rank of this process among the `processes` that share the module's weights; None where they are not sharded that way."""
     for parameter in module.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:

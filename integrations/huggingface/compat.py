@@ -1,4 +1,4 @@
-"""Differences between releases of transformers and between models: wrappers, configs, refusals before a run."""
+"""Differences between releases of transformers and between models: wrappers, configs, early refusals."""
 
 from __future__ import annotations
 
@@ -20,13 +20,6 @@ MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
 
 
 def check_release() -> None:
-    """Refuse a transformers outside of the releases that were tested.
-
-    Raises
-    ------
-    ImportError
-        With the release that is installed and those that are served.
-    """
     release = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
     if not OLDEST <= release <= NEWEST:
         oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
@@ -34,13 +27,7 @@ def check_release() -> None:
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model in a pipeline, a compiled module or a PEFT model, in any order of these; itself if it is one.
-
-    Raises
-    ------
-    TypeError
-        Where there is none.
-    """
+    """The transformers model inside a pipeline, a compiled module or a PEFT model, nested in any order; TypeError without one."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if isinstance(inner, Pipeline):
@@ -58,18 +45,12 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The config that a model's attention layers have: its own, or that of its text part."""
+    """The config of the attention layers: the model's, or that of its text part."""
     return getattr(model.config, "text_config", model.config)
 
 
 def check_servable(model: PreTrainedModel) -> None:
-    """Refuse what the model itself says about its attention, before anything runs.
-
-    Raises
-    ------
-    NotImplementedError
-        For cross attention, bidirectional and chunked attention, and a config that asks for attention weights.
-    """
+    """Raise NotImplementedError for cross, bidirectional or chunked attention, and for output_attentions in the config."""
     name, config = type(model).__name__, text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(name, "an encoder with a decoder, whose cross attention it does not know", "sdpa")
@@ -91,10 +72,10 @@ def _refusal(name: str, what: str, instead: str) -> NotImplementedError:
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
-    """Number of query rows that a mask function is called for, and the position of the first.
+    """Number of query rows of a mask, and the position of the first.
 
-    From 5.4 on transformers says so (`q_length`, `q_offset`), before that it gives all positions (`cache_position`). A tensor may
-    be the cache's own, which it moves on before attention runs: the copy stays.
+    transformers passes `q_length` and `q_offset` from 5.4 on, `cache_position` before. An offset tensor may be the cache's own,
+    which advances before attention runs, hence the copy.
     """
     positions = arguments.get("cache_position")
     length, offset = (
@@ -104,17 +85,11 @@ def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
 
 
 def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None, Tensor | None]:
-    """Recognise plain causality, with a sliding window or without, of a prompt or of packed ones.
+    """Whether a mask is plain causality of single or packed prompts, its window, and the ids of packed sequences.
 
-    `mask_function` is compared by its code with what transformers makes for these cases. Newer releases count the positions of
-    packed sequences from each one's start; since they only see their own sequence, whose positions are consecutive, that changes
-    nothing.
-
-    Returns
-    -------
-    tuple
-        True if it is that; its window; (batch or 1, q_len) integer ids that tell packed sequences apart. The ids are given for
-        prompts without a cache and an attention_mask, before release 5 also for those that are not packed: then all are equal.
+    Compares the code of `mask_function` with what transformers builds for these cases. Newer releases count positions from the
+    start of each packed sequence, which sees only its own. Ids, (batch or 1, q_len), come without a cache and an attention_mask;
+    before release 5 also for a single prompt, all equal.
     """
     expected = causal_mask_function if local_size is None else window_function(local_size)
     if _same(mask_function, expected):
@@ -132,7 +107,7 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Compare two functions: the same code and, all the way down, the same captured values; tensors by identity."""
+    """Whether two functions have the same code and, recursively, the same captured values; tensors compare by identity."""
     if left is right:
         return True
     if isinstance(left, tuple) and isinstance(right, tuple):

@@ -1,8 +1,7 @@
-"""Layer by layer, whether a prompt would run sparse in a model: from its config alone, without weights and without a prompt.
+"""Predicts per layer whether a prompt would run sparse, from the model's config only.
 
-The model is built on the meta device, where tensors have shapes and no memory, and its forward runs there with the adapter's own
-attention call. It reads a few tokens, for recurrent layers loop over them; attention is called for a prompt of the full length,
-with tensors that are one number expanded to their shape.
+The forward runs on the meta device with a few tokens, since recurrent layers loop over them. The adapter's attention call gets
+tensors of the full prompt length, expanded from one number.
 """
 
 from __future__ import annotations
@@ -33,22 +32,10 @@ _READ = 256
 
 
 class PlannedLayer(NamedTuple):
-    """The plan of one layer of a model: sparse, dense or refused, and why.
+    """The plan of one layer and, unless sparse, its reason.
 
-    Attributes
-    ----------
-    layer : int
-    plan : str
-        ``"sparse"``, ``"dense"``, ``"refused"`` (the model's forward would raise) or ``"not reached"`` (the layer does not call
-        transformers' attention interface, as layers of a recurrent kind).
-    reason : str
-        Why it is not sparse; empty where it is.
-    heads, kv_heads, head_dim : int or None
-        Of its attention call, None where there is none.
-    window : int or None
-        Its sliding window, in tokens.
-    backend : str
-        FlexAttention's backend for it; empty where it is not sparse.
+    Plans are ``"sparse"``, ``"dense"``, ``"refused"`` (the forward would raise) and ``"not reached"`` (the layer does not call
+    transformers' attention interface, as recurrent layers). `heads` to `window` are None without an attention call.
     """
 
     layer: int
@@ -69,18 +56,18 @@ def layer_plan(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> list[PlannedLayer]:
-    """Say of every layer of a model whether a prompt would run sparse in it, dense or not at all, and why.
+    """Predict for every layer of a model whether a prompt would run sparse, dense or not at all, and why.
 
     Parameters
     ----------
     config
-        A config of transformers, as ``AutoConfig.from_pretrained`` gives it.
+        A config of transformers, as from ``AutoConfig.from_pretrained``.
     settings
         Default None: those in the config, else the defaults.
     tokens
         Length of the prompt, >= 2. Default 32768; nothing of that size is computed.
     device, dtype
-        Those that the model is to run with; backends depend on them. Default: the CPU, and float32 there, else bfloat16.
+        Of the model to be run; backends depend on them. Default: the CPU, and float32 there, else bfloat16.
 
     Returns
     -------
@@ -89,11 +76,11 @@ def layer_plan(
     Raises
     ------
     NotImplementedError
-        For a model that is refused as a whole, as by `sparse_prefill`, or does not go through transformers' attention interface.
+        For a model that `sparse_prefill` refuses, or that bypasses transformers' attention interface.
     RuntimeError
-        For a model whose forward needs numbers, not only shapes: then nothing is known.
+        For a model whose forward needs values, not only shapes.
     ValueError
-        For a config that no causal model is made of, and `settings` for layers that the model does not have.
+        For a config without a causal model, and `settings` for layers that the model lacks.
 
     Examples
     --------
@@ -140,7 +127,7 @@ def _without_weights(config: Any) -> PreTrainedModel:
 
 
 def _note(found: dict[int, PlannedLayer], call: PrefillCall) -> Tensor:
-    """Serve as the probe of a block: note what a call would do."""
+    """Probe of a block: note what a call would do."""
     reason = call.reason_no_mask() or call.reason_dense_layer()
     query, key, value = call.inputs.query, call.inputs.key, call.inputs.value
     assert value is not None
@@ -162,7 +149,7 @@ def _planned(
     attention_mask: Any,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """The adapter's attention call on stand-ins; what it refuses is noted, and the model goes on to its next layer."""
+    """Run the adapter's attention on stand-ins and note a refusal, then continue with the next layer."""
     mask = attention_mask
     shapes: list[tuple[int, ...]] = [x.shape for x in (query, key, value)]
     if isinstance(mask, PrefillMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
@@ -186,7 +173,7 @@ def _follow(
     call: Callable[..., tuple[Tensor, None]],
     arguments: dict[str, Any],
 ) -> Exception | None:
-    """Run the model's forward on the meta device with `call` as its attention; return what it raised."""
+    """Run the forward on the meta device with `call` as its attention; return what it raised."""
     AttentionMaskInterface.register(_NAME, _mask_without_padding)
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
     try:

@@ -1,4 +1,4 @@
-"""The mask of a prefill, which transformers carries from its mask functions to attention: no map of tokens."""
+"""The mask of a prefill, passed from transformers' mask functions to attention without a map of tokens."""
 
 from __future__ import annotations
 
@@ -21,37 +21,36 @@ _numbers = itertools.count()
 
 
 class MaskNotServed(NotImplementedError, AttributeError):
-    """A model asked its mask for more than `PrefillMask` holds; also an AttributeError, so that ``hasattr`` says no."""
+    """A model read more of its mask than `PrefillMask` holds. Also an AttributeError, for ``hasattr``."""
 
 
 class PrefillMask(BlockMask):
-    """The visibility of one prefill call. It subclasses BlockMask only so that transformers passes it through unchanged.
+    """The visibility of one prefill call; a BlockMask only to pass through transformers unchanged.
 
-    Heads and rows can be sliced, ``mask[:, heads, rows, :]``: heads all see the same, so that every choice of them gives the
-    same mask, and rows must follow one another. Everything else that a BlockMask or a tensor has raises `MaskNotServed`.
+    Heads, which all see the same keys, and contiguous rows can be sliced: ``mask[:, heads, rows, :]``. Other uses raise
+    `MaskNotServed`.
 
     Attributes
     ----------
     shape
         (batch, 1, q_len, kv_len).
     offset
-        Position of the first query row among the keys: an int where the host knows it, else a 0-d integer tensor.
+        Position of the first query row among the keys: an int where the host has it, else a 0-d integer tensor.
     attention_mask
-        (batch, kv_len) bool, True = token, or None where all are.
+        (batch, kv_len) bool, True = token; None without padding.
     window
-        Tokens that a row sees, its own counted, or None.
+        Tokens that a row sees, including its own, or None.
     refusal
         Why attention cannot serve it, or None.
     prefill
-        A number that the masks of one call of the mask function share, copies and slices included; None in compiled forwards.
+        Number shared by the masks of one mask-function call, their copies and slices; None in compiled forwards.
     segments
-        The packed sequences, counted in tokens of all batch rows one after the other, or None where rows are single prompts.
+        Packed sequences, in tokens of all batch rows concatenated; None for single prompts.
     packed, bounds
-        Checks for packed sequences that the mask function could not see, and the sequences that a caller names. One for all
-        layers.
+        Checks for packing that the mask function cannot see, and the sequences that a caller names; shared by all layers.
     tokens
-        Tokens so far, this call's included: what `dense_below` is compared with, as far as the host knows it. A StaticCache keeps
-        its length on its device; then it is the length of the caller's padding mask, without one that of this call alone.
+        Tokens so far, including this call's, for `dense_below`. A StaticCache keeps its length on the device; then this is the
+        length of the padding mask, or without one that of the call.
     """
 
     def __init__(
@@ -75,12 +74,10 @@ class PrefillMask(BlockMask):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(batch, 1, q_len, kv_len)."""
         return self._shape
 
     @property
     def ndim(self) -> int:
-        """Four, as of a mask that is a tensor."""
         return 4
 
     def __repr__(self) -> str:
@@ -89,17 +86,16 @@ class PrefillMask(BlockMask):
     __str__ = __repr__
 
     def contiguous(self) -> PrefillMask:
-        """Return self: generate() calls this on every mask that it makes ahead."""
+        """Return self; generate() calls this on every mask that it makes ahead."""
         return self
 
     def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> PrefillMask:
-        """On another device, where a model spread over several has its next layer."""
         offset = self.offset.to(device) if isinstance(self.offset, Tensor) else self.offset
         mask = None if self.attention_mask is None else self.attention_mask.to(device)
         return self._with(self._shape, offset, mask)
 
     def __getitem__(self, index: Any) -> PrefillMask:
-        """Some of the rows, as ``mask[:, :, -n:, :]``; no dimension is dropped, as BlockMask has it."""
+        """Some of the rows, as ``mask[:, :, -n:, :]``; keeps all dimensions, as BlockMask does."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
             at = parts.index(Ellipsis)
@@ -120,13 +116,11 @@ class PrefillMask(BlockMask):
         return self._with((batch, 1, max(end - first, 0), kv_len), self.offset + first, self.attention_mask)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Called for what is not there: BlockMask's lists, a tensor's methods."""
         if name.startswith("__"):
             raise AttributeError(name)
         _not_served(f".{name}")
 
     def _computed_with(self, other: Any = None) -> NoReturn:
-        """Called by models that add their mask to something of their own, or combine it."""
         _not_served("numbers, to compute with")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed_with
@@ -159,14 +153,9 @@ def prefill_mask(
     local_size: int | None = None,
     **arguments: Any,
 ) -> PrefillMask | Tensor | None:
-    """The mask function of transformers for a prefill: visibility in the form that attention needs.
+    """The mask function of transformers for a prefill. A single row, of decoding, gets SDPA's mask.
 
-    For a single row, a decoding step, the mask of SDPA: a row of keys, or None where the row sees them all.
-
-    Raises
-    ------
-    ValueError
-        For an `attention_mask` that ends before the last query row; SDPA's mask hides all that it does not reach.
+    Raises ValueError for an `attention_mask` that ends before the last query row, whose tokens SDPA's mask would hide.
     """
     q_len, first = rows_of_queries(arguments)
     if q_len == 1:
@@ -201,14 +190,14 @@ def prefill_mask(
 
 
 def int_if_known(number: int | Tensor) -> int | Tensor:
-    """`number` as an int where that takes no wait for a device: on CPUs."""
+    """`number` as an int where that needs no wait for a device: on CPUs."""
     if type(number) is Tensor and number.device.type == "cpu" and not torch.compiler.is_compiling():
         return int(number)
     return number
 
 
 def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:
-    """The padding mask of the keys that attention gets, a part of the prompt or more than it; None without padding."""
+    """The padding mask of the keys that attention gets, which may be fewer or more than the prompt; None without padding."""
     if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
         return None
     position = torch.arange(kv_length, device=attention_mask.device) + kv_offset

@@ -1,4 +1,4 @@
-"""Options in a model's config: what `configure` writes there, and what open blocks hold there for their time."""
+"""Options in a model's config: those that `configure` writes, and those that open blocks hold there."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ def model_settings(
     method: str | Callable[..., BlockMask] | None = None,
     **options: Any,
 ) -> PrefillSettings:
-    """The settings that a caller names for a model; where he names none, the process's, those in its config, else the defaults.
+    """The settings that a caller names for a model, else the process's, the config's, or the defaults.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For unknown options, values out of their range, layers that the model does not have, options by head for other heads.
+    Raises TypeError or ValueError for unknown options, values out of range, missing layers, and options per head of another
+    number.
     """
     config = text_config(model)
     if settings is None and method is None and not options:
@@ -52,8 +50,8 @@ def configure(
 ) -> PrefillSettings:
     """Write options into a model's config, where ``save_pretrained`` keeps them: ``flexmask_config`` in ``config.json``.
 
-    They hold wherever the model runs with ``attn_implementation="flexmask"``, except inside a `sparse_prefill` block with options
-    of its own. Without options: the defaults, which replace what was there.
+    They apply wherever the model runs with ``attn_implementation="flexmask"``, except inside a `sparse_prefill` block with its
+    own options. Without options the defaults replace what was there.
 
     Parameters
     ----------
@@ -65,12 +63,12 @@ def configure(
     Returns
     -------
     PrefillSettings
-        The settings that were written.
+        The settings written.
 
     Raises
     ------
     TypeError, ValueError
-        For a `model` that is not one of transformers, unknown options, values out of range, layers that the model does not have.
+        For a `model` that is not one of transformers, unknown options, values out of range, layers that the model lacks.
 
     Examples
     --------
@@ -90,7 +88,7 @@ def configure(
 
 @dataclass(eq=False)
 class SwitchedConfig:
-    """One config that open blocks switched, and what it held before the first of them."""
+    """A config that open blocks switched, and what it held before the first of them."""
 
     config: Any
     name: str | None
@@ -100,14 +98,13 @@ class SwitchedConfig:
 
     @classmethod
     def of(cls, config: Any) -> SwitchedConfig:
-        """The entry of a config, made where it has none."""
         return SWITCHED.setdefault(id(config), cls(config, config._attn_implementation))
 
     def write_options(self) -> None:
-        """Let the config hold the options of the block entered last, for whoever saves or copies the model, else its own.
+        """Write the options of the block entered last into the config, else its own, for whoever saves or copies the model.
 
-        Blocks whose method is a function, which cannot be saved, are passed over. What somebody else wrote inside a block, as
-        `configure` does, are the config's own options from then on.
+        Skips blocks whose method is a function, which cannot be saved. What others wrote inside a block, as `configure` does,
+        becomes the config's own.
         """
         now = getattr(self.config, CONFIG_KEY, _ABSENT)
         if now is not self.written or now is _ABSENT:
@@ -121,7 +118,7 @@ class SwitchedConfig:
             delattr(self.config, CONFIG_KEY)
 
     def close(self, block: OpenBlock) -> None:
-        """Let go of a block; after the last one the config is as it was before the first."""
+        """Remove a block; the last one restores the config."""
         self.blocks.remove(block)
         self.write_options()
         if not self.blocks:
@@ -136,7 +133,7 @@ SWITCHED: dict[int, SwitchedConfig] = {}
 
 
 def configured(config: Any) -> PrefillSettings | None:
-    """The options that a config holds as its own, without those of open blocks; None without any."""
+    """The config's own options, without those of open blocks; None without any."""
     with LOCK:
         switched = SWITCHED.get(id(config))
         if switched is None or getattr(config, CONFIG_KEY, _ABSENT) is not switched.written or switched.written is _ABSENT:

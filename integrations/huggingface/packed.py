@@ -1,4 +1,4 @@
-"""Packed prompts: several in one batch row, told apart by position_ids that start again or by their bounds."""
+"""Packed prompts: several in one batch row, separated by restarting position_ids or by given bounds."""
 
 from __future__ import annotations
 
@@ -20,17 +20,10 @@ Segments = tuple[Segment, ...]
 
 
 def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
-    """The sequences of a batch whose rows lie one after the other, or None where each row is one sequence.
+    """The sequences of a batch whose rows are concatenated; None where each row is one sequence.
 
-    The host has to know them, since the shapes of their calls depend on them: one copy, which waits for the device. It comes once
-    a forward, where the masks are made; releases from 5 on wait there themselves to see whether a prompt is packed.
-
-    Parameters
-    ----------
-    ids
-        (batch or 1, q_len) integer: tokens next to each other belong to one sequence where theirs are equal.
-    batch
-        Batch rows.
+    `ids`, (batch or 1, q_len) integer, are equal within a sequence. Waits for the device once per forward: the shapes of the
+    calls depend on the sequences. transformers waits there too from release 5 on.
     """
     length = ids.shape[1]
     begins = (ids[:, 1:] != ids[:, :-1]).cpu()
@@ -43,9 +36,9 @@ def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
 
 
 def attention_packed(call: PrefillCall, segments: Segments) -> Tensor:
-    """Attention of packed sequences to themselves, each by a call of its own; those too short for a mask go together.
+    """Attention of packed sequences to themselves, one call each; those too short for a mask share one call.
 
-    `call` is that of the whole pack, its rows one after the other.
+    `call` is that of the whole pack, its rows concatenated.
     """
     calls = [
         call._replace(inputs=segment.of(call.inputs), tokens=segment.kv_len, sequence=number)
@@ -66,7 +59,6 @@ def attention_packed(call: PrefillCall, segments: Segments) -> Tensor:
 
 
 def in_one_row(inputs: AttentionInputs) -> AttentionInputs:
-    """The problem of a packed batch with its rows one after the other, in which sequences are counted; a view for one row."""
     tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
     return inputs.with_fields(**{name: _in_one_row(x) for name, x in tensors.items() if x is not None})
 
@@ -76,24 +68,20 @@ def _in_one_row(x: Tensor) -> Tensor:
 
 
 def in_rows(out: Tensor, batch: int) -> Tensor:
-    """The output of a packed batch, (1, num_heads, tokens, v_head_dim), as that of its rows."""
     return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
 
 class GivenBounds:
-    """The sequences that a caller names by `cu_seq_lens_q` and `cu_seq_lens_k`: read once for all layers of a forward."""
+    """The sequences of `cu_seq_lens_q` and `cu_seq_lens_k`, read once per forward."""
 
     def __init__(self) -> None:
         self._of: tuple[object, object] | None = None
         self._segments: Segments = ()
 
     def segments(self, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, tokens: int) -> Segments:
-        """The sequences of a pack of so many tokens; bounds on a GPU are copied to the host by the layer that asks first.
+        """The sequences of a pack of `tokens` tokens; bounds on a GPU are copied to the host for the first layer.
 
-        Raises
-        ------
-        TypeError, ValueError
-            For bounds that are none of these tokens.
+        Raises TypeError or ValueError for bounds that do not fit.
         """
         if self._of is None or self._of[0] is not cu_seq_lens_q or self._of[1] is not cu_seq_lens_k:
             try:
@@ -106,10 +94,9 @@ class GivenBounds:
 
 
 class PackedCheck:
-    """Detects positions that start again within one prefill, without a wait for the device.
+    """Detects positions that restart within one prefill, without waiting for the device.
 
-    On CPUs the answer is there at once. On CUDA the first layer begins to copy it to the host, and the layers after it look
-    whether it has come: they are launched far more slowly than it takes. One layer alone does not learn it.
+    On CUDA the first layer starts a copy to the host and later layers poll it. A model of one layer may miss it.
     """
 
     def __init__(self) -> None:
@@ -117,7 +104,7 @@ class PackedCheck:
         self._copied: torch.cuda.Event | None = None
 
     def is_packed(self, position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> bool:
-        """True once the positions are known to start again; each layer asks, with the same arguments."""
+        """True once the positions are found to restart; every layer passes the same arguments."""
         if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         if self._answer is None:
@@ -132,18 +119,10 @@ class PackedCheck:
 
 
 def starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
-    """0-d bool: of two tokens next to each other, the second stands before the first, or both at 0.
+    """0-d bool: some token stands before its predecessor, or both stand at 0.
 
-    Pairs with padding do not count, since their positions mean nothing. Gaps, and equal positions other than 0, are no restart.
-
-    Parameters
-    ----------
-    position_ids
-        (batch or 1, q_len) integer.
-    attention_mask
-        (batch, kv_len) bool, True = token, or None.
-    offset
-        Position of the first row among the keys.
+    `position_ids` is (batch or 1, q_len), `attention_mask` (batch, kv_len) bool or None, `offset` the first row's position among
+    the keys. Positions of padding are arbitrary and ignored; gaps, and equal positions other than 0, do not count.
     """
     left, right = position_ids[:, :-1], position_ids[:, 1:]
     again = (right < left) | ((right == 0) & (left == 0))

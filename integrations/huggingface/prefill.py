@@ -23,65 +23,59 @@ _log = logging.getLogger("flexmask")
 
 
 class sparse_prefill(ContextDecorator):
-    """Run a model's prefill sparse inside a ``with`` block, and set the model back after it, also after an error.
+    """Run a model's prefill sparse inside a ``with`` block, and restore the model afterwards, also after an error.
 
-    Calls `register`, whose names stay. Of a model with other parts than text (``config.text_config``) the text part is switched.
+    Calls `register`, whose names stay. In a model with ``config.text_config`` only the text part is switched.
 
-    Blocks on one model may be nested, and may overlap in any order, also those of several threads and of asyncio tasks; the model
-    gets its own attention back when the last of them is closed. A call runs with the options of the block that its own thread or
-    task entered last and has not closed, and goes into that block's statistics. A thread that has no block open, as one that was
-    started inside a block, runs in the one that was entered last of all. So a thread without a block runs sparse while another
-    one has a block open on the same model: the name of the attention belongs to the model.
+    Blocks on one model may nest or overlap, across threads and asyncio tasks; the last one to close restores the model's
+    attention. A call uses the block that its thread or task entered last, and is recorded there. A thread without a block uses
+    the one entered last of all: a block makes every thread of the model sparse.
 
-    An object can be entered again, also while it is open; each time gives a run of its own.
-
-    While a block is open, the model's config holds its options (``flexmask_config``), so that ``save_pretrained`` and copies keep
-    them; of several blocks, those of the one entered last. A `method` that is a function cannot be saved: then the config stays
-    as it is.
+    An object can be entered again, also while it is open; each time gives a new run. While a block is open, the model's config
+    holds its options (``flexmask_config``) for ``save_pretrained`` and copies, unless `method` is a function.
 
     Parameters
     ----------
     model
-        A decoder of transformers that goes through its attention interface; or a pipeline with one, torch.compile's module or a
-        PEFT model around one.
+        A decoder of transformers that uses its attention interface; or a pipeline, a torch.compile module or a PEFT model around
+        one.
     method
         As in `flexmask.sparse_attention`. Default ``"hybrid"``.
     settings
-        Whole settings, as `tune` gives them, or a file of them, in the place of all other options.
+        Whole settings, as from `tune`, or a file of them, instead of all other options.
     collect_stats
         Fill ``run.stats``; costs a little time. Default True.
     collect_masks
-        Also keep the BlockMask of every prefill call, held until the run is dropped: for pictures and tests, not for speed.
-        Default False.
+        Also keep the BlockMask of every prefill call until the run is dropped, for pictures and tests. Default False.
     max_calls
-        Prefill calls of each layer whose statistics and masks are kept at most, the latest; ``run.summary()`` counts those
-        before them too. Default 512, None for no limit.
+        Latest prefill calls per layer whose statistics and masks are kept; ``run.summary()`` counts earlier ones too. Default
+        512; None for no limit.
     options
-        The method's own, as ``gamma=0.9``, and the fields of `PrefillSettings`: `block_size`, `dense_below`, `backend`,
-        `max_mask_bytes`, `layers`, `dense_layers`. With neither method, settings nor options: what `configure` wrote into the
-        model's config by the time that the block is entered, else the defaults.
+        The method's, as ``gamma=0.9``, and the fields of `PrefillSettings`: `block_size`, `dense_below`, `backend`,
+        `max_mask_bytes`, `layers`, `dense_layers`. Without method, settings and options: what `configure` wrote into the model's
+        config before the block is entered, else the defaults.
 
     Returns
     -------
     PrefillRun
-        From ``with``. Its ``stats`` fill while the model runs, and can be read after the block too. At the end of a block the
-        logger "flexmask" says which layers ran dense and why: a warning where all did.
+        From ``with``; it fills while the model runs. When the block ends, the logger "flexmask" reports layers that ran dense and
+        why, as a warning if all did.
 
     Warns
     -----
     UserWarning
-        At the end of a block in which the model ran a prompt, but none of its layers called this attention.
+        When the block ends, if the model ran a prompt but no layer called this attention.
 
     Raises
     ------
     ImportError
         As `register`.
     TypeError, ValueError
-        For a `model` that is none or cannot change its attention, for unknown options, values out of their range, layers that the
-        model does not have and numbers by head for other heads.
+        For a `model` that is not one or cannot change its attention, unknown options, values out of range, layers that the model
+        lacks, and options per head of another number.
     NotImplementedError
-        On entering, for a model that its config or its layers show not to be served; in the model's forward, for a call that is
-        not: see the README of this folder.
+        On entering, for a model that its config or layers show to be unsupported; in the forward, for an unsupported call. The
+        README of this folder lists both.
 
     Examples
     --------
@@ -128,7 +122,6 @@ class sparse_prefill(ContextDecorator):
 
 
 def log_dense(run: PrefillRun) -> None:
-    """Say on the logger "flexmask" which layers ran dense and why: a warning where nothing else ran."""
     summary = run.dense_summary()
     if summary is not None:
         nothing_else, line = summary
@@ -136,7 +129,6 @@ def log_dense(run: PrefillRun) -> None:
 
 
 def warn_unreached(model: PreTrainedModel) -> None:
-    """Warn of a model that ran without a single call of our attention."""
     warnings.warn(
         f"flexmask did not reach {type(model).__name__}: it ran, but none of its layers called the attention of transformers' "
         "attention interface, so it ran as without the block",

@@ -1,4 +1,4 @@
-"""A call of transformers, checked: its inputs, its mask and its packed sequences, or the refusal of what is not served."""
+"""Checks a call of transformers: its inputs, mask and packed sequences, or a refusal."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ _REFUSED = {
 
 
 class CheckedCall(NamedTuple):
-    """A call that is served."""
-
     inputs: AttentionInputs
     mask: PrefillMask | None  # None: one row, of decoding
     segments: Segments | None  # packed sequences
@@ -54,14 +52,9 @@ def checked_call(
     scores: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> CheckedCall:
-    """The checked call of `attention`; `scores` are its scale, softcap and sinks, `kwargs` what its signature does not name.
+    """The checked call of `attention`; `scores` are scale, softcap and sinks, `kwargs` what its signature does not name.
 
-    Raises
-    ------
-    NotImplementedError
-        For what is not served, with what to use instead.
-    TypeError, ValueError
-        As `attention_inputs`.
+    Raises NotImplementedError with the alternative for what is not served; TypeError and ValueError as `attention_inputs`.
     """
     for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -77,12 +70,11 @@ def checked_call(
 
 
 def refusal(what: str, instead: str) -> NotImplementedError:
-    """The error for what is not served."""
     return NotImplementedError(f"flexmask does not serve {what}; use {instead}")
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]) -> AttentionInputs:
-    """The checked inputs, also of heads of a size that no mask is made for, which run dense."""
+    """The checked inputs, including head sizes without a mask, which run dense."""
     where = dict(scores)
     if mask is not None:
         at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
@@ -99,8 +91,8 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None,
 def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None) -> None:
     """Refuse attention that is not causal.
 
-    Under a mask of ours the argument `is_causal` says nothing: some modules (GPT-2) pass False wherever they were given a mask,
-    and a mask that is not causal holds its own refusal.
+    Ignores `is_causal` under a `PrefillMask`: some modules (GPT-2) pass False with any mask, and a mask that is not causal holds
+    its own refusal.
     """
     causal = getattr(module, "is_causal", True)
     if is_causal is not None and not isinstance(mask, PrefillMask):
@@ -112,7 +104,6 @@ def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | Bloc
 def _visibility(
     module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
 ) -> PrefillMask:
-    """The mask of a prefill call, or a refusal."""
     _check_causal(module, is_causal, mask)
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
@@ -140,11 +131,10 @@ def _visibility(
 
 
 def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
-    """The packed sequences of a call, None for one of single prompts.
+    """The packed sequences of a call, or None.
 
-    They come from the mask, which transformers makes of position_ids that start again where there is neither a cache nor an
-    attention_mask, or from the caller's bounds. Positions that start again elsewhere are refused, as far as they are handed over
-    at all: some models have three of each token.
+    They come from the mask, which transformers derives from restarting position_ids without a cache and an attention_mask, or
+    from the caller's bounds. Restarts elsewhere are refused where 2-D positions arrive; some models pass three per token.
     """
     batch, _, q_len, _ = query.shape
     rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
@@ -172,7 +162,6 @@ def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segme
 
 
 def _row_of_keys(mask: Tensor, kv_len: int) -> Tensor:
-    """The keys that a single row sees, (batch, 1, 1, kv_len) bool."""
     if mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
     return mask[..., :kv_len]

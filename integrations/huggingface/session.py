@@ -26,9 +26,9 @@ _OWN: ContextVar[tuple[OpenBlock, ...]] = ContextVar("flexmask_own_blocks", defa
 
 
 class Session:
-    """The open blocks of one model, found from each of its modules, in the order in which they were opened.
+    """The open blocks of one model in the order of opening, found from each of its modules.
 
-    It stays on the model, since compiled forwards are tied to it. Readers take no lock. A copy of the model has none.
+    It stays on the model, since compiled forwards guard on it. Readers take no lock. A copy of the model has none.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,7 @@ class Session:
 
     @classmethod
     def of(cls, model: nn.Module) -> Session:
-        """The session of a model, which its parts share.
-
-        Raises
-        ------
-        ValueError
-            If several parts of it have blocks of their own open.
-        """
+        """The session that a model shares with its parts; ValueError if several parts have blocks open."""
         found = {id(each): each for module in model.modules() if (each := module.__dict__.get(SESSION)) is not None}
         used = [each for each in found.values() if each.blocks] or list(found.values())
         if len(used) > 1 and used[0].blocks:
@@ -57,20 +51,17 @@ class Session:
         return session
 
     def block(self) -> OpenBlock | None:
-        """The block that a call belongs to: of those of the calling thread or task the one opened last, else that of all."""
         blocks = self.blocks
         return latest(blocks) if blocks else None
 
     def layer_of(self, module: nn.Module) -> int:
-        """The module's `layer_idx`, else its place among the modules without one, in the order of their first calls."""
+        """The module's `layer_idx`, else its place among the modules without one, in the order of first calls."""
         layer = getattr(module, "layer_idx", None)
         return layer if isinstance(layer, int) else self._unnumbered.setdefault(module, len(self._unnumbered))
 
 
 @dataclass(eq=False)
 class OpenBlock:
-    """One entered block: its run, and all that it switched."""
-
     model: PreTrainedModel
     run: PrefillRun
     probe: Callable[[PrefillCall], Tensor] | None  # serves every prefill call, if there is one
@@ -82,16 +73,10 @@ class OpenBlock:
 
     @classmethod
     def enter(cls, model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> OpenBlock:
-        """Switch `model` to ``"flexmask"`` and let its calls belong to `run`.
+        """Switch `model` to ``"flexmask"`` and record its calls in `run`.
 
-        Raises
-        ------
-        ImportError
-            As `register`.
-        NotImplementedError
-            For a model that its config or its layers show not to be served.
-        ValueError
-            For a model that does not go through transformers' attention interface.
+        Raises ImportError as `register`, NotImplementedError as `check_servable`, and ValueError for a model that bypasses
+        transformers' attention interface.
         """
         register()
         check_servable(model)
@@ -122,18 +107,16 @@ class OpenBlock:
 
     @property
     def is_open(self) -> bool:
-        """True until it is left."""
         return self in self.session.blocks
 
     def leave(self) -> None:
-        """Undo what `enter` did as far as no other open block still wants it."""
+        """Undo what `enter` did, except for what other open blocks still need."""
         with LOCK:
             self.session.blocks = tuple(each for each in self.session.blocks if each is not self)
             self._give_back()
         _OWN.set(tuple(each for each in _OWN.get() if each.is_open))
 
     def selector(self, module: nn.Module, layer: int, num_heads: int) -> Selector:
-        """The selector of an attention module, made once."""
         found = self.selectors.get((layer, num_heads))
         if found is None:
             found = of_own_heads(self.run.settings.selector(layer), module, num_heads)
@@ -147,14 +130,13 @@ class OpenBlock:
 
 
 def latest(blocks: Sequence[OpenBlock]) -> OpenBlock:
-    """Of these blocks the one that the current thread or task opened last, else the last of all."""
+    """The block that the current thread or task opened last, else the last of all."""
     own = _OWN.get()
     return next((block for block in reversed(blocks) if block in own), blocks[-1])
 
 
 @contextmanager
 def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> Iterator[OpenBlock]:
-    """`OpenBlock.enter` for the time of a ``with`` block."""
     block = OpenBlock.enter(model, run, probe)
     try:
         yield block
@@ -163,7 +145,7 @@ def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall
 
 
 def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Note a prefill that was not compiled; a function of this module, for models are copied and pickled with their hooks."""
+    """Note a prefill that was not compiled. A module-level function: models are copied and pickled with their hooks."""
     if torch.compiler.is_compiling() or _is_decoding((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))):
         return
     session = module.__dict__.get(SESSION)

@@ -1,4 +1,4 @@
-"""The settings of a model's prefill: a method with its options, by layer where they differ, and how its calls run."""
+"""The settings of a model's prefill: a method, its options per layer, and how its calls run."""
 
 from __future__ import annotations
 
@@ -27,32 +27,31 @@ _MOST_BYTES, _MOST_VALUES, _MOST_LEVELS, _MOST_CHARACTERS = 2**24, 2**18, 8, 256
 
 @dataclass(frozen=True)
 class PrefillSettings:
-    """Settings of a model's prefill; every value is checked on creation.
+    """Settings of a model's prefill, checked on creation.
 
     Parameters
     ----------
     method
         A name in `flexmask.METHODS`, or a function of query and key, as in `flexmask.sparse_attention`. Default ``"hybrid"``.
     options
-        Options of the method, as ``{"gamma": 0.9}``; a number by head is one for each head of the whole model, where it is spread
-        over several processes. Default: its own defaults.
+        Options of the method, as ``{"gamma": 0.9}``. Options per head have one number per head of the whole model, also under
+        tensor parallelism. Default: the method's.
     block_size
-        Tokens in a block. Default 128.
+        Tokens per block. Default 128.
     dense_below
-        Tokens, >= 0: dense attention runs below this kv_len, in layers whose sliding window is shorter, in layers whose heads
-        keep every block, and in single heads as in `flexmask.sparse_attention`. 0 switches all of this off. Default None: as
-        there.
+        Tokens, >= 0. Attention runs dense below this kv_len, in layers with a shorter sliding window, in layers that keep every
+        block, and in single heads as in `flexmask.sparse_attention`; 0 switches this off. Default None: as there.
     backend, max_mask_bytes
         As in `flexmask.sparse_attention`.
     layers
-        By layer index: options of the method that differ there, as ``{3: {"gamma": 0.99}}``. Default: none.
+        Options of the method that differ in some layers, as ``{3: {"gamma": 0.99}}``. Default: none.
     dense_layers
-        Layer indices whose attention is dense. Default: none.
+        Indices of layers that run dense. Default: none.
 
     Raises
     ------
     TypeError, ValueError
-        For a value of the wrong type or out of its range, and an option that the method does not have.
+        For a value of the wrong type or out of range, and for options that the method lacks.
     """
 
     method: str | Callable[..., BlockMask] = RECOMMENDED
@@ -92,7 +91,7 @@ class PrefillSettings:
 
     @property
     def run_options(self) -> RunOptions:
-        """Options of the calls. Rows that do not fill a block run dense: they cost as much to select for as to attend."""
+        """Options of the calls. Rows that do not fill a block run dense: selecting for them costs as much as attending."""
         run = run_options(self.backend, self.dense_below, self.max_mask_bytes)
         return run._replace(policy=run.policy._replace(least_rows=self.block_size))
 
@@ -101,7 +100,7 @@ class PrefillSettings:
         return selector_of(self.method, self.block_size, {**self.options, **self.layers.get(-1 if layer is None else layer, {})})
 
     def check_model(self, config: Any) -> None:
-        """Refuse layers that a model of this config does not have, and options by head for other heads than its own."""
+        """Refuse layers that a model of this config lacks, and options per head of another number."""
         self._check_shape(*_shape_of(config))
 
     def _check_shape(self, number: int | None, heads: int | tuple[int, ...] | None) -> None:
@@ -117,7 +116,7 @@ class PrefillSettings:
                 _check_heads(self.selector(layer), num_heads, f"layer {layer}: ")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what differs from the defaults, the method's options beside the others, in types that JSON has.
+        """What differs from the defaults, with the method's options on the same level, in JSON types.
 
         Raises
         ------
@@ -135,12 +134,12 @@ class PrefillSettings:
 
     @classmethod
     def from_dict(cls, saved: Any, source: str = "settings") -> PrefillSettings:
-        """The settings that `to_dict` made the dict of: plain data of bounded size and depth.
+        """The settings of a dict from `to_dict`: plain data of bounded size and depth.
 
         Raises
         ------
         ValueError
-            For anything else; the error begins with `source`.
+            For anything else; the message begins with `source`.
         """
         try:
             _check_data(saved)
@@ -168,7 +167,7 @@ class PrefillSettings:
         OSError
             If there is no such file.
         ValueError
-            If it is no regular file, larger than 16 MiB, or holds something else.
+            If it is not a regular file, exceeds 16 MiB, or holds something else.
         """
         path = Path(path)
         size = path.stat().st_size
@@ -211,7 +210,6 @@ class PrefillSettings:
 
     @classmethod
     def _of(cls, options: Mapping[str, Any]) -> PrefillSettings:
-        """Settings from own fields and the method's options side by side."""
         own = {name: options[name] for name in _OWN if name in options}
         return cls(**own, options={name: value for name, value in options.items() if name not in own})
 
@@ -220,13 +218,7 @@ _OWN = tuple(item.name for item in fields(PrefillSettings) if item.name != "opti
 
 
 def saved_settings(config: Any) -> PrefillSettings | None:
-    """The settings in a model's config, as ``config.json`` keeps them, or None.
-
-    Raises
-    ------
-    ValueError
-        For data that are none of this model; the error names the key.
-    """
+    """The settings in a model's config, or None; ValueError with the key for data that do not fit the model."""
     saved = getattr(config, CONFIG_KEY, None)
     if saved is None:
         return None
@@ -249,14 +241,12 @@ def _parsed(text: str, number: int | None, heads: int | tuple[int, ...] | None) 
 
 
 def _shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
-    """Layers and heads of a model, the heads by layer where they differ; None where its config does not say."""
+    """Number of layers, and of heads (per layer where they differ); None where the config does not say."""
     number, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     return number, tuple(heads) if isinstance(heads, list) else heads
 
 
 def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` that nobody else holds: sequences as tuples, tensors as their numbers."""
-
     def frozen(value: Any) -> Any:
         if isinstance(value, Tensor):
             value = value.tolist()
@@ -278,7 +268,7 @@ def _check_heads(selector: Selector, num_heads: int, where: str) -> None:
 
 
 def _check_data(saved: Any, levels: int = _MOST_LEVELS, left: list[int] | None = None) -> None:
-    """Refuse what no JSON file of settings holds; `left` counts down the values that may still come."""
+    """Refuse what no JSON file of settings holds; `left` counts down the values still allowed."""
     left = [_MOST_VALUES] if left is None else left
     left[0] -= 1
     if levels == 0 or left[0] < 0:

@@ -1,4 +1,4 @@
-"""One prompt through a model twice, with its own attention and with sparse prefill: tokens, time to first token, density."""
+"""Runs one prompt with the model's own attention and with sparse prefill: tokens, time to first token, density."""
 
 from __future__ import annotations
 
@@ -21,19 +21,7 @@ from flexmask.integrations.record.run import PrefillRun
 
 @dataclass(frozen=True)
 class Generated:
-    """Tokens, logits and times of one kind of attention.
-
-    Attributes
-    ----------
-    tokens : tuple of int
-        New tokens, chosen greedily.
-    first_token : tuple of float
-        Seconds from the call of ``generate`` to its first token, of each timed call.
-    warm_up : float
-        The same of the call before those, which may compile.
-    logits : Tensor, (vocab_size,)
-        Those that the first token was chosen by; float32 on the CPU.
-    """
+    """Greedy tokens, float32 CPU logits of the first of them, and times to the first: of each timed call, and of the warm-up."""
 
     tokens: tuple[int, ...]
     first_token: tuple[float, ...]
@@ -48,15 +36,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Dense and sparse generation from one prompt.
-
-    Attributes
-    ----------
-    prompt_tokens : int
-    dense, sparse : Generated
-    run : PrefillRun
-        Statistics of one sparse prefill, by layer.
-    """
+    """Dense and sparse generation from one prompt; `run` has the statistics of one sparse prefill."""
 
     prompt_tokens: int
     dense: Generated
@@ -65,24 +45,24 @@ class SideBySide:
 
     @property
     def density(self) -> float:
-        """Kept share of the visible blocks, mean over layers and heads, layers that ran dense included."""
+        """Kept share of the visible blocks, mean over layers and heads, dense layers included."""
         means = [float(stats.density.mean()) for calls in self.run.stats.values() for stats in calls]
         return sum(means) / len(means) if means else 1.0
 
     @property
     def same_tokens(self) -> int:
-        """Number of new tokens, from the first, that are the same."""
+        """Number of equal new tokens before the first difference."""
         pairs = list(zip(self.dense.tokens, self.sparse.tokens, strict=False))
         return next((at for at, (left, right) in enumerate(pairs) if left != right), len(pairs))
 
     @property
     def logit_difference(self) -> float:
-        """Largest change of a logit after the prompt; tokens that the generation config rules out do not count."""
+        """Largest change of a logit after the prompt, without tokens that the generation config rules out."""
         return float((self.dense.logits - self.sparse.logits).nan_to_num(0.0).abs().max())
 
     @property
     def largest_logit(self) -> float:
-        """Largest logit after the prompt by dense attention, in absolute value, that is finite."""
+        """Largest finite absolute logit after the prompt with dense attention."""
         logits = self.dense.logits
         return float(logits[logits.isfinite()].abs().max())
 
@@ -97,38 +77,30 @@ def side_by_side(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> SideBySide:
-    """Generate from one prompt with the model's own attention and with sparse prefill, and time the first token of both.
+    """Generate from one prompt with the model's own attention and with sparse prefill, and time the first tokens.
 
-    Each kind of attention first generates one token unmeasured: that warms it up at the prompt's own length, so that nothing
-    compiles later. Then `repeats` calls are timed, dense and sparse in turns. Decoding is greedy.
+    Each kind first generates one untimed token, which compiles for the prompt's length. Then `repeats` calls are timed, dense and
+    sparse in turns. Decoding is greedy.
 
     Parameters
     ----------
-    model
+    model, settings
         As in `sparse_prefill`.
     input_ids
         (1, length) integer.
-    settings
-        Default None: those in the model's config, else the defaults.
     max_new_tokens
         >= 1. Default 32.
     repeats
         Timed prefills of each kind, >= 1. Default 1.
     progress
-        Called with the number of ``generate`` calls that are done, and of all.
+        Called with the numbers of finished and of all ``generate`` calls.
     options
         Further arguments of ``model.generate``.
 
-    Returns
-    -------
-    SideBySide
-
     Raises
     ------
-    ValueError
-        For `input_ids` that are not one prompt.
     TypeError, ValueError, ImportError, NotImplementedError
-        As `sparse_prefill`.
+        As `sparse_prefill`; ValueError for more than one prompt.
 
     Examples
     --------
@@ -175,8 +147,6 @@ def side_by_side(
 
 
 class _FirstToken(LogitsProcessor):
-    """Notes when the first logits are there, and keeps them."""
-
     def __init__(self) -> None:
         self.logits: Tensor | None = None
         self.at = 0.0
@@ -191,7 +161,7 @@ class _FirstToken(LogitsProcessor):
 def _generate(
     model: PreTrainedModel, input_ids: Tensor, new_tokens: int, options: dict[str, Any]
 ) -> tuple[float, tuple[list[int], Tensor]]:
-    """Seconds to the first token; the new tokens and the logits of the first."""
+    """Seconds to the first token; the new tokens and the first logits."""
     first = _FirstToken()
     ids = input_ids.to(model.device)
     arguments = {

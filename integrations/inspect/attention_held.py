@@ -1,4 +1,4 @@
-"""True attention, to compare a mask with: of one head by blocks, and how much of some rows' the kept blocks hold."""
+"""True attention to compare masks with: by block for one head, and the share that kept blocks hold."""
 
 from __future__ import annotations
 
@@ -14,24 +14,10 @@ _MOST_SCORES = 2**24  # at once: 64 MiB in float32
 
 
 def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int = _MOST_SCORES) -> Tensor:
-    """Attention of each query block's rows to each key block, the mean over its valid rows.
+    """Mean attention of each query block's valid rows to each key block, (num_q_blocks, num_kv_blocks) float32 on the CPU.
 
-    Takes the time of dense attention. Scores are computed a few rows at a time, so that nothing larger than the block map and
-    `most_scores` numbers is made, or one row's scores where these are more.
-
-    Parameters
-    ----------
-    inputs
-        One head of one batch row. Sinks take their part of the softmax: rows then sum to less than 1.
-    block_size
-        Tokens in a block.
-    most_scores
-        Scores that are computed at once.
-
-    Returns
-    -------
-    Tensor
-        (num_q_blocks, num_kv_blocks) float32 on the CPU; NaN in query blocks without a valid row.
+    `inputs` are one head of one batch row. NaN in query blocks without a valid row; with sinks rows sum to less than 1. Takes the
+    time of dense attention, and memory of `most_scores` scores or one row's.
     """
     with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
         query, key = inputs.query[0, 0].float(), inputs.key[0, 0].float()
@@ -54,25 +40,10 @@ def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int =
 
 
 def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = 8) -> Tensor:
-    """Share of the true attention of some query rows that their kept blocks hold, by quarter of the rows, their mean.
+    """Share of the true attention that kept blocks hold, mean over `rows` evenly spaced rows of each quarter of the query.
 
-    Reads the keys `4 * rows` times. Sinks are no part of the whole.
-
-    Parameters
-    ----------
-    inputs
-        Heads of one batch row.
-    keep
-        (1, num_heads, num_q_blocks, num_kv_blocks) bool: the blocks that are kept.
-    block_size
-        Tokens in a block.
-    rows
-        Rows of each quarter, evenly spaced.
-
-    Returns
-    -------
-    Tensor
-        (num_heads, 4) float32 on the CPU; NaN in a quarter without a valid row.
+    `inputs` are heads of one batch row, `keep` is (1, num_heads, num_q_blocks, num_kv_blocks) bool. Returns (num_heads, 4)
+    float32 on the CPU, NaN in a quarter without a valid row. Sinks do not count.
     """
     with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
         query, key = inputs.query[0], inputs.key[0].float()

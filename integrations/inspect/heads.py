@@ -1,4 +1,4 @@
-"""The heads that an inspection shows: those that the caller names, or a few telling ones."""
+"""The heads that an inspection shows: named ones, or a choice by `RULE`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ NAMED = "named"
 
 
 class ChosenHead(NamedTuple):
-    """One head and the reason to show it."""
-
     layer: int
     head: int
     why: str
 
 
 def telling_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | None = None) -> list[ChosenHead]:
-    """Heads by `RULE`, of `layers` where they are given; none where every head ran dense.
-
-    `rows` are those of one prefill of one prompt.
-    """
+    """Heads by `RULE` among the `rows` of one prefill, within `layers` if given; none if every head ran dense."""
     sparse = [row for row in rows if row["pattern"] != "dense" and (layers is None or row["layer"] in layers)]
     if not sparse:
         return []
@@ -50,13 +45,7 @@ def telling_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | Non
 
 
 def named_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], heads: Sequence[int]) -> list[ChosenHead]:
-    """Every pair of `layers` and `heads`.
-
-    Raises
-    ------
-    ValueError
-        For a layer without statistics, a head that it does not have, and a layer that ran dense.
-    """
+    """Every pair of `layers` and `heads`; ValueError for a head that does not exist, and for a layer that ran dense."""
     patterns = {(row["layer"], row["head"]): row["pattern"] for row in rows}
     found = []
     for layer in dict.fromkeys(layers):

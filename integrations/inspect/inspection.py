@@ -40,9 +40,9 @@ class ShownHead:
     kept
         The same shape, bool.
     row
-        Its row of statistics, as in ``run.rows()``.
+        Its row of ``run.rows()``.
     block_size
-        Tokens in a block.
+        Tokens per block.
     """
 
     layer: int
@@ -61,19 +61,19 @@ class ShownHead:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The choices of one prompt's prefill, layer by layer and head by head.
+    """One prompt's prefill, by layer and head.
 
     Attributes
     ----------
     run
-        The run of the first prefill: its statistics.
+        Statistics, from the first of two prefills.
     times
-        Of the second.
+        From the second.
     heads
         The heads shown.
     held
-        By layer that ran sparse: share of the true attention of eight query rows of each quarter of the prompt that their kept
-        blocks hold, the mean over rows and heads.
+        By sparse layer and quarter of the prompt: share of the true attention of eight rows that the kept blocks hold, mean over
+        rows and heads.
     about
         Names and versions: model, device, dtype, tokens, threads, releases.
     """
@@ -86,7 +86,7 @@ class Inspection:
 
     @property
     def held_by_quarter(self) -> tuple[float, ...]:
-        """`held`, the mean over layers; empty where no layer ran sparse."""
+        """`held`, mean over layers; empty if no layer ran sparse."""
         return tuple(sum(each) / len(each) for each in zip(*self.held.values(), strict=True))
 
     @property
@@ -106,11 +106,10 @@ class Inspection:
 
     @property
     def summary(self) -> RunSummary:
-        """That of the run."""
         return self.run.summary()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every number in types that JSON has, None for those that are not finite."""
+        """All numbers in JSON types; None for those that are not finite."""
         settings = self.run.settings
         found: dict[str, Any] = {
             "about": self.about,
@@ -142,22 +141,22 @@ def inspect_prefill(
 ) -> Inspection:
     """Prefill one prompt and gather what the method chose in it.
 
-    Two prefills: the first takes statistics and compiles what has to be compiled, the second is timed, and its masks are compared
-    with true attention. That of the heads shown is computed in full, which takes as long as dense attention of these heads.
+    The first of two prefills takes statistics and compiles. The second is timed, and its masks are compared with true attention,
+    which for the heads shown takes the time of dense attention.
 
     Parameters
     ----------
     model
-        As in `sparse_prefill`, on one process.
+        As in `sparse_prefill`, in one process.
     input_ids
         (length,) or (1, length) integer: one prompt.
     layers, heads
-        Layers and heads to show the masks of: every pair. Layers alone: telling heads of those layers. Default: telling heads of
-        all layers, by `flexmask.integrations.inspect.heads.RULE`.
+        Shows the masks of every pair. Layers without heads: heads of these layers by `flexmask.integrations.inspect.heads.RULE`.
+        Default: heads of all layers by that rule.
     progress
-        Called with the layers done and the layers to do, of both prefills.
+        Called with the finished layers and all layers, of both prefills.
     options
-        As in `sparse_prefill`: `method` by name, `settings`, or options. Without any: those in the model's config.
+        As in `sparse_prefill`: `method` by name, `settings`, or options. Default: those in the model's config.
 
     Returns
     -------
@@ -167,8 +166,8 @@ def inspect_prefill(
     Raises
     ------
     TypeError, ValueError
-        As `sparse_prefill`; for more than one prompt, for `heads` without `layers`, layers or heads that the model does not have
-        or that ran dense, for a method that is a function, and for a model none of whose layers calls flexmask's attention.
+        As `sparse_prefill`; for more than one prompt, `heads` without `layers`, layers or heads that do not exist or ran dense, a
+        method that is a function, and a model without a layer that calls flexmask's attention.
     ImportError, NotImplementedError
         As `sparse_prefill`.
 
@@ -215,7 +214,6 @@ def inspect_prefill(
 
 
 def _prefill(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, probe: InspectionProbe) -> float:
-    """Seconds of one forward pass, whose attention calls `probe` serves."""
     with opened(model, PrefillRun(settings, collect_stats=False), probe), torch.no_grad():
         ids = ids.to(model.device)
         wait(ids.device)

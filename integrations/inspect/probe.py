@@ -1,4 +1,4 @@
-"""Serves the attention calls of an inspected prefill: records them, or times them and compares masks with true attention."""
+"""Serves the attention calls of an inspected prefill: records them, or times them and compares their masks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer's attention call: all of it, and making the masks alone, 0 where it ran dense."""
+    """Seconds of one layer's attention call and of making its masks, 0 if it ran dense."""
 
     layer: int
     call: float
@@ -42,21 +42,20 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one prefill by stage; see `HOW_TIMED`."""
+    """Seconds of one prefill; see `HOW_TIMED`."""
 
     total: float
     layers: tuple[LayerTime, ...]
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds of selection, attention and the rest."""
         call, selection = (sum(getattr(each, name) for each in self.layers) for name in ("call", "selection"))
         # the same masks made twice may take longer the second time
         return {"selection": selection, "attention": max(0.0, call - selection), "rest": max(0.0, self.total - call)}
 
 
 class InspectionProbe:
-    """Serves each call of two prefills; times those of the second one, and compares their masks with true attention."""
+    """Serves the calls of two prefills; times the second and compares its masks with true attention."""
 
     def __init__(self, progress: Progress, of: int) -> None:
         self._progress, self._of, self._done = progress, of, 0
@@ -66,7 +65,7 @@ class InspectionProbe:
         self.not_counted = 0.0
 
     def begin(self, record: PrefillRun, chosen: list[ChosenHead]) -> None:
-        """Record into `record` from now on; without statistics, time the calls and compare the heads `chosen` too."""
+        """Record into `record`; without statistics also time the calls and compare the heads `chosen`."""
         self._record, self._chosen = record, chosen
 
     def __call__(self, call: PrefillCall) -> Tensor:
@@ -82,7 +81,7 @@ class InspectionProbe:
         return out
 
     def _timed(self, call: PrefillCall) -> tuple[Tensor, float]:
-        """The output of a call, and the seconds that it took without the comparison."""
+        """The output of a call, and its seconds without the comparison."""
         sparse = call.reason_no_mask() is None and call.reason_dense_layer() is None
         inputs, device = call.inputs.with_fields(needs_grad=False), call.inputs.query.device
         if sparse and device.type != "cpu":
@@ -120,7 +119,6 @@ class InspectionProbe:
 
 
 def _parts(inputs: AttentionInputs, call: PrefillCall) -> Iterator[tuple[AttentionInputs, HeadGroup, Selector]]:
-    """Groups of heads, as attention masks them."""
     inputs = inputs.prepared().placed()
     selector = call.selector.for_inputs(inputs)
     at_once = call.settings.max_mask_bytes // selector.head_bytes
@@ -129,7 +127,6 @@ def _parts(inputs: AttentionInputs, call: PrefillCall) -> Iterator[tuple[Attenti
 
 
 def _select(inputs: AttentionInputs, call: PrefillCall) -> None:
-    """Make the masks of all heads and drop them."""
     with without_autocast(inputs.query.device):
         for part, group, selector in _parts(inputs, call):
             block_mask(part, select_blocks(selector, part, group.query))
@@ -146,6 +143,5 @@ def _maps(inputs: AttentionInputs, call: PrefillCall) -> Iterator[tuple[Attentio
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

@@ -1,7 +1,6 @@
-"""Sparse prefill as a model of lm-evaluation-harness: RULER, LongBench and every other task.
+"""Sparse prefill as a model of lm-evaluation-harness. Importing this registers the model "flexmask".
 
-Importing this registers the model "flexmask" with the harness, which looks for no entry points of other packages;
-``python -m flexmask.integrations.lm_eval`` is the harness's own program with the name registered.
+``python -m flexmask.integrations.lm_eval`` is the harness's program with the name registered.
 """
 
 from flexmask.integrations.lm_eval.model import FlexmaskLM

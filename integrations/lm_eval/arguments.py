@@ -1,4 +1,4 @@
-"""The arguments of the harness's ``--model_args``: which are flexmask's, and a refusal of those that nobody has."""
+"""Splits the harness's ``--model_args`` into flexmask's and others, and refuses unknown ones."""
 
 from __future__ import annotations
 
@@ -27,28 +27,11 @@ _LOADING = {*_PLACING, *_RUNNING, *_READING, *_QUANTIZING, *_FORMERLY}
 
 
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[PrefillSettings | None, dict[str, Any]]:
-    """Take flexmask's options out of the arguments of a model.
+    """Split the arguments of a model into flexmask's settings, None without any, and the rest.
 
-    Both flexmask and the harness have a `backend`; their words for it differ, so the value decides whose it is.
-
-    Parameters
-    ----------
-    arguments
-        By name. `settings` is a PrefillSettings, its dict, or the path of a JSON file of that dict; single options go before it.
-
-    Returns
-    -------
-    settings
-        None where no option is given.
-    rest
-        The arguments that are not flexmask's.
-
-    Raises
-    ------
-    OSError
-        For a settings file that cannot be read.
-    TypeError, ValueError
-        For values of the wrong type or out of range, and an option that the layers of `settings` hide.
+    `settings` is a PrefillSettings, its dict, or the path of a JSON file of that dict; single options override it. flexmask and
+    the harness both have a `backend`; its value decides. Raises TypeError or ValueError for wrong values and for an option that
+    the layers of `settings` hide.
     """
     own = {name: value for name, value in arguments.items() if name in _OWN}
     if arguments.get("backend") in BACKENDS:
@@ -65,7 +48,6 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[PrefillSettings | Non
 
 
 def _saved(settings: Any) -> dict[str, Any] | None:
-    """The dict of `settings`, checked."""
     if settings is None:
         return None
     if isinstance(settings, (str, Path)):
@@ -80,14 +62,9 @@ def _saved(settings: Any) -> dict[str, Any] | None:
 
 
 def check_known(names: Collection[str], known: Collection[str], config: Any) -> None:
-    """Refuse names that neither flexmask, nor the harness (`known`), nor transformers' ``from_pretrained`` has.
+    """Refuse names unknown to flexmask, the harness (`known`) and ``from_pretrained``: TypeError with close matches.
 
-    The harness hands what it does not know to ``from_pretrained``, which takes the fields of the model's config as well.
-
-    Raises
-    ------
-    TypeError
-        With the names that come close.
+    The harness passes unknown names to ``from_pretrained``, which also takes the fields of the model's config.
     """
     others = {*known, *inspect.signature(PreTrainedModel.from_pretrained).parameters, *_LOADING, "settings"}
     for name in names:

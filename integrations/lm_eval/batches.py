@@ -1,4 +1,4 @@
-"""Batches in which every prompt keeps the blocks that it keeps alone, so that a score does not depend on the batch size."""
+"""Batches in which every prompt keeps the same blocks as in a batch of one, for scores that do not depend on the batch size."""
 
 from __future__ import annotations
 
@@ -8,44 +8,21 @@ from flexmask.integrations.huggingface.settings import PrefillSettings
 
 
 def row_lengths(requests: Iterable[tuple[object, list[int], list[int]]], max_length: int, merges: bool) -> list[int]:
-    """Tokens of each row that the harness makes of log-likelihood requests, in the order of its batches: the longest first.
+    """Tokens of each row that the harness makes of log-likelihood requests, in the order of its batches: longest first.
 
-    Parameters
-    ----------
-    requests
-        (key, tokens of the context, tokens of the continuation). Of both together the model reads all but the last.
-    max_length
-        The harness cuts rows to their last `max_length` tokens.
-    merges
-        True if requests that differ in the last token alone share a row (the harness's `logits_cache`).
+    Requests are (key, context tokens, continuation tokens); a row lacks the last token and is cut to its last `max_length`. With
+    `merges` (the harness's `logits_cache`) requests that differ only in the last token share a row.
     """
     rows = [(*context, *continuation[:-1]) for _, context, continuation in requests]
     return sorted((min(len(row), max_length) for row in (set(rows) if merges else rows)), reverse=True)
 
 
 def rows_alike(lengths: Sequence[int], settings: PrefillSettings, padded_left: bool, on_cpu: bool = False) -> list[list[int]]:
-    """Split the rows of a padded batch into parts that run together.
+    """Split the rows of a padded batch, by their lengths, into parts that run together: ascending indices of rows.
 
-    `dense_below` looks at the length of the batch: a short prompt would run sparse next to a long one, so the two part. On the
-    left, padding moves a prompt against the grid of blocks unless it is a multiple of the block, so sparse prompts part by their
-    length modulo the block. On the right it moves nothing. On CPUs, where dense attention may serve a head that keeps most of its
-    blocks, that is decided over the batch, and not under padding: there they run one by one, unless `dense_below` is 0.
-
-    Parameters
-    ----------
-    lengths
-        Tokens of each row, without padding.
-    settings
-        The options.
-    padded_left
-        True if the padding comes first.
-    on_cpu
-        True if the model runs on a CPU.
-
-    Returns
-    -------
-    list of lists
-        Indices of rows, ascending within a part; the parts in the order of their first row.
+    `dense_below` applies to the length of the batch, hence dense prompts part from sparse ones. Left padding shifts a prompt
+    against the grid of blocks, hence sparse prompts part by their length modulo the block. On CPUs sparse prompts run one by one
+    unless `dense_below` is 0: there single heads may run dense, a decision over the whole batch, never under padding.
     """
     policy = settings.run_options.policy
     parts: dict[tuple[object, ...], list[int]] = {}

@@ -1,4 +1,4 @@
-"""A record of how sparse the prompts of an evaluation ran, for its results."""
+"""Records how sparse the prompts of an evaluation ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexmask.integrations.record import PrefillRun
 
 
 class Densities:
-    """Mean density over all prompts so far, and by length; one number a prompt, whatever was collected."""
+    """Mean density over all prompts, and by length."""
 
     def __init__(self) -> None:
         self._prompts: Counter[int] = Counter()
@@ -21,15 +21,7 @@ class Densities:
         self._measured = True
 
     def add(self, run: PrefillRun, lengths: Sequence[int]) -> None:
-        """Note the prefill of a batch.
-
-        Parameters
-        ----------
-        run
-            The block that the batch ran in, and nothing else did. Layers that ran dense count with density 1.
-        lengths
-            Tokens of each prompt.
-        """
+        """Record the prefill of a batch of prompts with these `lengths`; layers that ran dense count with density 1."""
         calls = [stats.density.float().cpu() for stats in (each for layer in run.stats.values() for each in layer)]
         if calls:
             # of several sequences a prompt (beams), the mean
@@ -46,7 +38,7 @@ class Densities:
             self._reasons[reasons[0] or ""] += len(lengths)
 
     def summary(self) -> dict[str, Any]:
-        """The figures in types that JSON has; densities are None where the runs held no statistics."""
+        """The figures in JSON types; densities are None without statistics."""
         prompts = sum(self._prompts.values())
 
         def mean(total: float, number: int) -> float | None:

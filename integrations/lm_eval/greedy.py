@@ -1,8 +1,7 @@
-"""Greedy decoding of a batch of prompts of unequal length, after a prefill in which each keeps the blocks that it keeps alone.
+"""Greedy decoding of a batch of prompts of unequal length whose prefill keeps the blocks of batches of one.
 
-``generate`` pads on the left, which moves a prompt against the grid of blocks, so that sparse prompts would have to go one by
-one. Here a batch is padded on the right: its rows begin where blocks begin. The tokens that follow go behind the padding, masked
-and at their own positions. Rows that are done leave the batch.
+Batches are padded on the right, where every row starts on the grid of blocks; ``generate`` pads on the left. New tokens follow
+the padding, which is masked, at their own positions. Finished rows leave the batch.
 """
 
 from __future__ import annotations
@@ -33,16 +32,9 @@ _NEEDED = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep"
 
 
 def decodes_greedily(model: Any, options: Mapping[str, Any]) -> bool:
-    """True if `decode` gives what the model's ``generate`` with these options gives.
+    """True if `decode` equals ``generate`` of an unwrapped model with these keywords.
 
-    It stays with plain greedy decoding over a cache that keeps every token: no beams, no penalties, no sliding windows.
-
-    Parameters
-    ----------
-    model
-        A causal language model of transformers, without wrappers.
-    options
-        Keywords of ``generate`` besides the prompts and the place to stop.
+    Requires plain greedy decoding over a full cache: no beams, penalties or sliding windows.
     """
     if options.get("do_sample") or (options.get("do_sample") is None and options.get("temperature", 0.0) != 0.0):
         return False
@@ -60,7 +52,6 @@ def decodes_greedily(model: Any, options: Mapping[str, Any]) -> bool:
 
 
 def ends_of(model: Any) -> set[int]:
-    """The tokens at which the model's ``generate`` stops."""
     found = model.generation_config.eos_token_id
     return set() if found is None else {found} if isinstance(found, int) else set(found)
 
@@ -73,25 +64,10 @@ def decode(
     is_done: Callable[[list[int]], bool],
     prefill: AbstractContextManager[Any],
 ) -> list[list[int]]:
-    """Continue each prompt by its most likely tokens.
+    """Continue each prompt, (length,) token ids on the model's device, by its most likely tokens; returns the new ones.
 
-    Parameters
-    ----------
-    model
-        One that `decodes_greedily`.
-    prompts
-        Token ids, (length,) each, on the model's device.
-    limit
-        Tokens to add at most, at least 1.
-    is_done
-        Tells from the tokens added so far whether a prompt needs no more.
-    prefill
-        The block in which the prompts are read; decoding runs outside.
-
-    Returns
-    -------
-    list of lists
-        The tokens added, by prompt.
+    At most `limit` >= 1 tokens, until `is_done` of the new tokens is True. `prefill` is the block in which the prompts are read;
+    decoding runs outside.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1 token; got {limit}: a prompt is as long as max_length")

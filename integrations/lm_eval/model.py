@@ -34,34 +34,30 @@ class FlexmaskLM(HFLM):
     """The harness's Hugging Face model with a sparse prefill; decoding is dense.
 
     Serves `loglikelihood`, `loglikelihood_rolling` and `generate_until`, with chat templates, `batch_size="auto"` and data
-    parallelism as the harness's own class does. Outside of its calls the model keeps its own attention.
+    parallelism. Outside of its calls the model keeps its own attention. The results' ``config`` hold ``flexmask``: version,
+    options, and mean density, also by prompt length.
 
-    A prompt's scores do not depend on its batch. The harness pads log-likelihood batches on the right and says nothing of it, so
-    the padding mask is made here; a batch is split where rows would get other blocks than alone: short rows, which
-    `dense_below` keeps dense, from long ones. Greedy generation pads on the right and decodes a batch together. All other
-    generation pads on the left as the harness does, where long prompts whose lengths differ by other than a multiple of the block
-    go one by one, which costs decoding its batch and the prefill nothing.
-
-    The results' ``config`` hold ``flexmask``: its version, the options, and the mean density, by prompt length too.
+    A prompt's scores do not depend on its batch. Log-likelihood batches, which the harness pads on the right without a mask, get
+    one and are split by `rows_alike`. Greedy generation pads on the right and decodes together. Other generation pads on the
+    left: long prompts whose lengths differ by other than a multiple of the block run one by one.
 
     Parameters
     ----------
     pretrained
         Name or folder of a model, or the model.
     settings
-        Options of flexmask: a PrefillSettings, its dict, or the path of a JSON file with that dict, such as a model's
-        ``config.json`` that holds it. Single options go before it. Default: none.
+        A PrefillSettings, its dict, or the path of a JSON file of that dict, such as a ``config.json`` that holds it. Single
+        options override it. Default: none.
     collect_stats
         Measure densities; costs a little time. Default True.
     arguments
-        The options of `flexmask.sparse_prefill` by name, and those of the harness's ``hf`` model.
-        `backend` is either's: "auto", "triton" and "flash" are flexmask's words. With no option of flexmask at all, those
-        in the model's config, else the defaults.
+        The options of `flexmask.sparse_prefill`, and those of the harness's ``hf`` model. `backend` is flexmask's if it is
+        "auto", "triton" or "flash". Without an option of flexmask: those in the model's config, else the defaults.
 
     Raises
     ------
     TypeError, ValueError
-        For options that nobody has, with those that come close; for values out of their range.
+        For unknown options, with close matches, and values out of range.
     NotImplementedError
         For a model that flexmask does not serve.
 
@@ -86,13 +82,11 @@ class FlexmaskLM(HFLM):
         self._warned = False
 
     def _create_model(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse unknown names before the weights are read."""
         check_known(kwargs, _parameters(HFLM._create_model), self.config)
         super()._create_model(*args, **kwargs)
 
     @contextmanager
     def _sparse(self, lengths: Sequence[int] | None) -> Iterator[None]:
-        """Run the model sparse; prompts of these lengths enter the record."""
         run = PrefillRun(self.settings, self._collect_stats)
         with opened(self._inner, run):
             yield
@@ -103,7 +97,7 @@ class FlexmaskLM(HFLM):
             self.densities.add(run, lengths)
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
-        """Note the lengths of the rows to come, which the harness pads without a mask."""
+        """Note the lengths of the coming rows, which the harness pads without a mask."""
         self._row_lengths = deque(row_lengths(requests, self.max_length, self.logits_cache))
         try:
             return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
@@ -111,7 +105,7 @@ class FlexmaskLM(HFLM):
             self._row_lengths = None
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
-        """Let the trial batches of ``batch_size="auto"`` pass, which are nobody's rows."""
+        """Run the trial batches of ``batch_size="auto"`` without noted lengths."""
         lengths, self._row_lengths = self._row_lengths, None
         try:
             return super()._detect_batch_size(requests, pos)
@@ -119,7 +113,7 @@ class FlexmaskLM(HFLM):
             self._row_lengths = lengths
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Logits of a batch that is padded on the right, (batch, length, vocab_size)."""
+        """Logits of a batch padded on the right, (batch, length, vocab_size)."""
         if self._row_lengths is None:
             with self._sparse(None):
                 return super()._model_call(inps, attn_mask, labels)
@@ -146,7 +140,7 @@ class FlexmaskLM(HFLM):
             return self.model(inps, attention_mask=mask.long()).logits
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        """The batch, which is padded on the left, and what follows each prompt, (batch, length)."""
+        """The batch, padded on the left, followed by new tokens, (batch, length)."""
         mask = generation_kwargs.pop("attention_mask", torch.ones_like(context))
         lengths = mask.sum(1).tolist()
         found: list[Tensor] = [context] * len(lengths)
@@ -167,7 +161,7 @@ class FlexmaskLM(HFLM):
         return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=self.tokenizer.pad_token_id)
 
     def _decode(self, prompts: Sequence[Tensor], limit: int, stop: Sequence[str]) -> list[Tensor]:
-        """Tokens that follow prompts of unequal length, up to the model's own end, one of the strings, or `limit`."""
+        """Tokens that follow prompts of unequal length, up to the model's end token, one of the strings, or `limit`."""
         ends = ends_of(self._inner)
         # a string may be spelt by other tokens than its own, as the harness's criterion allows for
         reach = max((len(self.tokenizer.encode(each, add_special_tokens=False)) + 2 for each in stop), default=0)
@@ -187,7 +181,6 @@ class FlexmaskLM(HFLM):
         return nullcontext() if dtype is None else torch.autocast(device_type=self.device.type, dtype=dtype)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the entries that the harness writes into the results' ``config``."""
         densities = self.densities.summary()
         if densities["prompts"] and densities["dense_prompts"] == densities["prompts"]:
             number, reason = densities["prompts"], next(iter(densities["dense_because"]))
@@ -199,13 +192,11 @@ class FlexmaskLM(HFLM):
 
 
 def _parameters(function: Any) -> set[str]:
-    """The names that a function spells out."""
     found = inspect.signature(function).parameters.values()
     return {each.name for each in found if each.kind is not each.VAR_KEYWORD}
 
 
 def _check_padding(inps: Tensor, lengths: Sequence[int]) -> None:
-    """Make sure that a batch holds the rows that were reckoned with."""
     after = torch.arange(inps.shape[1], device=inps.device) >= torch.tensor(lengths, device=inps.device)[:, None]
     if max(lengths) != inps.shape[1] or bool(inps[after].any()):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A record of the prefill calls of one run: statistics of the selections, their summary, their file."""
+"""A record of the prefill calls of one run: statistics, summary, file."""
 
 from flexmask.integrations.record.run import MAX_CALLS as MAX_CALLS
 from flexmask.integrations.record.run import PrefillRun as PrefillRun

@@ -1,4 +1,4 @@
-"""A run on disk: its settings and its statistics, as JSON."""
+"""A run on disk: settings and statistics as JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ _MOST_BYTES = 2**30
 
 
 class SavedRun(NamedTuple):
-    """All of a run that a file holds."""
-
     settings: PrefillSettings
     calls: Calls
     dropped: Mapping[int, LayerTotals]
@@ -32,13 +30,7 @@ class SavedRun(NamedTuple):
 
 
 def save_run(path: Path, run: SavedRun) -> None:
-    """Write a run; an interruption leaves the former file.
-
-    Raises
-    ------
-    ValueError
-        For a method that is a function, which only names can be saved of.
-    """
+    """Write a run atomically; ValueError for a method that is a function."""
     saved = {
         "format": _FORMAT,
         "settings": run.settings.to_dict(),
@@ -56,13 +48,7 @@ def save_run(path: Path, run: SavedRun) -> None:
 
 
 def load_run(path: Path) -> SavedRun:
-    """Read a run, its tensors on the CPU.
-
-    Raises
-    ------
-    ValueError
-        For a file that `save_run` did not write.
-    """
+    """Read a run, its tensors on the CPU; ValueError for a file that `save_run` did not write."""
     size = path.stat().st_size
     if not path.is_file() or size > _MOST_BYTES:
         raise ValueError(f"path must be a regular file of at most {_MOST_BYTES:,} bytes; got {path} of {size:,}")
@@ -84,7 +70,6 @@ def _call_to_save(call: RecordedCall) -> dict[str, Any]:
 
 
 def _numbers(tensor: Tensor) -> Any:
-    """Nested lists, None for NaN, which JSON does not have."""
     return [[x if math.isfinite(x) else None for x in row] for row in tensor.tolist()]
 
 

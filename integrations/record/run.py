@@ -38,28 +38,25 @@ MAX_CALLS = 512
 class PrefillRun:
     """The settings of one model, and what its prefill calls chose.
 
-    The latest `max_calls` calls of each layer are kept; the summary counts those before them too.
-
     Attributes
     ----------
     settings
         The options.
     stats
-        By layer index: the statistics of each call of more than one row, in order, of those that verify guessed tokens too.
-        Decoding steps of one row leave none; calls that run dense do.
+        By layer index: the statistics of each call of more than one row, in order, including calls that ran dense or verified
+        guessed tokens. Decoding steps of one row leave none.
     masks
         By layer index, only with `collect_masks`: the mask of each such call, None for one that ran dense without a mask.
     reasons
-        By layer index, one for each entry of `stats`: why the call ran dense, None for one that did not.
+        By layer index, as `stats`: why the call ran dense, else None.
     prefills, sizes
-        By layer index, one for each entry of `stats`: the number of its prefill, from 0, and its sizes.
+        By layer index, as `stats`: the number of its prefill, from 0, and its sizes.
     tokens
-        By layer index: tokens of all calls, those that are no longer kept included; of several calls for one sequence in a
-        prefill, those of one.
+        By layer index: tokens of all calls, dropped ones included; several calls for one sequence in a prefill count once.
     collect_stats, collect_masks
         True if these are kept.
     max_calls
-        Prefill calls of each layer that are kept at most, the latest; None: all.
+        Latest prefill calls kept per layer; the summary counts earlier ones too. None: all.
     """
 
     settings: PrefillSettings = field(default_factory=PrefillSettings)
@@ -97,12 +94,12 @@ class PrefillRun:
 
     @property
     def num_prefills(self) -> int:
-        """The number of prefills so far, of the layer that had most."""
+        """Number of prefills so far, of the layer with most."""
         return max((numbers[-1] + 1 for numbers in self.prefills.values() if numbers), default=0)
 
     @property
     def method(self) -> str:
-        """The method's name; of a function its own."""
+        """The method's name, or that of its function."""
         method = self.settings.method
         return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
 
@@ -115,11 +112,10 @@ class PrefillRun:
         prefill: int | None = None,
         size: CallSize = CallSize(),  # noqa: B008  # immutable
     ) -> None:
-        """Note one prefill call of one layer: its statistics and its mask, if kept, and why it ran dense, if it did.
+        """Note one prefill call of one layer, without reading a tensor.
 
-        `prefill` is the number of its `PrefillMask`, None without one. A layer may call attention more than once in a prefill:
-        DiffLlama does for its two halves of the values, HRM for each cycle. Those calls share the mask, and so do those of packed
-        sequences. Reads no value of a tensor.
+        `prefill` is the number of its `PrefillMask`, None without one. Calls of packed sequences share it, and so do repeated
+        calls of one layer (DiffLlama's two halves of the values, HRM's cycles).
         """
         # in a compiled forward a lock would break the graph
         with nullcontext() if torch.compiler.is_compiling() else self._lock:
@@ -149,16 +145,14 @@ class PrefillRun:
         self._latest[layer] = (prefill, counted)
 
     def note_forward(self) -> None:
-        """Note that a forward of more than one token came to its end."""
         self._ran = True
 
     @property
     def unreached(self) -> bool:
-        """True if the model ran, but none of its layers came here."""
         return self._ran and not self._called
 
     def dense_summary(self) -> tuple[bool, str] | None:
-        """Return True if every call ran dense, and a line with the dense layers and their reasons; None if none ran dense."""
+        """Whether every call ran dense, and a line with the dense layers and their reasons; None if none ran dense."""
         if not self._dense:
             return None
         dense = set().union(*self._dense.values())
@@ -170,18 +164,17 @@ class PrefillRun:
         return not self._sparse, f"{number} ran dense{at_times}: {'; '.join(reasons[:3])}{more}"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per layer, kept prefill call, packed sequence, batch row and head.
+        """One row per layer, kept prefill call, packed sequence, batch row and head.
 
-        Each has its pattern, its statistics by their names in `flexmask.SelectionStats`, the call's q_len and kv_len, and the
-        `reason` if it ran dense. A head that dense attention served because that is faster keeps the pattern and the density of
-        its mask.
+        Each has its pattern, the statistics of `flexmask.SelectionStats` by name, the call's q_len and kv_len, and the `reason`
+        if it ran dense. A head that ran dense because that is faster keeps the pattern and the density of its mask.
         """
         return rows_of(self._state()[0], self.method)
 
     def summary(self) -> RunSummary:
-        """Return what ran sparse, what dense and why, densities, patterns and tokens, of all calls so far.
+        """What ran sparse, what dense and why, densities, patterns and tokens, of all calls so far.
 
-        Without `collect_stats` nothing is counted. ``print(run.summary())`` shows a line per layer.
+        Counts nothing without `collect_stats`. ``print(run.summary())`` shows a line per layer.
         """
         with self._lock:
             kept, dropped = self._state()
@@ -191,13 +184,7 @@ class PrefillRun:
         return summary_of(totals, self.method, prefills, tokens, sum(each.calls for each in dropped.values()))
 
     def to_pandas(self) -> Any:
-        """Return `rows` as a pandas.DataFrame.
-
-        Raises
-        ------
-        ImportError
-            If pandas is missing.
-        """
+        """`rows` as a pandas.DataFrame; ImportError without pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -205,7 +192,7 @@ class PrefillRun:
         return pandas.DataFrame(self.rows())
 
     def save(self, path: str | Path) -> Path:
-        """Write settings and statistics as JSON, for `load`; masks are left out. Returns the path.
+        """Write settings and statistics as JSON for `load`, without masks. Returns the path.
 
         Raises
         ------
@@ -252,7 +239,7 @@ class PrefillRun:
         return plot_run(self.rows(), self.settings.options.get("tau"))
 
     def reset(self) -> None:
-        """Forget all calls so far; settings stay, and calls to come are recorded as before."""
+        """Forget all calls so far; settings stay."""
         with self._lock:
             calls = (self.stats, self.masks, self.reasons, self.prefills, self.sizes, self.tokens, self._latest)
             for kept in (*calls, self._called, self._sparse, self._dense, self._dropped):
@@ -260,18 +247,16 @@ class PrefillRun:
             self._ran = False
 
     def _state(self) -> tuple[dict[int, list[RecordedCall]], dict[int, LayerTotals]]:
-        """The calls that are kept and the sums over the others, both as they are now; calls to come do not change them."""
+        """Snapshots of the kept calls and of the sums over dropped ones."""
         with self._lock:
             kept = {layer: self._calls(layer, len(stats)) for layer, stats in self.stats.items()}
             return kept, {layer: each.with_calls(()) for layer, each in self._dropped.items()}
 
     def _calls(self, layer: int, number: int) -> list[RecordedCall]:
-        """The first calls of a layer that are kept."""
         parts = (self.stats[layer], self.reasons[layer], self.prefills[layer], self.sizes[layer])
         return [RecordedCall(*each) for each in zip(*(part[:number] for part in parts), strict=True)]
 
     def _drop(self, layer: int, most: int) -> None:
-        """Let go of the oldest calls beyond `most`, and count them."""
         masks = self.masks.get(layer, [])
         del masks[: max(0, len(masks) - most)]
         beyond = len(self.stats.get(layer, [])) - most

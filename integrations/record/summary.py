@@ -1,4 +1,4 @@
-"""Recorded calls as rows and as sums: one row per head, one summary per layer."""
+"""Recorded calls as rows per head and as sums per layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_SUMS = len(_SUMS)
 
 
 class CallSize(NamedTuple):
-    """The sizes of one call, zeros where they are not known, and its place in a pack."""
+    """The sizes of one call, 0 where unknown."""
 
     batch: int = 0
     q_len: int = 0
@@ -33,8 +33,6 @@ class CallSize(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
-    """One prefill call of one layer."""
-
     stats: SelectionStats
     reason: str | None  # why it ran dense
     prefill: int  # the number of its prefill, from 0
@@ -45,7 +43,7 @@ Calls = Mapping[int, Sequence[RecordedCall]]
 
 
 def on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
-    """The same calls with their statistics on the CPU: one copy, hence one wait, per device."""
+    """The calls with their statistics on the CPU: one copy, hence one wait, per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for stats in (call.stats for layer in calls.values() for call in layer):
         for tensor in (getattr(stats, name) for name in TENSORS):
@@ -66,7 +64,7 @@ def on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
 
 
 def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
-    """One row per layer, prefill call, packed sequence, batch row and head, with every statistic by its name."""
+    """One row per layer, prefill call, packed sequence, batch row and head, with every statistic by name."""
     rows = []
     for layer, each in sorted(on_host(calls).items()):
         for stats, reason, prefill, size in each:
@@ -89,21 +87,10 @@ def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
 
 @dataclass
 class LayerTotals:
-    """Sums over calls of one layer; those of sparse calls stay on their device until they are read.
+    """Sums over calls of one layer; those of sparse calls stay on their device until read.
 
-    Attributes
-    ----------
-    calls, dense_calls
-        All prefill calls, and those that ran dense.
-    heads
-        Heads of all batch rows, summed over sparse calls.
-    pairs, dense_pairs
-        Query-key pairs that causality leaves, summed over all calls and over dense ones.
-    reasons
-        Calls by the reason for which they ran dense.
-    sums
-        (5,): over sparse calls, kept pairs, coverage, query-aware and vertical-slash heads, heads served by dense attention; None
-        before the first.
+    `heads` counts the heads of all batch rows in sparse calls, `pairs` and `dense_pairs` causal query-key pairs. `sums`, in the
+    order of `_SUMS`, is None before the first sparse call.
     """
 
     calls: int = 0
@@ -115,7 +102,7 @@ class LayerTotals:
     sums: Tensor | None = None
 
     def add(self, calls: Sequence[RecordedCall]) -> None:
-        """Count `calls` of one layer; reads no value of a tensor."""
+        """Count `calls` of one layer without reading a tensor."""
         sparse = []
         for call in calls:
             pairs = float(call.stats.density.shape[0] * _pairs(call.size))
@@ -135,14 +122,13 @@ class LayerTotals:
             self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
 
     def with_calls(self, calls: Sequence[RecordedCall]) -> LayerTotals:
-        """The sums over these calls and `calls`."""
         both = replace(self, reasons=dict(self.reasons))
         both.add(calls)
         return both
 
 
 def _pairs(size: CallSize) -> int:
-    """Pairs of a chunk's rows and the keys up to them; 1 where the lengths are not known."""
+    """Pairs of a chunk's rows and the keys up to them; 1 for unknown lengths."""
     return max(1, size.q_len * size.kv_len - size.q_len * (size.q_len - 1) // 2)
 
 
@@ -162,18 +148,17 @@ class LayerSummary:
     layer
         Layer index.
     calls, dense_calls
-        Prefill calls, and those of them that ran dense.
+        Prefill calls, and those that ran dense.
     reasons
-        Calls by the reason for which they ran dense.
+        Calls by the reason for running dense.
     density
-        Kept share of the query-key pairs that causality leaves: the mean of the calls' densities, each weighted by its pairs,
-        calls that ran dense at 1.
+        Kept share of the causal query-key pairs: mean over calls weighted by their pairs, dense calls at 1.
     coverage
         Attention of the representative rows that the kept blocks hold, mean over the heads of sparse calls; None without one.
     patterns
-        Share of the heads of sparse calls by pattern, those that occur; of methods without patterns the method's name.
+        Share of the heads of sparse calls by pattern, or by the method's name if it has none.
     served_densely
-        Share of the heads of sparse calls that dense attention served because it is faster.
+        Share of the heads of sparse calls that ran dense because that is faster.
     """
 
     layer: int
@@ -187,26 +172,26 @@ class LayerSummary:
 
     @property
     def ran(self) -> str:
-        """``"sparse"``, ``"dense"``, or ``"both"``."""
+        """Whether its calls ran ``"sparse"``, ``"dense"`` or ``"both"``."""
         return "sparse" if self.dense_calls == 0 else "dense" if self.dense_calls == self.calls else "both"
 
 
 @dataclass(frozen=True, repr=False)
 class RunSummary:
-    """A run over all its prefill calls, those that it no longer keeps included. ``print`` shows a line per layer.
+    """A run over all its prefill calls, dropped ones included. ``print`` shows a line per layer.
 
     Attributes
     ----------
     prefills
         Forward passes of more than one token.
     tokens
-        Tokens of these, of all batch rows, padding included.
+        Their tokens in all batch rows, padding included.
     density
         As that of a layer, over all layers.
     layers
         In order of their index.
     dropped_calls
-        Calls that are counted here, but that `max_calls` no longer lets the run keep.
+        Calls counted here that `max_calls` dropped.
     """
 
     prefills: int
@@ -216,7 +201,7 @@ class RunSummary:
     dropped_calls: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same in types that JSON has."""
+        """The same in JSON types."""
         layers = [{**asdict(layer), "ran": layer.ran} for layer in self.layers]
         return {**{name: value for name, value in vars(self).items() if name != "layers"}, "layers": layers}
 
@@ -246,7 +231,7 @@ class RunSummary:
 
 
 def summary_of(totals: Mapping[int, LayerTotals], method: str, prefills: int, tokens: int, dropped_calls: int) -> RunSummary:
-    """The summary of some layers; waits once for each device that their sums are on."""
+    """The summary of some layers; waits once per device."""
     sums = _read({layer: each.sums for layer, each in totals.items() if each.sums is not None})
     layers = []
     for layer, each in sorted(totals.items()):

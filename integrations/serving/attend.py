@@ -12,12 +12,10 @@ from flexmask.integrations.serving.layers import SparseLayer
 def attend(
     layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, count_density: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of a chunk whose last row stands at the last key; sparse at any length, which the plan of a step decides.
+    """Causal attention of a chunk whose last row stands at the last key; the plan of a step decides about lengths.
 
     Parameters
     ----------
-    layer
-        Its selector and its numbers.
     query
         (rows, num_heads, head_dim), a slice of the packed batch.
     key, value
@@ -25,14 +23,14 @@ def attend(
     sinks
         (num_heads,), as in `flexmask.sparse_attention`.
     count_density
-        Also return the mean density of the heads, a 0-d tensor.
+        Also return the mean density of the heads.
 
     Returns
     -------
     Tensor
         (rows, num_heads, v_head_dim).
-    Tensor
-        The density, or None.
+    Tensor or None
+        The density, 0-d.
     """
     # rows without gaps, as the warm-up has them: the memory layout is a part of what is compiled
     inputs = attention_inputs(

@@ -1,4 +1,4 @@
-"""Counts for one engine process: prefill tokens sparse and dense, and the mean density of the sparse ones."""
+"""Counts sparse and dense prefill tokens and the density of an engine process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Counters:
-    """Counts of one engine in this process. Densities are summed up on the device and read only for the report."""
+    """Counts of one engine in this process. Densities add up on the device, which only the report reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,13 +27,13 @@ class Counters:
         self._logged = time.monotonic()
 
     def reset(self) -> None:
-        """Count from zero again; the exported metric goes on."""
+        """Count from zero; the exported metric goes on."""
         with self._lock:
             self.steps = self.sparse_tokens = self.dense_tokens = self._density_rows = 0
             self._density = None
 
     def add_step(self, sparse: int, dense: int) -> None:
-        """Count the prefill tokens of one step; to be called once a step, whatever the number of layers."""
+        """Count the prefill tokens of one step; call it once per step, not per layer."""
         with self._lock:
             self.steps += bool(sparse)
             self.sparse_tokens += sparse
@@ -54,29 +54,28 @@ class Counters:
 
     @property
     def density(self) -> float | None:
-        """Mean density of the sparse calls of all layers, weighted by rows; None if none was counted. Waits for the device."""
+        """Mean density of all sparse calls, weighted by rows; None without any. Waits for the device."""
         return None if self._density is None else self._density.item() / self._density_rows
 
     def report(self) -> str:
-        """One line for the log."""
         density = self.density
         told = "none" if density is None else f"{density:.3f}"
         tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.steps} steps, {self.dense_tokens} dense"
         return f"flexmask served {tokens}; mean density {told}"
 
     def log_to(self, log: Callable[[str, str], None], seconds: float) -> None:
-        """Log the report from now on, at most this often and in steps that prefill; the report waits for the device."""
+        """Log the report at most this often, in steps that prefill, which then wait for the device."""
         self._log, self._log_every = log, seconds
 
     def log(self) -> None:
-        """Log the report now, if it is logged at all."""
+        """Log the report now if `log_to` was called."""
         if self._log is not None:
             self._log("%s", self.report())
 
     def export(self) -> None:
         """Also count into prometheus_client's registry, as ``flexmask:prefill_tokens_total``.
 
-        A server's ``/metrics`` shows it where the engine runs in the server's process, or PROMETHEUS_MULTIPROC_DIR is set.
+        A server's ``/metrics`` shows it if the engine runs in the server's process or PROMETHEUS_MULTIPROC_DIR is set.
         """
         self._metric = _metric()
         for attention in ("sparse", "dense"):

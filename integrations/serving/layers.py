@@ -1,4 +1,4 @@
-"""A layer whose long prefills run sparse: its shape on one rank, and its options there."""
+"""A layer whose long prefills run sparse: its shape and its options on one rank."""
 
 from __future__ import annotations
 
@@ -33,14 +33,11 @@ class LayerShape:
 
     @property
     def groups(self) -> int:
-        """Query heads of a key head."""
         return self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseLayer(LayerShape):
-    """A layer whose long prefills run sparse: its shape, its selector, and how its calls run."""
-
     selector: Selector
     run: RunOptions  # at any length that the plan of a step lets through
     dense_below: int  # tokens: what the plan does not let through
@@ -55,7 +52,7 @@ class SparseLayer(LayerShape):
         return (*shape, method.name, self.selector.block_size, fixed)
 
     def inputs_of(self, rows: int, tokens: int, device: torch.device) -> AttentionInputs:
-        """Inputs of this layer's shape, for what depends on shapes alone: they take no memory."""
+        """Inputs of this layer's shape that take no memory."""
         one = torch.empty(1, dtype=torch.bfloat16, device=device)
         query = one.expand(1, self.num_heads, rows, self.head_dim)
         key = one.expand(1, self.num_kv_heads, tokens, self.head_dim)
@@ -63,15 +60,11 @@ class SparseLayer(LayerShape):
 
 
 def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> SparseLayer | str:
-    """The role of the layer of this number: its options on one rank, or why the engine's own kernel serves all of it.
+    """The role of layer `number` on one rank: sparse with its options, or the reason for the engine's own kernel.
 
-    Engines give the ranks equal shares of the query heads, in order, and options by head are shared out in the same way.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an option by head is not of as many heads as the layer has on all ranks, or the method does not serve chunks of any
-        length with the layer's window and soft cap.
+    Engines give ranks equal shares of the query heads, in order; options per head follow. Raises TypeError or ValueError for
+    options per head of another number than on all ranks together, and for a method that cannot serve the layer's window or soft
+    cap.
     """
     if shape.head_dim not in HEAD_DIMS:
         return f"head_dim {shape.head_dim} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
@@ -94,7 +87,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
 
 
 def _of_rank(selector: Selector, number: int, num_heads: int, rank: int, ranks: int) -> Selector:
-    """The selector with the numbers of the `num_heads` heads of this rank."""
+    """The selector with the options of this rank's `num_heads` heads."""
     every, own = num_heads * ranks, slice(rank * num_heads, (rank + 1) * num_heads)
     method, options = selector.method, dict(selector.options)
     for name in method.shares:

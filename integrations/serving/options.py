@@ -1,4 +1,4 @@
-"""The options that a user of a serving engine writes, whichever engine it is."""
+"""The options that users of serving engines write."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ class ServingOptions:
     Attributes
     ----------
     settings
-        Of the model's prefill, as the adapter for transformers takes them.
+        Of the model's prefill.
     kernel
-        The engine's name of its backend that serves everything that is not sparse. vLLM's CPU build has one of its own, whatever
-        this says.
+        The engine's name of its backend for everything that is not sparse. vLLM's CPU build ignores it.
     count_density
-        True (default) to sum up the density of sparse calls on the device, for the log.
+        Sum the density of sparse calls on the device, for the log. Default True.
     log_every
-        Seconds, > 0, default 60: the counters are logged at most this often, in a step that prefills, which then waits for the
-        device. And at shutdown, if the engine gives its processes the time.
+        Seconds, > 0, default 60: least time between logs of the counters, in a step that prefills, which then waits for the
+        device. They are also logged at shutdown if the engine gives its processes the time.
     source
         Origin of the settings, for the log.
     """
@@ -41,31 +40,31 @@ class ServingOptions:
 
     @property
     def policy(self) -> DensePolicy:
-        """The policy by which chunks run dense."""
+        """Decides which chunks run dense."""
         return self.settings.run_options.policy
 
 
 def read_options(
     given: Any, name: str, source: str, kernels: tuple[str, ...], kernel: str, model_config: Any = None
 ) -> ServingOptions:
-    """Read and check the options, before the first request.
+    """Read and check the options before the first request.
 
     Parameters
     ----------
     given
-        None, or a dict: the settings, flat, as `PrefillSettings.to_dict` and `tune` write them, or ``"file"``, the path of a JSON
-        file of them; and fields of `ServingOptions`.
+        None, or a dict: the settings, flat as from `PrefillSettings.to_dict`, or ``"file"``, the path of a JSON file of them; and
+        fields of `ServingOptions`.
     name, source
-        Of `given` in messages, and in the log.
+        Of `given` in messages and in the log.
     kernels, kernel
-        The names that ``"kernel"`` may have, and its default.
+        Valid names of ``"kernel"``, and its default.
     model_config
-        The model's own, of transformers: its ``flexmask_config`` counts where neither settings nor a file are given.
+        Of transformers: its ``flexmask_config`` applies if neither settings nor a file are given.
 
     Raises
     ------
     TypeError, ValueError
-        For an unknown option, by name, a value of the wrong type or out of its range, and a file together with settings.
+        For unknown options, values of the wrong type or out of range, and a file together with settings.
     """
     given = {} if given is None else given
     if not isinstance(given, Mapping):

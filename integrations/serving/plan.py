@@ -1,7 +1,4 @@
-"""The plan of one step: which rows of the packed batch run sparse, and which stay with the engine's own kernel.
-
-A step packs the rows of its requests one after another. The host knows rows and lengths: planning waits for no device.
-"""
+"""Plans which rows of a step run sparse, from lengths on the host, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ from flexmask.dense_policy import DensePolicy
 
 
 class SparseRequest(NamedTuple):
-    """A request whose chunk runs sparse."""
-
     request: int  # its place in the batch, and in the block table
     start: int  # its rows of the packed batch
     stop: int
@@ -21,7 +16,7 @@ class SparseRequest(NamedTuple):
 
 
 class StockRun(NamedTuple):
-    """Neighbouring requests that the engine's own kernel serves in one call."""
+    """Neighbouring requests that one call of the engine's own kernel serves."""
 
     first: int  # request
     last: int  # the one after the last
@@ -30,7 +25,7 @@ class StockRun(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step, all rows in one of the two lists; requests without rows, which pad a batch, are in neither."""
+    """All rows of one step. Requests without rows, which pad a batch, are left out."""
 
     sparse: tuple[SparseRequest, ...]
     stock: tuple[StockRun, ...]
@@ -46,14 +41,13 @@ def plan_step(
     Parameters
     ----------
     starts
-        First rows of the requests, and the end of the last: one number more than requests.
+        First rows of the requests, and the end of the last.
     lengths
-        Tokens of each request so far, those of this step included; exact for every request that prefills.
+        Tokens of each request, including this step's; exact for requests that prefill.
     policy
-        Which chunks run dense, by their rows and by the tokens of their requests.
+        Selects the chunks that run dense, by rows and tokens.
     prefilling
-        False for requests whose prompts are done: rows of theirs are decoded, or verify guessed tokens. Default None: more than
-        one row means a prefill.
+        False for requests that decode or verify guessed tokens. Default None: more than one row means a prefill.
     """
     sparse: list[SparseRequest] = []
     stock: list[StockRun] = []

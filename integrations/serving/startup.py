@@ -1,4 +1,4 @@
-"""Before the first request: the line that tells the roles, the calls that compile, and the largest call."""
+"""Work before the first request: the log line of the roles, compilation, and the largest call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from flexmask.integrations.serving.warm_sizes import warm_sizes
 def roles_line(
     roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None
 ) -> str:
-    """The line at start-up: sparse layers and from how many tokens on, the others with reasons, the kernels, and the settings.
-
-    `least_rows` are those of a chunk that runs sparse, None for those of the options.
-    """
+    """The line at start-up: sparse layers with their least tokens and rows, dense layers with reasons, kernels, and settings."""
     sparse = [role for role in roles.values() if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
@@ -37,7 +34,7 @@ def roles_line(
 
 
 def _method(layers: Iterable[SparseLayer]) -> str:
-    """The method's name, its options by head, and those that are not the defaults: "hybrid, gamma 0.9, min_budget 1024"."""
+    """The method's name, its options by head, and those that differ from the defaults: "hybrid, gamma 0.9, min_budget 1024"."""
     selectors = [layer.selector for layer in layers]
     method = selectors[0].method
     told = [method.name]
@@ -55,7 +52,7 @@ def _method(layers: Iterable[SparseLayer]) -> str:
 def warm_up(
     layers: Iterable[SparseLayer], largest: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> float:
-    """Compile what the layers' calls need, once for each variant, by calls like those of requests; gives the seconds it took."""
+    """Compile once per variant of the layers, by calls like those of requests; returns seconds."""
     start = time.perf_counter()
     for layer in _variants(layers):
         for size in warm_sizes(layer, largest, device):
@@ -68,7 +65,7 @@ def warm_up(
 def reserve(
     layers: Iterable[SparseLayer], size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> None:
-    """Make the largest call with what gathering keys and values takes besides them, to measure its memory; on CUDA only."""
+    """Make the largest call together with the memory that gathering keys and values takes; on CUDA only."""
     for layer in _variants(layers):
         # gathering is over before attention; not told apart, to be on the safe side
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
@@ -80,7 +77,6 @@ def reserve(
 def call_of_size(
     layer: SparseLayer, size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> Tensor:
-    """Make one call with random numbers, a chunk of so many rows at the end of so many tokens; gives its output."""
     rows, tokens = size
     random = torch.Generator(device).manual_seed(0)
     query = torch.randn(rows, layer.num_heads, layer.head_dim, dtype=dtype, device=device, generator=random)

@@ -1,4 +1,4 @@
-"""The check of an engine at start-up: whether its release was run, and whether another one's interfaces fit."""
+"""Checks an engine's release and interfaces at start-up."""
 
 from __future__ import annotations
 
@@ -10,32 +10,16 @@ from typing import Any
 
 
 def release_of(version: str, length: int) -> tuple[int, ...]:
-    """The first `length` numbers of a version; those that it lacks are 0."""
+    """The first `length` numbers of a version, padded with 0."""
     numbers = [int(number) for number in re.findall(r"\d+", version)[:length]]
     return tuple(numbers + [0] * (length - len(numbers)))
 
 
 def check_release(engine: str, version: str, run: Collection[tuple[int, ...]], faults: list[str]) -> str | None:
-    """Refuse an engine whose interfaces are not those that the plug-in stands on, and one that is older than what was run.
+    """Refuse an engine with other interfaces, and one older than the releases in `run` (numbers of equal length).
 
-    Parameters
-    ----------
-    engine, version
-        Its name, and the installed version.
-    run
-        The releases that were run, numbers of one length.
-    faults
-        Those of its interfaces (`wrong_arguments`, `absent_names`).
-
-    Returns
-    -------
-    str
-        A warning for a newer release than those that were run; None for these.
-
-    Raises
-    ------
-    ImportError
-        With the release that is installed, those that were run, and what does not fit.
+    Returns a warning for a newer release, None for one in `run`. Raises ImportError with the releases and the `faults` found by
+    `wrong_arguments` and `absent_names`.
     """
     release, told = release_of(version, len(max(run))), ", ".join(".".join(map(str, each)) for each in sorted(run))
     told = f"flexmask was run with {engine} {told}; got {version}"
@@ -52,7 +36,7 @@ def check_release(engine: str, version: str, run: Collection[tuple[int, ...]], f
 
 
 def wrong_arguments(name: str, function: Any, wanted: tuple[str | None, ...]) -> list[str]:
-    """One fault unless a function takes these arguments first, None for one of any name."""
+    """One fault unless a function's first arguments have these names, None for any."""
     found = [] if function is None else [each for each in inspect.signature(function).parameters if each != "self"]
     if len(found) >= len(wanted) and all(each in (None, got) for each, got in zip(wanted, found, strict=False)):
         return []
@@ -60,11 +44,10 @@ def wrong_arguments(name: str, function: Any, wanted: tuple[str | None, ...]) ->
 
 
 def absent_names(owner: str, wanted: set[str], names: Collection[str]) -> list[str]:
-    """One fault unless all the wanted names are there."""
+    """One fault unless all wanted names are there."""
     absent = sorted(wanted - set(names))
     return [f"{owner} must have {', '.join(absent)}"] if absent else []
 
 
 def fields_of(cls: Any) -> set[str]:
-    """Names of a dataclass's fields."""
     return {each.name for each in dataclasses.fields(cls)}

@@ -18,7 +18,7 @@ _STEPS = 64
 
 
 def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
-    """The calls, of which none that is long is larger than the `largest` of the engine: whole prompts and chunks of each kind."""
+    """The calls, whole prompts and chunks of each kind; long ones do not exceed the engine's `largest`."""
     sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)] + _short_sizes(layer)
     if device.type == "cuda":
         longest = [min(blocks * layer.selector.block_size, largest[1]) for blocks in MANY_BLOCKS]
@@ -28,7 +28,7 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
 
 
 def _short_sizes(layer: SparseLayer) -> list[Size]:
-    """A chunk of one block, whose size torch takes as a constant, and chunks below `_SHORT`; prompts that a plan lets run."""
+    """Chunks of one block, whose size torch compiles as a constant, and below `_SHORT`; prompts too where planned."""
     block = layer.selector.block_size
     rows = [block] if block >= _SHORT else [block, _SHORT - 1]
     whole = [(each, each) for each in rows if each >= layer.dense_below]
@@ -36,10 +36,7 @@ def _short_sizes(layer: SparseLayer) -> list[Size]:
 
 
 def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
-    """Two calls for each number of heads that `max_mask_bytes` makes of long calls, of whole prompts and of chunks.
-
-    Two, since what is compiled in a first call is for its very size.
-    """
+    """Two calls, the first of which compiles for its exact size, per number of heads that `max_mask_bytes` gives long calls."""
     block, (most_rows, most_tokens) = layer.selector.block_size, largest
     found: dict[tuple[int, bool], list[Size]] = {}
     step = max(most_tokens // _STEPS, 2 * block)
@@ -55,7 +52,7 @@ def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> li
 
 
 def _shorter(rows: int, tokens: int, block: int) -> Size:
-    """A call of the same kind, its chunk's rows and tokens a different number of blocks less."""
+    """A call of the same kind whose rows and tokens shrink by different numbers of blocks."""
     return (rows - block, tokens - block) if rows == tokens else (max(rows - 2 * block, rows // 2), tokens - block)
 
 

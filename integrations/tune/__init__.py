@@ -1,4 +1,4 @@
-"""A gamma for every head, from the user's own text."""
+"""A gamma per head, from the user's text."""
 
 from flexmask.integrations.tune.result import TuneResult as TuneResult
 from flexmask.integrations.tune.search import tune as tune

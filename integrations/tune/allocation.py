@@ -1,4 +1,4 @@
-"""A gamma for every head: from each head's density and error by gamma to the gammas that a target density or error affords."""
+"""Chooses gammas per head for a target density or error."""
 
 from __future__ import annotations
 
@@ -9,39 +9,34 @@ _ROUNDING = 1e-9  # of sums of shares
 
 
 class Choice(NamedTuple):
-    """One gamma of one head."""
-
     gamma: float
     blocks: float  # kept blocks of the head, as a share of all blocks of all heads
     error: float
 
 
 class Step(NamedTuple):
-    """One head lowered to a gamma."""
-
     price: float  # error per block saved
     head: int
     choice: Choice
 
 
 class Allocation(NamedTuple):
-    """The whole way down, from the highest gammas to the lowest."""
+    """The whole way from the highest gammas to the lowest."""
 
     highest: tuple[Choice, ...]  # by head
     steps: tuple[Step, ...]  # cheapest first
     curve: tuple[tuple[float, float], ...]  # density and mean error, before the first step and after each
 
     def steps_to_density(self, density: float) -> int | None:
-        """The fewest steps after which at most `density` is kept, None where all of them keep more."""
+        """The fewest steps that keep at most `density`, or None."""
         return next((number for number, (kept, _) in enumerate(self.curve) if kept <= density + _ROUNDING), None)
 
     def steps_to_error(self, error: float) -> int | None:
-        """The most steps whose mean error stays at most `error`, None where the highest gammas exceed it."""
+        """The most steps with a mean error of at most `error`, or None."""
         within = [number for number, (_, mean) in enumerate(self.curve) if mean <= error]
         return within[-1] if within else None
 
     def after(self, steps: int) -> list[Choice]:
-        """Each head's gamma after a number of steps."""
         chosen = list(self.highest)
         for step in self.steps[:steps]:
             chosen[step.head] = step.choice
@@ -49,15 +44,10 @@ class Allocation(NamedTuple):
 
 
 def allocate(heads: Sequence[Sequence[Choice]]) -> Allocation:
-    """Lower the heads' gammas greedily, each time where a block saved costs least error.
+    """Lower the heads' gammas greedily, each time where dropping a block costs least error.
 
-    A step may pass over gammas that cost more than those below them, so that a head's prices never fall and the cheapest step of
-    all heads is next by its price alone.
-
-    Parameters
-    ----------
-    heads
-        Of every head, its choices in any order.
+    A step may skip gammas that cost more than lower ones: each head's prices never fall, and one sort by price orders all steps.
+    `heads` has the choices of each head in any order.
     """
     highest = tuple(_densest(choices) for choices in heads)
     steps = [step for head, choices in enumerate(heads) for step in _way_down(head, choices)]

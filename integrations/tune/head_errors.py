@@ -1,8 +1,7 @@
 """The error of every head at every gamma, from one pass over the scores of a layer.
 
-Attention under any choice of key blocks is a sum over those blocks, each with its sum of exponentials and of values. So the
-scores of a query block are computed once, the sums of each key block once, and a gamma adds one small matmul. All of it is
-float32, one query block and one key head at a time: ``groups * block_size * kv_len`` scores.
+Attention over chosen blocks is a sum over blocks, each with its sum of exponentials and of values. Both are computed once per key
+block; a gamma adds one small matmul. Memory: float32 ``groups * block_size * kv_len`` scores of one query block and key head.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _UNSEEN = -1e30
 
 
 class HeadErrors(NamedTuple):
-    """Density and error of the heads of one layer, by head and by gamma."""
+    """By head and gamma."""
 
     visible: int  # blocks that each head sees
     density: list[list[float]]  # kept blocks / visible blocks
@@ -41,26 +40,11 @@ def head_errors(
     max_mask_bytes: int,
     gradient: Tensor | None = None,
 ) -> tuple[Tensor, HeadErrors]:
-    """Dense attention of a whole prompt, and each head's density and error at each gamma.
+    """Dense attention of a whole prompt in query's dtype, and each head's density and error at each gamma.
 
-    Parameters
-    ----------
-    inputs
-        One prompt without padding, as many rows as keys.
-    selector
-        The method with its options; its gamma does not matter.
-    gammas
-        At 1 every block is kept.
-    max_mask_bytes
-        As in `flexmask.sparse_attention`.
-    gradient
-        (1, num_heads, q_len, v_head_dim), that of a loss with respect to the output. Then an error is the sum over tokens of
-        ``(gradient . (sparse - dense))^2``, a token's change of the loss to first order. Default None: by the output alone.
-
-    Returns
-    -------
-    tuple
-        (1, num_heads, q_len, v_head_dim) in query's dtype, and the errors.
+    `inputs` are one prompt without padding, as many rows as keys. With a `gradient` (1, num_heads, q_len, v_head_dim) of a loss
+    with respect to the output, an error is the sum over tokens of ``(gradient . (sparse - dense))^2``, the squared first-order
+    change of the loss; without one the relative squared error of the output.
     """
     query, value = inputs.query, inputs.value
     assert value is not None
@@ -104,7 +88,7 @@ def _kept(selector: Selector, inputs: AttentionInputs, heads: slice, visible: Te
 def errors_of_key_head(
     inputs: AttentionInputs, keep: Tensor, block_size: int, out: Tensor, gradient: Tensor | None = None
 ) -> Tensor:
-    """Errors of the query heads of one key head, (num_heads, gammas); their dense output goes to `out`.
+    """Errors of the query heads of one key head, (num_heads, gammas); writes their dense output to `out`.
 
     `keep` is (num_heads, gammas, num_q_blocks, num_kv_blocks) bool, `gradient` (num_heads, q_len, v_head_dim).
     """
@@ -137,7 +121,7 @@ def errors_of_key_head(
 
 
 def _hidden(start: int, rows: int, first_key: int, window: int | None, key: Tensor) -> Tensor:
-    """The keys that each row does not see, (rows, keys) bool, of the keys from `first_key` to the end of the rows' own block."""
+    """The keys that rows do not see, (rows, keys) bool, from `first_key` to the end of the rows' block."""
     row = torch.arange(start, start + rows, device=key.device)[:, None]
     column = torch.arange(first_key, start + key.shape[1], device=key.device)
     hidden = column > row
@@ -147,8 +131,8 @@ def _hidden(start: int, rows: int, first_key: int, window: int | None, key: Tens
 def _outputs(inputs: AttentionInputs, rows: Tensor, key: Tensor, value: Tensor, hidden: Tensor, chosen: Tensor) -> Tensor:
     """Attention of one query block under each choice of key blocks, (num_heads, choices, rows, v_head_dim) float32.
 
-    `key` and `value` are (blocks, block_size, head_dim), `rows` (num_heads, rows, head_dim), `chosen` is
-    (num_heads, choices, blocks) bool. A row sees a key of some chosen block: its own is always kept.
+    `key` and `value` are (blocks, block_size, head_dim), `rows` (num_heads, rows, head_dim), `chosen` (num_heads, choices,
+    blocks) bool. Every choice includes the diagonal block, and every row sees a key.
     """
     num_heads, num_rows = rows.shape[:2]
     scores = capped(rows.flatten(0, 1) @ key.flatten(0, 1).mT * inputs.scale, inputs.softcap)

@@ -1,4 +1,4 @@
-"""The gradient of a prompt's loss, taken through activations alone."""
+"""The gradient of a prompt's loss through activations, without those of weights."""
 
 from __future__ import annotations
 
@@ -16,20 +16,12 @@ MOST_SCORED = 4096
 
 
 def backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Callable[[], None]) -> None:
-    """Run the model and backpropagate its next-token loss, so that tensors which asked by `retain_grad` have gradients.
+    """Backpropagate the next-token loss of a prompt, (length,) integer, to tensors with `retain_grad`.
 
-    The loss is summed over `MOST_SCORED` tokens or all there are, evenly spaced to the last one, and divided by the root of
-    their number T: for a change of activations by d, ``(gradient . d)^2`` is the squared change of the summed loss, over T.
-    Weights get no gradient. Memory is that of training without them, less where the model's activations are checkpointed.
-
-    Parameters
-    ----------
-    model
-        A causal language model.
-    prompt
-        (length,) integer, at least two tokens.
-    between
-        Called after the forward pass and before the backward pass, in which checkpoints run parts of the model again.
+    The loss is summed over at most `MOST_SCORED` evenly spaced tokens and divided by the root of their number T: for a change d
+    of activations, ``(gradient . d)^2`` is the squared change of the summed loss over T. Weights get no gradient. Takes the
+    memory of training without them, less where activations are checkpointed. `between` runs between the two passes; in the
+    second, checkpoints run parts of the model again.
     """
     # also for callers in inference mode, whose tensors have no gradients
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Errors of the heads by layer and prompt, gathered while a model runs, and the file that keeps them."""
+"""Errors of the heads by layer and prompt, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ class MeasuredErrors:
 
     Attributes
     ----------
-    gammas
-        Those that the errors are by.
-    by_prompt
-        For every prompt, the layers that are measured.
-    complete
-        For every prompt, whether all its layers are.
+    by_prompt, complete
+        Per prompt, the measured layers, and whether these are all.
     path
-        Where `save` writes, None for nowhere.
+        Where `save` writes; None for nowhere.
     made_of
         The conditions of the errors, as text by name.
     dense
@@ -47,12 +43,9 @@ class MeasuredErrors:
 
     @classmethod
     def begin(cls, gammas: tuple[float, ...], prompts: int, path: Path | None, made_of: dict[str, str]) -> MeasuredErrors:
-        """Read the errors that `path` holds, or begin with none where there is no such file.
+        """Read the errors in `path`, or begin with none where there is no such file.
 
-        Raises
-        ------
-        ValueError
-            For a file that is none of these, or of other prompts, another model or other options.
+        Raises ValueError for another kind of file, and for other prompts, another model or other options.
         """
         if path is None or not path.exists():
             return cls(gammas, [{} for _ in range(prompts)], [False] * prompts, path, made_of)
@@ -71,7 +64,6 @@ class MeasuredErrors:
         return found
 
     def save(self) -> None:
-        """Write everything to `path`; an interruption leaves the former file."""
         if self.path is None:
             return
         errors = [{str(layer): list(each) for layer, each in layers.items()} for layers in self.by_prompt]
@@ -81,7 +73,7 @@ class MeasuredErrors:
         os.replace(part, self.path)
 
     def choices(self) -> dict[tuple[int, int], list[Choice]]:
-        """By layer and head: the share of all blocks and the error at each gamma, means over prompts of equal weight."""
+        """By layer and head: share of all blocks and error at each gamma, means over prompts of equal weight."""
         layers = sorted(self.by_prompt[0])
         # of each prompt, all blocks that its heads see
         all_blocks = [sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt]
@@ -112,7 +104,7 @@ class MeasuredErrors:
 
 
 def digest(parts: Sequence[Tensor] | Mapping[str, Any]) -> str:
-    """A short hash of integer tensors, or of options that JSON has."""
+    """A short hash of integer tensors, or of a mapping in JSON types."""
     made = hashlib.sha256()
     if isinstance(parts, Mapping):
         made.update(json.dumps(parts, sort_keys=True).encode())

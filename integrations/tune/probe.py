@@ -1,4 +1,4 @@
-"""The probe with which `tune` measures heads while a model runs dense."""
+"""Measures heads while a model runs dense, for `tune`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flexmask.integrations.tune.measured import MeasuredErrors
 
 
 class HeadProbe:
-    """Serves the calls of dense prefills, and notes what their heads would lose.
+    """Serves the calls of dense prefills and measures their heads.
 
-    With `gradient` the calls only keep their outputs; `weigh` notes the errors once a backward pass gave the outputs gradients.
+    With `gradient` the calls keep their outputs, and `weigh` measures after the backward pass.
     """
 
     def __init__(self, measured: MeasuredErrors, bar: Any, gradient: bool) -> None:
@@ -27,14 +27,13 @@ class HeadProbe:
         self.waiting: dict[int, tuple[PrefillCall, Tensor]] = {}
 
     def begin(self, prompt: int) -> None:
-        """Get ready for the next prompt."""
         self.prompt = prompt
         self.called.clear()
         self.waiting.clear()
         self.in_backward = False
 
     def begin_backward(self) -> None:
-        """Expect layers to be called again, by checkpoints."""
+        """Expect repeated calls of layers, by checkpoints."""
         self.in_backward = True
 
     def __call__(self, call: PrefillCall) -> Tensor:
@@ -64,7 +63,7 @@ class HeadProbe:
         return out
 
     def weigh(self) -> None:
-        """Note what the heads of the layers lose whose outputs have a gradient by now."""
+        """Measure the layers whose outputs have gradients."""
         for layer in sorted(self.waiting):
             call, out = self.waiting.pop(layer)
             if out.grad is None:
@@ -72,7 +71,6 @@ class HeadProbe:
             self.note(call, out.grad)
 
     def note(self, call: PrefillCall, gradient: Tensor | None = None) -> Tensor:
-        """Write one layer's errors down; returns its dense attention."""
         out, errors = head_errors(call.inputs, call.selector, self.measured.gammas, call.settings.max_mask_bytes, gradient)
         if not all(math.isfinite(error) for head in errors.error for error in head):
             raise ValueError(f"model must give finite attention; got NaN or infinity in layer {call.layer}")

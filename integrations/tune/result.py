@@ -1,4 +1,4 @@
-"""The outcome of `tune`: gammas by head, and what they are predicted to keep and to lose."""
+"""The outcome of `tune`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from flexmask.integrations.tune.measured import MeasuredErrors
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The gammas that `tune` found, and what they are predicted to keep and to lose.
+    """The gammas that `tune` found, with predicted density and error.
 
     Attributes
     ----------
     settings
-        A gamma for every head of every layer that was measured: ``sparse_prefill(model, settings=result.settings)``, or
-        ``configure(model, settings=result.settings)`` and then ``save_pretrained``.
+        A gamma per head for every measured layer, for ``sparse_prefill(model, settings=result.settings)``, or ``configure(model,
+        settings=result.settings)`` and ``save_pretrained``.
     density
-        Predicted share of the visible blocks that those layers keep.
+        Predicted share of the visible blocks that these layers keep.
     error
-        Predicted error of a head, mean over heads: relative squared error of its output, or with `gradient` the squared change of
-        the loss over scored tokens, in squared nats.
+        Predicted error, mean over heads: relative squared error of the output, or with `gradient` the squared change of the loss
+        over scored tokens, in squared nats.
     curve
         (density, error) before the first head is lowered and after each step.
     uniform
         (gamma, density, error) of one gamma for all heads.
     dense
-        By layer index: why a layer stays dense. It counts neither in `density` nor in `error`.
+        By layer index: why a layer stays dense. Such layers do not count in `density` and `error`.
     """
 
     settings: PrefillSettings
@@ -44,10 +44,7 @@ class TuneResult:
     _allocation: Allocation = field(repr=False)
 
     def rows(self, every_gamma: bool = False) -> list[dict[str, Any]]:
-        """One row per layer and head: its gamma, its density and its error, as `error` has it.
-
-        With `every_gamma` one for each gamma that was measured.
-        """
+        """One row per layer and head with gamma, density and error; with `every_gamma` one per measured gamma."""
         heads = self._measured.choices()
         return [
             {
@@ -62,7 +59,7 @@ class TuneResult:
         ]
 
     def at(self, *, density: float | None = None, error: float | None = None) -> TuneResult:
-        """The result for another target, from the same measurements; the arguments are those of `tune`."""
+        """The result for another target from the same measurements; arguments as in `tune`."""
         check_target(density, error)
         return result_of(self.settings, self._measured, self.dense, density, error)
 
@@ -70,7 +67,7 @@ class TuneResult:
 def result_of(
     base: PrefillSettings, measured: MeasuredErrors, dense: dict[int, str], density: float | None, error: float | None
 ) -> TuneResult:
-    """The gammas of all heads for one target; `base` holds every option but those."""
+    """The gammas of all heads for one target; `base` holds the other options."""
     heads = measured.choices()
     way = allocate(list(heads.values()))
     if density is not None:
@@ -97,7 +94,6 @@ def result_of(
 
 
 def check_target(density: float | None, error: float | None) -> None:
-    """Raise unless one of both is given and in its range."""
     if (density is None) == (error is None):
         raise ValueError(f"density or error must be given, and not both; got density {density} and error {error}")
     if density is not None:

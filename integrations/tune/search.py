@@ -1,4 +1,4 @@
-"""A gamma for every head, from the user's own text."""
+"""A gamma per head, from the user's text."""
 
 from __future__ import annotations
 
@@ -43,63 +43,56 @@ def tune(
     progress: bool | Callable[[int, int], None] = True,
     **options: Any,
 ) -> TuneResult:
-    """Find a gamma for every head of a model, on prompts of the kind that it will read.
+    """Find a gamma for every head of a model, from prompts like those that it will read.
 
-    One dense prefill per prompt. In each layer every head's output is computed at every gamma and compared with the dense one:
-    relative squared error, ``||o_gamma - o||^2 / ||o||^2``, or by what it does to the loss (`gradient`). Then the heads' gammas
-    are lowered greedily, each time where a block saved costs least error, until the target. Errors are those under dense inputs,
-    as if no other layer were sparse.
+    One dense prefill per prompt. In each layer every head's output is computed at every gamma and compared with the dense one by
+    relative squared error, ``||o_gamma - o||^2 / ||o||^2``, or by its effect on the loss (`gradient`). Then gammas are lowered
+    greedily where dropping a block costs least error, down to the target. Errors assume that all other layers are dense.
 
     Parameters
     ----------
     model
-        As in `sparse_prefill`, on one process.
+        As in `sparse_prefill`, in one process.
     input_ids
-        (length,) or (batch, length) integer, or a sequence of such tensors. Every row is a prompt of its own, longer than a
-        block; densities and errors are means over prompts of equal weight. Use prompts as long as those to come: density falls
-        with the length.
+        (length,) or (batch, length) integer, or a sequence of such tensors. Every row is a prompt, longer than a block; densities
+        and errors are means over prompts of equal weight. Use prompts as long as those to come: density falls with the length.
     method
-        A name in `flexmask.METHODS` whose option gamma may differ by head: ``"hybrid"`` (default), ``"flexprefill"``,
-        ``"published"`` and others.
+        A name in `flexmask.METHODS` whose option gamma may differ by head. Default ``"hybrid"``.
     density
-        Target in (0, 1]: kept blocks / visible blocks of all measured heads is at most this, by at most one step of one head.
+        Target in (0, 1]: kept / visible blocks of all measured heads is at most this, by at most one step of one head.
     error
-        Target >= 0 instead of `density`: the error, mean over heads, is at most this.
+        Target >= 0 instead of `density`: mean error over heads is at most this.
     gammas
-        In (0, 1], those to choose from. Default: 0.6 to 1 for hybrid, 0.3 to 1 for others. A head at 1 keeps all
-        blocks and costs nothing to measure.
+        Choices, in (0, 1]. Default: 0.6 to 1 for hybrid, 0.3 to 1 for others. 1 keeps all blocks and costs nothing to measure.
     gradient
         Weigh errors by the prompt's next-token loss L: ``sum over tokens t of (dL/do_t . (o_gamma,t - o_t))^2`` / scored tokens,
-        in squared nats, from one backward pass. At most 4,096 evenly spaced tokens are scored. Takes the memory of training
-        without gradients of weights (less where the model's activations are checkpointed), and q, k, v of all layers at
-        once. Default False, for that memory's sake; on the language model of ``bench/FIDELITY.md`` True chooses
-        better.
+        in squared nats, from one backward pass over at most 4,096 evenly spaced tokens. Takes the memory of training without
+        gradients of weights (less with checkpointed activations), plus q, k, v of all layers. Default False, to save that memory;
+        True chooses better on the language model of ``bench/FIDELITY.md``.
     attention_mask
-        (batch, length), nonzero = token, for an `input_ids` that is one tensor: what is not a token is cut out.
+        (batch, length), nonzero = token, for `input_ids` of one tensor; other tokens are cut out.
     resume
-        File to write after each layer, and to go on from if it is there; a finished one saves the measurement. JSON.
-        Default: none.
+        JSON file to write after each layer and to continue from; a complete one saves the measurement. Default: none.
     progress
-        Show transformers' progress bar, on a terminal. Default True. Or a function to call with the number of layers measured,
-        over all prompts, and of those to measure.
+        Show transformers' progress bar on a terminal. Default True. Or a function called with the measured and all layers, over
+        all prompts.
     options
-        The method's other options, as in its mask function; and `block_size`, `dense_layers`, `dense_below`, `backend` and
-        `max_mask_bytes` of PrefillSettings. `dense_below` decides about windows; shorter prompts are measured too.
+        The method's other options; and `block_size`, `dense_layers`, `dense_below`, `backend` and `max_mask_bytes` of
+        PrefillSettings. `dense_below` only decides about windows: shorter prompts are measured too.
 
     Returns
     -------
     TuneResult
-        Its `settings` are those of `configure` and `sparse_prefill`. Layers that stay dense (in `dense_layers`, with a
-        window shorter than `dense_below`, with heads of a size without a mask) are left out.
+        Its `settings` are for `configure` and `sparse_prefill`. They leave out layers that stay dense (in `dense_layers`, with a
+        window shorter than `dense_below`, with unsupported head sizes).
 
     Raises
     ------
     TypeError, ValueError
-        For arguments of a wrong type or out of range, a `density` below that of the lowest gammas, an `error` below that of the
-        highest, a `resume` of other prompts or another model, a model with no layer to measure or with attention that is not
-        finite.
+        For arguments of a wrong type or out of range, a target beyond what the gammas reach, a `resume` of other prompts or
+        another model, a model without a layer to measure or with attention that is not finite.
     ImportError, NotImplementedError
-        As `sparse_prefill`; also for a model that is spread over processes, or that calls attention twice in a layer.
+        As `sparse_prefill`; also for a model spread over processes, or that calls attention twice in a layer.
 
     Examples
     --------
@@ -180,8 +173,6 @@ def _measure(
 
 
 class _Count:
-    """A progress bar that tells a function how far it is."""
-
     def __init__(self, told: Callable[[int, int], None], total: int, initial: int) -> None:
         self.told, self.total, self.done = told, total, initial
         told(initial, total)
@@ -202,7 +193,6 @@ def _checked_gammas(gammas: Any) -> tuple[float, ...]:
 
 
 def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tensor]:
-    """Every row as a prompt of its own, its padding cut out."""
     given = [input_ids] if isinstance(input_ids, Tensor) else list(input_ids) if isinstance(input_ids, (list, tuple)) else []
     if not given or not all(isinstance(each, Tensor) for each in given):
         raise TypeError(f"input_ids must be a tensor or a sequence of tensors; got {type(input_ids).__name__}")
@@ -229,13 +219,12 @@ def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tenso
 
 
 def _config(model: PreTrainedModel) -> dict[str, str]:
-    """The model's config without what says nothing of its output."""
     left_out = ("_name_or_path", "transformers_version", CONFIG_KEY)
     return {name: str(value) for name, value in model.config.to_dict().items() if name not in left_out}
 
 
 def _mark(model: PreTrainedModel) -> str:
-    """A hash of one number of each parameter, to tell models of one shape apart."""
+    """A hash of one number per parameter, to distinguish models of one shape."""
     numbers = {
         name: float(x.detach().flatten()[0]) for name, x in model.named_parameters() if x.numel() and x.device.type != "meta"
     }

@@ -1,7 +1,6 @@
-"""vLLM's backends with sparse prefill: CUSTOM, which wraps FLASH_ATTN or TRITON_ATTN, and those of CPUs.
+"""vLLM's backends with sparse prefill: CUSTOM, which wraps FLASH_ATTN, TRITON_ATTN or their MLA variants, and those of CPUs.
 
-Models with multi-head latent attention get FLASH_ATTN_MLA or TRITON_MLA. vLLM looks a class up by name; each is made at its first
-look-up, and nothing of vLLM is imported before.
+vLLM looks classes up by name. Each is made at its first look-up; nothing of vLLM is imported before.
 """
 
 from __future__ import annotations

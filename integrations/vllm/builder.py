@@ -1,4 +1,4 @@
-"""The metadata builder: the stock one, which also plans each step."""
+"""The metadata builder, which also plans each step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from flexmask.integrations.vllm.pages import Places
 
 
 class SparseStep(NamedTuple):
-    """A planned step, as the builder hands it to the layers."""
-
     plan: StepPlan
     stock: tuple[Any, ...]  # metadata of each stock run
     places: tuple[Places, ...]  # of each sparse request's tokens
 
 
 class SparsePrefillBuilder:
-    """Mixin before a stock builder. Its metadata is the stock one, with the planned step as its attribute ``flexmask_step``.
+    """Mixin before a stock builder; its metadata carries the planned step as ``flexmask_step``.
 
-    Metadata without that attribute runs stock: what CUDA graphs are captured with, what a draft model gets, and what wrappers of
-    this builder make, which show attention other requests than the batch has (chunked local attention, fast prefill).
+    Metadata without it runs stock: for CUDA graph capture, for draft models, and from wrappers of this builder, which show
+    attention other requests than the batch has (chunked local attention, fast prefill).
     """
 
     # metadata with another block table would keep the old one in its parts
@@ -42,19 +40,18 @@ class SparsePrefillBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Graphs of uniform decoding batches at most: attention of mixed batches then runs between graphs, planned."""
+        """At most graphs of uniform decoding batches: mixed batches need a plan."""
         stock: Any = super()
         supported = stock.get_cudagraph_support(vllm_config, kv_cache_spec)
         most = AttentionCGSupport.UNIFORM_BATCH
         return supported if supported.value < most.value else most
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """Metadata without a plan."""
         stock: Any = super()
         return self._unplanned(stock.build_for_cudagraph_capture, common_attn_metadata)
 
     def build_for_drafting(self, *arguments: Any, **options: Any) -> Any:
-        """Metadata without a plan: a draft model guesses tokens that the model then verifies."""
+        """Metadata without a plan: the model verifies the draft's tokens."""
         stock: Any = super()
         return self._unplanned(stock.build_for_drafting, *arguments, **options)
 
@@ -67,7 +64,6 @@ class SparsePrefillBuilder:
             self._plans = plans
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Stock metadata of all rows, and the planned step with it."""
         stock: Any = super()
         metadata = stock.build(common_prefix_len, common_attn_metadata, fast_build)
         plan = self._plan(common_attn_metadata, metadata) if self._plans else None
@@ -83,15 +79,13 @@ class SparsePrefillBuilder:
         return metadata
 
     def _part(self, build: Any, common: Any) -> Any:
-        """Stock metadata of one stock run."""
         # fast: an ahead-of-time schedule (FA3) lies in one buffer a builder, and the metadata of all rows has it
         return build(0, common, True)
 
     def _plan(self, common: Any, metadata: Any) -> StepPlan | None:
-        """The plan of a step, None where nothing is known of it or attention is not causal.
+        """The plan of a step; None without lengths on the host or with attention that is not causal.
 
-        In a step with images that see later tokens all rows run stock. Models that take images hand over an empty list for each
-        request without one.
+        Steps with images that see later tokens run stock. Multimodal models pass an empty list for each request without images.
         """
         lengths = common.seq_lens_cpu_upper_bound
         if lengths is None or common.causal is not True:
@@ -105,10 +99,7 @@ class SparsePrefillBuilder:
 
 
 class SparseLatentBuilder(SparsePrefillBuilder):
-    """The same before a builder of multi-head latent attention, whose metadata part decoding rows, the first, from prefills.
-
-    The stock backend decodes all its rows at once: parts are of prefills only.
-    """
+    """The same for multi-head latent attention, whose decoding rows come first and are decoded together."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Keys and values of one request from the cache of vLLM's CPU backend, whose order depends on the instruction set."""
+"""Reads keys and values from the cache of vLLM's CPU backend, whose order depends on the instruction set."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ Write = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class ReadsCPUCache:
-    """Mixin before `SparsePrefillImpl`: finds the order of the cache by the stock implementation's own writing."""
+    """Mixin before `SparsePrefillImpl`: finds the order of the cache by writing through the stock implementation."""
 
     flexmask_orders: tuple[Tensor, Tensor] | None = None
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Keys and values of one request, as the cache has them."""
         stock: Any = self
         page_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
         cache = kv_cache if kv_cache.is_floating_point() else kv_cache.view(FP8_CACHES[stock.kv_cache_dtype])
@@ -34,7 +33,7 @@ class ReadsCPUCache:
 
 
 class _Unscaled:
-    """A layer, as what writes its cache sees it, whose scales are 1."""
+    """A layer whose cache scales are 1."""
 
     _k_scale_float = _v_scale_float = 1.0
 
@@ -59,15 +58,9 @@ def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Write) -> tuple[Tensor, Tensor]:
-    """Find the place of each element of a page's keys, and of its values: (page_size * head_dim,) int64 each.
+    """The places of a page's keys and values, for each element ``token * head_dim + dimension``: (page_size * head_dim,) int64.
 
-    Element ``token * head_dim + dimension`` stands at that place. It is found by writing numbered elements, a digit at a time,
-    and looking for them.
-
-    Raises
-    ------
-    RuntimeError
-        If the backend does not keep every element: the cache cannot be read then.
+    Writes element numbers digit by digit and reads the cache back. Raises RuntimeError if the cache loses elements.
     """
     size = page_size * head_dim
     number = torch.arange(size)

@@ -1,4 +1,4 @@
-"""One engine process: the options, the role of every attention layer, and what happens once before the first request."""
+"""One engine process: its options, the role of every attention layer, and work before the first request."""
 
 from __future__ import annotations
 
@@ -26,15 +26,7 @@ DRAFT = "a draft model's"
 class Engine:
     """Options and roles that the layers of one engine share in this process.
 
-    Parameters
-    ----------
-    vllm_config
-        vLLM's own.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For wrong options, and for what cannot be served at all, by name.
+    Raises TypeError or ValueError for wrong options and for unsupported settings of vLLM.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -60,10 +52,7 @@ class Engine:
         self._prepared = False
 
     def role_of(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
-        """The role of the layer called `name`, whose implementation got these arguments: its options, or a reason for stock.
-
-        `model` is the path of the model that the layer was made for.
-        """
+        """The role of layer `name` of the model at path `model`, whose implementation got the arguments `given`."""
         with _LOCK:
             role = self.roles.get(name)
             if role is None:
@@ -108,18 +97,18 @@ class Engine:
                 Finalize(None, self.counters.log, exitpriority=100)
 
     def _largest_call(self) -> tuple[int, int]:
-        """Rows and tokens of the largest call: the last chunk of the longest prompt."""
+        """Rows and tokens of the last chunk of the longest prompt."""
         most = self._vllm_config.model_config.max_model_len
         return min(self._vllm_config.scheduler_config.max_num_batched_tokens, most), most
 
     def _least_rows(self) -> int:
-        """Rows that a chunk needs to run sparse: more than a backend of latent attention decodes."""
+        """Least rows of a sparse chunk: more than a backend of latent attention decodes."""
         served = [layer for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")]
         latent = {layer.attn_backend.get_builder_cls() for layer in served if layer.attn_backend.is_mla()}
         return max([self.options.policy.least_rows, *(_decoded_rows(each, self._vllm_config) + 1 for each in latent)])
 
     def _settle_all(self) -> str:
-        """Settle the role of every layer of this process; gives the name of the stock kernel."""
+        """Returns the name of the stock kernel."""
         kernel = ""
         for name, layer in self.layers.items():
             settle = getattr(getattr(layer, "impl", None), "flexmask_role", None)
@@ -130,9 +119,9 @@ class Engine:
 
 
 def _decoded_rows(builder: Any, vllm_config: Any) -> int:
-    """Rows of a chunk that a backend of latent attention decodes at most.
+    """Most rows of a chunk that a backend of latent attention decodes.
 
-    vLLM raises a builder's number for rows that verify guesses, but no builder is made when the roles are logged.
+    vLLM raises a builder's number for rows that verify guesses, but no builder exists yet when the roles are logged.
     """
     made = builder.__new__(builder)
     made.vllm_config = vllm_config
@@ -147,7 +136,7 @@ def _tensor_parallel_rank() -> tuple[int, int]:
 
 
 def is_first_stage() -> bool:
-    """True in the first stage of pipeline parallelism: the metrics of all processes are added up, and each sees every token."""
+    """True in the first stage of pipeline parallelism: every stage sees every token, and metrics add up over processes."""
     from vllm.distributed import get_pp_group
 
     return bool(get_pp_group().is_first_rank)
@@ -157,9 +146,9 @@ _LATEST: list[Engine] = []
 
 
 def engine_of(vllm_config: Any) -> Engine:
-    """The engine that a configuration belongs to, made at the first call.
+    """The engine of a configuration, made at the first call.
 
-    A draft model gets a copy of the configuration; what tells engines apart is the registry of layers, which copies share.
+    A draft model gets a copy of the configuration, which shares the registry of layers: the registry identifies an engine.
     """
     layers = vllm_config.compilation_config.static_forward_context
     with _LOCK:

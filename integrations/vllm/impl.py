@@ -1,4 +1,4 @@
-"""The attention implementation: the engine's own, with the long prefills of sparse layers taken out."""
+"""The attention implementation: the stock one without the long prefills of sparse layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexmask.integrations.vllm.pages import FP8_CACHES, Places, gathered, scale
 
 
 class FindsItsRole:
-    """Mixin before a stock implementation: it finds out whether its layer prefills sparse."""
+    """Mixin before a stock implementation that settles the role of its layer."""
 
     flexmask_kernel = ""
 
@@ -40,21 +40,19 @@ class FindsItsRole:
         self._defaults = {name: each.default for name, each in signature.parameters.items()}
 
     def flexmask_role(self, name: str) -> SparseLayer | str:
-        """The role of the layer that this implementation serves, by the layer's name."""
         if self._role is None:
             self._layer_name = name
             self._role = self._engine.role_of(name, self._model, self._given, self._defaults)
         return self._role
 
     def flexmask_step(self, attn_metadata: Any) -> SparseStep | None:
-        """The planned step of a layer that prefills sparse, None where all rows are stock; counts its tokens once."""
+        """The planned step of a sparse layer, None if all rows are stock; counts its tokens once."""
         step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
         if step is not None and self._engine.counting == self._layer_name:
             self._engine.counters.add_step(step.plan.sparse_tokens, step.plan.dense_tokens)
         return step if step is not None and step.plan.sparse and isinstance(self._role, SparseLayer) else None
 
     def flexmask_attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """`attend` of one request, its density counted."""
         assert isinstance(self._role, SparseLayer)
         out, density = attend(self._role, query, key, value, sinks, self._engine.options.count_density)
         if density is not None:
@@ -62,12 +60,12 @@ class FindsItsRole:
         return out
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Report that output is not quantized here: sparse rows are written as they come."""
+        """False: sparse rows are written unquantized."""
         return False
 
 
 class SparsePrefillImpl(FindsItsRole):
-    """Mixin before a stock implementation; by the step's plan, rows go to flexmask or to ``super().forward``."""
+    """Mixin before a stock implementation that splits a step's rows between flexmask and ``super().forward``."""
 
     def forward(
         self,
@@ -81,7 +79,6 @@ class SparsePrefillImpl(FindsItsRole):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one step; see the stock implementation."""
         stock: Any = super()
         scales = (output_scale, output_block_scale)
         if attn_metadata is None:  # memory is measured, or the model is compiled
@@ -114,19 +111,18 @@ class SparsePrefillImpl(FindsItsRole):
         return output
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Keys and values of one request, as the cache has them, this step's included: those are in it before attention runs."""
+        """Keys and values of one request from the cache, which holds this step's before attention runs."""
         return gathered(kv_cache, places, self._given["head_size"])
 
 
 class SparseLatentImpl(FindsItsRole):
     """Mixin before a stock implementation of multi-head latent attention (DeepSeek), whose prefills are plain attention.
 
-    A latent row and its rotated part, which all heads share, become keys and values of every head: ``kv_b_proj``. Decoding, which
-    attends to the latent rows themselves, stays stock.
+    Turns latent rows, and their rotated part, into keys and values of every head (``kv_b_proj``). Decoding stays stock.
     """
 
     def flexmask_prepare(self, device: torch.device) -> None:
-        """Compile, and make the largest call, while memory is measured."""
+        """Compile and make the largest call while memory is measured."""
         self._engine.prepare(device, in_profile=True)
 
     def forward_mha(
@@ -140,7 +136,7 @@ class SparseLatentImpl(FindsItsRole):
         output: Tensor,
         output_scale: Tensor | None = None,
     ) -> None:
-        """Attention of the prefills of one step, whose rows follow those of decoding; see the stock implementation."""
+        """The prefills of one step, whose rows follow those of decoding."""
         stock: Any = super()
         step = self.flexmask_step(attn_metadata)
         if step is None:

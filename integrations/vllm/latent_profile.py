@@ -1,4 +1,4 @@
-"""Latent attention on GPUs: a sparse layer compiles and makes its largest call while vLLM measures memory."""
+"""Lets sparse layers of latent attention compile and make their largest call while vLLM measures memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 
 def measure_latent_layers() -> None:
-    """Have vLLM's layer of latent attention prepare ours when it runs without metadata; other layers stay as they are.
+    """Make vLLM's layer of latent attention call ours when it runs without metadata.
 
-    vLLM's layer returns before it calls its implementation then. Without this, the memory of the largest call would be missing
-    from what vLLM sets aside.
+    vLLM's layer then returns before it calls its implementation, and would leave the largest call out of the measurement.
     """
     from vllm.model_executor.layers.attention import mla_attention
 

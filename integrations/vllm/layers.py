@@ -1,4 +1,4 @@
-"""The role of one of vLLM's attention layers: sparse prefill with these options, or vLLM's own kernel for this reason."""
+"""The role of one of vLLM's attention layers: sparse with its options, or a reason for vLLM's own kernel."""
 
 from __future__ import annotations
 
@@ -34,21 +34,9 @@ def role_of(
     rank: int = 0,
     ranks: int = 1,
 ) -> SparseLayer | str:
-    """The role of one layer on one rank of a tensor-parallel group.
+    """The role of the layer with `layer_number` `number` on one rank of a tensor-parallel group.
 
-    Parameters
-    ----------
-    number
-        `layer_number`, None for a layer without.
-    given, defaults
-        The arguments that vLLM made the implementation with, and the defaults of the others, by name.
-    settings, dtype
-        Of the model.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `role_of_shape` does.
+    `given` are the arguments of vLLM's implementation, `defaults` those of the others. Raises as `role_of_shape`.
     """
     reason = _reason_by_arguments(given, defaults, dtype)
     if number is None or reason is not None:

@@ -1,4 +1,4 @@
-"""The options of the plug-in: what a user writes under "flexmask" in vLLM's additional_config."""
+"""The options under "flexmask" in vLLM's additional_config."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
 
 
 def serving_options(additional_config: Any, model_config: Any = None) -> ServingOptions:
-    """Read and check the options, before the first request.
-
-    Parameters
-    ----------
-    additional_config
-        vLLM's, a dict or another object without options of ours. Under ``"flexmask"``: what `read_options` takes.
-    model_config
-        The model's own, of transformers.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `read_options` does.
-    """
+    """`read_options` of ``additional_config["flexmask"]``; an additional_config that is not a dict has none."""
     given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     return read_options(given, f"additional_config[{KEY!r}]", "additional_config", KERNELS, KERNELS[0], model_config)

@@ -1,4 +1,4 @@
-"""Keys and values of one request, gathered from the pages of the engine's cache."""
+"""Gathers keys and values of one request from the pages of the engine's cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 
 
 class Places:
-    """Page and place in the page of each token of one request; made once a step, for all layers.
+    """Page and place in the page of each token of one request; made once per step, for all layers.
 
-    Parameters
-    ----------
-    pages
-        The request's row of the block table, integer, at least as many as its tokens fill.
-    tokens
-        Number of its tokens, known to the host.
+    `pages` is the request's row of the block table, integer.
     """
 
     def __init__(self, pages: Tensor, tokens: int) -> None:
@@ -44,24 +39,19 @@ class Places:
         return made
 
     def numbers(self, page_size: int) -> Tensor:
-        """The pages that the request's tokens fill, (pages,) int64."""
+        """The pages that the tokens fill, (pages,) int64."""
         return self._pages[: -(-self._tokens // page_size)].long()
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the request."""
         return self._tokens
 
 
 def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values, (num_kv_heads, tokens, head_dim) each and contiguous, from the cache of FLASH_ATTN or TRITON_ATTN.
 
-    Its logical shape is (pages, num_kv_heads, tokens in a page, 2 * head_dim), keys before values, in any memory order.
-
-    Raises
-    ------
-    RuntimeError
-        For a cache of another shape, which another release of vLLM may have.
+    Its logical shape is (pages, num_kv_heads, tokens per page, 2 * head_dim), keys before values, in any memory order. Raises
+    RuntimeError for another shape.
     """
     if cache.dim() != 4 or cache.shape[3] != 2 * head_dim:
         raise RuntimeError(
@@ -79,9 +69,9 @@ def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tens
 
 
 def scaled(rows: Tensor, scale: Tensor, cache: str, dtype: torch.dtype) -> Tensor:
-    """Keys or values of an FP8 cache, (num_kv_heads, tokens, head_dim), as numbers of `dtype`, rounded once.
+    """Keys or values of an FP8 cache, (num_kv_heads, tokens, head_dim), in `dtype`, rounded once.
 
-    `cache` is one of `FP8_CACHES`; `scale` holds one number, or one for each key head.
+    `cache` is one of `FP8_CACHES`; `scale` holds one number, or one per key head.
     """
     numbers = rows if rows.is_floating_point() else rows.view(FP8_CACHES[cache])
     return numbers.to(dtype).mul_(scale.view(-1, 1, 1))

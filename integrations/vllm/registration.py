@@ -1,4 +1,4 @@
-"""The entry point ``vllm.general_plugins: flexmask``: it registers names and changes nothing else."""
+"""The entry point ``vllm.general_plugins: flexmask``, which registers names only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _log = logging.getLogger("vllm.flexmask")
 
 
 def register() -> None:
-    """Make ``--attention-backend CUSTOM`` choose sparse prefill; vLLM calls this in each of its processes.
+    """Register sparse prefill as ``--attention-backend CUSTOM``; vLLM calls this in each of its processes.
 
-    On CPUs vLLM ignores the choice of a backend: with FLEXMASK_VLLM_CPU=1 in the environment its backends there are overridden.
-    Releases are checked when the backend is first used, so that another vLLM starts as ever without it.
+    vLLM ignores the choice of a backend on CPUs; FLEXMASK_VLLM_CPU=1 overrides its CPU backends. Releases are checked when the
+    backend is first used: a vLLM that does not use it starts as before.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
