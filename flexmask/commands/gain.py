@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from flexmask.integrations.huggingface import PrefillSettings
 
 Number = TypeVar("Number", int, float)
-# ratio of times to first token; a smaller one is within the noise of a few runs
+# ratio of times to first token; smaller ones are noise
 LEAST_GAIN = 1.05
-# tokens, where none are given
+# default tokens
 _LENGTHS, _LENGTHS_ON_CPUS = "32768,131072", "16384,32768"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flexmask.commands.gain_times import fastest_dense, median_seconds, select_all, wait
+from flexmask.commands.gain_times import fastest_dense, median_seconds
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.session import opened
 from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
+from flexmask.integrations.inspect.probe import select_all, wait
+from flexmask.integrations.tune.loss_gradient import logits_of, scored_tokens
 
-# of a mixture of experts: how many a token goes to, and how many there are
+# experts per token, and all experts
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-# tokens whose log-probabilities are compared, evenly spaced: logits are the largest tensor of a long prompt
-MOST_SCORED = 4096
-# of them at a time in float32
+# log-probabilities at a time in float32
 _AT_ONCE = 256
 
 
@@ -77,7 +76,7 @@ def prompt_gain(
     timed = _Timed(model.device)
     start = time.perf_counter()
     with opened(model, PrefillRun(settings, collect_stats=False), timed):
-        _logits(model, ids, torch.tensor([ids.shape[1] - 1], device=ids.device))
+        logits_of(model, ids[0], torch.tensor([ids.shape[1] - 1], device=ids.device))
     wait(model.device)
     row["rest_seconds"] = max(0.0, time.perf_counter() - start - timed.spent)
     progress(3, 3)
@@ -110,7 +109,7 @@ class _Timed:
         out = call.attention()
         shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window, is_sparse)
         first = shape not in self.kernels
-        # of the first layer of a shape the median of some runs, of the others one
+        # the first layer of a shape takes a median, the others one run
         runs: dict[str, Any] = {} if first else {"runs": 1, "warm_up": False}
         own = median_seconds(call.attention, self._device, **runs)
         self.sparse += own
@@ -129,17 +128,8 @@ class _Timed:
 
 def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Log-probabilities of up to `MOST_SCORED` evenly spaced tokens of a prompt, float32 on the CPU."""
-    scored = torch.linspace(0, ids.shape[1] - 2, min(ids.shape[1] - 1, MOST_SCORED), device=ids.device).round().long()
-    logits = _logits(model, ids, scored)
+    scored = scored_tokens(ids[0])
+    logits = logits_of(model, ids[0], scored)
     targets = ids[0, scored + 1].to(logits.device)
     parts = zip(logits.split(_AT_ONCE), targets.split(_AT_ONCE), strict=True)
     return torch.cat([-F.cross_entropy(part.float(), target, reduction="none") for part, target in parts]).cpu()
-
-
-def _logits(model: PreTrainedModel, ids: Tensor, rows: Tensor) -> Tensor:
-    """(len(rows), vocab_size): logits of these rows of a prompt."""
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        kept: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0]
-        return kept
-    every: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-    return every[rows.to(every.device)]

@@ -26,20 +26,20 @@ from flexmask.flex.head_groups import head_groups
 from flexmask.flex.heads import attend_heads
 from flexmask.flex.run import run_flex_attention
 from flexmask.flex.visible import sdpa
+from flexmask.integrations.inspect.probe import select_all, wait
 from flexmask.run_method import from_map
-from flexmask.select import select_blocks
 from flexmask.selector import Selector
 
-# timed runs after a warm-up: the most, and the seconds after which there is no further one
+# most timed runs after a warm-up, and seconds after which none follows
 RUNS, _ENOUGH = 3, 5.0
-# seconds that one dense call may be expected to take; else fewer heads are timed
+# expected seconds of a dense call, above which fewer heads are timed
 _LONGEST = 10.0
 _SDPA = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "FlashAttention 2": SDPBackend.FLASH_ATTENTION,
     "memory-efficient SDPA": SDPBackend.EFFICIENT_ATTENTION,
 }
-# tokens of the product that the speed of the other layers is taken from
+# of the product that gives the speed of the other layers
 _MATMUL_ROWS = 4096
 
 
@@ -86,11 +86,6 @@ def median_seconds(call: Callable[[], Any], device: torch.device, runs: int = RU
         wait(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
 
 
 @torch.no_grad()
@@ -196,8 +191,7 @@ def fastest_dense(inputs: AttentionInputs, kernel: str | None = None) -> tuple[f
             continue
         try:
             with warnings.catch_warnings():
-                # the reasons why a kernel does not serve a call
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("ignore")  # reasons for refusing a call
                 found[name] = median_seconds(call, device) if kernel is None else median_seconds(call, device, 1, False)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or device.type == "cpu":
@@ -226,13 +220,6 @@ def _dense_calls(inputs: AttentionInputs) -> Iterator[tuple[str, Callable[[], An
     yield f"FlexAttention {kernel}", partial(run_flex_attention, inputs, mask, kernel)
 
 
-def select_all(inputs: AttentionInputs, selector: Selector, run: RunOptions) -> None:
-    """Make the masks of all heads, group by group as attention does, and drop them."""
-    for group in head_groups(inputs.query, inputs.key, run.max_mask_bytes // selector.head_bytes, selector.method.shared):
-        part = inputs.of_heads(group)
-        block_mask(part, select_blocks(selector, part, group.query))
-
-
 def _over_random_blocks(inputs: AttentionInputs, selector: Selector, run: RunOptions, density: float) -> tuple[float, float]:
     """Density of random blocks with the diagonal, and seconds of attention over them."""
     size, device = selector.block_size, inputs.query.device
@@ -244,7 +231,7 @@ def _over_random_blocks(inputs: AttentionInputs, selector: Selector, run: RunOpt
         blocks = cut_into_blocks(part, size, plain, False)
         shape = (*part.query.shape[:2], *blocks.visible.shape[2:])
         diagonal = float(blocks.own.sum() / blocks.visible.sum())
-        # so that with the diagonal, which is always kept, they are the share that was asked for
+        # the diagonal is always kept
         share = max(0.0, (density - diagonal) / max(1 - diagonal, 1e-9))
         keep = torch.rand(shape, generator=generator, device=device) < share
         lists = from_map(blocks, keep).lists

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flexmask.integrations.tune import TuneResult as TuneResult
     from flexmask.integrations.tune import tune as tune
 
-# on first use: those folders import the modules of this one
+# imported on first use: these folders import modules of this one
 _HOMES = {
     "PrefillRun": "record.run",
     "PrefillSettings": "huggingface.settings",

@@ -19,10 +19,10 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.visible import attention_to_visible
 from flexmask.integrations.huggingface.call import NAME, PrefillCall, process_settings
-from flexmask.integrations.huggingface.compat import check_release
+from flexmask.integrations.huggingface.compat import check_release, refusal
 from flexmask.integrations.huggingface.mask import prefill_mask
 from flexmask.integrations.huggingface.packed import Segments, attention_packed, in_one_row, in_rows
-from flexmask.integrations.huggingface.refusals import checked_call, refusal
+from flexmask.integrations.huggingface.refusals import checked_call
 from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.precision import without_autocast
 
@@ -66,7 +66,7 @@ def register(
     for each in {NAME, name}:
         known = AttentionInterface().get(each)
         if isinstance(known, functools.partial) and known.func is attention and known.keywords["process"] is found:
-            continue  # compiled forwards would be compiled again
+            continue  # another partial would recompile compiled forwards
         AttentionInterface.register(each, functools.partial(attention, process=found))
         AttentionMaskInterface.register(each, prefill_mask)
 
@@ -92,7 +92,6 @@ def attention(
     with without_autocast(query.device):
         if mask is not None:
             return serve(module, inputs, mask.tokens, mask.prefill, segments), None
-        # one row sees every key that is not masked, causal or not
         if visible is None:
             out = dense_attention(inputs)[0]
         else:
@@ -123,7 +122,7 @@ def serve(
 
 
 _outside_the_graph = torch.compiler.disable(serve)
-# attention modules of compiled forwards: an operator takes tensors, numbers and words only
+# per process: operators of compiled forwards take tensors, numbers and strings, no modules
 _MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
@@ -132,9 +131,9 @@ def _noted(module: nn.Module) -> int:
     return id(module)
 
 
-# torch.compile guards that it is this module
+# torch.compile guards on the module
 _number: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_noted)
-# a captured graph would run without the Python that makes masks and keeps statistics
+# a captured graph would skip the Python that makes masks and statistics
 _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
 

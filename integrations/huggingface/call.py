@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flexmask.integrations.huggingface.session import Session
 
 NAME = "flexmask"
-SESSION = "_flexmask_session"  # attribute of a model's modules: what the model has open
+SESSION = "_flexmask_session"  # attribute of a model's modules
 _ALWAYS_DENSE = DensePolicy(dense_below=2**63)
 
 
@@ -36,14 +36,14 @@ def process_settings() -> PrefillSettings | None:
 
 class PrefillCall(NamedTuple):
     inputs: AttentionInputs
-    tokens: int  # so far, this call's included, as far as the host knows (`PrefillMask.tokens`)
+    tokens: int  # `PrefillMask.tokens`
     prefill: int | None  # number of the mask
     layer: int
     settings: PrefillSettings
-    selector: Selector  # of this layer, its numbers by head those of the heads that are here
-    run: PrefillRun | None = None  # where it is recorded
-    probe: Callable[[PrefillCall], Tensor] | None = None  # serves it
-    sequence: int = 0  # of a pack
+    selector: Selector  # of this process's heads
+    run: PrefillRun | None = None
+    probe: Callable[[PrefillCall], Tensor] | None = None  # serves the call
+    sequence: int = 0  # in a pack
 
     @classmethod
     def of(cls, module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: int | None) -> PrefillCall:
@@ -69,7 +69,7 @@ class PrefillCall(NamedTuple):
         else:
             selector, reason = selector.for_inputs(self.inputs), self.reason_dense_layer()
             if reason is not None:
-                # by SDPA's causal kernel where that can run, else under the block mask of all that is visible
+                # SDPA's causal kernel where it can run, else a mask of all visible blocks
                 selector = replace(selector, method=METHODS["causal"], options={}, keeps_all=[True] * self.inputs.query.shape[1])
                 options = options._replace(policy=options.policy._replace(dense_below=1))
         wanted = () if run is None or not run.collect_stats else STATISTICS if reason is None else ("density",)
@@ -128,7 +128,7 @@ def _rank(module: nn.Module, processes: int) -> int | None:
         if mesh is None:
             continue
         names = tuple(mesh.mesh_dim_names or ())
-        # a mesh may hold other dimensions too, over which batches or layers are spread
+        # other dimensions of a mesh spread batches or layers
         dim = names.index("tp") if "tp" in names else 0 if mesh.ndim == 1 and not names else None
         if dim is not None and mesh.size(dim) == processes:
             rank: int = mesh.get_local_rank(dim)

@@ -13,10 +13,15 @@ from transformers.masking_utils import and_masks, causal_mask_function, packed_s
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
 OLDEST, NEWEST = (4, 54), (5, 23)
-# newer releases wrap the mask of packed sequences in it
+SDPA, EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
+# wraps the mask of packed sequences in newer releases
 remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-# whether some models build their own 4-D masks, whatever the mask interface says
+# some models build 4-D masks that bypass the mask interface
 MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
+
+
+def refusal(what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"flexmask does not serve {what}; use {instead}")
 
 
 def check_release() -> None:
@@ -53,22 +58,24 @@ def check_servable(model: PreTrainedModel) -> None:
     """Raise NotImplementedError for cross, bidirectional or chunked attention, and for output_attentions in the config."""
     name, config = type(model).__name__, text_config(model)
     if getattr(config, "is_encoder_decoder", False):
-        raise _refusal(name, "an encoder with a decoder, whose cross attention it does not know", "sdpa")
+        raise refusal(f"{name}, an encoder with a decoder, whose cross attention it does not know", SDPA)
     flags = [
         module.is_causal
         for module in model.modules()
         if isinstance(getattr(module, "is_causal", None), bool) and getattr(module, "config", None) is config
     ]
     if flags and not any(flags):
-        raise _refusal(name, "an encoder: every layer's attention is marked as bidirectional", "sdpa")
+        raise refusal(f"{name}, an encoder: every layer's attention is marked as bidirectional", SDPA)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise _refusal(name, "a model with chunked attention (config.layer_types)", "sdpa")
+        raise refusal(f"{name}, a model with chunked attention (config.layer_types)", SDPA)
     if getattr(config, "output_attentions", False):
-        raise _refusal(name, "a config with output_attentions", "eager")
+        raise refusal(f"{name}, a config with output_attentions", EAGER)
 
 
-def _refusal(name: str, what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f'flexmask does not serve {name}, {what}; use attn_implementation="{instead}"')
+def check_in_one_process(model: PreTrainedModel, function: str) -> None:
+    """Raise NotImplementedError for a model under tensor parallelism."""
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise NotImplementedError(f"{function} does not serve a model spread over processes; load it on one, or with device_map")
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:

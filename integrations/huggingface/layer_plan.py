@@ -27,7 +27,7 @@ from flexmask.integrations.record.run import PrefillRun
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
 _NAME = "flexmask_layer_plan"
-# tokens; enough for models that add a key for every so many of them
+# tokens, enough for models that add a key per some of them
 _READ = 256
 
 
@@ -98,7 +98,7 @@ def layer_plan(
     found: dict[int, PlannedLayer] = {}
     stand_in = torch.zeros((), device=device, dtype=dtype)
     error: Exception | None = None
-    # with a mask most models look at shapes alone, without one some others
+    # most models need only shapes with a mask, some others without one
     for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
         found.clear()
         error = _follow(model, run, found, partial(_planned, found, stand_in, tokens), arguments)
@@ -108,7 +108,7 @@ def layer_plan(
         line = (str(error).splitlines() or [type(error).__name__])[0]
         if not _is_refusal(error):
             raise RuntimeError(f"cannot follow {type(model).__name__} without weights: {line}") from error
-        # the model's own code needs more of our mask than it holds
+        # the model's code reads more of the mask than it holds
         found |= {layer: PlannedLayer(layer, REFUSED, line) for layer in range(number) if layer not in found}
     kinds = getattr(text_config(model), "layer_types", None) or ()
     for layer in range(number):
@@ -122,7 +122,7 @@ def _without_weights(config: Any) -> PreTrainedModel:
         raise ValueError(f"config must be one that AutoModelForCausalLM makes a model of; got {type(config).__name__}")
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    # the kernels that multiply the matrices of experts take no other dtype
+    # kernels for experts take no other dtype
     return model.eval().to(torch.bfloat16)
 
 

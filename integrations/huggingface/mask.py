@@ -63,12 +63,12 @@ class PrefillMask(BlockMask):
         tokens: int | None = None,
         segments: Segments | None = None,
     ) -> None:
-        # not BlockMask's own: it has no lists
+        # not BlockMask's: there are no lists
         self._shape = shape
         self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
         self.segments = segments
-        # a count would be another compilation at every call
+        # a count would recompile at every call
         self.prefill = None if torch.compiler.is_compiling() else next(_numbers)
         self.packed, self.bounds = PackedCheck(), GivenBounds()
 
@@ -168,14 +168,13 @@ def prefill_mask(
             local_size=local_size,
             **arguments,
         )
-    # a first row that only a device knows is not waited for
     known_first = int_if_known(first)
     if attention_mask is not None and isinstance(known_first, int) and not torch.compiler.is_compiling():
         expected = (batch_size, known_first + q_len)
         if attention_mask.shape[1] < expected[1]:
             raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
     shape = (batch_size, 1, q_len, kv_length)
-    # as many rows as keys: the first row stands at the first key, whatever else is said
+    # as many rows as keys: the first row stands at the first key
     offset = 0 if q_len == kv_length else int_if_known(first - kv_offset)
     known, window, ids = window_of(mask_function, local_size)
     if not known or (ids is not None and torch.compiler.is_compiling()):

@@ -122,13 +122,12 @@ class SwitchedConfig:
         self.blocks.remove(block)
         self.write_options()
         if not self.blocks:
-            # not by its property, which sets the name of all parts too, where other blocks may be open
+            # the property would also set the name of all parts, where other blocks may be open
             self.config._attn_implementation_internal = self.name
             del SWITCHED[id(self.config)]
 
 
-# by identity, which models may share: configs are not hashable, and keep in their file what they are given. Each holds its
-# config, so that no other can take its id
+# per process, by id: models may share a config, which is not hashable and saves its attributes; an entry keeps its config alive
 SWITCHED: dict[int, SwitchedConfig] = {}
 
 

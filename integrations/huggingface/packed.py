@@ -48,7 +48,7 @@ def attention_packed(call: PrefillCall, segments: Segments) -> Tensor:
     reasons = {each.sequence: None if call.probe is not None else each.reason_no_mask() for each in calls}
     together = [segments[number] for number, reason in reasons.items() if reason is not None]
     dense = iter(dense_attention_packed(call.inputs, together))
-    stats = dense_stats(call.inputs.query)  # the same for all of them
+    stats = dense_stats(call.inputs.query)
     parts = []
     for each in calls:
         reason = reasons[each.sequence]
@@ -87,7 +87,7 @@ class GivenBounds:
             try:
                 self._segments = tuple(segments_of(cu_seq_lens_q, cu_seq_lens_k, tokens, tokens))
             except (TypeError, ValueError) as error:
-                # by the names that transformers gives them
+                # transformers' names
                 raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_lens_")) from None
             self._of = (cu_seq_lens_q, cu_seq_lens_k)
         return self._segments

@@ -104,7 +104,7 @@ class sparse_prefill(ContextDecorator):
         self._options = {"settings": settings, "method": method, **options}
         self._collects = (collect_stats, collect_masks, max_calls)
         self._open: list[OpenBlock] = []
-        PrefillRun(model_settings(self._model, **self._options), *self._collects)  # what is wrong is said here
+        PrefillRun(model_settings(self._model, **self._options), *self._collects)  # raises for wrong options
 
     def __enter__(self) -> PrefillRun:
         run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
@@ -112,7 +112,7 @@ class sparse_prefill(ContextDecorator):
         return run
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        # entered more than once: what this thread or task entered last, unless the block was handed over to it
+        # if entered more than once: the latest of this thread or task, or one handed over to it
         block = latest(tuple(self._open))
         self._open.remove(block)
         block.leave()

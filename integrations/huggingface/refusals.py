@@ -10,27 +10,25 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.integrations.huggingface.compat import MODELS_MAKE_4D_MASKS
+from flexmask.integrations.huggingface.compat import EAGER, MODELS_MAKE_4D_MASKS, SDPA, refusal
 from flexmask.integrations.huggingface.mask import PrefillMask
 from flexmask.integrations.huggingface.packed import Segments
 
-_SDPA, _EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
 _UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt a batch row"
-# Arguments that change attention, and what to use instead. The rest of what a model's forward is called with comes along too
-# (labels, lengths, flags, a tokenizer), and passes.
+# Arguments that change attention, and the alternative. Others from the model's forward pass (labels, lengths, flags).
 _REFUSED = {
-    "position_bias": _EAGER,
-    "attention_bias": _EAGER,
-    "alibi": _EAGER,
-    "head_mask": _EAGER,
-    "output_attentions": _EAGER,
-    "block_indices": _SDPA,
-    "indices": _SDPA,
-    "sinks": _EAGER,
-    "block_table": _SDPA,
-    # of continuous batching, whose keys lie in a paged cache
-    "read_index": _SDPA,
-    "write_index": _SDPA,
+    "position_bias": EAGER,
+    "attention_bias": EAGER,
+    "alibi": EAGER,
+    "head_mask": EAGER,
+    "output_attentions": EAGER,
+    "block_indices": SDPA,
+    "indices": SDPA,
+    "sinks": EAGER,
+    "block_table": SDPA,
+    # continuous batching, with a paged cache
+    "read_index": SDPA,
+    "write_index": SDPA,
     "prefill_chunk_size": "model.generate, which cuts the prompt",
 }
 
@@ -38,8 +36,8 @@ _REFUSED = {
 class CheckedCall(NamedTuple):
     inputs: AttentionInputs
     mask: PrefillMask | None  # None: one row, of decoding
-    segments: Segments | None  # packed sequences
-    visible: Tensor | None  # keys that the row of decoding sees, (batch, 1, 1, kv_len) bool; None: all
+    segments: Segments | None
+    visible: Tensor | None  # to the row of decoding, (batch, 1, 1, kv_len) bool; None: all keys
 
 
 def checked_call(
@@ -60,17 +58,13 @@ def checked_call(
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise refusal(f"the argument {name}", instead)
     if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
-        raise refusal("a config with output_attentions", _EAGER)
+        raise refusal("a config with output_attentions", EAGER)
     if query.shape[2] == 1 and not isinstance(attention_mask, BlockMask):
         visible = None if attention_mask is None else _row_of_keys(attention_mask, key.shape[2])
         return CheckedCall(_inputs(query, key, value, None, scores), None, None, visible)
     mask = _visibility(module, is_causal, attention_mask, query, key)
     segments = _segments(mask, query, kwargs)
     return CheckedCall(_inputs(query, key, value, mask, scores), mask, segments, None)
-
-
-def refusal(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f"flexmask does not serve {what}; use {instead}")
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]) -> AttentionInputs:
@@ -81,7 +75,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None,
         where |= {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
     if query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS:
         return attention_inputs(query, key, value, **where)
-    # everything else is checked on heads that pass
+    # check everything else on a supported head size
     stand_ins = [x.new_empty(()).expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
     checked = attention_inputs(*stand_ins, **where)
     scale = query.shape[3] ** -0.5 if scores["scale"] is None else checked.scale
@@ -98,7 +92,7 @@ def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | Bloc
     if is_causal is not None and not isinstance(mask, PrefillMask):
         causal = is_causal
     if not causal:
-        raise refusal("bidirectional or cross attention", f"{_SDPA} for the parts of the model that have it")
+        raise refusal("bidirectional or cross attention", f"{SDPA} for the parts of the model that have it")
 
 
 def _visibility(
@@ -110,22 +104,22 @@ def _visibility(
     if mask is None and q_len == kv_len:
         return PrefillMask((batch, 1, q_len, kv_len), 0)
     if mask is None:
-        raise refusal("a prefill without a mask over a cache", f"a (batch, kv_len) attention_mask, or {_SDPA}")
+        raise refusal("a prefill without a mask over a cache", f"a (batch, kv_len) attention_mask, or {SDPA}")
     if not isinstance(mask, PrefillMask):
         what = "a 4-D attention_mask"
         if MODELS_MAKE_4D_MASKS:
             what += (
                 ", which in this release of transformers some models (OPT, BART, GraniteMoe, Persimmon, FalconH1) make themselves"
             )
-            raise refusal(what, f"a newer release, {_SDPA}, or where the mask is yours a (batch, kv_len) one")
-        raise refusal(what, f"a (batch, kv_len) attention_mask, or {_SDPA}")
+            raise refusal(what, f"a newer release, {SDPA}, or where the mask is yours a (batch, kv_len) one")
+        raise refusal(what, f"a (batch, kv_len) attention_mask, or {SDPA}")
     if mask.refusal is not None:
-        raise refusal(mask.refusal, _SDPA)
+        raise refusal(mask.refusal, SDPA)
     if tuple(mask.shape[2:]) != (q_len, kv_len):
         raise refusal(
             f"{q_len} rows and {kv_len} keys under a mask of {mask.shape[2]} and {mask.shape[3]} "
             "(keys that the model adds to those of its tokens, or a cache of another length)",
-            _SDPA,
+            SDPA,
         )
     return mask
 

@@ -21,7 +21,7 @@ from flexmask.integrations.huggingface.model_config import LOCK, SwitchedConfig
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.selector import Selector
 
-# the blocks that the current thread or task has opened: a task begins with a copy of those of its creator, a thread with none
+# opened by the current thread or task; a task begins with its creator's blocks, a thread with none
 _OWN: ContextVar[tuple[OpenBlock, ...]] = ContextVar("flexmask_own_blocks", default=())
 
 
@@ -64,11 +64,11 @@ class Session:
 class OpenBlock:
     model: PreTrainedModel
     run: PrefillRun
-    probe: Callable[[PrefillCall], Tensor] | None  # serves every prefill call, if there is one
+    probe: Callable[[PrefillCall], Tensor] | None  # serves every prefill call
     session: Session
     configs: list[Any]
     handle: RemovableHandle
-    # by layer and by the number of its heads in this process
+    # by layer and number of its heads in this process
     selectors: dict[tuple[int, int], Selector] = field(default_factory=dict)
 
     @classmethod
@@ -85,7 +85,7 @@ class OpenBlock:
         configs[id(text)] = text
         with LOCK:
             session = Session.of(model)
-            # generate() and PEFT call inside of the model: the part that all ways lead through
+            # generate() and PEFT bypass the outer modules
             handle = model.base_model.register_forward_hook(_note_forward, with_kwargs=True)
             block = cls(model, run, probe, session, list(configs.values()), handle)
             for config in block.configs:

@@ -21,7 +21,7 @@ from flexmask.base.options import pairs_by_head, shares_by_head
 from flexmask.selector import Selector, selector_of
 
 CONFIG_KEY = "flexmask_config"
-# of settings that are data; those of 200 layers of 128 heads, a pair of numbers each, are 77 thousand values, in 6 levels
+# 200 layers of 128 heads with a pair of numbers each are 77 thousand values in 6 levels
 _MOST_BYTES, _MOST_VALUES, _MOST_LEVELS, _MOST_CHARACTERS = 2**24, 2**18, 8, 256
 
 
@@ -77,7 +77,7 @@ class PrefillSettings:
         for index, options in self.layers.items():
             if not isinstance(options, Mapping):
                 raise TypeError(f"layers[{index}] must be a dict of options; got {type(options).__name__}")
-        # what is checked, whatever becomes of the caller's dicts
+        # copies, which the caller cannot change after the checks
         object.__setattr__(self, "options", _frozen(self.options))
         object.__setattr__(self, "layers", {index: _frozen(options) for index, options in self.layers.items()})
         object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))

@@ -127,7 +127,7 @@ def side_by_side(
     warm_ups, times, outs = [0.0, 0.0], ([], []), [None, None]  # type: tuple[Any, Any, Any]
     for number in range(1 + repeats):
         for at, way in enumerate(ways):
-            # one token to warm up, one to time, and the rest in the last call; statistics are kept where nothing is timed
+            # only the last call generates all tokens, only the warm-up keeps statistics
             new_tokens = max_new_tokens if number == repeats else 1
             with way(number == 0) as opened:
                 seconds, out = _generate(inner, input_ids, new_tokens, options)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from flexmask.base.checks import check_int
 from flexmask.integrations.huggingface.attention import register
-from flexmask.integrations.huggingface.compat import check_servable, text_config, unwrapped
+from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.session import opened
 from flexmask.integrations.huggingface.settings import PrefillSettings
@@ -23,7 +23,7 @@ from flexmask.integrations.inspect.heads import RULE, named_heads, telling_heads
 from flexmask.integrations.inspect.probe import HOW_TIMED, InspectionProbe, Progress, StageTimes, wait
 from flexmask.integrations.record import PrefillRun, RunSummary
 
-# the last quarter of the rows may hold so much less of its attention than the first before an inspection warns
+# an inspection warns if the last quarter holds this much less of its attention than the first
 MOST_LOST = 0.1
 
 
@@ -93,8 +93,7 @@ class Inspection:
     def warning(self) -> str | None:
         """A sentence if the last quarter holds over 0.1 less of its attention than the first, else None."""
         held = self.held_by_quarter
-        # NaN, of a model whose attention is not finite, is no reason
-        if not held or not held[0] - held[-1] > MOST_LOST:
+        if not held or not held[0] - held[-1] > MOST_LOST:  # also for NaN
             return None
         method = self.run.settings.selector().method
         more = "Raise gamma, or tune on a prompt of this length."
@@ -190,10 +189,7 @@ def inspect_prefill(
     _check_shown(layers, heads, number)
     register()
     check_servable(inner)
-    if any(hasattr(parameter, "device_mesh") for parameter in inner.parameters()):
-        raise NotImplementedError(
-            "inspect_prefill does not serve a model spread over processes; load it on one, or with device_map"
-        )
+    check_in_one_process(inner, "inspect_prefill")
     probe = InspectionProbe(progress or (lambda done, of: None), 2 * number)
 
     run = PrefillRun(settings, max_calls=None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
+from flexmask.attend import RunOptions
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.flex.block_mask import block_mask
@@ -27,7 +28,6 @@ HOW_TIMED = (
     "timed in each layer, waiting for the device before and after; selection alone is timed by making the layer's masks once "
     "more, and is taken off attention. The rest is the forward pass without either: projections, MLPs, norms, embeddings."
 )
-# called with the layers done and all layers to do
 Progress = Callable[[int, int], None]
 
 
@@ -50,7 +50,7 @@ class StageTimes:
     @property
     def stages(self) -> dict[str, float]:
         call, selection = (sum(getattr(each, name) for each in self.layers) for name in ("call", "selection"))
-        # the same masks made twice may take longer the second time
+        # making the masks again may take longer
         return {"selection": selection, "attention": max(0.0, call - selection), "rest": max(0.0, self.total - call)}
 
 
@@ -85,7 +85,7 @@ class InspectionProbe:
         sparse = call.reason_no_mask() is None and call.reason_dense_layer() is None
         inputs, device = call.inputs.with_fields(needs_grad=False), call.inputs.query.device
         if sparse and device.type != "cpu":
-            _select(inputs, call)  # compiles the selection without statistics
+            _select(inputs, call)  # compiles
         wait(device)
         start = time.perf_counter()
         out = call.attention()
@@ -98,7 +98,6 @@ class InspectionProbe:
             wait(device)
             selection = time.perf_counter() - start
             self._compare(inputs, call)
-        # a layer may call attention more than once
         before = self.times.get(call.layer, LayerTime(call.layer, 0.0, 0.0))
         self.times[call.layer] = LayerTime(call.layer, before.call + own, before.selection + selection)
         return out, own
@@ -118,24 +117,30 @@ class InspectionProbe:
         self.held[call.layer] = torch.cat(held)
 
 
-def _parts(inputs: AttentionInputs, call: PrefillCall) -> Iterator[tuple[AttentionInputs, HeadGroup, Selector]]:
-    inputs = inputs.prepared().placed()
-    selector = call.selector.for_inputs(inputs)
-    at_once = call.settings.max_mask_bytes // selector.head_bytes
+def _groups(inputs: AttentionInputs, selector: Selector, run: RunOptions) -> Iterator[tuple[AttentionInputs, HeadGroup]]:
+    at_once = run.max_mask_bytes // selector.head_bytes
     for group in head_groups(inputs.query, inputs.key, at_once, selector.method.shared):
-        yield inputs.of_heads(group), group, selector
+        yield inputs.of_heads(group), group
+
+
+def select_all(inputs: AttentionInputs, selector: Selector, run: RunOptions) -> None:
+    """Make the masks of all heads, group by group as attention does, and drop them."""
+    for part, group in _groups(inputs, selector, run):
+        block_mask(part, select_blocks(selector, part, group.query))
 
 
 def _select(inputs: AttentionInputs, call: PrefillCall) -> None:
     with without_autocast(inputs.query.device):
-        for part, group, selector in _parts(inputs, call):
-            block_mask(part, select_blocks(selector, part, group.query))
+        inputs = inputs.prepared().placed()
+        select_all(inputs, call.selector.for_inputs(inputs), call.settings.run_options)
 
 
 def _maps(inputs: AttentionInputs, call: PrefillCall) -> Iterator[tuple[AttentionInputs, HeadGroup, Tensor]]:
     """Groups of heads with the maps of their kept blocks."""
     with without_autocast(inputs.query.device):
-        for part, group, selector in _parts(inputs, call):
+        inputs = inputs.prepared().placed()
+        selector = call.selector.for_inputs(inputs)
+        for part, group in _groups(inputs, selector, call.settings.run_options):
             keep = select_blocks(selector, part, group.query, with_map=True).keep
             if keep is None:  # every visible block
                 keep = cut_into_blocks(part, selector.block_size, plain).visible

@@ -17,7 +17,7 @@ from flexmask.selector import METHODS
 
 _FIELDS = tuple(item.name for item in fields(PrefillSettings) if item.name not in ("options", "backend"))
 _OWN = (*_FIELDS, *sorted({name for method in METHODS.values() for name in method.defaults}))
-# What from_pretrained takes besides the arguments that it spells out and the fields of the model's config
+# what from_pretrained takes without naming it in its signature
 _PLACING = ("device_map", "device_mesh", "distributed_config", "max_memory", "offload_buffers", "offload_folder", "tp_size")
 _RUNNING = ("allow_all_kernels", "attn_implementation", "experts_implementation", "kernel_config", "use_kernels")
 _READING = ("adapter_kwargs", "adapter_name", "code_revision", "generation_config", "key_mapping", "proxies", "state_dict")

@@ -24,7 +24,7 @@ class Densities:
         """Record the prefill of a batch of prompts with these `lengths`; layers that ran dense count with density 1."""
         calls = [stats.density.float().cpu() for stats in (each for layer in run.stats.values() for each in layer)]
         if calls:
-            # of several sequences a prompt (beams), the mean
+            # mean over beams
             means = torch.stack([call.unflatten(0, (len(lengths), -1)).mean((1, 2)) for call in calls]).mean(0)
         else:
             means = torch.zeros(len(lengths))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# what a generation config may hold, and the harness ask for, without touching greedy decoding
+# options that do not affect greedy decoding
 _ENDS = {"bos_token_id", "eos_token_id", "pad_token_id", "max_length"}
 _SAMPLING = {
     "do_sample",
@@ -86,7 +86,7 @@ def decode(
         going = [index for index, row in enumerate(rows) if row not in done]
         if not going:
             return found
-        if 4 * len(going) <= 3 * len(rows):  # copying the cache for every row that ends would cost more than it saves
+        if 4 * len(going) <= 3 * len(rows):  # copying the cache for every finished row would cost more than it saves
             left = torch.tensor(going, device=mask.device)
             cache.batch_select_indices(left)
             chosen, mask, positions = chosen[left], mask[left], positions[left]

@@ -127,7 +127,7 @@ class FlexmaskLM(HFLM):
             own = [lengths[row] for row in rows]
             logits = self._masked_logits(inps[rows, : max(own)], own)
             if whole is None:
-                # a prompt that was learned (PEFT) stands before the tokens
+                # a learned prompt (PEFT) precedes the tokens
                 before = logits.shape[1] - max(own)
                 whole = logits.new_zeros(len(lengths), before + inps.shape[1], logits.shape[2])
             whole[rows, : logits.shape[1]] = logits
@@ -163,7 +163,7 @@ class FlexmaskLM(HFLM):
     def _decode(self, prompts: Sequence[Tensor], limit: int, stop: Sequence[str]) -> list[Tensor]:
         """Tokens that follow prompts of unequal length, up to the model's end token, one of the strings, or `limit`."""
         ends = ends_of(self._inner)
-        # a string may be spelt by other tokens than its own, as the harness's criterion allows for
+        # other tokens may spell the same string, as in the harness's criterion
         reach = max((len(self.tokenizer.encode(each, add_special_tokens=False)) + 2 for each in stop), default=0)
 
         def is_done(tokens: list[int]) -> bool:

@@ -18,7 +18,7 @@ from flexmask.integrations.record.summary import NUM_SUMS, Calls, CallSize, Laye
 from flexmask.stats import DTYPES, SelectionStats
 
 _FORMAT = "flexmask run 2"
-# that of 512 calls in each of 128 layers of 128 heads is 0.9 GB
+# 512 calls in each of 128 layers of 128 heads are 0.9 GB
 _MOST_BYTES = 2**30
 
 
@@ -26,7 +26,7 @@ class SavedRun(NamedTuple):
     settings: PrefillSettings
     calls: Calls
     dropped: Mapping[int, LayerTotals]
-    tokens: Mapping[int, int]  # by layer, those of calls that are no longer kept included
+    tokens: Mapping[int, int]  # by layer, including dropped calls
 
 
 def save_run(path: Path, run: SavedRun) -> None:

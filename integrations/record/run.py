@@ -29,8 +29,8 @@ from flexmask.stats import SelectionStats
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of each layer. A call of 32 heads takes 4.8 kB on the host and, on a GPU, 4 kB there (512 B, the allocator's least, for each
-# tensor): 150 MB in all for 32 layers
+# Per layer. A call of 32 heads takes 4.8 kB on the host and 4 kB on a GPU (512 B, the allocator's least, per tensor): 150 MB for
+# 32 layers.
 MAX_CALLS = 512
 
 
@@ -69,14 +69,14 @@ class PrefillRun:
     prefills: dict[int, list[int]] = field(default_factory=dict)
     sizes: dict[int, list[CallSize]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
-    # by layer: the mask of its latest prefill, and the last sequence of its pack whose tokens are counted
+    # by layer: the latest prefill's mask number, and the last sequence of its pack that is counted
     _latest: dict[int, tuple[int | None, int]] = field(default_factory=dict)
-    # for the log line, whatever is collected: layers that were called, and those that ran dense by the reason
+    # layers that were called, ran sparse, and ran dense by reason, for the log line
     _called: set[int] = field(default_factory=set)
     _sparse: set[int] = field(default_factory=set)
     _dense: dict[str, set[int]] = field(default_factory=dict)
     _ran: bool = False
-    # of the calls that are no longer kept
+    # sums over dropped calls
     _dropped: dict[int, LayerTotals] = field(default_factory=dict)
     # several threads may run one model in one block
     _lock: Any = field(default_factory=threading.RLock)
@@ -88,7 +88,7 @@ class PrefillRun:
                 raise ValueError(f"max_calls must be >= 1, or None for no limit; got {self.max_calls}")
 
     def __repr__(self) -> str:
-        # from what the host has, so that a debugger does not wait for a device
+        # without waiting for a device, for debuggers
         sparse = f"{len(self._sparse)} of {len(self._called)} layers sparse" if self._called else "no layer called"
         return f"<PrefillRun: {self.num_prefills} prefills, {sparse}; summary() says more>"
 
@@ -158,7 +158,6 @@ class PrefillRun:
         dense = set().union(*self._dense.values())
         number = f"all {len(dense)} layers" if dense == self._called else f"{len(dense)} of {len(self._called)} layers"
         at_times = ", in some calls" if dense & self._sparse else ""
-        # the reason of most layers first
         reasons = sorted(self._dense, key=lambda reason: -len(self._dense[reason]))
         more = "; and more" if len(reasons) > 3 else ""
         return not self._sparse, f"{number} ran dense{at_times}: {'; '.join(reasons[:3])}{more}"
@@ -179,7 +178,7 @@ class PrefillRun:
         with self._lock:
             kept, dropped = self._state()
             tokens, prefills = max(self.tokens.values(), default=0), self.num_prefills
-        # without the lock: it waits for a device, and calls go on meanwhile
+        # without the lock: this waits for a device while calls go on
         totals = {layer: dropped.get(layer, LayerTotals()).with_calls(calls) for layer, calls in kept.items()}
         return summary_of(totals, self.method, prefills, tokens, sum(each.calls for each in dropped.values()))
 

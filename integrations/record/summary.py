@@ -13,12 +13,11 @@ from torch import Tensor
 from flexmask.base.floats import widest_float
 from flexmask.stats import TENSORS, SelectionStats
 
-# of each layer, and of each block's log line: the reasons of a server name lengths, one for every length
+# per layer and per log line: a server's reasons name lengths
 MOST_REASONS = 8
 OTHER_REASONS = "other reasons"
-# the reason of single heads
 DENSE_HEAD = "dense attention is faster for the heads of its key head"
-# summed over the heads and batch rows of sparse calls; without a pattern NaN does not count
+# over the heads and batch rows of sparse calls
 _SUMS = ("pairs", "coverage", "query-aware", "vertical-slash", "served densely")
 NUM_SUMS = len(_SUMS)
 
@@ -28,14 +27,14 @@ class CallSize(NamedTuple):
 
     batch: int = 0
     q_len: int = 0
-    kv_len: int = 0  # tokens so far, the rows' own included, as far as the host knows
-    sequence: int = 0  # of a pack
+    kv_len: int = 0  # `PrefillMask.tokens`
+    sequence: int = 0  # in a pack
 
 
 class RecordedCall(NamedTuple):
     stats: SelectionStats
-    reason: str | None  # why it ran dense
-    prefill: int  # the number of its prefill, from 0
+    reason: str | None  # for running dense
+    prefill: int  # from 0
     size: CallSize
 
 
@@ -51,7 +50,7 @@ def on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
                 by_device.setdefault(tensor.device, []).append(tensor)
     copies: dict[int, Tensor] = {}
     for tensors in by_device.values():
-        # counts of blocks are far below 2^24, where float32 begins to round whole numbers
+        # counts of blocks stay below 2^24, up to which float32 is exact
         together = torch.cat([tensor.detach().flatten().float() for tensor in tensors]).cpu()
         for tensor, copy in zip(tensors, together.split([tensor.numel() for tensor in tensors]), strict=True):
             copies[id(tensor)] = copy.view(tensor.shape).to(tensor.dtype)

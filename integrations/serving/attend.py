@@ -32,7 +32,7 @@ def attend(
     Tensor or None
         The density, 0-d.
     """
-    # rows without gaps, as the warm-up has them: the memory layout is a part of what is compiled
+    # contiguous as in the warm-up: kernels are compiled for the memory layout
     inputs = attention_inputs(
         query.contiguous().transpose(0, 1)[None], key[None], value[None],
         scale=layer.scale, softcap=layer.softcap, window=layer.window, sinks=sinks,

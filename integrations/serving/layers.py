@@ -14,7 +14,7 @@ from flexmask.base.options import pairs_by_head
 from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.selector import Selector
 
-# a chunk of whole and broken blocks at the end of a prompt: what a method must serve
+# rows and tokens of a chunk that every method must serve
 _CHUNK = (400, 1000)
 
 
@@ -39,8 +39,8 @@ class LayerShape:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseLayer(LayerShape):
     selector: Selector
-    run: RunOptions  # at any length that the plan of a step lets through
-    dense_below: int  # tokens: what the plan does not let through
+    run: RunOptions  # sparse at any length
+    dense_below: int  # tokens, for the plan of a step
 
     @property
     def variant(self) -> tuple[Any, ...]:
@@ -74,7 +74,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     reason = run.policy.by_window(shape.window)
     if reason is not None:
         return reason
-    # single heads are dense as in any other call
+    # only single heads run dense; the plan decides about lengths
     always = run.policy._replace(dense_below=min(run.policy.dense_below, 1))
     layer = SparseLayer(
         **vars(shape),

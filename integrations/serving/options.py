@@ -105,7 +105,7 @@ def _of(chosen: dict[str, Any], name: str) -> PrefillSettings:
     try:
         return PrefillSettings.from_dict(chosen, name)
     except ValueError as error:
-        # it names the options of the method; ours stand beside them
+        # the message names only the options of the method
         if "takes the options" in str(error):
             raise ValueError(f"{error}; beside them stand those of PrefillSettings, and {', '.join(_OWN)}") from None
         raise

@@ -9,17 +9,17 @@ from flexmask.dense_policy import DensePolicy
 
 
 class SparseRequest(NamedTuple):
-    request: int  # its place in the batch, and in the block table
-    start: int  # its rows of the packed batch
+    request: int  # index in the batch and in the block table
+    start: int  # rows of the packed batch
     stop: int
-    tokens: int  # of its prompt so far, this chunk's included
+    tokens: int  # so far, including this chunk
 
 
 class StockRun(NamedTuple):
     """Neighbouring requests that one call of the engine's own kernel serves."""
 
     first: int  # request
-    last: int  # the one after the last
+    last: int  # exclusive
     start: int  # rows
     stop: int
 

@@ -67,7 +67,7 @@ def reserve(
 ) -> None:
     """Make the largest call together with the memory that gathering keys and values takes; on CUDA only."""
     for layer in _variants(layers):
-        # gathering is over before attention; not told apart, to be on the safe side
+        # an upper bound: the gathered rows are freed before attention runs
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
         call_of_size(layer, size, device, dtype, count_density)
         del rows

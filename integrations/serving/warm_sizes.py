@@ -9,11 +9,11 @@ from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.warmup import MANY_BLOCKS
 
 Size = tuple[int, int]
-# tokens, as in flexmask.warmup: two lengths, so that what is static in a first call is not in the next
+# tokens, as in flexmask.warmup; the second length makes sizes dynamic
 _LENGTHS = (1100, 2300)
-# rows: FlexAttention compiles shorter calls by themselves
+# rows; FlexAttention compiles shorter calls separately
 _SHORT = 128
-# lengths that are looked at for how many heads go together
+# lengths tried for the number of heads per mask
 _STEPS = 64
 
 
@@ -46,7 +46,7 @@ def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> li
             heads = heads_together(layer, size, device)
             if heads < layer.num_heads:
                 found.setdefault((heads, size[0] == tokens), []).append(size)
-    # not the ends, so that a shorter call is of the same kind
+    # the middle, where a shorter call is of the same kind
     middle = [sizes[(len(sizes) - 1) // 2] for sizes in found.values()]
     return [call for rows, tokens in middle for call in ((rows, tokens), _shorter(rows, tokens, block))]
 

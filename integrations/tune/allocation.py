@@ -10,7 +10,7 @@ _ROUNDING = 1e-9  # of sums of shares
 
 class Choice(NamedTuple):
     gamma: float
-    blocks: float  # kept blocks of the head, as a share of all blocks of all heads
+    blocks: float  # kept, as a share of the blocks of all heads
     error: float
 
 
@@ -51,7 +51,7 @@ def allocate(heads: Sequence[Sequence[Choice]]) -> Allocation:
     """
     highest = tuple(_densest(choices) for choices in heads)
     steps = [step for head, choices in enumerate(heads) for step in _way_down(head, choices)]
-    steps.sort(key=lambda step: step.price)  # stable: equal prices keep the order of heads, and within a head its own
+    steps.sort(key=lambda step: step.price)  # stable: keeps each head's order
     density, error = sum(choice.blocks for choice in highest), sum(choice.error for choice in highest)
     curve, now = [(density, error / len(highest))], list(highest)
     for step in steps:
@@ -63,7 +63,7 @@ def allocate(heads: Sequence[Sequence[Choice]]) -> Allocation:
 
 
 def _densest(choices: Sequence[Choice]) -> Choice:
-    # of gammas with as many blocks, the most exact
+    # the most exact gamma with the most blocks
     return max(choices, key=lambda choice: (choice.blocks, -choice.error, choice.gamma))
 
 
@@ -79,6 +79,6 @@ def _way_down(head: int, choices: Sequence[Choice]) -> list[Step]:
         ]
         if not below:
             return steps
-        # of equal prices the shortest step, so that a target is met more closely
+        # of equal prices the shortest step, which meets a target more closely
         steps.append(min(below, key=lambda step: (step.price, -step.choice.blocks)))
         here = steps[-1].choice

@@ -21,7 +21,7 @@ from flexmask.precision import without_autocast, without_tf32
 from flexmask.select import select_blocks
 from flexmask.selector import Selector, selector_of
 
-# the largest score of a block that a row does not see; finite, so that differences of two stay numbers
+# largest score of a block that a row does not see; finite, for differences
 _UNSEEN = -1e30
 
 
@@ -30,7 +30,7 @@ class HeadErrors(NamedTuple):
 
     visible: int  # blocks that each head sees
     density: list[list[float]]  # kept blocks / visible blocks
-    error: list[list[float]]  # ||sparse - dense||^2 / ||dense||^2 of the head's output; by the loss where a gradient is given
+    error: list[list[float]]  # ||sparse - dense||^2 / ||dense||^2 of the head's output, or of the loss with a gradient
 
 
 def head_errors(
@@ -116,7 +116,7 @@ def errors_of_key_head(
         whole += dense.square().sum((-2, -1))
     if gradient is not None:
         return wrong
-    # a head whose values are all zero loses nothing
+    # a head whose values are all zero has no error
     return wrong / whole.clamp(min=torch.finfo(whole.dtype).tiny)
 
 
@@ -140,7 +140,7 @@ def _outputs(inputs: AttentionInputs, rows: Tensor, key: Tensor, value: Tensor, 
     weights = scores.reshape(num_heads * num_rows, *key.shape[:2])
     largest = weights.amax(-1, keepdim=True).clamp(min=_UNSEEN)
     weights = weights.sub_(largest).exp_()
-    # by block: its sum of exponentials and its sum of values, both relative to its own largest score
+    # per block: sums of exponentials and of values, relative to its largest score
     totals = weights.sum(-1)
     sums = torch.bmm(weights.transpose(0, 1), value)
 
@@ -150,6 +150,6 @@ def _outputs(inputs: AttentionInputs, rows: Tensor, key: Tensor, value: Tensor, 
     total = (shares * totals.view(num_heads, 1, num_rows, -1)).sum(-1, keepdim=True)
     if inputs.sinks is not None:
         total = total + (inputs.sinks.float().view(-1, 1, 1, 1) - top).exp()
-    # one product a row: (choices, blocks) by (blocks, v_head_dim)
+    # per row (choices, blocks) by (blocks, v_head_dim)
     out = torch.bmm(shares.transpose(1, 2).flatten(0, 1), sums.transpose(0, 1))
     return out.unflatten(0, (num_heads, num_rows)).transpose(1, 2) / total

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-# tokens that are scored, evenly spaced: their logits are the largest tensor of a long prompt
+# tokens: their logits are the largest tensor of a long prompt
 MOST_SCORED = 4096
 
 
@@ -23,24 +23,35 @@ def backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Calla
     memory of training without them, less where activations are checkpointed. `between` runs between the two passes; in the
     second, checkpoints run parts of the model again.
     """
-    # also for callers in inference mode, whose tensors have no gradients
+    # callers may be in inference mode, whose tensors have no gradients
     with torch.inference_mode(False):
         _backward_through_loss(model, prompt.to(model.device).clone(), between)
 
 
 def _backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Callable[[], None]) -> None:
-    scored = torch.linspace(0, len(prompt) - 2, min(len(prompt) - 1, MOST_SCORED), device=prompt.device).round().long()
-    # The logits of all tokens where forward has no such argument, or where the model is spread over devices: indices would stay
-    # on the first one
-    devices = {parameter.device for parameter in model.parameters()}
-    chooses = "logits_to_keep" in inspect.signature(model.forward).parameters and len(devices) == 1
+    scored = scored_tokens(prompt)
     with torch.enable_grad(), _through_activations(model):
-        kept = {"logits_to_keep": scored} if chooses else {}
-        logits = model(input_ids=prompt[None], use_cache=False, **kept).logits[0]
-        logits = logits if chooses else logits[scored.to(logits.device)]
+        logits = logits_of(model, prompt, scored)
         loss = F.cross_entropy(logits.float(), prompt[scored + 1].to(logits.device), reduction="sum")
         between()
         (loss / len(scored) ** 0.5).backward()
+
+
+def scored_tokens(prompt: Tensor) -> Tensor:
+    """At most `MOST_SCORED` evenly spaced tokens of a prompt (length,), all but the last."""
+    length = len(prompt)
+    return torch.linspace(0, length - 2, min(length - 1, MOST_SCORED), device=prompt.device).round().long()
+
+
+def logits_of(model: PreTrainedModel, prompt: Tensor, tokens: Tensor) -> Tensor:
+    """Logits of some tokens of a prompt, (tokens, vocab_size)."""
+    # indices would stay on the first device of a model that is spread over several
+    one_device = len({parameter.device for parameter in model.parameters()}) == 1
+    if one_device and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        kept: Tensor = model(input_ids=prompt[None], use_cache=False, logits_to_keep=tokens).logits[0]
+        return kept
+    every: Tensor = model(input_ids=prompt[None], use_cache=False).logits[0]
+    return every[tokens.to(every.device)]
 
 
 @contextmanager

@@ -75,7 +75,6 @@ class MeasuredErrors:
     def choices(self) -> dict[tuple[int, int], list[Choice]]:
         """By layer and head: share of all blocks and error at each gamma, means over prompts of equal weight."""
         layers = sorted(self.by_prompt[0])
-        # of each prompt, all blocks that its heads see
         all_blocks = [sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt]
         number = len(self.by_prompt)
         return {

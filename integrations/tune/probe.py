@@ -23,7 +23,7 @@ class HeadProbe:
     def __init__(self, measured: MeasuredErrors, bar: Any, gradient: bool) -> None:
         self.measured, self.bar, self.gradient, self.prompt = measured, bar, gradient, 0
         self.called: set[int] = set()
-        # with `gradient`, by layer: the calls whose outputs wait for theirs
+        # by layer: outputs without a gradient yet
         self.waiting: dict[int, tuple[PrefillCall, Tensor]] = {}
 
     def begin(self, prompt: int) -> None:
@@ -39,7 +39,7 @@ class HeadProbe:
     def __call__(self, call: PrefillCall) -> Tensor:
         inputs, layer = call.inputs, call.layer
         if layer in self.called:
-            if self.in_backward:  # a checkpoint computes the layer again
+            if self.in_backward:  # a checkpoint
                 return dense_attention(inputs)[0]
             raise NotImplementedError(f"tune does not serve a model that calls attention more than once in layer {layer}")
         self.called.add(layer)

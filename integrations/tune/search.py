@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_real, check_word
-from flexmask.integrations.huggingface.compat import check_servable, text_config, unwrapped
+from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.session import opened
 from flexmask.integrations.huggingface.settings import CONFIG_KEY, PrefillSettings
 from flexmask.integrations.record import PrefillRun
@@ -24,7 +24,7 @@ from flexmask.integrations.tune.probe import HeadProbe
 from flexmask.integrations.tune.result import TuneResult, check_target, result_of
 from flexmask.selector import METHODS
 
-# the range in which a method trades blocks for error; at 1 nothing is computed
+# the range in which a method trades blocks for error; 1 computes nothing
 GAMMAS = {"hybrid": (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)}
 OTHER_GAMMAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 
@@ -120,8 +120,7 @@ def tune(
     chosen = _checked_gammas(GAMMAS.get(method, OTHER_GAMMAS) if gammas is None else gammas)
     prompts = _prompts(input_ids, attention_mask, base.block_size)
     check_servable(inner)
-    if any(hasattr(parameter, "device_mesh") for parameter in inner.parameters()):
-        raise NotImplementedError("tune does not serve a model spread over processes; load it on one, or with device_map")
+    check_in_one_process(inner, "tune")
     made_of = {
         "model": f"{type(inner).__name__}, {inner.dtype}, config {digest(_config(inner))}, weights {_mark(inner)}",
         "prompts": digest(prompts),

@@ -16,7 +16,7 @@ from flexmask.integrations.vllm.registration import LATENT_VARIABLE
 from flexmask.integrations.vllm.versions import RUN, interface_faults
 
 _log = logging.getLogger("vllm.flexmask")
-# by the name here: the stock backend's module and class, and vLLM's name for ours
+# by our name: the stock backend's module, class and kernel, and vLLM's name for ours
 _STOCK = {
     "SparseFlashAttention": ("flash_attn", "FlashAttentionBackend", "FLASH_ATTN", "CUSTOM"),
     "SparseTritonAttention": ("triton_attn", "TritonAttentionBackend", "TRITON_ATTN", "CUSTOM"),
@@ -25,7 +25,7 @@ _STOCK = {
     "SparseCPUAttention": ("cpu_attn", "CPUAttentionBackend", "CPU_ATTN", "CPU_ATTN"),
     "SparseCPULatentAttention": ("mla.cpu_mla", "CPUMLABackend", "CPU_MLA", "CPU_MLA"),
 }
-# by the kernel of the options, and by whether attention is latent
+# by kernel, and whether attention is latent
 _BY_KERNEL = {
     ("FLASH_ATTN", False): "SparseFlashAttention",
     ("TRITON_ATTN", False): "SparseTritonAttention",
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
                 "flexmask: latent attention (MLA) on a GPU is refused: its answers were compared with gamma 1 only; "
                 f"{LATENT_VARIABLE}=1 runs it nevertheless"
             )
-            # vLLM reports an ImportError of a backend without its words
+            # vLLM drops the message of a backend's ImportError
             _log.error("%s", message)
             raise ImportError(message)
         return _backend(_BY_KERNEL[kernel, is_latent])
@@ -66,7 +66,7 @@ def _check(stock: Any) -> None:
     try:
         warning = check_release("vLLM", vllm.__version__, RUN, interface_faults(stock))
     except ImportError as error:
-        # vLLM reports an ImportError of a backend without its words
+        # vLLM drops the message of a backend's ImportError
         _log.error("%s", error)
         raise
     if warning is not None:
@@ -100,10 +100,10 @@ def _backend(name: str) -> type:
     builder.flexmask_own = builder
 
     def supports_batch_invariance(cls: type) -> bool:
-        return False  # a row's blocks depend on the chunk that it comes in
+        return False  # a row's blocks depend on its chunk
 
     def supports_device_cpu_query_lens_mismatch(cls: type) -> bool:
-        return False  # steps are planned by the host's lengths
+        return False  # the host's lengths plan steps
 
     own = {
         "get_name": staticmethod(lambda: vllm_name),

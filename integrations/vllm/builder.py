@@ -15,8 +15,8 @@ from flexmask.integrations.vllm.pages import Places
 
 class SparseStep(NamedTuple):
     plan: StepPlan
-    stock: tuple[Any, ...]  # metadata of each stock run
-    places: tuple[Places, ...]  # of each sparse request's tokens
+    stock: tuple[Any, ...]  # metadata per stock run
+    places: tuple[Places, ...]  # per sparse request
 
 
 class SparsePrefillBuilder:
@@ -26,9 +26,9 @@ class SparsePrefillBuilder:
     attention other requests than the batch has (chunked local attention, fast prefill).
     """
 
-    # metadata with another block table would keep the old one in its parts
+    # the parts of the metadata would keep the old block table
     supports_update_block_table = False
-    # the class itself, not one that vLLM derives from it
+    # this class, not one that vLLM derives from it
     flexmask_own: type | None = None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **options: Any) -> None:
@@ -79,7 +79,7 @@ class SparsePrefillBuilder:
         return metadata
 
     def _part(self, build: Any, common: Any) -> Any:
-        # fast: an ahead-of-time schedule (FA3) lies in one buffer a builder, and the metadata of all rows has it
+        # fast: the one buffer for an ahead-of-time schedule (FA3) belongs to the metadata of all rows
         return build(0, common, True)
 
     def _plan(self, common: Any, metadata: Any) -> StepPlan | None:
@@ -103,7 +103,7 @@ class SparseLatentBuilder(SparsePrefillBuilder):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # rows that the stock backend takes for decoding
+        # rows that the stock backend decodes
         most: int = self.reorder_batch_threshold
         self._policy = self._policy._replace(least_rows=max(self._policy.least_rows, most + 1))
 
@@ -117,7 +117,7 @@ class SparseLatentBuilder(SparsePrefillBuilder):
 
     def _part(self, build: Any, common: Any) -> Any:
         own = {name: getattr(self, name) for name in ("reorder_batch_threshold", "_prefill_backend")}
-        # no row is taken for decoding, and each part keeps its own metadata on a prefill backend
+        # no decoding rows, and a prefill backend with the part's metadata
         self.reorder_batch_threshold, self._prefill_backend = 0, own["_prefill_backend"].clone()
         try:
             return super()._part(build, common)

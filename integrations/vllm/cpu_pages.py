@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flexmask.integrations.vllm.pages import FP8_CACHES, Places
 
-# digits of the numbers that are written to find the order: base 8 is exact in every dtype of a cache, 8**6 more than a page has
+# of the element numbers: base 8 is exact in every cache dtype, and 8**6 exceeds the elements of a page
 _BASE, _DIGITS = 8, 6
-# writes keys and values, (tokens, 1, head_dim) each, into a cache of one page
+# of keys and values, (tokens, 1, head_dim) each, into a cache of one page
 Write = Callable[[Tensor, Tensor, Tensor], None]
 
 

@@ -17,7 +17,7 @@ from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
 from flexmask.integrations.vllm.layers import layer_number, role_of
 from flexmask.integrations.vllm.options import serving_options
 
-# vLLM's logging shows what is below its own name
+# vLLM shows only loggers below its own
 _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
@@ -47,7 +47,7 @@ class Engine:
         self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self.roles: dict[str, SparseLayer | str] = {}
         self.counters = Counters()
-        # the layer whose calls count the tokens of a step, once for all layers
+        # the layer whose calls count a step's tokens
         self.counting: str | None = None
         self._prepared = False
 
@@ -62,7 +62,7 @@ class Engine:
 
     def _role(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
         number, own = layer_number(name), self._vllm_config.model_config
-        # draft layers that come with a model number on
+        # a model's own draft layers continue its numbers
         if model != own.model or (number is not None and number >= own.get_total_num_hidden_layers()):
             return DRAFT
         if getattr(own, "rswa_window", None) is not None:
@@ -78,7 +78,7 @@ class Engine:
             kernel = self._settle_all()
             sparse = [role for role in self.roles.values() if isinstance(role, SparseLayer)]
             self.counting = next((name for name, role in self.roles.items() if isinstance(role, SparseLayer)), None)
-            is_first = _tensor_parallel_rank()[0] == 0  # the one process of a group that logs and counts
+            is_first = _tensor_parallel_rank()[0] == 0  # of a group, logs and counts
             if is_first:
                 _log.info("%s", roles_line(self.roles, self.options, kernel, self._least_rows()))
             if not sparse:
@@ -93,7 +93,7 @@ class Engine:
                 if is_first_stage():
                     self.counters.export()
                 self.counters.log_to(_log.info, self.options.log_every)
-                # vLLM's engines and workers are processes of multiprocessing, which run no atexit
+                # processes of multiprocessing run no atexit
                 Finalize(None, self.counters.log, exitpriority=100)
 
     def _largest_call(self) -> tuple[int, int]:
@@ -142,6 +142,7 @@ def is_first_stage() -> bool:
     return bool(get_pp_group().is_first_rank)
 
 
+# per process: layers and builders share nothing but vLLM's configuration, which a draft model copies
 _LATEST: list[Engine] = []
 
 

@@ -26,7 +26,7 @@ class FindsItsRole:
         super().__init__(*arguments, **options)
         config = get_current_vllm_config()
         self._engine = engine_of(config)
-        # vLLM tags what it loads; a draft model's layers may come under the target's own configuration
+        # vLLM tags the model it loads; a draft's layers may have the target's configuration
         is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
         self._model = DRAFT if is_draft else config.model_config.model
         self._role: SparseLayer | str | None = None
@@ -96,11 +96,11 @@ class SparsePrefillImpl(FindsItsRole):
             scale = layer._q_scale if layer._q_scale.numel() == 1 else layer._q_scale.repeat_interleave(role.groups)
             query = scaled(query.transpose(0, 1), scale, cache, output.dtype).transpose(0, 1)
         sinks = getattr(self, "sinks", None)
-        # a parameter is no tensor of inference mode, and what is compiled for one kind is not for the other
+        # a parameter is not an inference tensor, and kernels are compiled for one kind
         sinks = None if sinks is None else sinks.clone()
         for each, places in zip(step.plan.sparse, step.places, strict=True):
             rows = slice(each.start, each.stop)
-            if each.tokens == each.stop - each.start:  # the first chunk: the step's own rows are all there is
+            if each.tokens == each.stop - each.start:  # the first chunk
                 keys, values = (x[rows].transpose(0, 1).contiguous() for x in (key, value))
             else:
                 keys, values = self.flexmask_gather(layer, kv_cache, places)

@@ -12,7 +12,7 @@ from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.vllm.pages import FP8_CACHES
 
-# arguments of an attention implementation that are served, or looked at by name
+# served arguments of an attention implementation
 _KNOWN = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
 _KNOWN |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name", "sinks"}
 # multi-head latent attention
@@ -44,7 +44,6 @@ def role_of(
     num_heads, is_latent = given["num_heads"], "kv_lora_rank" in given
     shape = LayerShape(
         num_heads=num_heads,
-        # latent rows are parted among all heads
         num_kv_heads=num_heads if is_latent else given.get("num_kv_heads") or num_heads,
         head_dim=given["qk_head_dim" if is_latent else "head_size"],
         v_head_dim=given["v_head_dim" if is_latent else "head_size"],

@@ -9,7 +9,7 @@ from flexmask.integrations.serving.options import ServingOptions, read_options
 
 KEY = "flexmask"
 KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
-"""vLLM's backends that may serve everything that is not sparse, the default first"""
+"""vLLM's backends for everything that is not sparse; the first is the default."""
 
 
 def serving_options(additional_config: Any, model_config: Any = None) -> ServingOptions:

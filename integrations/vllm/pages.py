@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""By vLLM's name: caches of bytes, one scale for all keys of a layer, or one for each key head, and likewise for values"""
+"""Caches of bytes by vLLM's name; keys and values have one scale each per layer, or one per key head."""
 
 
 class Places:
@@ -59,7 +59,7 @@ def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tens
         )
     pages, heads, page_size, width = cache.shape
     if cache.stride() == (page_size * heads * width, width, heads * width, 1):
-        # tokens first, as vLLM has it by default: torch gathers whole rows of memory several times as fast as single numbers
+        # vLLM's default order: torch gathers whole rows of memory several times as fast as single numbers
         rows = cache.transpose(1, 2).view(pages * page_size, heads * width)[places.slots(page_size)]
         by_head = rows.view(-1, heads, width).transpose(0, 1)
         return by_head[..., :head_dim].contiguous(), by_head[..., head_dim:].contiguous()

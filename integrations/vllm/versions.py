@@ -13,7 +13,7 @@ RUN: dict[tuple[int, ...], str] = {
     (0, 32): "CPUs",
 }
 """By release: where tests/vllm ran on it"""
-# of the stock classes, in their order: what the plug-in overrides and calls
+# arguments, in order, of what the plug-in overrides and calls
 _FUNCTIONS = {
     "builder.__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
     "builder.build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
@@ -34,14 +34,14 @@ _OF_LATENT_ATTENTION = {
         "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale",
     ),
 }  # fmt: skip
-# arguments of an implementation that say which layers are served
+# arguments of an implementation that decide which layers are served
 _ARGUMENTS = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
 _ARGUMENTS |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"}
 _LATENT_ARGUMENTS = {"kv_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj"}
 # of a step
 _FIELDS = {"query_start_loc_cpu", "seq_lens_cpu_upper_bound", "num_reqs", "block_table_tensor", "causal", "is_prefilling"}
 _FIELDS |= {"mm_req_doc_ranges"}
-# of a step with latent attention, whose decoding rows come first
+# of a step with latent attention
 _LATENT_FIELDS = {"num_decodes", "num_decode_tokens"}
 _MODEL = {"use_mla", "get_total_num_hidden_layers", "hf_text_config"}
 
