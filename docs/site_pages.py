@@ -6,6 +6,7 @@ a `repo_url`, and otherwise becomes plain text.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import posixpath
 import re
@@ -25,7 +26,6 @@ PAGES = (
     "bench/README.md",
     "bench/REPORT.md",
     "bench/RULER.md",
-    "bench/SERVING.md",
     "bench/retriever/README.md",
     "bench/ruler_model/README.md",
     "block_masks/README.md",
@@ -33,8 +33,11 @@ PAGES = (
     "integrations/README.md",
     "integrations/huggingface/SUPPORT.md",
 )
-# written for the site only; git ignores it
-APPENDIX = "bench/APPENDIX.md"
+# pages that the site writes from bench/results/, each with its module and function; git ignores them
+GENERATED = {
+    "bench/APPENDIX.md": ("bench.report.fidelity", "appendix"),
+    "bench/SERVING.md": ("bench.serving.table", "report"),
+}
 _FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
 # code first: a link inside of code is none
 _LINK = re.compile(r"(?P<code>`[^`\n]*`)|(?P<image>!?)\[(?P<text>(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^()\s]+)\)")
@@ -56,7 +59,7 @@ def site_path(path: str) -> str | None:
         return "index.md"
     if path.startswith("docs/"):
         return None if path.endswith(".py") else path.removeprefix("docs/").replace(".ipynb", ".md")
-    return path if path in (*PAGES, APPENDIX) or path.endswith(".png") else None
+    return path if path in (*PAGES, *GENERATED) or path.endswith(".png") else None
 
 
 def links(markdown: str) -> Iterator[Link]:
@@ -120,12 +123,12 @@ def _over_prose(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages and pictures outside of docs/, and the appendix."""
+    """Add the generated pages, and the pages and pictures outside of docs/."""
     from mkdocs.structure.files import File
 
-    from bench.report.fidelity import appendix
-
-    files.append(File.generated(config, APPENDIX, content=appendix()))
+    for page, (module, function) in GENERATED.items():
+        text = getattr(importlib.import_module(module), function)(ROOT / "bench/results")
+        files.append(File.generated(config, page, content=relinked(text, page, config.repo_url)))
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         files.append(File.generated(config, site_path(page), content=relinked(text, page, config.repo_url)))
