@@ -1,4 +1,4 @@
-"""Benchmarks and the demo. The commands are the modules of this folder; the folders hold what they share."""
+"""Benchmarks and the demo; bench/README.md lists the commands."""
 
 import torch
 

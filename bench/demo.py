@@ -1,8 +1,4 @@
-"""Dense attention and two sparse prefills of a trained model, side by side: ``python -m bench.demo``, or ``make demo``.
-
-The model reads a long prompt with needles in it and answers questions about them: after a dense prefill, after one with hybrid
-(what we recommend) and after one with the paper's method. Untimed prefills compile the kernels first.
-"""
+"""Answers of a trained model after a dense and two sparse prefills: ``python -m bench.demo``, or ``make demo``."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ NEXT = """Try next:
 
 @dataclass
 class Measured:
-    """One kind of attention: seconds of its fastest prefill, its answers, and the kept share of the blocks."""
+    """Seconds of the fastest prefill, answers, and density of one kind of attention."""
 
     seconds: float
     answers: Tensor  # (questions, 4)
@@ -51,7 +47,7 @@ class Measured:
 
 
 def load_model(path: Path, device: str) -> PreTrainedModel:
-    """Load the model, in bfloat16 except on CPUs, where float32 is faster; its dense attention is SDPA."""
+    """Load the model: float32 on CPUs, where it is faster, else bfloat16; dense attention is SDPA."""
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"no model at {path}; train one with: python -m bench.retriever.train --out DIR")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -62,15 +58,12 @@ def load_model(path: Path, device: str) -> PreTrainedModel:
 
 
 def attention(model: PreTrainedModel, method: str, **options: Any) -> AbstractContextManager[Any]:
-    """The model under a method; under its own dense attention if `method` is empty."""
+    """`sparse_prefill` with a method; dense attention if `method` is empty."""
     return sparse_prefill(model, method, **options) if method else nullcontext()
 
 
 def warm_up(model: PreTrainedModel, prompt: Prompt, options: dict[str, Any], device: str) -> None:
-    """Compile what the prefills of both methods need: by short prompts, on CUDA by the prefills themselves.
-
-    There the number of blocks decides which kernels run.
-    """
+    """Compile by short prompts; on CUDA, where the number of blocks decides which kernels run, by the prompt itself."""
     on_cuda = device.startswith("cuda")
     for method in filter(None, METHODS):
         for each in [prompt] if on_cuda else [make_prompt(tokens) for tokens in WARM_UP]:
@@ -79,7 +72,7 @@ def warm_up(model: PreTrainedModel, prompt: Prompt, options: dict[str, Any], dev
 
 
 def measure(model: PreTrainedModel, prompt: Prompt, options: dict[str, Any], bar: tqdm) -> dict[str, Measured]:
-    """Prefill with every method in turns, and answer after the first turn."""
+    """Prefill with every method in turns; answer in the first turn."""
     found: dict[str, Measured] = {}
     for _ in range(ROUNDS):
         for method, name in METHODS.items():
@@ -102,7 +95,7 @@ def measure(model: PreTrainedModel, prompt: Prompt, options: dict[str, Any], bar
 
 
 def line(method: str, each: Measured, dense: Measured, right: Tensor) -> str:
-    """Tell the result of a way in plain words."""
+    """One line of the result."""
     asked = len(right)
     correct = int((each.answers == right).all(-1).sum())
     name = f"{METHODS[method]:<26} prefill {each.seconds:6.2f} s"
@@ -117,7 +110,6 @@ def line(method: str, each: Measured, dense: Measured, right: Tensor) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line and fill in the default that depends on the device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-tokens", type=int, help="length of the prompt; default: 16384 on a CPU, 65536 elsewhere")
     parser.add_argument("--needles", type=int, default=16, help=f"in the prompt; the first {MOST_QUESTIONS} are asked for")
@@ -132,7 +124,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every kind of attention, and print a line for each."""
     options = parse(arguments)
     model = load_model(options.model, options.device)
     questions = min(options.needles, MOST_QUESTIONS)

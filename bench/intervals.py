@@ -1,4 +1,4 @@
-"""95% intervals: of shares of right answers, of means, and of the density at which a method's error reaches a value."""
+"""95% intervals of shares and means, and densities at an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DRAWS = 2000
 
 
 def wilson(right: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Of a share (Wilson's).
+    """Wilson's interval of a share.
 
     Example
     -------
@@ -25,7 +25,7 @@ def wilson(right: float, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def of_mean(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Of a mean, by a bootstrap over the values."""
+    """Interval of a mean, by a bootstrap over the values."""
     found = np.asarray(values, dtype=float)
     draws = np.random.default_rng(seed).integers(len(found), size=(DRAWS, len(found)))
     low, high = np.percentile(found[draws].mean(1), [2.5, 97.5])
@@ -33,9 +33,9 @@ def of_mean(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 
 def over_files(texts: Sequence[str], figure: Callable[[np.ndarray], float], seed: int = 0) -> tuple[float, float]:
-    """Of a figure of weighted texts, by a bootstrap over their files: pieces of one book (``book-0``) are not independent.
+    """Interval of a figure of weighted texts, by a bootstrap over files, since pieces of one book are not independent.
 
-    `figure` takes the weights of the texts, which add up to 1, and may give NaN: unknown.
+    `figure` takes the weights of the texts, which sum to 1, and may return NaN.
     """
     files = sorted({text.rpartition("-")[0] or text for text in texts})
     member = np.array([[(text.rpartition("-")[0] or text) == file for text in texts] for file in files], dtype=float)
@@ -50,7 +50,7 @@ def over_files(texts: Sequence[str], figure: Callable[[np.ndarray], float], seed
 
 
 def density_at(error: float, densities: np.ndarray, errors: np.ndarray) -> float:
-    """Density at which a curve reaches an error, linear in the error's logarithm between neighbours; NaN out of its reach."""
+    """Density at which a curve reaches an error, by linear interpolation of the error's logarithm; NaN out of range."""
     order = densities.argsort()
     errors, densities = np.log(np.maximum(errors[order], 1e-9)), densities[order]
     reached = errors <= math.log(error)

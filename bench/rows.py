@@ -1,4 +1,4 @@
-"""Rows of measurements: each is added to its file as it is measured, so that a run which was cut off goes on where it stopped."""
+"""Files of measured rows, written row by row, so an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file at once, in place of the part of a line that a run was cut off in."""
+    """Append a line; replaces an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         size = file.tell()
@@ -24,32 +24,20 @@ def append_line(path: Path, line: str) -> None:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a file without a last one that was cut off; none of a file that is not there."""
+    """Complete lines of a file; none if it does not exist."""
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a row to a file of JSON lines."""
     append_line(path, json.dumps(row))
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file of JSON lines."""
     return [json.loads(line) for line in whole_lines(path) if line]
 
 
 class Sheet:
-    """The rows of a CSV file.
-
-    Parameters
-    ----------
-    path
-        A file that is not there has no rows.
-    columns
-        Fields of a row; one that a row lacks is empty.
-    identity
-        Columns that tell one row from another.
-    """
+    """Rows of a CSV file, which need not exist. `identity` lists the columns that identify a row."""
 
     def __init__(self, path: Path, columns: Sequence[str], identity: Sequence[str]) -> None:
         self.path, self.columns, self.identity = path, tuple(columns), tuple(identity)
@@ -59,11 +47,11 @@ class Sheet:
         self._known = {self._key(row) for row in csv.DictReader(lines, fieldnames=self.columns)}
 
     def has(self, **row: Any) -> bool:
-        """True if there is a row of the same identity."""
+        """True if a row has the same identity."""
         return self._key(row) in self._known
 
     def add(self, **row: Any) -> None:
-        """Add a row at once."""
+        """Append a row; missing columns stay empty."""
         unknown = [name for name in row if name not in self.columns]
         if unknown:
             raise ValueError(f"a row must have some of the columns {', '.join(self.columns)}; got {unknown[0]}")
@@ -79,7 +67,7 @@ class Sheet:
 
 
 def as_text(value: Any) -> str:
-    """A value as a CSV file has it: floats of six digits, options as JSON with sorted keys, nothing for None."""
+    """A value in CSV: floats with six digits, options as sorted JSON, nothing for None."""
     if value is None:
         return ""
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Tables as text, and how numbers appear in them."""
+"""Tables as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def text_table(rows: Sequence[Sequence[str]], align: str) -> str:
-    """Align the cells of `rows` in columns; `align` has "<" or ">" for each column."""
+    """Align columns; `align` has "<" or ">" for each."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(align))]
     lines = []
     for row in rows:
@@ -16,12 +16,12 @@ def text_table(rows: Sequence[Sequence[str]], align: str) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table, blank lines around it included."""
+    """Lines of a Markdown table, with blank lines around it."""
     return ["", f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def thousands(tokens: float) -> str:
-    """Format a length: ``128k``, ``1M``."""
+    """A length as ``128k`` or ``1M``."""
     if tokens < 1024 or tokens % 1024:
         return f"{tokens:,.0f}"
     return f"{tokens / 2**20:g}M" if tokens >= 2**20 else f"{tokens / 1024:g}k"

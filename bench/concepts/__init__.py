@@ -1,1 +1,1 @@
-"""The algorithm drawn step by step on two heads of the small retriever, for docs/concepts.md."""
+"""The pictures of docs/concepts.md and the steps behind them."""

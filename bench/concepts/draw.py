@@ -1,8 +1,4 @@
-"""Draw the pictures of docs/concepts.md: ``python -m bench.concepts.draw``.
-
-Every bar, line and block is a number of `bench.concepts.steps`. Kept is dark blue, left out light grey, so that the pictures
-read in grey as well.
-"""
+"""Draw the pictures of docs/concepts.md from `bench.concepts.steps`: ``python -m bench.concepts.draw``."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ def _save(path: Path, columns: int, height: float, picture: Callable[..., None],
 
 
 def attention_maps(axes: Sequence[Any], slash: Head, aware: Head) -> None:
-    """Draw the true attention of both heads, with the last block of rows marked."""
+    """True attention of both heads, the last block of rows marked."""
     from matplotlib.patches import Rectangle
 
     size = BLOCK_SIZE
@@ -57,7 +53,7 @@ def attention_maps(axes: Sequence[Any], slash: Head, aware: Head) -> None:
 
 
 def line_mass(axes: Sequence[Any], slash: Head, aware: Head) -> None:
-    """Draw V and S of the vertical-slash head."""
+    """V and S of the vertical-slash head."""
     _bars(axes[0], slash.vertical, torch.ones_like(slash.kept_vertical))
     axes[0].set(title="V: mass by key block", xlabel="key block", ylabel="share of attention")
     _bars(axes[1], slash.slash, torch.ones_like(slash.kept_slash))
@@ -65,7 +61,7 @@ def line_mass(axes: Sequence[Any], slash: Head, aware: Head) -> None:
 
 
 def distances(axes: Sequence[Any], slash: Head, aware: Head) -> None:
-    """Draw the estimate from block means against the true mass, with the distance of the two."""
+    """V and its estimate from block means."""
     for axis, head in zip(axes, (slash, aware), strict=True):
         _bars(axis, head.vertical, torch.zeros_like(head.kept_vertical), label="true: V")
         blocks = torch.arange(len(head.estimated) + 1) - 0.5
@@ -78,7 +74,7 @@ def distances(axes: Sequence[Any], slash: Head, aware: Head) -> None:
 
 
 def top_p(axes: Sequence[Any], slash: Head, aware: Head) -> None:
-    """Draw both families of lines in descending order, and the running sum that gamma cuts."""
+    """Lines of both families in descending order, cut by gamma."""
     families = (("key blocks", slash.vertical, slash.kept_vertical), ("block diagonals", slash.slash, slash.kept_slash))
     for axis, (family, mass, kept) in zip(axes, families, strict=True):
         ordered, order = mass.sort(descending=True, stable=True)
@@ -94,7 +90,7 @@ def top_p(axes: Sequence[Any], slash: Head, aware: Head) -> None:
 
 
 def vertical_slash(axes: Sequence[Any], slash: Head, aware: Head) -> None:
-    """Draw the selected lines over the map, and the blocks kept with those kept always."""
+    """Kept lines over the map, and the kept blocks."""
     _map(axes[0], slash.lines)
     axes[0].set_title(f"lines, extended\ndensity {density(slash.lines):.3f}")
     _map(axes[1], slash.keep, second=~slash.lines)
@@ -105,7 +101,7 @@ def vertical_slash(axes: Sequence[Any], slash: Head, aware: Head) -> None:
 
 
 def query_aware(axes: Sequence[Any], slash: Head, aware: Head) -> None:
-    """Draw the pooled map of the query-aware head, its top-p, and the blocks kept."""
+    """Pooled map of the query-aware head, its top-p, and the kept blocks."""
     image = _shade(axes[0], aware.pooled)
     axes[0].set_title("A: the pooled map\n")
     axes[0].figure.colorbar(image, ax=axes[0], shrink=0.6)
@@ -116,7 +112,7 @@ def query_aware(axes: Sequence[Any], slash: Head, aware: Head) -> None:
 
 
 def hybrid(axes: Sequence[Any], slash: Head, aware: Head) -> None:
-    """Draw hybrid's two sources of evidence for the vertical-slash head, and what they keep together."""
+    """Hybrid's two sources for the vertical-slash head, and the kept blocks."""
     image = _shade(axes[0], slash.evidence)
     axes[0].set_title("R: own rows, key means\n")
     axes[0].figure.colorbar(image, ax=axes[0], shrink=0.6)
@@ -145,7 +141,7 @@ def _bars(axis: Any, values: Tensor, kept: Tensor, label: str | None = None) -> 
 
 
 def _map(axis: Any, keep: Tensor, second: Tensor | None = None) -> None:
-    """Draw kept blocks, those of `second` in another colour."""
+    """Kept blocks, those of `second` in another colour."""
     from matplotlib.colors import ListedColormap
 
     kinds = torch.ones_like(keep, dtype=torch.long).tril()
@@ -157,7 +153,7 @@ def _map(axis: Any, keep: Tensor, second: Tensor | None = None) -> None:
 
 
 def _shade(axis: Any, attention: Tensor) -> Any:
-    """Draw attention on a logarithmic scale, white below `_SMALLEST`."""
+    """Attention on a logarithmic scale."""
     from matplotlib.colors import LogNorm
 
     shown = attention.clamp(min=_SMALLEST).numpy()
@@ -180,7 +176,7 @@ def _block_labels(axis: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the pictures and print the figures that the page names."""
+    """Draw the pictures and print the figures of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to draw into")
     options = parser.parse_args(arguments)

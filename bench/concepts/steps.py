@@ -1,7 +1,4 @@
-"""The numbers behind the pictures of docs/concepts.md: every step of the selection, on two heads of the trained retriever.
-
-The steps are those of `flexmask.plain`, in its order; what they keep is checked against `flexprefill_mask`.
-"""
+"""Steps of the selection on two heads of the retriever, checked against the public mask functions."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ SEED = 0
 
 
 class Head(NamedTuple):
-    """One head's way through the selection; maps are (num_q_blocks, num_kv_blocks)."""
+    """Steps of one head; maps are (num_q_blocks, num_kv_blocks)."""
 
     name: str
     attention: Tensor  # (q_len, kv_len) float32: the true attention, which the selection never computes
@@ -55,13 +52,7 @@ class Head(NamedTuple):
 
 
 def heads() -> tuple[Head, Head]:
-    """A vertical-slash head (layer 1) and a query-aware one (layer 0).
-
-    Raises
-    ------
-    RuntimeError
-        If the steps keep other blocks than the public function does.
-    """
+    """A vertical-slash head (layer 1) and a query-aware one (layer 0); RuntimeError if the steps and the masks disagree."""
     query, key, _ = retriever_prompt(
         TOKENS,
         layers=LAYERS,
@@ -79,18 +70,17 @@ def heads() -> tuple[Head, Head]:
 
 
 def density(keep: Tensor) -> float:
-    """Kept share of the causal blocks."""
     return float(keep.sum() / torch.ones_like(keep).tril().sum())
 
 
 def held(head: Head, keep: Tensor) -> float:
-    """Share of the head's true attention inside the kept blocks, mean over all rows."""
+    """Share of the head's true attention in the kept blocks, mean over rows."""
     inside = keep.repeat_interleave(BLOCK_SIZE, 0).repeat_interleave(BLOCK_SIZE, 1)
     return float((head.attention * inside).sum(-1).mean())
 
 
 def facts() -> dict[str, str]:
-    """The figures that docs/concepts.md names, formatted as they stand there."""
+    """The figures that docs/concepts.md must name, formatted."""
     slash, aware = heads()
     counts = {
         "key blocks kept": int(slash.kept_vertical.sum()),
@@ -115,7 +105,7 @@ def facts() -> dict[str, str]:
 
 
 def _steps(query: Tensor, key: Tensor) -> dict[str, Tensor]:
-    """All heads at once, by the names of `Head`'s fields."""
+    """All heads, by the names of `Head`'s fields."""
     inputs = attention_inputs(query, key)
     gamma = torch.full((query.shape[1],), GAMMA, dtype=torch.float64)
     problem = cut_into_blocks(inputs, BLOCK_SIZE, plain)

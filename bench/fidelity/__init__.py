@@ -1,1 +1,1 @@
-"""The loss of each block mask: test beds, methods and the measure."""
+"""What a model loses under each method: language modelling, needles, RULER's tasks, heads' outputs."""

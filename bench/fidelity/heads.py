@@ -1,8 +1,7 @@
 """Error of heads' outputs, ``||o - o_dense|| / ||o_dense||``: ``python -m bench.fidelity.heads --out FILE.csv``.
 
-On the structured workload of `bench.prompts.structured` at every length, in the shape of the speed report; with ``--texts`` on
-the dense queries, keys and values of every layer of SmolLM2 instead. A row is the mean over the heads with its density. The same
-command goes on where an earlier one stopped.
+Reads the structured workload at every length or, with ``--texts``, dense queries, keys and values of every layer of SmolLM2. A
+row is the mean over heads. The same command resumes.
 """
 
 from __future__ import annotations
@@ -38,13 +37,12 @@ def errors(inputs: AttentionInputs, setting: Setting, layer: int = 0) -> tuple[T
 
 @torch.no_grad()
 def on_structure(length: int, setting: Setting) -> list[tuple[Tensor, Tensor]]:
-    """Errors on the structured workload."""
     return [errors(attention_inputs(*structured_prompt(length, named_density(length), **SHAPE)), setting)]
 
 
 @torch.no_grad()
 def on_model(model: SparseModel, ids: Tensor, setting: Setting) -> list[tuple[Tensor, Tensor]]:
-    """Errors in every layer of a dense prefill, so that none adds to another."""
+    """Errors in every layer of a dense prefill, so errors do not accumulate."""
     found: list[tuple[Tensor, Tensor]] = []
     with model.attending(None, lambda inputs, layer: found.append(errors(inputs, setting, layer))):
         model.model.base_model(input_ids=ids[None], use_cache=False)
@@ -52,7 +50,6 @@ def on_model(model: SparseModel, ids: Tensor, setting: Setting) -> list[tuple[Te
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the file lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="CSV file that rows are added to")
     parser.add_argument("--lengths", default="8192,32768,131072", help="tokens")

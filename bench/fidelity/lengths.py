@@ -1,10 +1,8 @@
-"""Language modelling by length of the prompt and by position of the token: ``python -m bench.fidelity.lengths``.
+"""Language modelling by length and position: ``python -m bench.fidelity.lengths --out FILE.csv``.
 
-One model reads the beginnings of each text, once with dense attention and once with every setting. A row says how much the
-log-probability of a token changes (mean absolute change), how much the loss changes, and which share of the causal blocks was
-kept: over the whole prompt, and over the tokens between two of `POSITIONS`. The model is SmolLM2-135M with YaRN factor 8, whose
-dense loss is flat up to 64k tokens; ``--model`` and ``--yarn`` choose another. The same command goes on where an earlier one
-stopped. Figures worth keeping come from a GPU; ``--lengths 2048`` runs on a CPU.
+A row holds the mean absolute change of a token's log-probability against dense attention, the change of the loss, and the kept
+share of the causal blocks, over the prompt and between two of `POSITIONS`. Default model: SmolLM2-135M, YaRN factor 8, whose
+dense loss is flat up to 64k tokens. The same command resumes. ``--lengths 2048`` runs on a CPU.
 """
 
 from __future__ import annotations
@@ -31,19 +29,18 @@ IDENTITY = ("model", "yarn", "text", "length", "method", "options", "chunk")
 
 
 def ranges() -> dict[str, tuple[int, int]]:
-    """The ranges of positions by name: ``4-8k``."""
+    """Ranges of positions by name: ``4-8k``."""
     names = [f"{position // 1024}" if position % 1024 == 0 else f"{position / 1024:g}" for position in POSITIONS]
     return {f"{names[i]}-{names[i + 1]}k": pair for i, pair in enumerate(itertools.pairwise(POSITIONS))}
 
 
 def columns() -> list[str]:
-    """The columns of a file of rows."""
     by_position = [f"{figure} {name}" for name in ranges() for figure in FIGURES]
     return [*IDENTITY, *FIGURES, "dense_loss", "seconds", "device", "torch", *by_position]
 
 
 def figures(model: SparseModel, dense: Tensor, change: Tensor, block_size: int) -> dict[str, float]:
-    """Figures of one prefill: `change` of the log-probability of every next token, `dense` without."""
+    """Figures of one prefill; `change` holds the change of each log-probability, `dense` the dense ones."""
     found = {"density": model.density(), "abs_d": change.abs().mean().item(), "d_loss": -change.mean().item()}
     found["dense_loss"] = -dense.mean().item()
     for name, (first, end) in ranges().items():
@@ -57,7 +54,7 @@ def figures(model: SparseModel, dense: Tensor, change: Tensor, block_size: int) 
 def measure(
     model: SparseModel, prompts: dict[str, Tensor], chosen: Sequence[Setting], lengths: Sequence[int], options: Any, sheet: Sheet
 ) -> None:
-    """Measure every setting on the first tokens of every text, short lengths first."""
+    """Every setting on the beginning of every text, short lengths first."""
     stop = time.monotonic() + 60 * options.minutes
     on_gpu = model.model.device.type == "cuda"
     where = {"device": torch.cuda.get_device_name() if on_gpu else "CPU", "torch": torch.__version__}
@@ -100,7 +97,6 @@ def measure(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--texts", type=Path, default=texts.PATH, help="folder of .npy files (token ids) and .txt files, or a .npz"
@@ -116,7 +112,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the file lacks."""
     options = parse(arguments)
     chosen, lengths = settings.chosen(options), [int(length) for length in options.lengths.split(",")]
     sheet = Sheet(options.out, columns(), IDENTITY)

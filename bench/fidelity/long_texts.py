@@ -1,9 +1,8 @@
 """Texts of 65,536 tokens for `bench.fidelity.lengths`: ``python -m bench.fidelity.long_texts FOLDER --brotli SOURCES``.
 
-Two long documents of brotli 1.2.1's test data (its source distribution; Project Gutenberg, public domain) without margins,
-sources of CPython's standard library, and numpy's docstrings, as SmolLM2's token ids. The first two are always the same; sources
-and docstrings are those of the Python and the numpy that run this (3.11.7 and 2.4.6 for the rows in ``bench/results``).
-``--tune`` writes the texts that settings were chosen on: two other documents, sources of transformers, docstrings of torch.
+Two documents of brotli 1.2.1's source distribution (Project Gutenberg, public domain), sources of CPython's standard library,
+and numpy's docstrings. The rows in ``bench/results`` are of Python 3.11.7 and numpy 2.4.6. ``--tune`` writes the texts that
+settings were chosen on: two other documents, sources of transformers, docstrings of torch.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ DOCSTRINGS = {"test": ("numpy", ("numpy", "numpy.linalg", "numpy.fft", "numpy.ra
 
 
 def book(path: Path) -> str:
-    """A text file, its lines without margins."""
+    """A text without margins."""
     return "\n".join(line.strip() for line in path.read_text(encoding="latin-1").splitlines())
 
 
 def sources(prefix: str, names: str) -> str:
-    """Source files of modules, one after the other."""
+    """Source files of modules."""
     return "\n".join(inspect.getsource(importlib.import_module(prefix + name)) for name in names.split())
 
 
 def docstrings(modules: Sequence[str]) -> Iterator[str]:
-    """Docstrings of what the modules export, by name, each once."""
+    """Docstrings of the modules' exports by name, each once."""
     seen = set()
     for module in map(importlib.import_module, modules):
         for name in sorted(each for each in dir(module) if not each.startswith("_")):
@@ -57,7 +56,6 @@ def docstrings(modules: Sequence[str]) -> Iterator[str]:
 
 
 def texts(use: str, brotli: Path) -> Iterator[tuple[str, str]]:
-    """Name and text of each."""
     for name, parts in BOOKS[use].items():
         yield f"prose/{name}", "\n".join(book(brotli / "tests" / "testdata" / f"{part}.txt") for part in parts)
     name, prefix, modules = SOURCES[use]
@@ -67,7 +65,6 @@ def texts(use: str, brotli: Path) -> Iterator[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--brotli", type=Path, required=True, help="brotli's unpacked source distribution")

@@ -1,10 +1,8 @@
 """Answers after a sparse prefill: ``python -m bench.fidelity.retrieval needles --out FILE.csv``, or ``tasks``.
 
-``needles``: the trained retriever (`bench/retriever`) is asked for one needle, alone or among others. ``tasks``: RULER's task
-types, answered by the model of `bench/ruler_model`. Prompts are prefilled by a method and answers decoded with dense attention.
-Prompts go by their number, the same for every method; a row keeps how many tokens of each prompt's answer are right, a digit a
-prompt, so that methods can be compared prompt by prompt. The same command goes on where an earlier one stopped, and
-``--first 96`` asks other prompts.
+``needles`` are of the retriever, ``tasks`` RULER's types by `bench.ruler_model`. Decoding is dense. Every method gets the
+same prompts, by number; a row has one digit per prompt, its right tokens. The same command resumes, and ``--first 96`` takes
+other prompts.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _BATCH_TOKENS = 131072
 
 
 def draw(bed: str, task: str, tokens: int, first: int, count: int, device: torch.device) -> list[Prompts]:
-    """Prompts of a task from number `first` on, in batches that begin at fixed numbers, so that a prompt goes by its number."""
+    """Prompts from number `first` on; batches begin at fixed numbers, so a number always means the same prompt."""
     rows, drawn = max(1, _BATCH_TOKENS // tokens), []
     for at in range(first // rows * rows, first + count, rows):
         seed = _FIRST_SEEDS[bed] + at
@@ -66,7 +64,6 @@ def asked(model: SparseModel, setting: Setting, drawn: Sequence[Prompts], chunk:
 
 
 def measure(model: SparseModel, chosen: Sequence[Setting], options: argparse.Namespace, sheet: Sheet) -> None:
-    """Ask every task at every length, those that come first in the order given first."""
     stop, device = time.monotonic() + 60 * options.minutes, model.model.device
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     for tokens, task in itertools.product(options.lengths, options.tasks):
@@ -91,7 +88,6 @@ def measure(model: SparseModel, chosen: Sequence[Setting], options: argparse.Nam
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bed", choices=tuple(_FIRST_SEEDS))
     parser.add_argument("--out", type=Path, required=True, help="CSV file that rows are added to")
@@ -112,7 +108,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ask what the file lacks."""
     options = parse(arguments)
     chosen, sheet = settings.chosen(options), Sheet(options.out, COLUMNS, IDENTITY)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

@@ -1,4 +1,4 @@
-"""Settings of each method by rising density, and how a command names those to measure."""
+"""Settings of each method by rising density, and the arguments that choose them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Options = dict[str, Any]
 
 
 class Setting(NamedTuple):
-    """A method with its options; `block_size` and, by layer as text, `layers` may be among them."""
+    """A method with its options, possibly `block_size` and `layers` (by layer as text)."""
 
     method: str
     options: Options
@@ -21,7 +21,7 @@ class Setting(NamedTuple):
         return f"{self.method} {json.dumps(self.options, sort_keys=True)}"
 
     def selector(self, layer: int = 0) -> Selector:
-        """The method with the options of a layer, checked."""
+        """The checked method with a layer's options."""
         options = {**self.options, **self.options.get("layers", {}).get(str(layer), {})}
         options.pop("layers", None)
         return selector_of(self.method, options.pop("block_size", 128), options)
@@ -63,7 +63,6 @@ ALL: dict[str, list[Options]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `chosen`."""
     parser.add_argument("--methods", type=lambda text: text.split(","), help=f"some of {','.join(ALL)}; none: {','.join(FEW)}")
     parser.add_argument("--curves", action="store_true", help="all settings of each method instead of a few")
     parser.add_argument(
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Setting]:
-    """The settings that the arguments name, checked."""
+    """The checked settings that the arguments name."""
     table = ALL if arguments.curves else FEW
     methods = arguments.methods or list(table)
     if arguments.options is not None:

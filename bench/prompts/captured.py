@@ -1,4 +1,4 @@
-"""Query, key and value captured from the layers of the trained retriever while it reads a prompt with needles."""
+"""Query, key and value of the retriever's layers."""
 
 from __future__ import annotations
 
@@ -32,23 +32,17 @@ def retriever_prompt(
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensors:
-    """Capture query, key and value from the retriever's layers and stack them as heads; its options are those of the shape.
-
-    Each of the four layers has 8 query heads and 2 key-value heads; together they match one layer of Llama-3.1-8B. With fewer
-    layers the heads repeat. head_dim stays the model's 64.
+    """Capture query, key and value of `layers` and stack them as heads, repeated to `num_heads` and `num_kv_heads`.
 
     Parameters
     ----------
     length
-        Tokens of the prompt: up to 16 needles in a haystack, with a question at the end.
+        Tokens of the prompt: up to 16 needles and a question.
     layers
-        Layers to take heads from. Layers 1 and 2 are sparse, 0 and 3 broad (`bench/retriever/README.md`).
+        Layers of 8 query and 2 key-value heads each, head_dim 64; all four have the head counts of Llama-3.1-8B. Layers 1 and 2
+        are sparse, 0 and 3 broad.
     num_heads, num_kv_heads
-        Heads of the result; multiples of the model's 8 and 2, in the same proportion.
-    seed
-        Seed of the prompt.
-    device, dtype
-        Device and dtype to run the model with.
+        Multiples of what `layers` have, in the same proportion; else ValueError.
     """
     from bench.retriever.task import make_prompt
 
@@ -72,7 +66,7 @@ def retriever_prompt(
 def _capture(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Run dense causal attention and keep its inputs; registered with transformers as an attention implementation."""
+    """Dense causal attention that keeps its inputs."""
     index = module.layer_idx
     assert isinstance(index, int)
     _CALLS[index] = (query, key, value)

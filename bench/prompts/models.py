@@ -1,4 +1,4 @@
-"""Models and token prompts for `bench.speed.model`: pretrained, or a known shape with random weights, over one GPU or several."""
+"""Models and prompts for `bench.speed.model`: pretrained, or a known shape with random weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load(options: argparse.Namespace) -> Any:
-    """Load the model that the command line names, onto its device."""
+    """Load the model of the command line onto its device."""
     if options.tensor_parallel:
         return _load_parallel(options)
     if options.shape:
@@ -61,7 +61,7 @@ def load(options: argparse.Namespace) -> Any:
 
 
 def _load_parallel(options: argparse.Namespace) -> Any:
-    """Load this process's shard; random weights go through a checkpoint that the first process writes."""
+    """Load this process's shard; random weights go through a checkpoint of the first process."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
@@ -78,7 +78,7 @@ def _load_parallel(options: argparse.Namespace) -> Any:
 
 
 def random_model(options: argparse.Namespace) -> Any:
-    """Create a model with random weights in the shape that the command line names, directly on its device."""
+    """Random weights in the shape of the command line, made on its device."""
     family, sizes = SHAPES[options.shape]
     layers = {"num_hidden_layers": options.layers} if options.layers else {}
     config = AutoConfig.for_model(family.lower(), **{**sizes, **layers})
@@ -93,7 +93,7 @@ def random_model(options: argparse.Namespace) -> Any:
 
 
 def prompt_ids(options: argparse.Namespace, tokens: int, vocab_size: int) -> Tensor:
-    """Return the prompt, (1, tokens): text from a file, needles for the retriever, else seeded random tokens."""
+    """The prompt, (1, tokens): text of a file, needles for the retriever, else seeded random tokens."""
     if options.text:
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
         ids = tokenizer(Path(options.text).read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :tokens]

@@ -1,7 +1,7 @@
-"""Seeded synthetic queries and keys with attention structure: sinks, heavy keys, bands and topics, one recipe per head.
+"""Seeded queries and keys with sinks, heavy keys, bands and topics, one recipe per head.
 
-Gaussian noise has no structure to find: every block carries the same mass, so no mask on it means anything. Here the heads of
-each key-value group cycle through `RECIPES`, which makes a quarter of all heads follow topics (query-aware).
+Gaussian noise spreads its mass evenly over blocks and cannot test a selection. A quarter of the heads follow topics
+(query-aware).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Group:
-    """Structure shared by the heads of one key-value group."""
+    """Structure of one key-value group."""
 
     length: int
     frequencies: Tensor  # (_POSITION_DIMS / 2,) of the positions' code
@@ -51,7 +51,7 @@ class _Group:
 
 
 def named_density(tokens: int) -> float:
-    """The density at which the structured workload of a length is made."""
+    """Density of the structured workload by length."""
     return 0.2 if tokens < 131072 else 0.15 if tokens < 524288 else 0.08
 
 
@@ -70,24 +70,19 @@ def structured_prompt(
 ) -> Tensors:
     """Generate query, key and value on which gamma = 0.9 keeps very roughly `density` of the visible blocks.
 
-    Tensors are filled in chunks of `CHUNK` tokens, so a million tokens need no memory beyond the result.
-
     Parameters
     ----------
     length
-        Tokens.
+        Tokens, filled in chunks of `CHUNK`.
     density
-        > 0. A higher density means more heavy keys and bands, and fewer topics. Fractional counts are spread over the key-value
-        groups: at 2.5, every other group has 3 and the rest have 2.
+        > 0. More means more heavy keys and bands, and fewer topics. Fractional counts are spread over the key-value groups.
     num_heads, num_kv_heads, head_dim
-        Default: the shape of Llama-3.1-8B. head_dim >= 98.
+        Default: Llama-3.1-8B's. head_dim >= 98.
     recipes
-        Kinds of head, cycled through within each group: "heavy" (a few keys that all rows attend to), "bands" (keys at fixed
-        distances), "topics" (keys of the row's own topic).
+        Kinds of head, cycled within each group: "heavy" (few keys that all rows attend to), "bands" (fixed distances), "topics"
+        (keys of the row's topic).
     block_size
-        Tokens in a block, the grid for heavy keys and topics.
-    seed, device, dtype
-        Seed, device and dtype of the tensors.
+        Tokens; the grid of heavy keys and topics.
 
     Returns
     -------
@@ -152,7 +147,6 @@ def _noise(position: Tensor, head_dim: int, generator: torch.Generator) -> Tenso
 
 
 def _code(position: Tensor, frequencies: Tensor) -> Tensor:
-    """Encode positions as cosines and sines, (chunk, _POSITION_DIMS)."""
     angles = position.unsqueeze(-1) * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1)
 

@@ -1,1 +1,1 @@
-"""Reports: ``python -m bench.report`` reads the rows of ``bench/results`` and writes tables and figures of the documents."""
+"""Tables and figures of the reports, from the rows of ``bench/results``."""

@@ -1,4 +1,4 @@
-"""Tables and figures of FIDELITY.md, a function for each; without rows they say which command measures them."""
+"""Tables and figures of FIDELITY.md."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ LENGTHS_COMMAND = "python -m bench.fidelity.lengths --texts DIR --out bench/resu
 
 
 def missing(command: str) -> list[str]:
-    """The line in the place of a table that has no rows."""
+    """Stands in for a table without rows."""
     return ["", f"*Not measured yet:* `{command}`", ""]
 
 
 def language_model(length: int, folder: Path = FOLDER) -> pd.DataFrame:
-    """Rows of whole prefills at a length: of the model that reads 64k tokens if there are any, else of texts to test on."""
+    """Rows of whole prefills at a length: with YaRN 8 if there are any, else on test texts."""
     rows = read("lengths", folder)
     if rows.empty:
         return rows
@@ -49,7 +49,7 @@ def language_model(length: int, folder: Path = FOLDER) -> pd.DataFrame:
 
 
 def by_density(folder: Path = FOLDER) -> list[str]:
-    """Loss at a density, at 16k tokens."""
+    """Change at a density, at 16k tokens."""
     rows = language_model(16384, folder)
     if rows.empty:
         return missing(LENGTHS_COMMAND)
@@ -71,7 +71,6 @@ def _linear(settings: np.ndarray, density: float) -> str:
 
 
 def draw_by_density(axes: Any, folder: Path = FOLDER) -> bool:
-    """Change of log-probabilities by density."""
     rows = language_model(16384, folder)
     curves = Curves(rows, "abs_d") if len(rows) else None
     drawn = {NAMES[name]: curves.settings(name).tolist() for name in shown(rows, 6)} if curves else {}
@@ -82,7 +81,7 @@ def draw_by_density(axes: Any, folder: Path = FOLDER) -> bool:
 
 
 def needle_rows(folder: Path) -> pd.DataFrame:
-    """Density and share of needles found by each setting that was asked all of `NEEDLES`."""
+    """Density and share of needles found, of settings with all of `NEEDLES`."""
     rows = read("retrieval", folder)
     if rows.empty:
         return rows
@@ -96,7 +95,7 @@ def needle_rows(folder: Path) -> pd.DataFrame:
 
 
 def needles(folder: Path = FOLDER) -> list[str]:
-    """Needles that are found, and RULER's tasks at 32k against dense attention."""
+    """Needles found, and RULER's tasks at 32k."""
     rows, tasks = needle_rows(folder), read("retrieval", folder)
     if rows.empty:
         return missing("python -m bench.fidelity.retrieval needles --curves --out bench/results/retrieval-gpu.csv")
@@ -119,7 +118,7 @@ def needles(folder: Path = FOLDER) -> list[str]:
 
 
 def against_dense(rows: pd.DataFrame, method: str, share: str = ".3f") -> str:
-    """Mean over prompts of a score less that of dense attention, in points, of the setting that was asked most."""
+    """Mean score minus dense attention's over prompts, in points, of the setting with the most prompts."""
     scores = {
         key: _by_prompt(group) for key, group in rows[rows["method"].isin([method, "dense"])].groupby(["method", "options"])
     }
@@ -138,7 +137,7 @@ def against_dense(rows: pd.DataFrame, method: str, share: str = ".3f") -> str:
 
 
 def _by_prompt(rows: pd.DataFrame) -> dict[tuple[str, int], float]:
-    """Share of the answer that is right by task and number of the prompt."""
+    """Share of right answer tokens by task and number of the prompt."""
     return {
         (row.task, int(row.first) + at): int(digit) / row.answer_tokens
         for row in rows.itertuples()
@@ -152,7 +151,6 @@ def _digits(each: object, count: int) -> str:
 
 
 def draw_needles(axes: Any, folder: Path = FOLDER) -> bool:
-    """Share of needles that are missed, by density."""
     rows = needle_rows(folder)
     drawn = {}
     for method in shown(rows, 6) if len(rows) else ():
@@ -164,7 +162,7 @@ def draw_needles(axes: Any, folder: Path = FOLDER) -> bool:
 
 
 def by_length(folder: Path = FOLDER) -> list[str]:
-    """One setting a method at every length."""
+    """One setting per method at every length."""
     rows = {length: language_model(length, folder) for length in LENGTHS}
     if any(found.empty for found in rows.values()):
         return missing(LENGTHS_COMMAND)
@@ -180,7 +178,6 @@ def by_length(folder: Path = FOLDER) -> list[str]:
 
 
 def draw_by_position(axes: Any, folder: Path = FOLDER) -> bool:
-    """Change of log-probabilities by position in prompts of 64k tokens, a line a method."""
     rows = language_model(LENGTHS[-1], folder)
     columns = {name: f"abs_d {name}" for name in ranges()}
     for method, options in USUAL.items() if len(rows) else ():
@@ -195,7 +192,7 @@ def draw_by_position(axes: Any, folder: Path = FOLDER) -> bool:
 
 
 def _speeds(length: int, folder: Path) -> dict[str, tuple[float, float]]:
-    """By method: the density at which the error is `EQUAL`, and how many times as fast as dense attention the call is."""
+    """By method: density at the error `EQUAL`, and the call's speed-up over dense attention."""
     rows, speed = language_model(length, folder), read("speed", folder)
     if rows.empty or speed.empty:
         return {}
@@ -214,7 +211,6 @@ def _speeds(length: int, folder: Path) -> dict[str, tuple[float, float]]:
 
 
 def equal_error(folder: Path = FOLDER) -> list[str]:
-    """Speed of each method at equal error, at the length itself."""
     found = {length: _speeds(length, folder) for length in LENGTHS[1:]}
     methods = list(dict.fromkeys(method for each in found.values() for method in each))
     # of one length there is nothing to compare
@@ -228,7 +224,6 @@ def equal_error(folder: Path = FOLDER) -> list[str]:
 
 
 def draw_equal_error(axes: Any, folder: Path = FOLDER) -> bool:
-    """Speed against dense attention by length, at equal error."""
     found = {length: each for length in LENGTHS[1:] if (each := _speeds(length, folder))}
     if len(found) < 2:
         return False

@@ -1,4 +1,4 @@
-"""The leaderboard: one row per method, by its error at equal density, from the rows of ``bench/results``."""
+"""The leaderboard: methods by error at equal density."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LEFT_OUT = "causal"
 
 
 def methods() -> list[str]:
-    """The library's own, without those that somebody else added to the table of methods."""
+    """The library's methods except `LEFT_OUT`."""
     return [name for name in (each.removesuffix("_mask") for each in block_masks.__all__) if name != LEFT_OUT]
 
 
 def errors(folder: Path = FOLDER) -> Curves:
-    """Error by density of every method on the held-out texts; of methods without a usual setting, whatever was measured."""
+    """Error by density on the held-out texts; methods without a usual setting count with all settings."""
     rows = read("lengths", folder)
     rows = rows[(rows["model"] == MODEL) & (rows["yarn"] == YARN) & (rows["length"] == TOKENS) & rows["chunk"].isna()]
     rows = rows[rows["text"].str.startswith("test/")]
@@ -35,14 +35,14 @@ def errors(folder: Path = FOLDER) -> Curves:
 
 
 def densities(curves: Curves, method: str) -> str:
-    """The range of the densities that a method was measured at."""
+    """Range of a method's measured densities."""
     found = curves.settings(method)
     ends = dict.fromkeys(f"{each:.0%}" for each in (found[0, 0], found[-1, 0])) if len(found) else {"-": None}
     return " to ".join(ends)
 
 
 def mask_times(folder: Path = FOLDER) -> dict[tuple[str, int], str]:
-    """By method and length: milliseconds of a mask in a CUDA graph, and its density; of the last row that was measured."""
+    """By method and length: milliseconds of a mask in a CUDA graph, and its density, of the last row."""
     rows = read("speed", folder)
     chosen = (rows["what"] == "mask") & (rows["measure"] == "graph_ms") & (rows["input"] == "structured")
     rows = rows[chosen & rows["tokens"].isin(MASK_TOKENS)]
@@ -53,7 +53,7 @@ def mask_times(folder: Path = FOLDER) -> dict[tuple[str, int], str]:
 
 
 def needles_found(rows: pd.DataFrame, method: str) -> str:
-    """The lowest density at which a method finds every needle that dense attention finds."""
+    """Lowest density at which a method finds every needle that dense attention finds, or its best share."""
     own = rows[rows["method"] == method]
     if own.empty:
         return "-"
@@ -62,7 +62,7 @@ def needles_found(rows: pd.DataFrame, method: str) -> str:
 
 
 def table(folder: Path = FOLDER) -> list[str]:
-    """The leaderboard, best first: by the error at a density of 20%, then at 30%, then at 10%, then by name."""
+    """Rows by error at a density of 20%, then 30%, 10%, then name."""
     asked = read("retrieval", folder)
     if asked.empty or read("lengths", folder).empty or read("speed", folder).empty:
         return missing(LENGTHS_COMMAND)

@@ -1,7 +1,4 @@
-"""Draw the pictures of the documents: ``python -m bench.report.pictures``, or ``make pictures``.
-
-The heads are the trained retriever's, on a prompt with needles; the frontier is of the measured rows of ``bench/results``.
-"""
+"""Draw the pictures of the documents: ``python -m bench.report.pictures``, or ``make pictures``."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def captured(tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def draw_masks(folder: Path) -> None:
-    """The masks of two heads by the paper's method, of median density among the query-aware and the vertical-slash ones."""
+    """Masks by flexprefill of the query-aware and of the vertical-slash head of median density."""
     query, key = captured(LONG)
     mask: Any
     mask, stats = flexprefill_mask(query, key, return_stats=True)
@@ -75,7 +72,7 @@ def draw_masks(folder: Path) -> None:
 
 
 def draw_heads(folder: Path) -> None:
-    """Density, patterns, distances and coverage of all heads, and the true attention of one beside its mask."""
+    """Density, patterns, distances and coverage of all heads; true attention of one with its mask."""
     from matplotlib.figure import Figure
 
     from bench.demo import load_model
@@ -96,7 +93,7 @@ def draw_heads(folder: Path) -> None:
 
 
 def draw_frontier(folder: Path) -> None:
-    """Each method's loss by its density, on the texts of ``bench/FIDELITY.md``."""
+    """Change by density of each method."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.4), dpi=110, layout="constrained")
@@ -105,7 +102,7 @@ def draw_frontier(folder: Path) -> None:
 
 
 def draw_gallery(folder: Path) -> None:
-    """The blocks that every method keeps of one head."""
+    """Blocks that every method keeps of one head."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
@@ -140,7 +137,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw all pictures, or those that are named."""
+    """Draw the named pictures, default all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*PICTURES, []], help="which; default: all")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the documents' pictures")

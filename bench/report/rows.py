@@ -1,4 +1,4 @@
-"""The measured rows as tables of pandas, and curves of error by density."""
+"""The measured rows, and curves of error by density."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = {
 
 
 def read(kind: str, folder: Path = FOLDER) -> pd.DataFrame:
-    """The rows of all files ``<kind>-*.csv``; of rows with the same identity the last one."""
+    """Rows of all files ``<kind>-*.csv``."""
     files = sorted(folder.glob(f"{kind}-*.csv"))
     if not files:
         return pd.DataFrame(columns=["method", "options"])
@@ -36,7 +36,7 @@ def read(kind: str, folder: Path = FOLDER) -> pd.DataFrame:
 
 
 def usual(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of dense attention, and of settings that differ from the default in what `bench.fidelity.settings.ALL` names alone."""
+    """Rows of dense attention, and of settings that set only the option in `bench.fidelity.settings.ALL`."""
     knobs = {method: set(settings[0]) for method, settings in ALL.items()} | {FIRST_RULE: {"gamma"}, "dense": set()}
     kept = [
         set(json.loads(options)) == knobs.get(method) for method, options in zip(rows["method"], rows["options"], strict=True)
@@ -45,7 +45,7 @@ def usual(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def shown(rows: pd.DataFrame, most: int = 5) -> list[str]:
-    """The methods of the main tables that have rows; the first rule of hybrid stands in where the new one has none."""
+    """Methods of the main tables that have rows; hybrid's first rule if there are none of hybrid."""
     there = set(rows["method"])
     return [name for name in NAMES if name in there and not (name == FIRST_RULE and "hybrid" in there)][:most]
 
@@ -53,12 +53,7 @@ def shown(rows: pd.DataFrame, most: int = 5) -> list[str]:
 class Curves:
     """Error by density of every method on the same texts.
 
-    Parameters
-    ----------
-    rows
-        Of one model and length, with the columns text, method, options, density and the error.
-    error
-        Its column.
+    `rows` are of one model and length, with the columns text, method, options, density and `error`.
     """
 
     def __init__(self, rows: pd.DataFrame, error: str) -> None:
@@ -74,7 +69,7 @@ class Curves:
         }
 
     def settings(self, method: str, weights: np.ndarray | None = None) -> np.ndarray:
-        """(settings, 2): density and error of each setting by rising density, mean over texts."""
+        """(settings, 2): density and error by rising density, mean over texts."""
         if method not in self._by:
             return np.empty((0, 2))
         weights = np.full(len(self.texts), 1 / len(self.texts)) if weights is None else weights
@@ -82,7 +77,7 @@ class Curves:
         return found[found[:, 0].argsort()]
 
     def error_at(self, method: str, density: float, weights: np.ndarray | None = None) -> float:
-        """Error at a density, linear in its logarithm between neighbouring settings; NaN out of reach."""
+        """Error at a density, its logarithm interpolated linearly; NaN out of range."""
         found = self.settings(method, weights)
         if len(found) < 2 or not found[0, 0] <= density <= found[-1, 0]:
             return float("nan")
@@ -94,5 +89,5 @@ class Curves:
 
 
 def number(value: float, digits: int = 2) -> str:
-    """A figure, a dash for what is not known."""
+    """A figure; a dash for NaN."""
     return "-" if np.isnan(value) else f"{value:.{digits}f}"

@@ -1,4 +1,4 @@
-"""Tables and the figure of REPORT.md, a function for each, of the rows of `bench.speed.run`."""
+"""Tables and figure of REPORT.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AT = ["device", "tokens", "method"]
 
 
 def rows_of(part: str, what: str, measure: str, folder: Path) -> pd.DataFrame:
-    """Rows of the structured workload, their values and shares of the fastest dense kernel's as numbers."""
+    """Rows of the structured workload, with `value` and `share` of the fastest dense kernel as numbers."""
     rows = read("speed", folder)
     if rows.empty:
         return pd.DataFrame(columns=[*_AT, "density", "backend", "value", "share", "what", "measure"])
@@ -35,7 +35,6 @@ def milliseconds(value: float) -> str:
 
 
 def dense(folder: Path = FOLDER) -> list[str]:
-    """Milliseconds of every dense kernel."""
     by = rows_of("latency", "dense", "eager_ms", folder).pivot_table(
         index=["device", "backend"], columns="tokens", values="value", aggfunc="last"
     )
@@ -44,7 +43,7 @@ def dense(folder: Path = FOLDER) -> list[str]:
 
 
 def calls(folder: Path = FOLDER) -> list[str]:
-    """Speed-up of whole calls over the fastest dense kernel, by density."""
+    """Speed-up of whole calls by density."""
     rows = rows_of("latency", "call", "eager_ms", folder)
     rows = rows[rows["backend"].isin(["flash", "cpu"]) & rows["share"].notna() & rows["method"].isin(list(NAMES))]
     cells = []
@@ -56,7 +55,7 @@ def calls(folder: Path = FOLDER) -> list[str]:
 
 
 def masks(folder: Path = FOLDER) -> list[str]:
-    """Milliseconds of masks, and their share of the fastest dense kernel."""
+    """Milliseconds of masks, and share of the fastest dense kernel."""
     plain, graph = (rows_of("latency", "mask", measure, folder).groupby(_AT).last() for measure in ("eager_ms", "graph_ms"))
     cells = []
     for key, row in plain.iterrows():
@@ -68,7 +67,6 @@ def masks(folder: Path = FOLDER) -> list[str]:
 
 
 def stages(folder: Path = FOLDER) -> list[str]:
-    """GPU time by stage."""
     rows = read("speed", folder)
     rows = rows[(rows["part"] == "stages") & (rows["input"] == "structured")] if len(rows) else rows
     if rows.empty:
@@ -100,7 +98,6 @@ def compilation(folder: Path = FOLDER) -> list[str]:
 
 
 def draw_calls(axes: Any, folder: Path = FOLDER) -> bool:
-    """Whole calls by density: times as fast as dense attention, a line a length."""
     rows = rows_of("latency", "call", "eager_ms", folder)
     rows = rows[(rows["method"] == "flexprefill") & rows["backend"].isin(["flash", "cpu"]) & rows["share"].notna()]
     rows = rows[rows["tokens"].isin([2**power for power in range(14, 18)])]  # below, plain calls are launch-bound

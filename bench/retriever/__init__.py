@@ -1,1 +1,1 @@
-"""A small Llama model trained to retrieve needles, with its task, training and evaluation."""
+"""A small trained Llama that retrieves needles: task, training, evaluation."""

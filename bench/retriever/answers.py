@@ -1,4 +1,4 @@
-"""Greedy answers to every question of a prompt, decoded from one prefilled cache."""
+"""Greedy answers to every question of a prompt from one prefilled cache."""
 
 import torch
 from torch import Tensor
@@ -9,16 +9,7 @@ from bench.retriever.task import ANSWER_TOKENS, QUESTION_TOKENS, Prompt
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompt: Prompt, chunk: int | None = None) -> tuple[Tensor, Cache]:
-    """Prefill the prompt with the attention the model is set to.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model of transformers, with the retriever's vocabulary.
-    prompt : Prompt
-        Its ``token_ids`` are prefilled as one row.
-    chunk : int, optional
-        Tokens per chunk, prefilled one after another into the same cache. Default: all at once.
+    """Prefill a prompt, in chunks of `chunk` tokens if given.
 
     Returns
     -------
@@ -36,21 +27,14 @@ def prefill(model: PreTrainedModel, prompt: Prompt, chunk: int | None = None) ->
 
 @torch.no_grad()
 def decode_answers(model: PreTrainedModel, prompt: Prompt, logits: Tensor, cache: Cache) -> Tensor:
-    """Decode the first answer, then ask the other questions one by one, each against the haystack alone.
+    """Decode the first answer from `prefill`'s result, then the others, each against the haystack only.
 
-    Tokens are fed one at a time: every pass after the prefill is a decoding step.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    prompt : Prompt
-    logits, cache : Tensor, Cache
-        As returned by ``prefill``. Afterwards the cache holds the haystack without the first question.
+    The cache then holds the haystack without the first question.
 
     Returns
     -------
     Tensor, (num_queries, 4), int64, on the CPU
-        Compare with ``prompt.answers``: an answer is right if all four tokens are.
+        An answer is right if all four tokens equal those of ``prompt.answers``.
     """
     answers: list[Tensor] = []
     for question in prompt.questions:
@@ -67,5 +51,5 @@ def decode_answers(model: PreTrainedModel, prompt: Prompt, logits: Tensor, cache
 
 
 def _feed(model: PreTrainedModel, token: Tensor, cache: Cache) -> Tensor:
-    """Return the logits after one more token, (vocab_size,)."""
+    """Logits after one more token, (vocab_size,)."""
     return model(input_ids=token.to(model.device).view(1, 1), past_key_values=cache).logits[0, -1]

@@ -1,4 +1,4 @@
-"""Training rows of the retrieval task: with needles and questions spread over the whole length."""
+"""Training rows with needles and questions over the whole length."""
 
 import math
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ MAX_NEEDLES = 768
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Rows of tokens, and the positions at which answers are predicted.
+    """Rows of tokens, and the positions of answers.
 
     Attributes
     ----------
     token_ids : Tensor, (batch, num_tokens), int64
     positions : Tensor, (batch, num_questions, 4), int64
-        The positions whose *next* token is an answer token, in row order.
+        Positions whose *next* token is an answer token, in row order.
     targets : Tensor, (batch, num_questions, 4), int64
         Those next tokens.
     is_asked : Tensor, (batch, num_questions), bool
         False where a short sentence replaced the question.
     is_first : Tensor, (batch, num_questions), bool
-        True if no earlier question of the row asks for the same needle.
+        True for the row's first question about a needle.
     """
 
     token_ids: Tensor
@@ -45,24 +45,11 @@ class TrainingBatch:
 
 
 def make_batch(batch: int, num_tokens: int, generator: torch.Generator) -> TrainingBatch:
-    """Draw rows in which a quarter of the slots may hold needles and a quarter hold two questions each.
+    """Draw `batch` rows of `num_tokens` >= 97 tokens on the generator's device.
 
-    The number of needles is drawn for each row, log-uniformly between 1/128 and 1/4 of the slots, at most 768. A
-    question asks for any needle before it, so most ask for a needle far away. Half of the rows keep only the first
-    question about each needle, since an earlier answer is a nearer place to copy from.
-
-    Parameters
-    ----------
-    batch : int
-        Number of rows.
-    num_tokens : int
-        Length of a row in tokens, at least 97.
-    generator : torch.Generator
-        Its device is the device of the result. The host never waits for it.
-
-    Returns
-    -------
-    TrainingBatch
+    A quarter of the slots may hold needles, a quarter hold two questions each. The number of needles per row is log-uniform
+    between 1/128 and 1/4 of the slots, at most 768. A question picks any needle before it. Half of the rows keep only the first
+    question about a needle, since earlier answers are nearer places to copy from.
     """
     device = generator.device
     beginning, slots = make_haystack(batch, num_tokens, generator)

@@ -1,8 +1,6 @@
-"""Measure the accuracy of the retriever: ``python -m bench.retriever.evaluate --model bench/retriever/model``.
+"""Accuracy of the retriever: ``python -m bench.retriever.evaluate --model bench/retriever/model``.
 
-An answer is right if each of its four tokens is the most likely one. One pass over the prompt with its right answers
-decides that, since greedy decoding is right exactly if every step is. Where a prompt has several questions, each
-follows the earlier ones and their right answers.
+An answer is right if each of its four tokens is the most likely one after the right tokens before it, which one pass decides.
 """
 
 import argparse
@@ -19,7 +17,7 @@ from bench.retriever.task import ANSWER_TOKENS, QUESTION_TOKENS, RECORD_TOKENS, 
 
 @torch.no_grad()
 def answers_are_right(model: PreTrainedModel, prompts: list[Prompt]) -> Tensor:
-    """Judge, in one pass, prompts that agree in length and number of questions: (len(prompts), num_queries) bool, on the CPU."""
+    """Right answers of prompts of one length and number of questions, (len(prompts), num_queries) bool, on the CPU."""
     token_ids = torch.stack([prompt.with_answers() for prompt in prompts]).to(model.device)
     answers = torch.stack([prompt.answers for prompt in prompts])
     tail_tokens = RECORD_TOKENS * answers.shape[1] - QUESTION_TOKENS + 1
@@ -31,7 +29,7 @@ def answers_are_right(model: PreTrainedModel, prompts: list[Prompt]) -> Tensor:
 
 
 def measure(model: PreTrainedModel, num_tokens: int, num_needles: int, num_queries: int, count: int) -> float:
-    """Return the share of right answers over ``count`` prompts, of seeds from 0 on, about 131,072 tokens per pass."""
+    """Share of right answers over ``count`` prompts, of seeds from 0 on."""
     rows = max(1, 131072 // num_tokens)
     right = []
     for start in range(0, count, rows):
@@ -42,7 +40,7 @@ def measure(model: PreTrainedModel, num_tokens: int, num_needles: int, num_queri
 
 
 def main() -> None:
-    """Print a table of lengths by numbers of needles, and write it as JSON if asked."""
+    """Print accuracy by length and number of needles; ``--out`` writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model", help="folder of the model")
     parser.add_argument("--lengths", default="4096,8192,16384,32768,65536,131072", help="prompt lengths in tokens")

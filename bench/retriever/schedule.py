@@ -1,4 +1,4 @@
-"""The training schedule: row lengths by stage, and the learning rate."""
+"""Row lengths by stage, and the learning rate."""
 
 import math
 from dataclasses import dataclass
@@ -9,27 +9,14 @@ DECAY_START = 0.4
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of training on rows of one length, for a share of the training time.
-
-    Attributes
-    ----------
-    num_tokens : int
-        Length of a row in tokens.
-    share : float
-        Share of the total time, above 0.
-    """
+    """Row length in tokens, and its share of the training time."""
 
     num_tokens: int
     share: float
 
 
 def parse_stages(text: str) -> list[Stage]:
-    """Read ``"512:1,2048:1,8192:2"``: lengths in tokens with their shares of the time, in any unit.
-
-    Raises
-    ------
-    ValueError
-        If a piece is no ``length:share`` with a length of at least 97 tokens and a share above 0.
+    """Parse lengths in tokens (>= 97) and shares (> 0, any unit); ValueError for anything else.
 
     Example
     -------
@@ -48,31 +35,12 @@ def parse_stages(text: str) -> list[Stage]:
 
 
 def is_stage_done(spent: float, share: float, answers: float) -> bool:
-    """Return whether to move on to the next length.
-
-    A stage ends early once it is learned, and late if it is not: longer rows teach nothing before that.
-
-    Parameters
-    ----------
-    spent, share : float
-        What the stage has had and was given of the whole training time, 0 to 1.
-    answers : float
-        Share of answers lately that were right in all four tokens, of questions asked for the first time.
-    """
+    """True at 98% right answers, or at 80% once the stage has spent its share of the time."""
     return answers >= 0.98 or (spent >= share and answers >= 0.8)
 
 
 def learning_rate(peak: float, step: int, progress: float) -> float:
-    """Return the rate: a linear warm-up over 200 steps, then ``peak``, then a cosine down to 0 over the last 60% of the time.
-
-    Parameters
-    ----------
-    peak : float
-    step : int
-        Steps taken so far.
-    progress : float
-        Share of the training time that has passed, 0 to 1.
-    """
+    """Linear warm-up over 200 steps, `peak`, then a cosine to 0 over the last 60% of the time (`progress` from 0 to 1)."""
     warmup = min(1.0, (step + 1) / WARMUP_STEPS)
     decayed = min(max(progress - DECAY_START, 0.0) / (1 - DECAY_START), 1.0)
     return peak * warmup * 0.5 * (1 + math.cos(math.pi * decayed))

@@ -1,8 +1,7 @@
-"""The retrieval task: a haystack of repeated sentences, needles in it, and questions about the needles.
+"""A haystack of sentences, needles in it, and questions.
 
-A prompt is ``<bos>``, a piece of a sentence, and then slots of 12 tokens. A slot holds a haystack sentence, or a
-needle ``KEY k17 v301 v4 v77 v12`` and a short sentence of 6 tokens. A question is ``QUERY k17``; its answer is
-the four value tokens of the needle with that key.
+A prompt is ``<bos>``, a piece of a sentence, and slots of 12 tokens: a sentence, or a needle ``KEY k17 v301 v4 v77 v12`` and a
+short sentence of 6 tokens. The question ``QUERY k17`` asks for the four values.
 """
 
 import functools
@@ -30,26 +29,24 @@ ANSWER_TOKENS = 4
 
 @functools.cache
 def _sentence_ids(sentences: tuple[str, ...], device: torch.device) -> Tensor:
-    """Return the sentences' halves of 6 tokens; copied to a device once, since the host waits for such a copy."""
+    """The sentences' halves of 6 tokens; cached per device, since copying waits for the host."""
     ids = torch.tensor([[TOKEN_IDS[word] for word in sentence.split()] for sentence in sentences])
     return ids.view(len(sentences), -1, RECORD_TOKENS).to(device)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ending with its first question, and all its questions with their right answers.
+    """A prompt that ends with its first question, and all questions with answers.
 
     Attributes
     ----------
     token_ids : Tensor, (prompt_tokens,), int64
-        What is prefilled. The last two tokens are the first question, so the logits of the last position choose
-        the first token of the first answer.
+        The last position predicts the first token of the first answer.
     questions : Tensor, (num_queries, 2), int64
-        ``QUERY`` and a key, for each question. The keys differ.
+        ``QUERY`` and a key; the keys differ.
     answers : Tensor, (num_queries, 4), int64
-        The value tokens of the needle asked for.
     needle_positions : Tensor, (num_queries,), int64
-        Where in ``token_ids`` the needle asked for begins, in tokens.
+        Where in ``token_ids`` each needle begins.
     """
 
     token_ids: Tensor
@@ -58,50 +55,32 @@ class Prompt:
     needle_positions: Tensor
 
     def with_answers(self) -> Tensor:
-        """Return the prompt, its first answer, and every further question with its answer, as one row of tokens.
+        """One row of the prompt and all answers and further questions, (prompt_tokens + 6 * num_queries - 2,) int64.
 
         Answer ``i`` is predicted at positions ``prompt_tokens - 1 + 6 * i`` to ``prompt_tokens + 2 + 6 * i``.
-
-        Returns
-        -------
-        Tensor, (prompt_tokens + 6 * num_queries - 2,), int64
         """
         records = torch.cat([self.questions, self.answers], dim=1).flatten()
         return torch.cat([self.token_ids, records[QUESTION_TOKENS:]])
 
     def text(self) -> str:
-        """Return the prompt as words separated by single spaces; the tokenizer turns it back into ``token_ids``."""
+        """The prompt as words, which the tokenizer turns back into ``token_ids``."""
         return text_of(self.token_ids)
 
 
 def text_of(token_ids: Tensor) -> str:
-    """Return tokens as words separated by single spaces.
-
-    Parameters
-    ----------
-    token_ids : Tensor, (num_tokens,), int64
-    """
+    """Tokens (num_tokens,) as words separated by spaces."""
     return " ".join(TOKENS[token_id] for token_id in token_ids.tolist())
 
 
 def make_haystack(batch: int, num_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw rows of haystack without needles: a beginning of 1 to 12 tokens, and slots.
-
-    Parameters
-    ----------
-    batch : int
-        Number of rows.
-    num_tokens : int
-        Length of a row in tokens, at least 13.
-    generator : torch.Generator
-        Its device is the device of the result.
+    """Draw `batch` rows of haystack of `num_tokens` >= 13 without needles, on the generator's device.
 
     Returns
     -------
     beginning : Tensor, (batch, num_tokens - 12 * num_slots), int64
         ``<bos>`` and the end of a sentence.
     slots : Tensor, (batch, num_slots, 2, 6), int64
-        Sentences drawn independently, each as two halves of 6 tokens.
+        Independent sentences as two halves.
     """
     device = generator.device
     num_slots = (num_tokens - 1) // SLOT_TOKENS
@@ -114,20 +93,7 @@ def make_haystack(batch: int, num_tokens: int, generator: torch.Generator) -> tu
 
 
 def draw_records(batch: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw needles whose keys differ within a row, with four independent values each.
-
-    Parameters
-    ----------
-    batch : int
-    count : int
-        Needles per row, at most 1,024, the number of keys.
-    generator : torch.Generator
-
-    Returns
-    -------
-    Tensor, (batch, count, 6), int64
-        ``KEY k v1 v2 v3 v4``.
-    """
+    """Draw needles ``KEY k v1 v2 v3 v4``, (batch, count, 6) int64; keys differ within a row, count <= 1,024."""
     device = generator.device
     keys = torch.rand(batch, NUM_KEYS, generator=generator, device=device).argsort(dim=1)[:, :count, None]
     values = torch.randint(NUM_VALUES, (batch, count, ANSWER_TOKENS), generator=generator, device=device)
@@ -136,29 +102,24 @@ def draw_records(batch: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_short_sentences(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw short sentences independently: int64 of shape ``(*shape, 6)``."""
+    """Independent short sentences, ``(*shape, 6)`` int64."""
     choice = torch.randint(len(SHORT_SENTENCES), shape, generator=generator, device=generator.device)
     return _sentence_ids(SHORT_SENTENCES, generator.device)[choice].squeeze(-2)
 
 
 def make_prompt(prompt_tokens: int, num_needles: int = 1, num_queries: int = 1, seed: int = 0) -> Prompt:
-    """Make a haystack with needles at random places that ends with a question about one of them.
+    """Make a prompt of `prompt_tokens` with needles at random places, on the CPU.
 
     Parameters
     ----------
     prompt_tokens : int
-        Length of the prompt in tokens, its first question included; at least 15, and enough for 12 tokens a needle.
+        >= 15, and 12 per needle; the first question included.
     num_needles : int
-        Needles in the haystack, 1 to 1,024.
+        1 to 1,024.
     num_queries : int
-        Questions, 1 to ``num_needles``, each about another needle.
+        1 to `num_needles`, each about another needle.
     seed : int
-        The same arguments give the same prompt.
-
-    Returns
-    -------
-    Prompt
-        On the CPU.
+        Determines the prompt.
 
     Example
     -------

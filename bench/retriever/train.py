@@ -1,8 +1,7 @@
 """Train the retriever: ``python -m bench.retriever.train --out DIR --minutes 20``.
 
-The model is transformers' ``LlamaForCausalLM`` in bfloat16, with float32 copies of its weights for the optimizer.
-Rows grow from 512 to 65,536 tokens while a step keeps the same number of tokens. ``DIR`` receives ``log.jsonl``,
-``checkpoint.pt`` every minute, and at the end ``model/``. The same command goes on where a checkpoint left off.
+LlamaForCausalLM in bfloat16 with float32 copies for the optimizer. Rows grow, tokens per step stay. ``DIR`` receives
+``log.jsonl``, ``checkpoint.pt`` every minute, from which the same command resumes, and ``model/``.
 """
 
 import argparse
@@ -28,11 +27,7 @@ CHECKPOINT_SECONDS = 60
 
 
 def make_config() -> LlamaConfig:
-    """Configure about 5 million parameters: 4 layers, 8 query heads of 64 and 2 key-value heads.
-
-    With a RoPE base of 1e7, 18 of a head's 64 dimensions turn by less than one radian in 65,536 tokens: it is these
-    that can tell keys apart at any distance.
-    """
+    """About 5 million parameters. The RoPE base of 1e7 leaves 18 of a head's 64 dimensions under one radian in 65,536 tokens."""
     return LlamaConfig(
         vocab_size=64 * -(-len(TOKENS) // 64),
         hidden_size=256,
@@ -51,14 +46,7 @@ def make_config() -> LlamaConfig:
 
 
 class Trainer:
-    """The model, its optimizer, and their progress.
-
-    Parameters
-    ----------
-    device : torch.device
-    seed : int
-        Starts the weights and, with the number of the step, each step's rows.
-    """
+    """Model, optimizer and progress; `seed` determines weights and rows."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)
@@ -75,7 +63,7 @@ class Trainer:
         self.stage_seconds = 0.0
 
     def step(self, batch_tokens: int, num_tokens: int, rate: float) -> Tensor:
-        """Take one optimizer step; return the loss and the shares of right tokens and answers, on the device."""
+        """One optimizer step; loss and shares of right tokens and answers, on the device."""
         self.generator.manual_seed(self.seed * 10_000_000 + self.step_count)
         batch = make_batch(max(1, batch_tokens // num_tokens), num_tokens, self.generator)
         loss, measures = self.loss(batch)
@@ -93,7 +81,7 @@ class Trainer:
         return measures
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the mean cross-entropy over the answer tokens, and the measures that ``step`` returns."""
+        """Mean cross-entropy over the answer tokens, and the measures of `step`."""
         hidden = self.model.model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None, None]
         # Tokens before the values are never an answer. Pushing all their output weights away from every answer
@@ -115,14 +103,13 @@ class Trainer:
             parameter.copy_(master)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint atomically: an interrupted write leaves the previous one intact."""
+        """Write a checkpoint atomically."""
         names = ("masters", "step_count", "seconds", "stage", "stage_seconds")
         state = {name: getattr(self, name) for name in names} | {"optimizer": self.optimizer.state_dict()}
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
-        """Restore a checkpoint written by ``save``."""
         state = torch.load(path, map_location=self.masters[0].device, weights_only=True)
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
@@ -133,7 +120,7 @@ class Trainer:
 
 
 def train(trainer: Trainer, out: Path, minutes: float, stages: str, batch_tokens: int, peak_rate: float) -> None:
-    """Step until ``minutes`` of training time have passed, including earlier runs."""
+    """Train until ``minutes``, including earlier runs, have passed."""
     plan = parse_stages(stages)
     total = 60 * minutes
     recent: list[Tensor] = []
@@ -176,7 +163,7 @@ def train(trainer: Trainer, out: Path, minutes: float, stages: str, batch_tokens
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write bfloat16 weights, configuration and tokenizer for transformers."""
+    """Write weights, configuration and tokenizer for transformers."""
     model.save_pretrained(folder, max_shard_size="14MB")
     # Releases of transformers before 5 read the RoPE base from here, later ones from "rope_parameters".
     path = folder / "config.json"
@@ -186,7 +173,6 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for log, checkpoint and model")
     parser.add_argument("--minutes", type=float, default=20.0, help="training time, interrupted runs added up")

@@ -1,4 +1,4 @@
-"""The retriever's vocabulary of haystack words, keys and values, and its tokenizer."""
+"""Words, keys and values of the retriever, and its tokenizer."""
 
 import json
 from pathlib import Path
@@ -68,12 +68,7 @@ FIRST_VALUE = TOKEN_IDS["v0"]
 
 
 def make_tokenizer() -> Tokenizer:
-    """Make a tokenizer with one token per word, split at white space and punctuation; ``decode`` joins with spaces.
-
-    Returns
-    -------
-    Tokenizer
-        A ``WordLevel`` tokenizer. It adds no token of its own: the text of a prompt begins with ``<bos>``.
+    """One token per word, split at white space and punctuation; adds no ``<bos>``.
 
     Example
     -------
@@ -87,15 +82,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(folder: Path, max_tokens: int) -> None:
-    """Write ``tokenizer.json`` and the ``tokenizer_config.json`` that lets ``AutoTokenizer`` read it.
-
-    Parameters
-    ----------
-    folder : Path
-        An existing folder.
-    max_tokens : int
-        The longest prompt the model's configuration allows, in tokens.
-    """
+    """Write the files that ``AutoTokenizer`` reads to an existing folder; `max_tokens` is the longest prompt."""
     make_tokenizer().save(str(folder / "tokenizer.json"))
     options = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,1 +1,1 @@
-"""RULER by lm-evaluation-harness, dense and sparse: the runs behind RULER.md."""
+"""RULER by lm-evaluation-harness, for RULER.md."""

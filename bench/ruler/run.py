@@ -1,10 +1,7 @@
-"""Run RULER tasks by lm-evaluation-harness, dense and sparse, and write a line of JSON for each prompt.
+"""Run RULER tasks by lm-evaluation-harness, dense and sparse: ``python -m bench.ruler.run --model FOLDER --out FILE.jsonl``.
 
-``python -m bench.ruler.run --model FOLDER --out FILE.jsonl`` runs the six RULER tasks that need no download, ``--tasks
-retriever_needles`` the retriever's own. The same command goes on where an earlier one stopped. Prompts go in rounds over tasks
-and methods, so that a run cut short still compares all methods on the same prompts; those of a round run in batches.
-``python -m bench.ruler.table FILE`` makes the table, ``--against hf`` a run that compares the harness's ``hf`` model with
-"flexmask" where that keeps every block.
+Writes a line per prompt. The same command resumes. Rounds over tasks and methods keep all methods on the same prompts.
+``--against hf`` compares the harness's ``hf`` model with everything kept.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ KEEP_ALL = {"everything kept": {"method": "hybrid", "gamma": 1.0}}
 
 
 class Log:
-    """JSON lines, written at once; `has` tells what an earlier run wrote."""
+    """Lines of JSON, written at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -57,26 +54,24 @@ class Log:
         return self._key(row) in self._scores
 
     def mean(self, **cell: Any) -> float | None:
-        """Mean score over the prompts of a model's task, length and method."""
+        """Mean score over the prompts of a cell; None without prompts."""
         found = [score for key, score in self._scores.items() if key[:-1] == self._key({**cell, "prompt": 0})[:-1]]
         return sum(found) / len(found) if found else None
 
     def write(self, **row: Any) -> None:
-        """Add a line."""
         if "task" in row:
             self._scores[self._key(row)] = row["score"]
         append_row(self._path, row)
 
 
 class Prompts:
-    """The harness's tasks with their data, by task and length; made once, as the harness's own command makes them."""
+    """The harness's tasks by task and length, loaded once."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self._metadata = metadata
         self._loaded: dict[tuple[str, int], Any] = {}
 
     def load(self, task: str, length: int) -> Any:
-        """Load a task at a length, as `evaluate` takes it."""
         if (task, length) not in self._loaded:
             # RULER draws its prompts from these, which the harness's command sets to 0 and 1234
             random.seed(0)
@@ -87,7 +82,7 @@ class Prompts:
 
 
 def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], chat: bool = False) -> list[dict[str, Any]]:
-    """Score of each prompt, the model's answer, and the mean density of their prefills."""
+    """Score, answer, density and seconds of each prompt; density and seconds are means."""
     if isinstance(lm, FlexmaskLM):
         lm.densities = Densities()
     start = time.monotonic()
@@ -107,7 +102,7 @@ def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], 
 
 
 def cells(options: argparse.Namespace, methods: Sequence[str]) -> Iterator[tuple[int, str, list[int], str]]:
-    """Length, task, prompts and method, in rounds of a few prompts."""
+    """Length, task, prompts and method, in rounds."""
     for first in range(options.first, options.prompts, options.round):
         prompts = list(range(first, min(first + options.round, options.prompts)))
         for length in options.lengths:
@@ -116,7 +111,6 @@ def cells(options: argparse.Namespace, methods: Sequence[str]) -> Iterator[tuple
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or name")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to it")
@@ -137,7 +131,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def models(options: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """The harness's models by method, dense first, all of them around one model."""
+    """The harness's models by method, dense first, around one model."""
     shared = {"pretrained": model, "tokenizer": AutoTokenizer.from_pretrained(options.model), "batch_size": options.batch}
     # room for a chat template, and for RULER's tasks that fill the length with the prompt alone
     shared["max_length"] = max(options.lengths) + 512
@@ -149,7 +143,6 @@ def models(options: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is missing."""
     options = options_of(arguments)
     stop = time.monotonic() + 60 * options.minutes
     log, name = Log(options.out), options.name or Path(options.model).name

@@ -1,9 +1,7 @@
-"""The table of RULER.md from the lines that ``bench.ruler.run`` wrote: ``python -m bench.ruler.table FILE.jsonl ...``.
+"""The table of RULER.md: ``python -m bench.ruler.table FILE.jsonl ...``.
 
-Only prompts that every method has run count, so that methods are compared on the same ones. Scores are in percent with 95%
-intervals: Wilson's where each prompt is right or wrong, else from a bootstrap over prompts. The last column is the paired
-difference to dense attention. Where the dense model itself fails, differences say nothing: below 80% a task is named with its
-dense score, and no method is scored on it.
+Counts prompts that every method has run. Scores are in percent with 95% intervals (Wilson's where a prompt is right or wrong,
+else bootstrap); differences to dense attention are paired. Tasks with a dense score below 80% are not scored.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ _GROUP = ["model", "length", "task"]
 
 
 def score(scores: pd.Series) -> str:
-    """Mean with its interval, in percent."""
+    """Mean with interval, in percent."""
     whole = scores.isin([0, 1]).all()
     low, high = wilson(scores.sum(), len(scores)) if whole else of_mean(scores)
     return f"{100 * scores.mean():.1f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def difference(changes: pd.Series) -> str:
-    """Mean paired difference with its interval; of no difference at all, a bootstrap gives no interval."""
+    """Mean paired difference with interval; none if all are zero."""
     if not changes.any():
         return f"none in {len(changes)}"
     low, high = of_mean(changes)
@@ -39,7 +37,7 @@ def difference(changes: pd.Series) -> str:
 
 
 def lines(rows: pd.DataFrame) -> list[str]:
-    """The table in Markdown, and how many answers are the dense ones, letter by letter, where everything was kept."""
+    """The table, and the number of answers equal to dense ones where everything was kept."""
     table = ["| model | tokens | task | prompts | method | density | score | minus dense |", "|---|---|---|---|---|---|---|---|"]
     same = []
     for (model, length, task), group in rows.groupby(_GROUP, sort=False):
@@ -62,7 +60,6 @@ def lines(rows: pd.DataFrame) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", help="what bench.ruler.run wrote")
     rows = [row for file in parser.parse_args(arguments).files for row in read_rows(file) if "task" in row]

@@ -1,1 +1,1 @@
-"""A trained model that answers RULER's task types, with its training."""
+"""A trained model for RULER's task types."""

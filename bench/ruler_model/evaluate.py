@@ -1,7 +1,7 @@
-"""Measure the model with dense attention: ``python -m bench.ruler_model.evaluate --out FILE.jsonl``.
+"""Accuracy with dense attention: ``python -m bench.ruler_model.evaluate --out FILE.jsonl``.
 
-Writes a line of JSON for each task and length as it goes, and goes on where an earlier run stopped; then prints the table.
-An answer is right if all its tokens are; ``parts`` is the share of right tokens, RULER's score.
+Writes a line per task and length, resumes, and prints the table. An answer is right if all its tokens are; ``parts`` is the
+share of right tokens, RULER's score.
 """
 
 import argparse
@@ -25,7 +25,7 @@ FIRST_SEED = 50_000
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, token_ids: Tensor, num_answer_tokens: int) -> Tensor:
-    """Prefill prompts of one length, (count, num_tokens) int64, and decode greedily, (count, num_answer_tokens) int64."""
+    """Prefill prompts (count, num_tokens) and decode greedily, (count, num_answer_tokens) int64."""
     cache = DynamicCache(config=model.config)
     step, found = token_ids.to(model.device), []
     for _ in range(num_answer_tokens):
@@ -35,7 +35,7 @@ def greedy(model: PreTrainedModel, token_ids: Tensor, num_answer_tokens: int) ->
 
 
 def measure(model: PreTrainedModel, task: str, num_tokens: int, count: int) -> dict[str, Any]:
-    """Return the figures of `count` prompts of one task and length, about 131,072 tokens at a time."""
+    """Figures of `count` prompts of one task and length."""
     rows, right, parts, tokens = max(1, BATCH_TOKENS // num_tokens), 0, 0, 0
     start = time.monotonic()
     for done in range(0, count, rows):
@@ -51,13 +51,13 @@ def measure(model: PreTrainedModel, task: str, num_tokens: int, count: int) -> d
 
 
 def rows_of(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the measurements of a file by task and length."""
+    """Rows of a file by task and length."""
     rows = read_rows(path) if path else []
     return {(row["task"], row["tokens"]): row for row in rows if "task" in row}
 
 
 def table(found: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of tasks by lengths: percent of right answers with the interval, and of right tokens."""
+    """Lines of the table: percent of right answers with interval; percent of right tokens."""
     lengths = sorted({tokens for _, tokens in found})
     lines = ["| task | " + " | ".join(f"{tokens:,}" for tokens in lengths) + " |", "| --- " * (len(lengths) + 1) + "|"]
     for task in TASKS:
@@ -71,7 +71,6 @@ def table(found: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what the file lacks, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model")
     parser.add_argument("--lengths", default="4096,8192,16384,32768,65536", help="prompt lengths in tokens")

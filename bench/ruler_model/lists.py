@@ -1,9 +1,8 @@
-"""Lists of words, and the question for the most frequent ones, after RULER's two tasks.
+"""Lists of words, after RULER's two tasks on frequencies.
 
-A list is a row of value tokens. ``COMMON`` asks for the four words that are ten times as frequent as every other one (RULER:
-ten words, 30 times each among words that occur 3 times), ``FREQUENT`` for the three most frequent of a list in which the word
-of rank ``r`` has a share proportional to ``1 / r**2`` (RULER's zeta distribution). As there, counts are exact and the words
-shuffled; the answers may come in any order.
+``COMMON`` asks for the four words that are ten times as frequent as every other (RULER: ten words, 30 times each among words
+that occur 3 times). ``FREQUENT`` asks for the three most frequent words where rank ``r`` has a share proportional to ``1 /
+r**2``. Counts are exact, words shuffled, answers in any order.
 """
 
 import torch
@@ -19,21 +18,15 @@ _RANKS = 1024
 
 
 def other_words(num_tokens: int) -> int:
-    """Return how many uncommon words a list of ``COMMON`` has: RULER's number at that length, but at most 1,000."""
+    """Uncommon words in a list of ``COMMON``: RULER's number at that length, at most 1,000."""
     return min(max(num_tokens // TOKENS_A_WORD, 8), _MOST_WORDS)
 
 
 def draw_ranks(num_words: int, others: Tensor, is_common: Tensor, generator: torch.Generator) -> Tensor:
     """Draw shuffled lists of ranks, (batch, num_words) int64; rank 0 is the most frequent word.
 
-    Parameters
-    ----------
-    num_words : int
-    others : Tensor, (batch,), int64
-        Uncommon words of each list of ``COMMON``, at most 1,000.
-    is_common : Tensor, (batch,), bool
-        Lists for ``COMMON``; the others are for ``FREQUENT``.
-    generator : torch.Generator
+    `others`, (batch,) int64, holds the uncommon words of each list of ``COMMON``; `is_common`, (batch,) bool, marks those
+    lists.
     """
     device, batch = generator.device, len(is_common)
     order = torch.rand(batch, num_words, generator=generator, device=device).argsort(1)
@@ -47,6 +40,6 @@ def draw_ranks(num_words: int, others: Tensor, is_common: Tensor, generator: tor
 
 
 def draw_words(batch: int, generator: torch.Generator) -> Tensor:
-    """Draw the word of every rank, (batch, 1024) int64."""
+    """The word of every rank, (batch, 1024) int64."""
     order = torch.rand(batch, NUM_VALUES, generator=generator, device=generator.device).argsort(1)
     return FIRST_VALUE + order[:, :_RANKS]

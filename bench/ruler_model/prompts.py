@@ -1,4 +1,4 @@
-"""Prompts of one task each, for evaluation: RULER's task types with this model's records."""
+"""Prompts of one task each, for evaluation."""
 
 from dataclasses import dataclass
 
@@ -20,11 +20,11 @@ class Lookup:
     kind : int
         Of the records.
     units : int
-        Units of four records, as far as they fill no more than half of the slots.
+        Units of four records, as far as half of the slots hold them.
     answer : (int, int)
         Where the answer begins and ends in a question with its answer.
     alone : bool
-        Only the record asked for is in the haystack.
+        True if the haystack holds only the record asked for.
     """
 
     kind: int
@@ -65,12 +65,10 @@ class Prompts:
     answers: Tensor
 
     def parts_right(self, found: Tensor) -> Tensor:
-        """Return how many tokens of each answer are right, (count,) int64.
+        """Right tokens of each answer, (count,) int64.
 
-        Parameters
-        ----------
-        found : Tensor, (count, at least answer_tokens), int64
-            Greedy tokens after each prompt. Answers of ``IN_ANY_ORDER`` are right in any order, each token once.
+        `found`, (count, at least answer_tokens), are greedy tokens. Answers of ``IN_ANY_ORDER`` are right in any order, each
+        token once.
         """
         found = found[:, : self.answers.shape[1]].to(self.answers.device)
         if self.task in IN_ANY_ORDER:
@@ -79,28 +77,9 @@ class Prompts:
 
 
 def make_prompts(task: str, num_tokens: int, count: int, seed: int = 0, device: str | torch.device = "cpu") -> Prompts:
-    """Draw prompts.
+    """Draw `count` prompts of a task in ``TASKS``, of `num_tokens` >= 256 with the question, on `device`.
 
-    Parameters
-    ----------
-    task : str
-        One of ``TASKS``.
-    num_tokens : int
-        Length of a prompt in tokens with its question; at least 256.
-    count : int
-    seed : int
-        The same arguments give the same prompts on the same kind of device.
-    device : str or torch.device
-
-    Returns
-    -------
-    Prompts
-        On ``device``.
-
-    Raises
-    ------
-    ValueError
-        If the task is unknown or the prompt too short.
+    `seed` determines the prompts on one kind of device. ValueError for an unknown task or a prompt that is too short.
     """
     if task not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")

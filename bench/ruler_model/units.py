@@ -1,6 +1,6 @@
 """Records of the lookup tasks, and questions about them.
 
-Records come in units of four of one kind. Every record has 6 tokens, every question with its answer 6 or 12:
+Records come in units of four of one kind. A record has 6 tokens, a question with its answer 6 or 12:
 
 ==========  ========================  ===============================  ==========================================
 kind        a unit's four records     a question                       its answer
@@ -12,8 +12,8 @@ chain       ``SET v w in town .``     ``TRACK v``                      the four 
 facts       ``FACT s r v v .``        ``WHO s r``                      the two values of that subject and relation
 ==========  ========================  ===============================  ==========================================
 
-Facts of a unit are two subjects by two relations, the relations are shared by all units: neither subject nor relation finds
-the record alone. No key, subject, value or variable occurs in two records of a row, save those that a unit shares.
+Facts of a unit are two subjects by two relations that all units share, so neither finds the record without the other. Otherwise
+keys, subjects, values and variables differ between records.
 """
 
 import functools
@@ -41,7 +41,6 @@ class Units:
     keys : Tensor, (batch, count, 4), int64
     relations : Tensor, (batch, count, 2), int64
     values : Tensor, (batch, count, 20), int64
-        Tokens that the records are made of.
     """
 
     kind: Tensor
@@ -50,7 +49,7 @@ class Units:
     values: Tensor
 
     def records(self) -> Tensor:
-        """Return the records, (batch, count, 4, 6) int64."""
+        """The records, (batch, count, 4, 6) int64."""
         part = torch.arange(PARTS, device=self.kind.device)
         shape = (*self.kind.shape, PARTS)
         values = self.values
@@ -76,13 +75,13 @@ class Units:
         return _choose(records, self.kind)
 
     def take(self, index: Tensor) -> "Units":
-        """Return the units ``index``, (batch, questions), of each row."""
+        """The units ``index``, (batch, questions), of each row."""
         parts = (self.kind, self.keys, self.relations, self.values)
         return Units(*(_take(part, index) for part in parts))
 
 
 def draw_units(batch: int, count: int, kind: Tensor, generator: torch.Generator) -> Units:
-    """Draw ``count`` units a row, at most 200, of the kinds (batch, count)."""
+    """Draw ``count`` <= 200 units per row, of the kinds (batch, count)."""
     device = generator.device
     order = torch.rand(batch, NUM_KEYS - NUM_RELATIONS, generator=generator, device=device).argsort(1)
     keys = FIRST_KEY + NUM_RELATIONS + order[:, : PARTS * count].unflatten(1, (count, PARTS))
@@ -95,9 +94,9 @@ def draw_units(batch: int, count: int, kind: Tensor, generator: torch.Generator)
 
 
 def short_questions(units: Units, part: Tensor, generator: torch.Generator) -> Tensor:
-    """Questions with their answers, (batch, count, 6) int64, about record `part`, (batch, count), of each unit.
+    """Questions with answers, (batch, count, 6) int64, about record `part`, (batch, count), of each unit.
 
-    Of ``MANY`` and ``CHAIN`` about the whole unit.
+    ``MANY`` and ``CHAIN`` ask about the whole unit.
     """
     shape, device = part.shape, part.device
     markers = [_marker(name, shape, device) for name in ("QUERY", "ALL", "TRACK", "WHO")]
@@ -121,7 +120,7 @@ def short_questions(units: Units, part: Tensor, generator: torch.Generator) -> T
 
 
 def long_questions(units: Units, generator: torch.Generator) -> Tensor:
-    """Questions with their answers, (batch, count, 12) int64, for the four keys of each unit of needles at once."""
+    """Questions with answers, (batch, count, 12) int64, for the four keys of each unit of needles."""
     shape, device = units.kind.shape, units.kind.device
     order = torch.rand(*shape, PARTS, generator=generator, device=device).argsort(-1)
     answers = units.values[..., 0:16:4].gather(-1, order)
@@ -147,13 +146,13 @@ def _join(*parts: Tensor) -> Tensor:
 
 
 def _choose(parts: Tensor, kind: Tensor) -> Tensor:
-    """Return ``parts[b, u, kind[b, u]]``."""
+    """``parts[b, u, kind[b, u]]``."""
     index = kind.view(*kind.shape, *[1] * (parts.ndim - 2)).expand(*kind.shape, 1, *parts.shape[3:])
     return parts.gather(2, index).squeeze(2)
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
-    """Return ``values[b, index[b, q]]``."""
+    """``values[b, index[b, q]]``."""
     shape = values.shape[2:]
     return values.gather(1, index.view(*index.shape, *[1] * len(shape)).expand(*index.shape, *shape))
 

@@ -1,7 +1,4 @@
-"""The retriever's vocabulary, with a marker for every further kind of record and question.
-
-The markers come after the values: the ids of all other tokens are the retriever's, so its embeddings can start this model's.
-"""
+"""The retriever's vocabulary, followed by markers, so its embeddings can start this model's."""
 
 from bench.retriever.vocabulary import FIRST_KEY, FIRST_VALUE, NUM_KEYS, NUM_VALUES
 from bench.retriever.vocabulary import TOKENS as RETRIEVER_TOKENS

@@ -1,1 +1,1 @@
-"""Speed: masks, kernels and whole calls against dense attention, where the time and the memory go, and whole models."""
+"""Speed of masks, kernels, calls and models against dense attention."""

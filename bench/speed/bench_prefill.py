@@ -1,6 +1,6 @@
-"""The short benchmark: dense attention by every kernel, and the mask and whole call of hybrid and of the paper's method.
+"""The short benchmark: ``make bench``, or ``pytest bench --benchmark-only``.
 
-``make bench``, or ``pytest bench --benchmark-only``; the structured workload in Llama-3.1-8B's shape, on a CPU in a smaller one.
+Dense kernels, masks and calls on the structured workload, in Llama-3.1-8B's shape or, on a CPU, in a smaller one.
 """
 
 from __future__ import annotations

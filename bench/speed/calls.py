@@ -1,4 +1,4 @@
-"""Calls that are timed: dense attention by every kernel, and masks, kernels and whole calls of a method at a wanted density."""
+"""Calls to time: dense kernels; masks, kernels and whole calls of a method at a density."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def _sdpa(tensors: Tensors, backend: SDPBackend = SDPBackend.FLASH_ATTENTION) ->
 
 
 def mask(tensors: Tensors, method: str, options: dict[str, Any]) -> Call:
-    """The mask alone, by the public function."""
+    """The mask, by the public function."""
     return functools.partial(getattr(block_masks, f"{method}_mask"), *tensors[:2], **options)
 
 
 def call(tensors: Tensors, method: str, options: dict[str, Any], backend: str = "auto") -> Call:
-    """The whole call: mask and attention."""
+    """Mask and attention."""
     backend = "auto" if backend == "cpu" else backend
     return functools.partial(sparse_attention, *tensors, method=method, dense_below=0, backend=backend, **options)
 
 
 def kernel(tensors: Tensors, method: str, options: dict[str, Any], backend: str) -> Call:
-    """The attention kernel alone, over block lists that are made beforehand."""
+    """The attention kernel over given block lists."""
     options = dict(options)
     inputs = attention_inputs(*tensors).prepared()
     selected = select_blocks(selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs), inputs)
@@ -66,7 +66,7 @@ def kernel(tensors: Tensors, method: str, options: dict[str, Any], backend: str)
 
 
 def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
-    """The share of the causal blocks that a method keeps of a whole prompt, heads in groups that fit into memory."""
+    """Kept share of the causal blocks."""
     options = dict(options)
     inputs = attention_inputs(*tensors).prepared()
     selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
@@ -80,7 +80,7 @@ def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
 
 
 def at_density(tensors: Tensors, method: str, wanted: float, **options: Any) -> tuple[dict[str, Any], float]:
-    """The options with which a method keeps so many blocks, or the nearest to it, and how many they do keep."""
+    """The options at which a method's density is nearest to `wanted`, and that density."""
     # density grows with the knob, most of all close to 1
     low, high = math.log(1 - 1e-3), math.log(1e-7)
     found: list[tuple[float, dict[str, Any], float]] = []

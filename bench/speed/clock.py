@@ -1,4 +1,4 @@
-"""Timing: warm, synchronised, medians over rounds in which the compared calls take turns; graphs, kernels and memory."""
+"""Timing: warm, synchronized, in turns; graphs, kernels, memory."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ _ROUND = 0.1
 
 
 class DeviceLostError(SystemExit):
-    """An illegal access made the GPU unusable for this process; the next run goes on."""
+    """An illegal access made the GPU unusable for this process; the next run resumes."""
 
 
 def device_name() -> str:
-    """The GPU's name, or the processor's."""
     return torch.cuda.get_device_name() if ON_GPU else f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def synchronize() -> None:
-    """Wait for the device; without this a timing covers the launch only."""
     if ON_GPU:
         torch.cuda.synchronize()
 
@@ -46,7 +44,7 @@ def free() -> None:
 
 
 def seconds(call: Call, calls: int = 1) -> float:
-    """Seconds a call of back-to-back calls with one wait at the end, as a model runs its layers."""
+    """Seconds per call, of calls in a row with one wait at the end."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -56,7 +54,7 @@ def seconds(call: Call, calls: int = 1) -> float:
 
 
 def text_of(error: BaseException) -> str:
-    """An error's text, short enough for a row; DeviceLostError if this process can no longer use the device."""
+    """An error's text for a row; DeviceLostError if the process lost the device."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     try:
         synchronize()
@@ -66,7 +64,7 @@ def text_of(error: BaseException) -> str:
 
 
 def as_graph(call: Call) -> Call:
-    """The replay of a CUDA graph of `call`, which must have run before, or the graph would capture its compilation."""
+    """The replay of a CUDA graph of `call`, which must be warm."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -85,9 +83,9 @@ def as_graph(call: Call) -> Call:
 
 
 def in_turns(calls: Mapping[Name, Call], rounds: int = ROUNDS) -> dict[Name, float | str]:
-    """Median milliseconds of each call, or the error it raised.
+    """Median milliseconds of each call, or its error.
 
-    Two calls warm each up. Then they take turns, round by round, so that a slow spell of the machine hits them all.
+    After two warm-up calls each, the calls take turns, so slow spells of the machine hit all of them.
     """
     found: dict[Name, float | str] = {}
     repeats: dict[Name, int] = {}
@@ -105,7 +103,7 @@ def in_turns(calls: Mapping[Name, Call], rounds: int = ROUNDS) -> dict[Name, flo
 
 
 def graphs_in_turns(calls: Mapping[Name, Call], rounds: int = ROUNDS) -> dict[Name, float | str]:
-    """Median milliseconds of each call as a CUDA graph, or the error it raised; nothing without a GPU."""
+    """`in_turns` of CUDA graphs; empty without a GPU."""
     found: dict[Name, float | str] = {}
     graphs: dict[Name, Call] = {}
     for name, call in calls.items() if ON_GPU else ():
@@ -120,7 +118,7 @@ def graphs_in_turns(calls: Mapping[Name, Call], rounds: int = ROUNDS) -> dict[Na
 
 
 def kernels_of(call: Call) -> list[tuple[str, float]]:
-    """The GPU's kernels in one call, in launch order: name and microseconds."""
+    """Name and microseconds of the GPU's kernels in one call, in launch order."""
     synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
@@ -131,7 +129,7 @@ def kernels_of(call: Call) -> list[tuple[str, float]]:
 
 
 def peak_bytes(call: Call) -> tuple[int, int]:
-    """Peak of device memory in a warm call beyond what was allocated before, and how much of it the result holds."""
+    """Peak of device memory in a call above that before, and the bytes that its result holds."""
     free()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""pytest-benchmark as the harness of the short benchmark: the `timed` fixture, and one table of ratios at the end."""
+"""The short benchmark's `timed` fixture and table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ ROWS: list[dict[str, Any]] = []
 
 @pytest.fixture
 def timed(benchmark: Any) -> Callable[..., None]:
-    """Return a function that times a call, compiled and warm.
-
-    A round is `MOST_CALLS` calls with one wait for the device at the end, as a model runs its layers.
-    """
+    """A function that times a warm call; a round is `MOST_CALLS` calls with one wait at the end."""
 
     def time(call: Call, /, **info: Any) -> None:
         made = 0
@@ -43,7 +40,7 @@ def timed(benchmark: Any) -> Callable[..., None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print every time with its ratio to the fastest dense kernel at the same length in the same run."""
+    """Print times and ratios to the run's fastest dense kernel."""
     if not ROWS:
         return
     rows = [("tokens", "what", "density", "ms", "fastest dense / this")]

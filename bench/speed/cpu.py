@@ -1,10 +1,7 @@
-"""Two crossings on a CPU that the library's constants were read from: ``python -m bench.speed.cpu break-even``, or ``packed``.
+"""Measurements behind the library's constants for CPUs: ``python -m bench.speed.cpu break-even``, or ``packed``.
 
-``break-even``
-    FlexAttention's time to SDPA's by density, the mask being made, and the density from which on SDPA is faster
-    (`flexmask.dense_policy`).
-``packed``
-    Dense attention of packed sequences: SDPA sequence by sequence, and one FlexAttention call for all (`flexmask.flex.packed`).
+``break-even`` gives FlexAttention's time relative to SDPA's by density (`flexmask.dense_policy`), ``packed`` dense attention of
+packed sequences one by one and in one FlexAttention call (`flexmask.flex.packed`).
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ PACKS = {
 
 
 def crossing(densities: Sequence[float], ratios: Sequence[float]) -> float | None:
-    """Density at which a ratio of times crosses 1, or None where it does not."""
+    """Density at which a ratio crosses 1; None if it does not."""
     points = list(zip(densities, ratios, strict=True))
     for (low, below), (high, above) in itertools.pairwise(points):
         if below <= 1 < above:
@@ -41,7 +38,7 @@ def crossing(densities: Sequence[float], ratios: Sequence[float]) -> float | Non
 
 
 def break_even(tokens: int, head_dim: int, dtype: torch.dtype, rounds: int) -> list[str]:
-    """A row of the table: milliseconds of SDPA, the ratio to it by density, and the break-even."""
+    """Row of SDPA's milliseconds, ratios by density, and the break-even."""
     query, key, value = (torch.randn(1, heads, tokens, head_dim).to(dtype) for heads in (4, 1, 1))
     inputs = attention_inputs(query, key, value)
     made: dict[float, Call] = {0.0: lambda: dense_attention(inputs)}
@@ -55,7 +52,7 @@ def break_even(tokens: int, head_dim: int, dtype: torch.dtype, rounds: int) -> l
 
 
 def packed(lengths: list[int], head_dim: int, dtype: torch.dtype, rounds: int) -> list[str]:
-    """Milliseconds of both ways for one pack of random sequences."""
+    """Milliseconds of both ways for one pack."""
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     inputs = attention_inputs(*(torch.randn(1, heads, bounds[-1], head_dim, dtype=dtype) for heads in (8, 2, 2)))
     segments = [Segment(each, each) for each in (slice(start, end) for start, end in itertools.pairwise(bounds))]
@@ -68,7 +65,6 @@ def packed(lengths: list[int], head_dim: int, dtype: torch.dtype, rounds: int) -
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("break-even", "packed"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384], help="tokens, whole blocks (break-even)")

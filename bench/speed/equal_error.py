@@ -1,8 +1,7 @@
 """Whole calls at equal output error: ``python -m bench.speed.equal_error``, on a GPU.
 
-The structured workload's heads attend to sinks, heavy keys, bands and topics (`bench/prompts/structured.py`). The error of a call
-is ``||o - o_dense|| / ||o_dense||`` of a head's output, the mean over heads. FlexPrefill at gamma 0.9 sets the error; hybrid's
-gamma is the lowest whose error is at most that. Dense attention by every kernel, both masks and both calls are timed in turns.
+On the structured workload. The error is ``||o - o_dense|| / ||o_dense||``, mean over heads. FlexPrefill at gamma 0.9 sets it;
+hybrid runs at the lowest gamma whose error is at most that. Dense kernels, masks and calls take turns.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def output_error(tensors: Tensors, dense: torch.Tensor, method: str, gamma: floa
 
 
 def gamma_of_error(tensors: Tensors, dense: torch.Tensor, error: float) -> float:
-    """The lowest gamma of hybrid, by bisection, whose error is at most `error`."""
+    """Hybrid's lowest gamma, by bisection, whose error is at most `error`."""
     low, high = 0.3, 0.99
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -43,7 +42,6 @@ def gamma_of_error(tensors: Tensors, dense: torch.Tensor, error: float) -> float
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="CSV file; none: bench/results/speed-<device>.csv")
     parser.add_argument("--lengths", default="32768,131072", help="tokens, separated by commas")

@@ -1,9 +1,8 @@
-"""Time to first token of a Hugging Face model, dense and sparse: ``python -m bench.speed.model --model PATH_OR_NAME``.
+"""Time to first token of a Hugging Face model: ``python -m bench.speed.model --model PATH_OR_NAME``.
 
-Prints one table: time to first token and its breakdown, memory, density, and how many generated tokens match dense attention's.
-``--shape`` takes a known model's shape with random weights instead. Their density means nothing, so ``--density`` forces one with
-random blocks. ``--tune`` times `flexmask.tune` on the prompt. On several GPUs: ``torchrun --nproc-per-node 2 -m bench.speed.model
---tensor-parallel ...``.
+Prints times, memory, density, and how many generated tokens equal dense attention's. ``--shape`` takes random weights in a
+known shape, with random blocks at each ``--density``. ``--tune`` times `flexmask.tune`. Several GPUs: ``torchrun
+--nproc-per-node 2 -m bench.speed.model --tensor-parallel ...``.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Way = Callable[[], AbstractContextManager[Any]]
 
 @torch.no_grad()
 def prefill(model: Any, ids: Tensor, chunk: int | None = None) -> tuple[Tensor, DynamicCache]:
-    """Prefill at once or in chunks; the logits of the last position, and the cache."""
+    """Logits of the last position and the cache, of a prefill at once or in chunks."""
     cache = DynamicCache(config=model.config)
     for part in ids.split(chunk or ids.shape[1], 1):
         logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -56,7 +55,7 @@ def generated(model: Any, logits: Tensor, cache: DynamicCache, number: int) -> l
 
 
 def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of the attention that the model is set to; seconds are a median without the first prefill, which compiles."""
+    """Figures of the model's present attention; medians without the first prefill, which compiles."""
     if ids.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     times = []
@@ -82,7 +81,7 @@ def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> 
 
 
 def ways(model: Any, options: argparse.Namespace) -> Iterator[tuple[str, Way]]:
-    """Each kind of attention to measure: its name, and what switches it on."""
+    """Each kind of attention: its name, and a context that switches it on."""
     if torch.device(options.device).type == "cuda":
         backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         yield "dense (SDPA, cuDNN)", lambda: sdpa_kernel(backends, set_priority=True)
@@ -99,7 +98,7 @@ def ways(model: Any, options: argparse.Namespace) -> Iterator[tuple[str, Way]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of one prompt; ratios refer to dense attention."""
+    """Rows of one prompt, with ratios to dense attention."""
     base = rows[0]
     lines: list[Sequence[str]] = [("", "first token", "dense / this", "attention", "mask", "rest", "peak", "tokens as dense")]
     for row in rows:
@@ -112,7 +111,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder or name of a model that transformers can load")
@@ -139,7 +137,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Load the model, measure each kind of attention at each length, print the tables."""
     options = parse(arguments)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
     transformers.utils.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The method ``random_blocks`` of any density, for kernels alone and for models with random weights."""
+"""The method ``random_blocks``, for kernels and for models with random weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flexmask.method import BlockProblem, method
 
 @method
 def random_blocks_mask(problem: BlockProblem, density: float = 0.2) -> Tensor:
-    """Keep about a share `density` of the visible blocks in every head, plus the first block and the row's own.
+    """Keep about a share `density` of the visible blocks, plus the first and the row's own.
 
-    Which ones goes by the block's place, so that chunks of a prompt keep what the whole prompt keeps.
+    A block's place decides, so chunks keep what the whole prompt keeps.
     """
     heads = torch.arange(problem.inputs.query.shape[1], device=problem.kv_block.device).view(1, -1, 1, 1)
     rows = problem.seen.first_diagonal[:, None, :, None].long()

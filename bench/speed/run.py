@@ -1,17 +1,8 @@
 """Measure a part of the speed report: ``python -m bench.speed.run latency``, or ``make bench PART=latency``.
 
-``latency``
-    Dense attention by every kernel, masks, the kernel alone and whole calls of the methods at wanted densities, in turns with the
-    dense kernels: plain calls and CUDA graphs. ``--lengths 524288,1048576`` measures very long prompts.
-``stages``
-    GPU time of masks and calls by stage of the algorithm.
-``memory``
-    Peak of device memory of a mask and of a call beyond query, key, value and output.
-``compile``
-    Seconds of first calls at forty lengths in mixed order.
-
-Every row goes to a CSV file at once; the same command goes on where an earlier one stopped, which it does by itself after
-``--minutes``. A part that fails leaves its error in a row.
+``latency`` times dense kernels, masks, kernels and calls at several densities in turns, plain and as CUDA graphs; ``stages``
+splits GPU time by stage; ``memory`` gives peaks beyond query, key, value and output; ``compile`` times first calls at forty
+lengths. Rows go to a CSV file. The same command resumes; errors become rows.
 """
 
 from __future__ import annotations
@@ -74,7 +65,7 @@ class Variant(NamedTuple):
 
 
 def variant(what: str, method: str, options: dict[str, Any], backend: str = "", wanted: float | None = None) -> Variant:
-    """A mask, kernel or call, at `wanted` if its method has a knob for that."""
+    """A mask, kernel or call, at density `wanted` if given."""
 
     def make(tensors: Tensors) -> tuple[Call, dict[str, Any]]:
         given, kept = options, None
@@ -92,7 +83,7 @@ def variant(what: str, method: str, options: dict[str, Any], backend: str = "", 
 
 
 def latency_variants(tokens: int) -> Iterator[Variant]:
-    """Everything but dense attention, what is wanted most first."""
+    """All variants except dense attention, most important first."""
     auto = BACKENDS[0]
     for method in OURS:
         yield variant("mask", method, DEFAULTS[method])
@@ -111,13 +102,13 @@ def latency_variants(tokens: int) -> Iterator[Variant]:
 
 
 def sheet_of(path: Path | None) -> Sheet:
-    """The rows of a file; none: of bench/results/speed-<device>.csv."""
+    """Rows of a file, default bench/results/speed-<device>.csv."""
     name = "-".join(clock.device_name().lower().replace(",", "").split())
     return Sheet(path or RESULTS / f"speed-{name}.csv", COLUMNS, IDENTITY)
 
 
 class Run:
-    """One part's measurements in one process: what is missing, and how much time is left."""
+    """One part's missing measurements and remaining time."""
 
     def __init__(self, part: str, sheet: Sheet, minutes: float) -> None:
         self.part, self.sheet = part, sheet
@@ -128,7 +119,7 @@ class Run:
         self._tensors: dict[tuple[str, int], Tensors] = {}
 
     def tensors(self, name: str, tokens: int) -> Tensors:
-        """Query, key and value of an input; one is kept at a time."""
+        """Query, key and value of an input; the last one is cached."""
         if (name, tokens) not in self._tensors:
             self._tensors.clear()
             if name == "retriever":
@@ -139,7 +130,7 @@ class Run:
         return self._tensors[name, tokens]
 
     def wants(self, **row: Any) -> bool:
-        """True if a row still has to be measured; counts it where no time is left."""
+        """True if a row is missing and there is time; counts missing rows without time."""
         if self.sheet.has(**self.common, **row):
             return False
         in_time = time.monotonic() <= self.stop
@@ -147,7 +138,7 @@ class Run:
         return in_time
 
     def add(self, row: dict[str, Any], measured: dict[str, float | str], **fields: Any) -> None:
-        """Add a row for each measure, and print them."""
+        """Add and print a row per measure."""
         date = datetime.date.today().isoformat()
         for measure, value in measured.items():
             self.sheet.add(**self.common, **row, **fields, measure=measure, value=value, date=date)
@@ -161,7 +152,7 @@ class Run:
 
 
 def ready(made: Variant, tensors: Tensors) -> tuple[Call, dict[str, Any]]:
-    """The call, compiled at a short length first, so that what is timed is the code that serves all lengths."""
+    """The call, compiled at a short length first, so the timed code serves all lengths."""
     short = min(1536, tensors[0].shape[2] // 2) // 128 * 128
     first = variant(made.row["what"], made.row["method"], DEFAULTS.get(made.row["method"], {}), made.row["backend"])
     if short and made.row["method"] != "random_blocks":
@@ -172,7 +163,7 @@ def ready(made: Variant, tensors: Tensors) -> tuple[Call, dict[str, Any]]:
 
 
 def latency(run: Run, lengths: Sequence[int]) -> None:
-    """Time every variant in turns with the fastest of dense attention's kernels, a few variants at a time."""
+    """Time variants in turns with the fastest dense kernel."""
     for tokens, name in itertools.product(lengths, ("structured", "retriever")):
         where = {"input": name, "tokens": tokens}
         variants = list(latency_variants(tokens))
@@ -187,7 +178,7 @@ def latency(run: Run, lengths: Sequence[int]) -> None:
 
 
 def fastest_dense(run: Run, name: str, tokens: int) -> dict[str, Call]:
-    """Dense attention by the fastest kernel of this machine, which a run finds once for each length."""
+    """The machine's fastest dense kernel, measured once per length."""
     dense, known = calls.dense_calls(run.tensors(name, tokens)), run.fastest.get(tokens)
     if known is None:
         taken = clock.in_turns(dense, rounds=1 if tokens >= _LONG else 3)
@@ -222,7 +213,6 @@ def _time(run: Run, where: dict[str, Any], wanted: Sequence[Variant], dense: dic
 
 
 def stage_of(kernel: str) -> str:
-    """The stage of a kernel, by its name."""
     return next((stage for stage, words in STAGES.items() if any(word in kernel for word in words)), REST)
 
 
@@ -241,7 +231,7 @@ def stages(run: Run, lengths: Sequence[int]) -> None:
 
 
 def memory(run: Run, lengths: Sequence[int]) -> None:
-    """Peak of device memory; a mask's own lists count as its cost, a call's output does not."""
+    """Peak of device memory; a mask's lists count, a call's output does not."""
     for tokens, method, what in itertools.product(lengths, (*OURS, *OTHERS), ("mask", "call")):
         made = variant(what, method, DEFAULTS.get(method, {}), BACKENDS[0] if what == "call" else "")
         row = {"input": "structured", "tokens": tokens, **made.row}
@@ -258,14 +248,14 @@ def memory(run: Run, lengths: Sequence[int]) -> None:
 
 
 def mixed_lengths(shortest: int, longest: int, count: int = 40) -> list[int]:
-    """Lengths in geometric progression, short and long ones alternating, as requests come."""
+    """Lengths in geometric progression, short and long ones alternating."""
     factor = (longest / shortest) ** (1 / (count - 1))
     lengths = [round(shortest * factor**step) for step in range(count)]
     return [lengths[step * 17 % count] for step in range(count)]
 
 
 def compile_times(run: Run, lengths: Sequence[int]) -> None:
-    """First calls at many lengths, and the graphs compiled by then."""
+    """First calls at many lengths, and compiled graphs by then."""
     for method in OURS:
         torch._dynamo.reset()
         counters.clear()
@@ -286,7 +276,7 @@ PARTS: dict[str, Callable[[Run, Sequence[int]], None]] = {
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a part; return the number of rows left for the next run."""
+    """Run a part; return the number of rows left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=tuple(PARTS))
     parser.add_argument("--out", type=Path, help="CSV file; none: bench/results/speed-<device>.csv")

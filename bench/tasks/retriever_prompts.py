@@ -1,4 +1,4 @@
-"""Prompts of the trained retriever as a dataset of lm-evaluation-harness."""
+"""The retriever's prompts as a dataset of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ FIRST_SEED = 50_000
 def dataset(
     max_seq_lengths: Sequence[int] = (4096,), num_needles: int = 64, num_samples: int = 100, **others: Any
 ) -> dict[str, datasets.Dataset]:
-    """Prompts with their answers, `num_samples` of each length.
+    """`num_samples` prompts with answers per length.
 
     Parameters
     ----------
     max_seq_lengths
-        Tokens of a prompt and its answer, by ``--metadata`` as for RULER. Each prompt is up to 63 tokens shorter, by its number,
-        so that a batch holds several lengths.
+        Tokens of a prompt and its answer, by ``--metadata``. Prompts are up to 63 tokens shorter, so lengths in a batch differ.
     num_needles
         Needles in a prompt; one is asked for.
-    num_samples
-        Prompts of each length.
     others
-        The rest of the harness's metadata, which is the model's arguments.
+        The rest of the harness's metadata.
     """
     rows = []
     for length in max_seq_lengths:
