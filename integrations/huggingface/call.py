@@ -107,8 +107,8 @@ class PrefillCall(NamedTuple):
 def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
     """`selector` with the options of this process's `num_heads` heads.
 
-    Under tensor parallelism transformers gives the processes of a mesh equal shares of the heads, in order. The selector is
-    unchanged where no option is per head or the module is not sharded; the call then refuses a wrong length.
+    Under tensor parallelism transformers gives processes equal shares of the heads, in order. Other wrong lengths are left for
+    the call to refuse.
     """
     own = {}
     for name in (*selector.method.shares, *selector.method.pairs):
@@ -122,7 +122,7 @@ def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selec
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:
-    """Rank of this process among the `processes` that share the module's weights; None where they are not sharded that way."""
+    """Rank of this process among `processes` that share the module's weights, or None."""
     for parameter in module.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:

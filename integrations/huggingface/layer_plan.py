@@ -1,7 +1,6 @@
 """Predicts per layer whether a prompt would run sparse, from the model's config only.
 
-The forward runs on the meta device with a few tokens, since recurrent layers loop over them. The adapter's attention call gets
-tensors of the full prompt length, expanded from one number.
+The forward reads a few tokens on the meta device; attention gets tensors of the full prompt length, expanded from one number.
 """
 
 from __future__ import annotations
@@ -61,22 +60,18 @@ def layer_plan(
     Parameters
     ----------
     config
-        A config of transformers, as from ``AutoConfig.from_pretrained``.
+        As from ``AutoConfig.from_pretrained``.
     settings
         Default None: those in the config, else the defaults.
     tokens
         Length of the prompt, >= 2. Default 32768; nothing of that size is computed.
     device, dtype
-        Of the model to be run; backends depend on them. Default: the CPU, and float32 there, else bfloat16.
-
-    Returns
-    -------
-    list of PlannedLayer
+        Backends depend on them. Default: the CPU, and float32 there, else bfloat16.
 
     Raises
     ------
     NotImplementedError
-        For a model that `sparse_prefill` refuses, or that bypasses transformers' attention interface.
+        For a model that `sparse_prefill` refuses.
     RuntimeError
         For a model whose forward needs values, not only shapes.
     ValueError

@@ -27,30 +27,27 @@ class MaskNotServed(NotImplementedError, AttributeError):
 class PrefillMask(BlockMask):
     """The visibility of one prefill call; a BlockMask only to pass through transformers unchanged.
 
-    Heads, which all see the same keys, and contiguous rows can be sliced: ``mask[:, heads, rows, :]``. Other uses raise
-    `MaskNotServed`.
+    Heads and contiguous rows can be sliced: ``mask[:, heads, rows, :]``. Other uses raise `MaskNotServed`.
 
     Attributes
     ----------
     shape
         (batch, 1, q_len, kv_len).
     offset
-        Position of the first query row among the keys: an int where the host has it, else a 0-d integer tensor.
+        Position of the first row among the keys: int, or a 0-d integer tensor where only the device has it.
     attention_mask
         (batch, kv_len) bool, True = token; None without padding.
-    window
-        Tokens that a row sees, including its own, or None.
-    refusal
-        Why attention cannot serve it, or None.
+    window, refusal
+        Sliding window in tokens, and why attention cannot serve the mask; or None.
     prefill
-        Number shared by the masks of one mask-function call, their copies and slices; None in compiled forwards.
+        Number shared by the masks of one mask-function call; None in compiled forwards.
     segments
-        Packed sequences, in tokens of all batch rows concatenated; None for single prompts.
+        Packed sequences, in tokens of all batch rows concatenated, or None.
     packed, bounds
-        Checks for packing that the mask function cannot see, and the sequences that a caller names; shared by all layers.
+        Checks for packing that the mask function cannot see, and the caller's bounds; shared by all layers.
     tokens
-        Tokens so far, including this call's, for `dense_below`. A StaticCache keeps its length on the device; then this is the
-        length of the padding mask, or without one that of the call.
+        Tokens so far, including this call's, for `dense_below`. With a StaticCache, whose length is on the device: of the padding
+        mask, or without one of this call.
     """
 
     def __init__(

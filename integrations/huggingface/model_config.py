@@ -28,11 +28,7 @@ def model_settings(
     method: str | Callable[..., BlockMask] | None = None,
     **options: Any,
 ) -> PrefillSettings:
-    """The settings that a caller names for a model, else the process's, the config's, or the defaults.
-
-    Raises TypeError or ValueError for unknown options, values out of range, missing layers, and options per head of another
-    number.
-    """
+    """The settings that a caller names for a model, else the process's, the config's, or the defaults."""
     config = text_config(model)
     if settings is None and method is None and not options:
         found = process_settings() or configured(config) or PrefillSettings()
@@ -103,8 +99,7 @@ class SwitchedConfig:
     def write_options(self) -> None:
         """Write the options of the block entered last into the config, else its own, for whoever saves or copies the model.
 
-        Skips blocks whose method is a function, which cannot be saved. What others wrote inside a block, as `configure` does,
-        becomes the config's own.
+        Skips blocks whose method is a function. What others wrote inside a block, as `configure` does, becomes the config's own.
         """
         now = getattr(self.config, CONFIG_KEY, _ABSENT)
         if now is not self.written or now is _ABSENT:

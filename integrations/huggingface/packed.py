@@ -22,8 +22,8 @@ Segments = tuple[Segment, ...]
 def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
     """The sequences of a batch whose rows are concatenated; None where each row is one sequence.
 
-    `ids`, (batch or 1, q_len) integer, are equal within a sequence. Waits for the device once per forward: the shapes of the
-    calls depend on the sequences. transformers waits there too from release 5 on.
+    `ids`, (batch or 1, q_len) integer, are equal within a sequence. Waits for the device once per forward, as transformers does
+    from release 5 on.
     """
     length = ids.shape[1]
     begins = (ids[:, 1:] != ids[:, :-1]).cpu()
@@ -36,10 +36,7 @@ def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
 
 
 def attention_packed(call: PrefillCall, segments: Segments) -> Tensor:
-    """Attention of packed sequences to themselves, one call each; those too short for a mask share one call.
-
-    `call` is that of the whole pack, its rows concatenated.
-    """
+    """Attention of packed sequences to themselves; `call` is that of the whole pack, its rows concatenated."""
     calls = [
         call._replace(inputs=segment.of(call.inputs), tokens=segment.kv_len, sequence=number)
         for number, segment in enumerate(segments)
@@ -96,7 +93,7 @@ class GivenBounds:
 class PackedCheck:
     """Detects positions that restart within one prefill, without waiting for the device.
 
-    On CUDA the first layer starts a copy to the host and later layers poll it. A model of one layer may miss it.
+    On CUDA the first layer starts a copy to the host, which later layers poll; a model of one layer may miss it.
     """
 
     def __init__(self) -> None:
@@ -119,10 +116,10 @@ class PackedCheck:
 
 
 def starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
-    """0-d bool: some token stands before its predecessor, or both stand at 0.
+    """0-d bool: some token stands before its predecessor, or both stand at 0. Ignores padding, whose positions are arbitrary.
 
     `position_ids` is (batch or 1, q_len), `attention_mask` (batch, kv_len) bool or None, `offset` the first row's position among
-    the keys. Positions of padding are arbitrary and ignored; gaps, and equal positions other than 0, do not count.
+    keys.
     """
     left, right = position_ids[:, :-1], position_ids[:, 1:]
     again = (right < left) | ((right == 0) & (left == 0))

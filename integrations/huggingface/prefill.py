@@ -25,14 +25,13 @@ _log = logging.getLogger("flexmask")
 class sparse_prefill(ContextDecorator):
     """Run a model's prefill sparse inside a ``with`` block, and restore the model afterwards, also after an error.
 
-    Calls `register`, whose names stay. In a model with ``config.text_config`` only the text part is switched.
+    Calls `register`, whose names stay. In a model with ``config.text_config`` only the text part is switched. An object can be
+    entered again, also while it is open; each time gives a new run.
 
     Blocks on one model may nest or overlap, across threads and asyncio tasks; the last one to close restores the model's
-    attention. A call uses the block that its thread or task entered last, and is recorded there. A thread without a block uses
-    the one entered last of all: a block makes every thread of the model sparse.
-
-    An object can be entered again, also while it is open; each time gives a new run. While a block is open, the model's config
-    holds its options (``flexmask_config``) for ``save_pretrained`` and copies, unless `method` is a function.
+    attention. A call uses the block that its thread or task entered last, else the one entered last of all, and is recorded
+    there. While a block is open, the model's config holds its options (``flexmask_config``) for ``save_pretrained`` and copies,
+    unless `method` is a function.
 
     Parameters
     ----------
@@ -46,14 +45,12 @@ class sparse_prefill(ContextDecorator):
     collect_stats
         Fill ``run.stats``; costs a little time. Default True.
     collect_masks
-        Also keep the BlockMask of every prefill call until the run is dropped, for pictures and tests. Default False.
+        Also keep every prefill call's BlockMask until the run is dropped. Default False.
     max_calls
-        Latest prefill calls per layer whose statistics and masks are kept; ``run.summary()`` counts earlier ones too. Default
-        512; None for no limit.
+        Latest prefill calls per layer to keep; ``run.summary()`` counts earlier ones too. Default 512; None for no limit.
     options
-        The method's, as ``gamma=0.9``, and the fields of `PrefillSettings`: `block_size`, `dense_below`, `backend`,
-        `max_mask_bytes`, `layers`, `dense_layers`. Without method, settings and options: what `configure` wrote into the model's
-        config before the block is entered, else the defaults.
+        The method's, as ``gamma=0.9``, and the fields of `PrefillSettings`. Without method, settings and options: what
+        `configure` wrote into the model's config before the block is entered, else the defaults.
 
     Returns
     -------
@@ -74,8 +71,7 @@ class sparse_prefill(ContextDecorator):
         For a `model` that is not one or cannot change its attention, unknown options, values out of range, layers that the model
         lacks, and options per head of another number.
     NotImplementedError
-        On entering, for a model that its config or layers show to be unsupported; in the forward, for an unsupported call. The
-        README of this folder lists both.
+        On entering, for a model that its config or layers show to be unsupported; in the forward, for an unsupported call.
 
     Examples
     --------

@@ -50,10 +50,7 @@ def checked_call(
     scores: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> CheckedCall:
-    """The checked call of `attention`; `scores` are scale, softcap and sinks, `kwargs` what its signature does not name.
-
-    Raises NotImplementedError with the alternative for what is not served; TypeError and ValueError as `attention_inputs`.
-    """
+    """The checked call of `attention`; `scores` are scale, softcap and sinks, `kwargs` what its signature does not name."""
     for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise refusal(f"the argument {name}", instead)
@@ -85,8 +82,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None,
 def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None) -> None:
     """Refuse attention that is not causal.
 
-    Ignores `is_causal` under a `PrefillMask`: some modules (GPT-2) pass False with any mask, and a mask that is not causal holds
-    its own refusal.
+    Ignores `is_causal` under a `PrefillMask`, which holds its own refusal: some modules (GPT-2) pass False with any mask.
     """
     causal = getattr(module, "is_causal", True)
     if is_causal is not None and not isinstance(mask, PrefillMask):
@@ -127,8 +123,8 @@ def _visibility(
 def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
     """The packed sequences of a call, or None.
 
-    They come from the mask, which transformers derives from restarting position_ids without a cache and an attention_mask, or
-    from the caller's bounds. Restarts elsewhere are refused where 2-D positions arrive; some models pass three per token.
+    They come from the mask (position_ids that restart without a cache and an attention_mask) or from the caller's bounds. Other
+    restarts are refused where 2-D positions arrive.
     """
     batch, _, q_len, _ = query.shape
     rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")

@@ -26,9 +26,9 @@ _OWN: ContextVar[tuple[OpenBlock, ...]] = ContextVar("flexmask_own_blocks", defa
 
 
 class Session:
-    """The open blocks of one model in the order of opening, found from each of its modules.
+    """The open blocks of one model in the order of opening, found from each of its modules. Copies of the model have none.
 
-    It stays on the model, since compiled forwards guard on it. Readers take no lock. A copy of the model has none.
+    It stays on the model, since compiled forwards guard on it. Readers take no lock.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Session:
         return latest(blocks) if blocks else None
 
     def layer_of(self, module: nn.Module) -> int:
-        """The module's `layer_idx`, else its place among the modules without one, in the order of first calls."""
+        """The module's `layer_idx`, else its place by first call among the modules without one."""
         layer = getattr(module, "layer_idx", None)
         return layer if isinstance(layer, int) else self._unnumbered.setdefault(module, len(self._unnumbered))
 
@@ -73,11 +73,7 @@ class OpenBlock:
 
     @classmethod
     def enter(cls, model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> OpenBlock:
-        """Switch `model` to ``"flexmask"`` and record its calls in `run`.
-
-        Raises ImportError as `register`, NotImplementedError as `check_servable`, and ValueError for a model that bypasses
-        transformers' attention interface.
-        """
+        """Switch `model` to ``"flexmask"`` and record its calls in `run`."""
         register()
         check_servable(model)
         text = text_config(model)

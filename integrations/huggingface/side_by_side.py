@@ -77,30 +77,22 @@ def side_by_side(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> SideBySide:
-    """Generate from one prompt with the model's own attention and with sparse prefill, and time the first tokens.
+    """Generate greedily from one prompt with the model's own attention and with sparse prefill, and time the first tokens.
 
-    Each kind first generates one untimed token, which compiles for the prompt's length. Then `repeats` calls are timed, dense and
-    sparse in turns. Decoding is greedy.
+    Each kind first generates one untimed token, which compiles; then `repeats` calls are timed, dense and sparse in turns.
 
     Parameters
     ----------
     model, settings
-        As in `sparse_prefill`.
+        As in `sparse_prefill`, which also gives the errors.
     input_ids
         (1, length) integer.
-    max_new_tokens
-        >= 1. Default 32.
-    repeats
-        Timed prefills of each kind, >= 1. Default 1.
+    max_new_tokens, repeats
+        >= 1.
     progress
         Called with the numbers of finished and of all ``generate`` calls.
     options
         Further arguments of ``model.generate``.
-
-    Raises
-    ------
-    TypeError, ValueError, ImportError, NotImplementedError
-        As `sparse_prefill`; ValueError for more than one prompt.
 
     Examples
     --------

@@ -16,8 +16,8 @@ _MOST_SCORES = 2**24  # at once: 64 MiB in float32
 def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int = _MOST_SCORES) -> Tensor:
     """Mean attention of each query block's valid rows to each key block, (num_q_blocks, num_kv_blocks) float32 on the CPU.
 
-    `inputs` are one head of one batch row. NaN in query blocks without a valid row; with sinks rows sum to less than 1. Takes the
-    time of dense attention, and memory of `most_scores` scores or one row's.
+    `inputs` are one head of one batch row. NaN in query blocks without a valid row; with sinks rows sum to less than 1. Computes
+    `most_scores` scores at once, or one row's.
     """
     with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
         query, key = inputs.query[0, 0].float(), inputs.key[0, 0].float()
@@ -42,8 +42,8 @@ def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int =
 def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = 8) -> Tensor:
     """Share of the true attention that kept blocks hold, mean over `rows` evenly spaced rows of each quarter of the query.
 
-    `inputs` are heads of one batch row, `keep` is (1, num_heads, num_q_blocks, num_kv_blocks) bool. Returns (num_heads, 4)
-    float32 on the CPU, NaN in a quarter without a valid row. Sinks do not count.
+    `inputs` are one batch row, `keep` is (1, num_heads, num_q_blocks, num_kv_blocks) bool. Returns (num_heads, 4) float32 on the
+    CPU, NaN in a quarter without a valid row. Sinks do not count.
     """
     with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
         query, key = inputs.query[0], inputs.key[0].float()

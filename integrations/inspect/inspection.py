@@ -33,16 +33,12 @@ class ShownHead:
 
     Attributes
     ----------
-    layer, head, why
-        The head, and the reason to show it.
-    mass
-        (num_q_blocks, num_kv_blocks) float32: attention of a query block's rows to a key block, mean over rows.
-    kept
-        The same shape, bool.
+    why
+        The reason to show it.
+    mass, kept
+        (num_q_blocks, num_kv_blocks): float32 attention of a query block's rows to a key block, mean over rows; bool.
     row
         Its row of ``run.rows()``.
-    block_size
-        Tokens per block.
     """
 
     layer: int
@@ -65,10 +61,8 @@ class Inspection:
 
     Attributes
     ----------
-    run
-        Statistics, from the first of two prefills.
-    times
-        From the second.
+    run, times
+        Statistics of the first of two prefills, seconds of the second.
     heads
         The heads shown.
     held
@@ -150,8 +144,8 @@ def inspect_prefill(
     input_ids
         (length,) or (1, length) integer: one prompt.
     layers, heads
-        Shows the masks of every pair. Layers without heads: heads of these layers by `flexmask.integrations.inspect.heads.RULE`.
-        Default: heads of all layers by that rule.
+        Shows the masks of every pair; by default of heads chosen by `flexmask.integrations.inspect.heads.RULE`, in `layers` if
+        given.
     progress
         Called with the finished layers and all layers, of both prefills.
     options

@@ -1,4 +1,4 @@
-"""Batches in which every prompt keeps the same blocks as in a batch of one, for scores that do not depend on the batch size."""
+"""Batches in which every prompt keeps the same blocks as in a batch of one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows_alike(lengths: Sequence[int], settings: PrefillSettings, padded_left: b
 
     `dense_below` applies to the length of the batch, hence dense prompts part from sparse ones. Left padding shifts a prompt
     against the grid of blocks, hence sparse prompts part by their length modulo the block. On CPUs sparse prompts run one by one
-    unless `dense_below` is 0: there single heads may run dense, a decision over the whole batch, never under padding.
+    unless `dense_below` is 0: single heads may run dense there, decided over the whole batch.
     """
     policy = settings.run_options.policy
     parts: dict[tuple[object, ...], list[int]] = {}

@@ -1,7 +1,7 @@
-"""Greedy decoding of a batch of prompts of unequal length whose prefill keeps the blocks of batches of one.
+"""Greedy decoding of a batch whose prompts keep the blocks of batches of one.
 
-Batches are padded on the right, where every row starts on the grid of blocks; ``generate`` pads on the left. New tokens follow
-the padding, which is masked, at their own positions. Finished rows leave the batch.
+Batches are padded on the right, where every row starts on the grid of blocks. New tokens follow the masked padding at their own
+positions. Finished rows leave the batch.
 """
 
 from __future__ import annotations

@@ -37,17 +37,16 @@ class FlexmaskLM(HFLM):
     parallelism. Outside of its calls the model keeps its own attention. The results' ``config`` hold ``flexmask``: version,
     options, and mean density, also by prompt length.
 
-    A prompt's scores do not depend on its batch. Log-likelihood batches, which the harness pads on the right without a mask, get
-    one and are split by `rows_alike`. Greedy generation pads on the right and decodes together. Other generation pads on the
-    left: long prompts whose lengths differ by other than a multiple of the block run one by one.
+    A prompt's scores do not depend on its batch, which `rows_alike` splits. Log-likelihood batches, which the harness pads on the
+    right, get a mask. Greedy generation pads on the right and decodes together; other generation pads on the left.
 
     Parameters
     ----------
     pretrained
         Name or folder of a model, or the model.
     settings
-        A PrefillSettings, its dict, or the path of a JSON file of that dict, such as a ``config.json`` that holds it. Single
-        options override it. Default: none.
+        A PrefillSettings, its dict, or a JSON file of that dict, such as a ``config.json``. Single options override it. Default:
+        none.
     collect_stats
         Measure densities; costs a little time. Default True.
     arguments

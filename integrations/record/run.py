@@ -43,14 +43,13 @@ class PrefillRun:
     settings
         The options.
     stats
-        By layer index: the statistics of each call of more than one row, in order, including calls that ran dense or verified
-        guessed tokens. Decoding steps of one row leave none.
+        By layer index: the statistics of each call of more than one row, in order, including dense calls.
     masks
-        By layer index, only with `collect_masks`: the mask of each such call, None for one that ran dense without a mask.
+        As `stats`, with `collect_masks`: the mask, None for a dense call without one.
     reasons
-        By layer index, as `stats`: why the call ran dense, else None.
+        As `stats`: why the call ran dense, or None.
     prefills, sizes
-        By layer index, as `stats`: the number of its prefill, from 0, and its sizes.
+        As `stats`: the number of its prefill, from 0, and its sizes.
     tokens
         By layer index: tokens of all calls, dropped ones included; several calls for one sequence in a prefill count once.
     collect_stats, collect_masks
@@ -114,8 +113,8 @@ class PrefillRun:
     ) -> None:
         """Note one prefill call of one layer, without reading a tensor.
 
-        `prefill` is the number of its `PrefillMask`, None without one. Calls of packed sequences share it, and so do repeated
-        calls of one layer (DiffLlama's two halves of the values, HRM's cycles).
+        Calls with the same `prefill`, the number of their `PrefillMask`, belong together: packed sequences, and repeated calls of
+        a layer (DiffLlama, HRM).
         """
         # in a compiled forward a lock would break the graph
         with nullcontext() if torch.compiler.is_compiling() else self._lock:
@@ -165,8 +164,8 @@ class PrefillRun:
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer, kept prefill call, packed sequence, batch row and head.
 
-        Each has its pattern, the statistics of `flexmask.SelectionStats` by name, the call's q_len and kv_len, and the `reason`
-        if it ran dense. A head that ran dense because that is faster keeps the pattern and the density of its mask.
+        Each has its pattern, the statistics of `flexmask.SelectionStats` by name, q_len and kv_len, and the `reason` if the call
+        ran dense. A head that ran dense because that is faster keeps the pattern and the density of its mask.
         """
         return rows_of(self._state()[0], self.method)
 

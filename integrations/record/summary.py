@@ -88,8 +88,7 @@ def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
 class LayerTotals:
     """Sums over calls of one layer; those of sparse calls stay on their device until read.
 
-    `heads` counts the heads of all batch rows in sparse calls, `pairs` and `dense_pairs` causal query-key pairs. `sums`, in the
-    order of `_SUMS`, is None before the first sparse call.
+    `heads` counts heads of all batch rows in sparse calls, `pairs` causal query-key pairs; `sums` is in the order of `_SUMS`.
     """
 
     calls: int = 0
@@ -144,8 +143,6 @@ class LayerSummary:
 
     Attributes
     ----------
-    layer
-        Layer index.
     calls, dense_calls
         Prefill calls, and those that ran dense.
     reasons
@@ -181,14 +178,10 @@ class RunSummary:
 
     Attributes
     ----------
-    prefills
-        Forward passes of more than one token.
-    tokens
-        Their tokens in all batch rows, padding included.
+    prefills, tokens
+        Forward passes of more than one token, and their tokens in all batch rows, padding included.
     density
         As that of a layer, over all layers.
-    layers
-        In order of their index.
     dropped_calls
         Calls counted here that `max_calls` dropped.
     """

@@ -12,25 +12,10 @@ from flexmask.integrations.serving.layers import SparseLayer
 def attend(
     layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, count_density: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of a chunk whose last row stands at the last key; the plan of a step decides about lengths.
+    """Causal attention of a chunk whose last row stands at the last key, and its mean density (0-d, or None), at any length.
 
-    Parameters
-    ----------
-    query
-        (rows, num_heads, head_dim), a slice of the packed batch.
-    key, value
-        (num_kv_heads, tokens, head_dim), contiguous, tokens >= rows.
-    sinks
-        (num_heads,), as in `flexmask.sparse_attention`.
-    count_density
-        Also return the mean density of the heads.
-
-    Returns
-    -------
-    Tensor
-        (rows, num_heads, v_head_dim).
-    Tensor or None
-        The density, 0-d.
+    `query` is (rows, num_heads, head_dim), a slice of the packed batch; `key` and `value` are (num_kv_heads, tokens, head_dim),
+    contiguous; `sinks` is (num_heads,). Returns (rows, num_heads, v_head_dim).
     """
     # contiguous as in the warm-up: kernels are compiled for the memory layout
     inputs = attention_inputs(

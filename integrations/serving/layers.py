@@ -63,8 +63,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     """The role of layer `number` on one rank: sparse with its options, or the reason for the engine's own kernel.
 
     Engines give ranks equal shares of the query heads, in order; options per head follow. Raises TypeError or ValueError for
-    options per head of another number than on all ranks together, and for a method that cannot serve the layer's window or soft
-    cap.
+    options of another number of heads, and for a method that cannot serve the layer.
     """
     if shape.head_dim not in HEAD_DIMS:
         return f"head_dim {shape.head_dim} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"

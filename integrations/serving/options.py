@@ -19,15 +19,13 @@ class ServingOptions:
 
     Attributes
     ----------
-    settings
-        Of the model's prefill.
     kernel
         The engine's name of its backend for everything that is not sparse. vLLM's CPU build ignores it.
     count_density
         Sum the density of sparse calls on the device, for the log. Default True.
     log_every
-        Seconds, > 0, default 60: least time between logs of the counters, in a step that prefills, which then waits for the
-        device. They are also logged at shutdown if the engine gives its processes the time.
+        Seconds, > 0, default 60: least time between logs of the counters, which wait for the device, in steps that prefill. They
+        are also logged at shutdown if the engine gives its processes the time.
     source
         Origin of the settings, for the log.
     """
@@ -49,22 +47,9 @@ def read_options(
 ) -> ServingOptions:
     """Read and check the options before the first request.
 
-    Parameters
-    ----------
-    given
-        None, or a dict: the settings, flat as from `PrefillSettings.to_dict`, or ``"file"``, the path of a JSON file of them; and
-        fields of `ServingOptions`.
-    name, source
-        Of `given` in messages and in the log.
-    kernels, kernel
-        Valid names of ``"kernel"``, and its default.
-    model_config
-        Of transformers: its ``flexmask_config`` applies if neither settings nor a file are given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For unknown options, values of the wrong type or out of range, and a file together with settings.
+    `given`, called `name` in messages, is None or a dict: the settings, flat as from `PrefillSettings.to_dict`, or the path of a
+    JSON file of them under ``"file"``; and fields of `ServingOptions`. Without settings, those in transformers' `model_config`
+    apply. Raises TypeError or ValueError for unknown options, wrong values, and a file together with settings.
     """
     given = {} if given is None else given
     if not isinstance(given, Mapping):

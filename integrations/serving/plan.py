@@ -36,18 +36,9 @@ class StepPlan(NamedTuple):
 def plan_step(
     starts: Sequence[int], lengths: Sequence[int], policy: DensePolicy, prefilling: Sequence[bool] | None = None
 ) -> StepPlan:
-    """Plan one step.
+    """Plan one step from the requests' first rows and the end of the last, and their tokens including this step's.
 
-    Parameters
-    ----------
-    starts
-        First rows of the requests, and the end of the last.
-    lengths
-        Tokens of each request, including this step's; exact for requests that prefill.
-    policy
-        Selects the chunks that run dense, by rows and tokens.
-    prefilling
-        False for requests that decode or verify guessed tokens. Default None: more than one row means a prefill.
+    `prefilling` is False for requests that decode or verify guessed tokens; None: more than one row means a prefill.
     """
     sparse: list[SparseRequest] = []
     stock: list[StockRun] = []

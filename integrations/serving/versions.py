@@ -16,10 +16,9 @@ def release_of(version: str, length: int) -> tuple[int, ...]:
 
 
 def check_release(engine: str, version: str, run: Collection[tuple[int, ...]], faults: list[str]) -> str | None:
-    """Refuse an engine with other interfaces, and one older than the releases in `run` (numbers of equal length).
+    """Refuse an engine with `faults` in its interfaces, and one older than the releases in `run`; ImportError says why.
 
-    Returns a warning for a newer release, None for one in `run`. Raises ImportError with the releases and the `faults` found by
-    `wrong_arguments` and `absent_names`.
+    Returns a warning for a newer release, None for one in `run`.
     """
     release, told = release_of(version, len(max(run))), ", ".join(".".join(map(str, each)) for each in sorted(run))
     told = f"flexmask was run with {engine} {told}; got {version}"

@@ -46,8 +46,7 @@ class Allocation(NamedTuple):
 def allocate(heads: Sequence[Sequence[Choice]]) -> Allocation:
     """Lower the heads' gammas greedily, each time where dropping a block costs least error.
 
-    A step may skip gammas that cost more than lower ones: each head's prices never fall, and one sort by price orders all steps.
-    `heads` has the choices of each head in any order.
+    A head's steps skip gammas that cost more than lower ones: its prices never fall, and one sort by price orders all steps.
     """
     highest = tuple(_densest(choices) for choices in heads)
     steps = [step for head, choices in enumerate(heads) for step in _way_down(head, choices)]

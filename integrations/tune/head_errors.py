@@ -1,7 +1,7 @@
 """The error of every head at every gamma, from one pass over the scores of a layer.
 
-Attention over chosen blocks is a sum over blocks, each with its sum of exponentials and of values. Both are computed once per key
-block; a gamma adds one small matmul. Memory: float32 ``groups * block_size * kv_len`` scores of one query block and key head.
+Attention over chosen blocks is a sum over blocks. Each block's sums of exponentials and of values are computed once; a gamma adds
+one small matmul. Memory: float32 ``groups * block_size * kv_len`` scores.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ def head_errors(
 ) -> tuple[Tensor, HeadErrors]:
     """Dense attention of a whole prompt in query's dtype, and each head's density and error at each gamma.
 
-    `inputs` are one prompt without padding, as many rows as keys. With a `gradient` (1, num_heads, q_len, v_head_dim) of a loss
-    with respect to the output, an error is the sum over tokens of ``(gradient . (sparse - dense))^2``, the squared first-order
-    change of the loss; without one the relative squared error of the output.
+    `inputs` are one prompt without padding, as many rows as keys. An error is the relative squared error of the output, or with
+    the `gradient` (1, num_heads, q_len, v_head_dim) of a loss the sum over tokens of ``(gradient . (sparse - dense))^2``.
     """
     query, value = inputs.query, inputs.value
     assert value is not None
@@ -132,7 +131,7 @@ def _outputs(inputs: AttentionInputs, rows: Tensor, key: Tensor, value: Tensor, 
     """Attention of one query block under each choice of key blocks, (num_heads, choices, rows, v_head_dim) float32.
 
     `key` and `value` are (blocks, block_size, head_dim), `rows` (num_heads, rows, head_dim), `chosen` (num_heads, choices,
-    blocks) bool. Every choice includes the diagonal block, and every row sees a key.
+    blocks) bool, which includes the diagonal block.
     """
     num_heads, num_rows = rows.shape[:2]
     scores = capped(rows.flatten(0, 1) @ key.flatten(0, 1).mT * inputs.scale, inputs.softcap)

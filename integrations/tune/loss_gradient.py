@@ -16,12 +16,11 @@ MOST_SCORED = 4096
 
 
 def backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Callable[[], None]) -> None:
-    """Backpropagate the next-token loss of a prompt, (length,) integer, to tensors with `retain_grad`.
+    """Backpropagate the next-token loss of a prompt, (length,) integer, to tensors with `retain_grad`; weights get no gradient.
 
-    The loss is summed over at most `MOST_SCORED` evenly spaced tokens and divided by the root of their number T: for a change d
-    of activations, ``(gradient . d)^2`` is the squared change of the summed loss over T. Weights get no gradient. Takes the
-    memory of training without them, less where activations are checkpointed. `between` runs between the two passes; in the
-    second, checkpoints run parts of the model again.
+    The loss is summed over T `scored_tokens` and divided by the root of T: for a change d of activations, ``(gradient . d)^2`` is
+    the squared change of the summed loss over T. `between` runs between the two passes; in the second, checkpoints run parts of
+    the model again.
     """
     # callers may be in inference mode, whose tensors have no gradients
     with torch.inference_mode(False):

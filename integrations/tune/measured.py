@@ -22,16 +22,8 @@ _FORMAT = "flexmask tune 1"
 class MeasuredErrors:
     """The errors of every prompt, by layer index.
 
-    Attributes
-    ----------
-    by_prompt, complete
-        Per prompt, the measured layers, and whether these are all.
-    path
-        Where `save` writes; None for nowhere.
-    made_of
-        The conditions of the errors, as text by name.
-    dense
-        By layer index: why a layer stays dense.
+    `complete` says per prompt whether all layers are measured, `made_of` the conditions of the errors, `dense` why layers stay
+    dense.
     """
 
     gammas: tuple[float, ...]

@@ -18,8 +18,7 @@ class TuneResult:
     Attributes
     ----------
     settings
-        A gamma per head for every measured layer, for ``sparse_prefill(model, settings=result.settings)``, or ``configure(model,
-        settings=result.settings)`` and ``save_pretrained``.
+        A gamma per head for every measured layer, for `sparse_prefill`, or `configure` and ``save_pretrained``.
     density
         Predicted share of the visible blocks that these layers keep.
     error

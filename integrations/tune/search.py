@@ -45,17 +45,17 @@ def tune(
 ) -> TuneResult:
     """Find a gamma for every head of a model, from prompts like those that it will read.
 
-    One dense prefill per prompt. In each layer every head's output is computed at every gamma and compared with the dense one by
-    relative squared error, ``||o_gamma - o||^2 / ||o||^2``, or by its effect on the loss (`gradient`). Then gammas are lowered
-    greedily where dropping a block costs least error, down to the target. Errors assume that all other layers are dense.
+    One dense prefill per prompt computes every head's output at every gamma and compares it with the dense one by relative
+    squared error, ``||o_gamma - o||^2 / ||o||^2``, or by its effect on the loss (`gradient`). Then gammas are lowered greedily
+    where dropping a block costs least error, down to the target. Errors assume that all other layers are dense.
 
     Parameters
     ----------
     model
         As in `sparse_prefill`, in one process.
     input_ids
-        (length,) or (batch, length) integer, or a sequence of such tensors. Every row is a prompt, longer than a block; densities
-        and errors are means over prompts of equal weight. Use prompts as long as those to come: density falls with the length.
+        (length,) or (batch, length) integer, or a sequence of such tensors. Every row is a prompt, longer than a block, of equal
+        weight. Use prompts as long as those to come: density falls with the length.
     method
         A name in `flexmask.METHODS` whose option gamma may differ by head. Default ``"hybrid"``.
     density
@@ -72,19 +72,19 @@ def tune(
     attention_mask
         (batch, length), nonzero = token, for `input_ids` of one tensor; other tokens are cut out.
     resume
-        JSON file to write after each layer and to continue from; a complete one saves the measurement. Default: none.
+        JSON file to write after each layer and to continue from. Default: none.
     progress
-        Show transformers' progress bar on a terminal. Default True. Or a function called with the measured and all layers, over
-        all prompts.
+        Show transformers' progress bar on a terminal. Default True. Or a function of the measured and all layers, over all
+        prompts.
     options
-        The method's other options; and `block_size`, `dense_layers`, `dense_below`, `backend` and `max_mask_bytes` of
-        PrefillSettings. `dense_below` only decides about windows: shorter prompts are measured too.
+        The method's other options; and `block_size`, `dense_layers`, `dense_below` (for windows only), `backend` and
+        `max_mask_bytes` of PrefillSettings.
 
     Returns
     -------
     TuneResult
-        Its `settings` are for `configure` and `sparse_prefill`. They leave out layers that stay dense (in `dense_layers`, with a
-        window shorter than `dense_below`, with unsupported head sizes).
+        Its `settings` leave out layers that stay dense (in `dense_layers`, with a window shorter than `dense_below`, with
+        unsupported head sizes).
 
     Raises
     ------

@@ -1,7 +1,4 @@
-"""vLLM's backends with sparse prefill: CUSTOM, which wraps FLASH_ATTN, TRITON_ATTN or their MLA variants, and those of CPUs.
-
-vLLM looks classes up by name. Each is made at its first look-up; nothing of vLLM is imported before.
-"""
+"""vLLM's backends with sparse prefill, each made at its first look-up by name."""
 
 from __future__ import annotations
 

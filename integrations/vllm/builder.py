@@ -22,8 +22,8 @@ class SparseStep(NamedTuple):
 class SparsePrefillBuilder:
     """Mixin before a stock builder; its metadata carries the planned step as ``flexmask_step``.
 
-    Metadata without it runs stock: for CUDA graph capture, for draft models, and from wrappers of this builder, which show
-    attention other requests than the batch has (chunked local attention, fast prefill).
+    Metadata without it runs stock: for CUDA graph capture, for draft models, and from wrappers of this builder (chunked local
+    attention, fast prefill), which show attention other requests.
     """
 
     # the parts of the metadata would keep the old block table
@@ -85,7 +85,7 @@ class SparsePrefillBuilder:
     def _plan(self, common: Any, metadata: Any) -> StepPlan | None:
         """The plan of a step; None without lengths on the host or with attention that is not causal.
 
-        Steps with images that see later tokens run stock. Multimodal models pass an empty list for each request without images.
+        Steps with images that see later tokens run stock; requests without images have an empty list.
         """
         lengths = common.seq_lens_cpu_upper_bound
         if lengths is None or common.causal is not True:

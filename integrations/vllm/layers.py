@@ -34,7 +34,7 @@ def role_of(
     rank: int = 0,
     ranks: int = 1,
 ) -> SparseLayer | str:
-    """The role of the layer with `layer_number` `number` on one rank of a tensor-parallel group.
+    """The role of a layer on one rank of a tensor-parallel group.
 
     `given` are the arguments of vLLM's implementation, `defaults` those of the others. Raises as `role_of_shape`.
     """

@@ -50,8 +50,7 @@ class Places:
 def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values, (num_kv_heads, tokens, head_dim) each and contiguous, from the cache of FLASH_ATTN or TRITON_ATTN.
 
-    Its logical shape is (pages, num_kv_heads, tokens per page, 2 * head_dim), keys before values, in any memory order. Raises
-    RuntimeError for another shape.
+    The cache is (pages, num_kv_heads, tokens per page, 2 * head_dim), keys before values, in any memory order; else RuntimeError.
     """
     if cache.dim() != 4 or cache.shape[3] != 2 * head_dim:
         raise RuntimeError(

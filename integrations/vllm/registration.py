@@ -14,8 +14,8 @@ _log = logging.getLogger("vllm.flexmask")
 def register() -> None:
     """Register sparse prefill as ``--attention-backend CUSTOM``; vLLM calls this in each of its processes.
 
-    vLLM ignores the choice of a backend on CPUs; FLEXMASK_VLLM_CPU=1 overrides its CPU backends. Releases are checked when the
-    backend is first used: a vLLM that does not use it starts as before.
+    FLEXMASK_VLLM_CPU=1 overrides the CPU backends, where vLLM ignores the choice. Releases are checked when the backend is first
+    used.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
