@@ -15,10 +15,9 @@ from flexmask.precision import without_tf32
 from flexmask.selector import selector_of
 from tests.attention_calls import SINKS, call, flexprefill_attention, padding
 from tests.cases import mask_function, structured_inputs
+from tests.comparisons import same_values
 from tests.compile_support import assert_same_lists, cut, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
-
-LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 @contextlib.contextmanager
@@ -61,11 +60,7 @@ def test_selection_and_statistics_stay_the_same(state, method, options):
     with state():
         mask, found = make(query, key, return_stats=True, **keywords)
     assert_same_lists(mask, expected)
-    for name, wanted in vars(stats).items():
-        got = getattr(found, name)
-        if isinstance(wanted, torch.Tensor):
-            assert got.dtype == wanted.dtype
-            assert torch.equal(got.nan_to_num(-1.0), wanted.nan_to_num(-1.0)), name
+    assert_same_stats(found, stats)
     assert (stats.density < 0.9).any()
 
 
@@ -80,28 +75,23 @@ def test_selection_and_statistics_stay_the_same(state, method, options):
     ],
     ids=["SDPA", "padding", "log-sum-exp", "written out"],
 )
-def test_dense_attention_stays_the_same(state, keywords):
+def test_dense_attention_and_its_statistics_stay_the_same(state, keywords):
     it = call(q_len=200)
     arguments = (it.case.query, it.case.key, it.value)
-    expected = flexprefill_attention(*arguments, **keywords)
+    *expected, stats = flexprefill_attention(*arguments, **keywords, return_stats=True)
     with state():
-        found = flexprefill_attention(*arguments, **keywords)
+        *found, found_stats = flexprefill_attention(*arguments, **keywords, return_stats=True)
     for got, wanted in zip(found, expected, strict=True):
         assert got.dtype == torch.float32
         assert torch.equal(got, wanted)
+    assert_same_stats(found_stats, stats)
 
 
-@ambient
-def test_statistics_of_dense_attention_stay_the_same(state):
-    it = call(q_len=200)
-    _, expected = flexprefill_attention(it.case.query, it.case.key, it.value, return_stats=True)
-    with state():
-        _, found = flexprefill_attention(it.case.query, it.case.key, it.value, return_stats=True)
+def assert_same_stats(found, expected):
     for name, wanted in vars(expected).items():
-        got = getattr(found, name)
         if isinstance(wanted, torch.Tensor):
-            assert (got.dtype, got.device) == (wanted.dtype, wanted.device), name
-            assert torch.equal(got.nan_to_num(-1.0), wanted.nan_to_num(-1.0)), name
+            got = getattr(found, name)
+            assert got.device == wanted.device and same_values(got, wanted), name
 
 
 @pytest.mark.attention
@@ -123,12 +113,13 @@ def test_autocast_does_not_reach_a_traced_search(outside):
     def lists(query, key):
         with contextlib.nullcontext() if outside else torch.autocast("cpu", torch.bfloat16):
             mask = flexprefill_mask(query, key, gamma=0.6, block_size=32, min_budget=0)
-        return [getattr(mask, name) for name in LISTS]
+        return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
 
     run, counter = traced(lists)
     with torch.autocast("cpu", torch.bfloat16) if outside else contextlib.nullcontext():
         found, *_ = [run(query[:, :, :n].clone(), key[:, :, :n].clone()) for n in (300, 200, 150, 100)]
-    assert all(torch.equal(got, getattr(expected, name)) for got, name in zip(found, LISTS, strict=True))
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    assert all(torch.equal(got, getattr(expected, name)) for got, name in zip(found, names, strict=True))
     assert counter.frame_count <= 2
 
 
@@ -165,7 +156,6 @@ def test_numbers_kept_for_the_gpu_are_never_fake(monkeypatch):
 
 
 def test_kernels_are_launched_on_the_device_of_query(monkeypatch):
-    """Whatever device is current: `tests/test_search_on_gpu.py` runs them on a second GPU."""
     entered, launched = [], []
 
     @contextlib.contextmanager
@@ -225,38 +215,26 @@ def test_alternating_states_use_up_no_recompilations(monkeypatch):
     assert second[-1] == first[-1]
 
 
-@pytest.fixture
-def tf32_on():
-    matmul = torch.backends.cuda.matmul
-    name, on = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
-    before = getattr(matmul, name)
-    setattr(matmul, name, on)
-    yield lambda: getattr(matmul, name) == on
-    setattr(matmul, name, before)
-
-
-def test_tf32_stays_off_while_any_thread_needs_it_off(tf32_on):
+def test_tf32_stays_off_while_any_thread_needs_it_off(matmul_precision):
+    """And is put back after an error."""
+    matmul_precision.use_tf32()
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def other():
         with without_tf32():
             inside.set()
             leave.wait()
-            seen.append(tf32_on())
+            seen.append(matmul_precision.is_tf32())
 
     thread = threading.Thread(target=other)
     with without_tf32():
         thread.start()
         inside.wait()
-    # the first block is left while the other thread is within its own
-    seen.append(tf32_on())
+    seen.append(matmul_precision.is_tf32())
     leave.set()
     thread.join()
     assert seen == [False, False]
-    assert tf32_on()
-
-
-def test_tf32_is_put_back_after_an_error(tf32_on):
+    assert matmul_precision.is_tf32()
     with pytest.raises(KeyError), without_tf32(), without_tf32():
         raise KeyError
-    assert tf32_on()
+    assert matmul_precision.is_tf32()

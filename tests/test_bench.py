@@ -1,4 +1,4 @@
-"""bench: rows that survive a cut, the structured workload, random blocks, the speed driver, and the reports made of rows."""
+"""bench: rows on disk, workloads, the speed driver, reports."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ import pandas as pd
 
 import flexmask
 from bench import intervals
-from bench.prompts import structured
 from bench.prompts.structured import structured_prompt
 from bench.report.__main__ import FIGURES, TABLES, filled
 from bench.report.__main__ import main as write_reports
 from bench.report.rows import Curves
 from bench.rows import Sheet, append_row, read_rows
 from bench.speed import calls, clock, run
-from bench.speed.cpu import crossing
-from bench.tables import text_table
 from tests.repository import ROOT
 
 SMALL: Any = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32}
@@ -72,15 +69,6 @@ def test_structure_is_kept_more_where_more_is_asked_for():
     assert min(aware) >= 0.25
 
 
-def test_a_prompt_longer_than_a_chunk_is_one_prompt(monkeypatch):
-    monkeypatch.setattr(structured, "CHUNK", 4096)
-    length = 4096 + 1000
-    query, key, _ = structured_prompt(length, 0.2, recipes=("bands",), **{**SMALL, "num_heads": 1, "num_kv_heads": 1})
-    # a row looks most at its own position among the keys that are not at its band's distance, also in the second chunk
-    scores = query[0, 0, -500] @ key[0, 0, -700:-300].T
-    assert abs(int(scores.argmax()) - 200) < 64
-
-
 @pytest.mark.parametrize("density", [0.1, 0.5])
 def test_random_blocks_keep_the_share_asked_for(density):
     query, key, _ = structured_prompt(8192, 0.2, **SMALL)
@@ -94,20 +82,11 @@ def test_random_blocks_keep_the_share_asked_for(density):
     assert torch.equal(chunk, kept[:, :, 32:])
 
 
-@pytest.mark.parametrize("method", ["hybrid", "flexprefill"])
-def test_a_knob_is_searched_until_the_mask_keeps_as_much(method):
-    options, kept = calls.at_density(TENSORS, method, 0.75, block_size=64, min_budget=128)
-    assert kept == pytest.approx(0.75, abs=0.05) and kept == calls.density(TENSORS, method, options)
-    # out of reach: what is kept always
-    assert calls.at_density(TENSORS, method, 0.0, block_size=64, min_budget=128)[1] < 0.4
-
-
-def test_density_is_that_of_the_statistics_also_by_groups_of_heads(monkeypatch):
-    _, stats = flexmask.hybrid_mask(*TENSORS[:2], gamma=0.8, return_stats=True)
-    whole = calls.density(TENSORS, "hybrid", {"gamma": 0.8})
-    assert whole == pytest.approx(float(stats.density.mean()))
-    monkeypatch.setattr(calls, "MAX_MASK_BYTES", 1)
-    assert calls.density(TENSORS, "hybrid", {"gamma": 0.8}) == pytest.approx(whole)
+def test_a_knob_is_searched_until_the_mask_keeps_as_much():
+    options, kept = calls.at_density(TENSORS, "hybrid", 0.75, block_size=64, min_budget=128)
+    assert kept == pytest.approx(0.75, abs=0.05)
+    _, stats = flexmask.hybrid_mask(*TENSORS[:2], **options, return_stats=True)
+    assert kept == calls.density(TENSORS, "hybrid", options) == pytest.approx(float(stats.density.mean()))
 
 
 def test_every_kernel_of_ours_has_a_stage():
@@ -163,15 +142,6 @@ def test_dense_kernels_agree():
     outs = [call() for call in calls.dense_calls(tensors).values()]
     assert len(outs) == 2
     torch.testing.assert_close(outs[0], outs[1], atol=1e-4, rtol=0)
-
-
-def test_break_even_is_interpolated():
-    assert crossing((0.4, 0.6, 0.8), (0.7, 0.9, 1.3)) == pytest.approx(0.65)
-    assert crossing((0.4, 0.6), (0.7, 0.9)) is None
-
-
-def test_text_table_aligns_columns():
-    assert text_table([("", "ms", "note"), ("mask", "1.5", "x")], "<><") == "        ms   note\nmask   1.5   x"
 
 
 def test_a_curve_is_read_between_its_settings():

@@ -1,4 +1,4 @@
-"""The demo's lines and its run on a model that answers nothing; `make demo` itself runs it whole."""
+"""The demo's lines, the order of its prefills, and a run on a model that answers nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("tqdm")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import demo
-from bench.demo import METHODS, NEXT, Measured, line, main, parse
+from bench.demo import METHODS, NEXT, Measured, line, main
 from bench.retriever.vocabulary import TOKENS
 from flexmask.dense_policy import DENSE_BELOW
 from tests.documents import wrong_commands
@@ -47,17 +47,6 @@ def test_a_line_says_it_in_plain_words(seconds, answers, said):
     assert line("", Measured(2.0, other(0), 1.0), DENSE, RIGHT).endswith("2 of 3 answers right")
 
 
-def test_prompt_is_longer_on_a_gpu():
-    assert parse(["--device", "cpu"]).prompt_tokens == 16384
-    assert parse(["--device", "cuda"]).prompt_tokens == 65536
-    assert parse(["--device", "cuda", "--prompt-tokens", "100"]).prompt_tokens == 100
-
-
-def test_missing_model_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"bench\.retriever\.train"):
-        main(["--model", str(tmp_path)])
-
-
 def test_kernels_compile_before_the_timed_prefills(monkeypatch, capsys):
     calls, seconds = [], [0.0]
     run = SimpleNamespace(stats={0: [SimpleNamespace(density=torch.tensor([0.25]))]})
@@ -85,31 +74,6 @@ def test_kernels_compile_before_the_timed_prefills(monkeypatch, capsys):
     assert "with 16 needles in them and is asked for 8" in printed
     # the fastest prefill counts, not the first
     assert [float(each) for each in re.findall(r"prefill +([\d.]+) s", printed)] == [2.0] * 3
-
-
-@pytest.fixture
-def warmed_up(monkeypatch):
-    """Lengths and options of the prefills of a warm-up on a device."""
-
-    def prefills(device):
-        lengths, given = [], []
-        monkeypatch.setattr(demo, "prefill", lambda model, prompt: lengths.append(len(prompt.token_ids)))
-        monkeypatch.setattr(demo, "sparse_prefill", lambda model, method, **options: given.append(options) or nullcontext())
-        demo.warm_up(None, demo.make_prompt(3000), {"gamma": 0.8}, device)
-        return lengths, given
-
-    return prefills
-
-
-def test_warm_up_runs_sparse_at_two_lengths(warmed_up):
-    lengths, given = warmed_up("cpu")
-    # torch compiles for one length first, and for all at the second; both short prompts must not run dense
-    assert len(set(lengths)) == 2 and max(lengths) < DENSE_BELOW
-    assert given == [{"dense_below": 0}] * 4
-
-
-def test_warm_up_on_cuda_prefills_as_it_is_timed(warmed_up):
-    assert warmed_up("cuda:0") == ([3000] * 2, [{"gamma": 0.8}] * 2)
 
 
 def test_a_short_prompt_says_that_it_runs_dense(tmp_path, capsys):

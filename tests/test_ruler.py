@@ -1,4 +1,4 @@
-"""bench/ruler and bench/tasks: SmolLM2's tokenizer, the six RULER tasks without download, the retriever's prompts, the table.
+"""bench/ruler and bench/tasks: the tokenizer, the tasks without download, the table.
 
 `make test-eval` runs what needs lm-evaluation-harness or SmolLM2.
 """
@@ -119,18 +119,3 @@ def test_table_compares_methods_on_the_same_prompts(printed):
     assert dense.startswith("| m | 4,096 | t | 3 | dense | 1.00 | 100.0 (44 to 100)")
     assert sparse.startswith("|  |  |  |  | sparse | 0.25 | 33.3 (6 to 79) | -66.7 (-100 to +0)")
     assert printed(rows("dense", {0: 1, 1: 1}, 1.0), rows("sparse", {0: 1, 1: 1}, 0.5))[1].endswith("| none in 2 |")
-
-
-def test_table_does_not_score_a_task_that_the_dense_model_fails(printed):
-    scores = dict(enumerate([1, 1, 1, 0]))
-    (line,) = printed(rows("dense", scores, 1.0), rows("sparse", {**scores, 0: 0}, 0.5))
-    assert line == "| m | 4,096 | t | 4 | dense | 1.00 | 75.0 (30 to 95) | not scored |"
-
-
-def test_table_leaves_out_a_density_that_was_not_measured(printed):
-    assert "| sparse |  | 100.0" in printed(rows("dense", {0: 1}, 1.0), rows("sparse", {0: 1}, None))[1]
-
-
-def test_table_counts_equal_answers_where_everything_was_kept(printed):
-    kept = [*rows("everything kept", {0: 0}, 1.0, "a"), *rows("everything kept", {1: 0}, 1.0, "other")]
-    assert printed(rows("dense", {0: 0, 1: 0}, 1.0, "a"), kept)[-1] == "t, 4,096: 1 of 2 answers the same"

@@ -1,4 +1,4 @@
-"""bench/ruler_model: every answer can be found in its prompt; the committed model answers, and its evaluation resumes."""
+"""bench/ruler_model: prompts hold their answers; the committed model answers; evaluation resumes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def words(ids):
 
 
 def solve(text, question):
-    """The answer to the question, read from the words before it: an ordered list, or a set where any order is right."""
+    """The answer, read from the words before the question; a set where any order is right."""
     marker, *asked = question
 
     def records(name, fields):
@@ -72,42 +72,6 @@ def test_prompt_holds_its_answer(task):
     assert not torch.equal(prompts.token_ids, make_prompts(task, 1024, 4, seed=8).token_ids)
 
 
-def test_one_word_said_twice_counts_once():
-    prompts = make_prompts("common", 256, 2)
-    assert prompts.parts_right(prompts.answers[:, :1].expand(-1, 4)).tolist() == [1, 1]
-
-
-def test_facts_need_subject_and_relation():
-    text = words(make_prompts("facts", 1024, 1).token_ids[0])
-    subject, relation = text[-2:]
-    facts = [text[place + 1 : place + 3] for place, word in enumerate(text) if word == "FACT"]
-    assert sum(first == subject for first, _ in facts) == 2
-    assert sum(second == relation for _, second in facts) >= 2
-    assert facts.count([subject, relation]) == 1
-
-
-@pytest.mark.parametrize(("task", "tokens", "message"), [("multi", 512, "task must be one of"), ("single", 64, "at least 256")])
-def test_wrong_prompts_are_refused(task, tokens, message):
-    with pytest.raises(ValueError, match=message):
-        make_prompts(task, tokens, 1)
-
-
-def test_lists_have_exact_counts():
-    prompts = make_prompts("common", 1024, 3)
-    for ids, answer in zip(prompts.token_ids, prompts.answers, strict=True):
-        counts = Counter(ids[1:-1].tolist())
-        often = [counts.pop(word) for word in answer.tolist()]
-        assert len(counts) == 64
-        assert min(often) >= 97
-        assert max(counts.values()) <= 10
-    prompts = make_prompts("frequent", 1024, 3)
-    for ids, answer in zip(prompts.token_ids, prompts.answers, strict=True):
-        counts = Counter(ids[1:-1].tolist()).most_common(4)
-        assert [word for word, _ in counts[:3]] == answer.tolist()
-        for rank, (_, count) in enumerate(counts, 1):
-            assert abs(count - 1024 * 0.6083 / rank**2) <= 3
-
-
 def test_evaluation_goes_on_where_it_stopped(tmp_path):
     out = tmp_path / "dense.jsonl"
     arguments = ["--lengths", "256", "--prompts", "2", "--out", str(out), "--device", "cpu"]
@@ -123,14 +87,6 @@ def test_weights_in_the_tree_stay_small():
     assert sizes
     assert max(sizes) <= 14e6
     assert sum(sizes) <= 28e6
-
-
-def test_table_has_every_task():
-    row = {"task": "facts", "tokens": 4096, "right": 96, "prompts": 128, "interval": evaluate.wilson(96, 128), "parts": 0.8125}
-    lines = evaluate.table({("facts", 4096): row})
-    assert len(lines) == 2 + len(TASKS)
-    assert "| facts | 75.0 [67, 82]; 81.2 |" in lines
-    assert "| common | - |" in lines
 
 
 def test_readme_has_the_measured_accuracy():

@@ -1,7 +1,7 @@
-"""The wheel and the sdist: what they hold, and that the package works from the wheel alone, outside of the checkout.
+"""What wheel and sdist hold; the package works from the wheel alone.
 
-Built by the setuptools of the environment, which torch requires, so that nothing is downloaded. `make test-wheel` also installs
-the sdist into a clean environment, with everything that pip then fetches.
+They are built by the environment's setuptools, without a download. `make test-wheel` also installs the sdist into a clean
+environment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ print(flexmask.__file__)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The files that a build reads, away from what earlier builds left in the checkout."""
+    """The files that a build reads, in a clean folder."""
     folder = tmp_path_factory.mktemp("source")
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("flexmask", *SIDE_FOLDERS):
@@ -63,7 +63,6 @@ def source(tmp_path_factory):
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """One call of the build backend, as pip makes it."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BUILD, kind, str(out)], cwd=source, capture_output=True, text=True
     )
@@ -101,7 +100,7 @@ def test_wheel_holds_the_package_and_nothing_else(source, wheel):
     assert {"METADATA", "licenses/LICENSE"} <= described
 
 
-def test_wheel_is_pure_and_names_its_requirements(wheel):
+def test_wheel_names_its_requirements(wheel):
     assert wheel.name == f"flexmask-{flexmask.__version__}-py3-none-any.whl"
     metadata = next(text.decode() for name, text in contents(wheel).items() if name.endswith("METADATA"))
     needed = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
@@ -113,13 +112,6 @@ def test_sdist_holds_no_trained_model(sdist):
         names = archive.getnames()
     assert any(name.endswith("/flexmask/__init__.py") for name in names)
     assert not [name for name in names if "/bench" in name or name.endswith(".safetensors")]
-
-
-def test_sdist_builds_the_same_wheel(wheel, sdist, tmp_path):
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    again = build("build_wheel", tmp_path / sdist.name.removesuffix(".tar.gz"), tmp_path)
-    assert contents(again) == contents(wheel)
 
 
 def python(*arguments: str, path: Path, executable: str = sys.executable) -> str:
@@ -144,14 +136,8 @@ def test_package_works_from_the_wheel_alone(unpacked):
     assert Path(found).resolve().is_relative_to(unpacked.resolve())
 
 
-def test_program_starts_from_the_wheel(unpacked):
-    pytest.importorskip("typer")
-    assert "Usage" in python("-m", "flexmask", "--help", path=unpacked)
-
-
 @pytest.mark.skipif("FLEXMASK_TEST_WHEEL" not in os.environ, reason="downloads; `make test-wheel` runs it")
 def test_sdist_installs_into_a_clean_environment(sdist, tmp_path):
-    """As a user does it: build isolation, and the requirements from the package index."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     executable = str(tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python")
     install = ["-m", "pip", "install", "--disable-pip-version-check", "-q", "-c", str(ROOT / "constraints.txt")]
