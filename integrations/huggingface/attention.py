@@ -157,7 +157,7 @@ def prefill_operator(
     tokens: int,
     module: int,
 ) -> Tensor:
-    """`serve` as an opaque operator: the open blocks of a model change between calls of its compiled forward."""
+    """`serve` as an opaque operator: a model's open blocks change between calls of its compiled forward."""
     inputs = AttentionInputs(query, key, value, scale, softcap, window, attention_mask, offset, sinks)
     return serve(_MODULES[module], inputs, tokens)
 

@@ -1,4 +1,4 @@
-"""One attention call of a prefill, run dense or over the blocks that its method keeps."""
+"""One attention call of a prefill, dense or over kept blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALWAYS_DENSE = DensePolicy(dense_below=2**63)
 
 
 def process_settings() -> PrefillSettings | None:
-    """The settings that `register` gave to every model of the process, or None."""
+    """The settings that `register` gave to the whole process."""
     return getattr(AttentionInterface().get(NAME), "keywords", {}).get("process")
 
 
@@ -47,7 +47,6 @@ class PrefillCall(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: int | None) -> PrefillCall:
-        """Takes the settings of the module's block, else those of the process or the config."""
         session: Session | None = module.__dict__.get(SESSION)
         block, num_heads = None if session is None else session.block(), inputs.query.shape[1]
         if block is not None:
@@ -88,7 +87,6 @@ class PrefillCall(NamedTuple):
         return CallSize(batch, q_len, self.tokens, self.sequence)
 
     def reason_no_mask(self) -> str | None:
-        """Reason why no mask can be made or would pay, or None."""
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
         for name, size in (("head_dim", query.shape[3]), ("v_head_dim", value.shape[3])):
@@ -97,7 +95,7 @@ class PrefillCall(NamedTuple):
         return self.settings.run_options.policy.by_size(query.shape[2], self.tokens)
 
     def reason_dense_layer(self) -> str | None:
-        """Reason why the layer runs dense at any length, or None."""
+        """Reason for a dense layer at any length."""
         if self.layer in self.settings.dense_layers:
             return "in dense_layers"
         policy = self.settings.run_options.policy
@@ -107,8 +105,7 @@ class PrefillCall(NamedTuple):
 def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
     """`selector` with the options of this process's `num_heads` heads.
 
-    Under tensor parallelism transformers gives processes equal shares of the heads, in order. Other wrong lengths are left for
-    the call to refuse.
+    Under tensor parallelism transformers gives processes equal shares of the heads, in order.
     """
     own = {}
     for name in (*selector.method.shares, *selector.method.pairs):
@@ -122,7 +119,6 @@ def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selec
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:
-    """Rank of this process among `processes` that share the module's weights, or None."""
     for parameter in module.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:

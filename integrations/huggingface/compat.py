@@ -32,7 +32,7 @@ def check_release() -> None:
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model inside a pipeline, a compiled module or a PEFT model, nested in any order; TypeError without one."""
+    """The transformers model inside pipelines, compiled modules and PEFT models; TypeError without one."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if isinstance(inner, Pipeline):
@@ -50,12 +50,12 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The config of the attention layers: the model's, or that of its text part."""
+    """The config that the attention layers have."""
     return getattr(model.config, "text_config", model.config)
 
 
 def check_servable(model: PreTrainedModel) -> None:
-    """Raise NotImplementedError for cross, bidirectional or chunked attention, and for output_attentions in the config."""
+    """Raise NotImplementedError for cross, bidirectional or chunked attention, and for output_attentions."""
     name, config = type(model).__name__, text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(f"{name}, an encoder with a decoder, whose cross attention it does not know", SDPA)
@@ -81,7 +81,7 @@ def check_in_one_process(model: PreTrainedModel, function: str) -> None:
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
     """Number of query rows of a mask, and the position of the first (`cache_position` before transformers 5.4).
 
-    Clones an offset tensor: it may be the cache's own, which advances before attention runs.
+    A tensor is cloned: the cache may advance its own before attention runs.
     """
     positions = arguments.get("cache_position")
     length, offset = (
@@ -113,7 +113,7 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two functions have the same code and, recursively, the same captured values; tensors compare by identity."""
+    """Whether two functions have the same code and, recursively, captured values; tensors compare by identity."""
     if left is right:
         return True
     if isinstance(left, tuple) and isinstance(right, tuple):

@@ -34,7 +34,7 @@ class PlannedLayer(NamedTuple):
     """The plan of one layer and, unless sparse, its reason.
 
     Plans are ``"sparse"``, ``"dense"``, ``"refused"`` (the forward would raise) and ``"not reached"`` (the layer does not call
-    transformers' attention interface, as recurrent layers). `heads` to `window` are None without an attention call.
+    transformers' attention interface). `heads` to `window` are None without an attention call.
     """
 
     layer: int
@@ -144,7 +144,7 @@ def _planned(
     attention_mask: Any,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Run the adapter's attention on stand-ins and note a refusal, then continue with the next layer."""
+    """Run the adapter's attention on stand-ins; a refusal is noted, and the forward goes on."""
     mask = attention_mask
     shapes: list[tuple[int, ...]] = [x.shape for x in (query, key, value)]
     if isinstance(mask, PrefillMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
@@ -168,7 +168,7 @@ def _follow(
     call: Callable[..., tuple[Tensor, None]],
     arguments: dict[str, Any],
 ) -> Exception | None:
-    """Run the forward on the meta device with `call` as its attention; return what it raised."""
+    """Run the forward on the meta device; return what it raised."""
     AttentionMaskInterface.register(_NAME, _mask_without_padding)
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
     try:

@@ -1,4 +1,4 @@
-"""The mask of a prefill, passed from transformers' mask functions to attention without a map of tokens."""
+"""The mask of a prefill between transformers' mask functions and attention, without a map of tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 
 class MaskNotServed(NotImplementedError, AttributeError):
-    """A model read more of its mask than `PrefillMask` holds. Also an AttributeError, for ``hasattr``."""
+    """A model read more of its mask than `PrefillMask` has. An AttributeError for ``hasattr``."""
 
 
 class PrefillMask(BlockMask):
@@ -83,7 +83,7 @@ class PrefillMask(BlockMask):
     __str__ = __repr__
 
     def contiguous(self) -> PrefillMask:
-        """Return self; generate() calls this on every mask that it makes ahead."""
+        """Return self, for generate()."""
         return self
 
     def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> PrefillMask:
@@ -92,7 +92,7 @@ class PrefillMask(BlockMask):
         return self._with(self._shape, offset, mask)
 
     def __getitem__(self, index: Any) -> PrefillMask:
-        """Some of the rows, as ``mask[:, :, -n:, :]``; keeps all dimensions, as BlockMask does."""
+        """Some of the rows; keeps all dimensions, as BlockMask does."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
             at = parts.index(Ellipsis)
@@ -150,9 +150,9 @@ def prefill_mask(
     local_size: int | None = None,
     **arguments: Any,
 ) -> PrefillMask | Tensor | None:
-    """The mask function of transformers for a prefill. A single row, of decoding, gets SDPA's mask.
+    """The mask function of transformers. A single row, of decoding, gets SDPA's mask.
 
-    Raises ValueError for an `attention_mask` that ends before the last query row, whose tokens SDPA's mask would hide.
+    Raises ValueError for an `attention_mask` that ends before the last query row.
     """
     q_len, first = rows_of_queries(arguments)
     if q_len == 1:
@@ -186,14 +186,14 @@ def prefill_mask(
 
 
 def int_if_known(number: int | Tensor) -> int | Tensor:
-    """`number` as an int where that needs no wait for a device: on CPUs."""
+    """`number` as an int on CPUs, where that does not wait."""
     if type(number) is Tensor and number.device.type == "cpu" and not torch.compiler.is_compiling():
         return int(number)
     return number
 
 
 def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:
-    """The padding mask of the keys that attention gets, which may be fewer or more than the prompt; None without padding."""
+    """The padding mask of the keys, which may be fewer or more than the prompt's; None without padding."""
     if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
         return None
     position = torch.arange(kv_length, device=attention_mask.device) + kv_offset

@@ -1,4 +1,4 @@
-"""Options in a model's config: those that `configure` writes, and those that open blocks hold there."""
+"""Options in a model's config, by `configure` and by open blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model_settings(
     method: str | Callable[..., BlockMask] | None = None,
     **options: Any,
 ) -> PrefillSettings:
-    """The settings that a caller names for a model, else the process's, the config's, or the defaults."""
+    """The settings that a caller names, else the process's, the config's, or the defaults."""
     config = text_config(model)
     if settings is None and method is None and not options:
         found = process_settings() or configured(config) or PrefillSettings()
@@ -84,7 +84,7 @@ def configure(
 
 @dataclass(eq=False)
 class SwitchedConfig:
-    """A config that open blocks switched, and what it held before the first of them."""
+    """A config that open blocks switched, and what it held before."""
 
     config: Any
     name: str | None
@@ -97,7 +97,7 @@ class SwitchedConfig:
         return SWITCHED.setdefault(id(config), cls(config, config._attn_implementation))
 
     def write_options(self) -> None:
-        """Write the options of the block entered last into the config, else its own, for whoever saves or copies the model.
+        """Write the options of the block entered last into the config, else its own.
 
         Skips blocks whose method is a function. What others wrote inside a block, as `configure` does, becomes the config's own.
         """
@@ -127,7 +127,7 @@ SWITCHED: dict[int, SwitchedConfig] = {}
 
 
 def configured(config: Any) -> PrefillSettings | None:
-    """The config's own options, without those of open blocks; None without any."""
+    """The config's own options, without those of open blocks."""
     with LOCK:
         switched = SWITCHED.get(id(config))
         if switched is None or getattr(config, CONFIG_KEY, _ABSENT) is not switched.written or switched.written is _ABSENT:

@@ -1,4 +1,4 @@
-"""Packed prompts: several in one batch row, separated by restarting position_ids or by given bounds."""
+"""Packed prompts, several in one batch row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
 
 
 def attention_packed(call: PrefillCall, segments: Segments) -> Tensor:
-    """Attention of packed sequences to themselves; `call` is that of the whole pack, its rows concatenated."""
+    """Attention of the sequences of a pack; `call` has its rows concatenated."""
     calls = [
         call._replace(inputs=segment.of(call.inputs), tokens=segment.kv_len, sequence=number)
         for number, segment in enumerate(segments)
@@ -76,10 +76,7 @@ class GivenBounds:
         self._segments: Segments = ()
 
     def segments(self, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, tokens: int) -> Segments:
-        """The sequences of a pack of `tokens` tokens; bounds on a GPU are copied to the host for the first layer.
-
-        Raises TypeError or ValueError for bounds that do not fit.
-        """
+        """The sequences of a pack of `tokens` tokens. Raises TypeError or ValueError for bounds that do not fit."""
         if self._of is None or self._of[0] is not cu_seq_lens_q or self._of[1] is not cu_seq_lens_k:
             try:
                 self._segments = tuple(segments_of(cu_seq_lens_q, cu_seq_lens_k, tokens, tokens))
@@ -101,7 +98,7 @@ class PackedCheck:
         self._copied: torch.cuda.Event | None = None
 
     def is_packed(self, position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> bool:
-        """True once the positions are found to restart; every layer passes the same arguments."""
+        """True once the positions are found to restart."""
         if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         if self._answer is None:
@@ -116,11 +113,7 @@ class PackedCheck:
 
 
 def starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
-    """0-d bool: some token stands before its predecessor, or both stand at 0. Ignores padding, whose positions are arbitrary.
-
-    `position_ids` is (batch or 1, q_len), `attention_mask` (batch, kv_len) bool or None, `offset` the first row's position among
-    keys.
-    """
+    """0-d bool: some token stands before its predecessor, or both stand at 0. Ignores padding, whose positions are arbitrary."""
     left, right = position_ids[:, :-1], position_ids[:, 1:]
     again = (right < left) | ((right == 0) & (left == 0))
     if attention_mask is not None:

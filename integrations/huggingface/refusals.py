@@ -50,7 +50,7 @@ def checked_call(
     scores: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> CheckedCall:
-    """The checked call of `attention`; `scores` are scale, softcap and sinks, `kwargs` what its signature does not name."""
+    """The checked call of `attention`; `kwargs` is what its signature does not name."""
     for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise refusal(f"the argument {name}", instead)
@@ -65,7 +65,7 @@ def checked_call(
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]) -> AttentionInputs:
-    """The checked inputs, including head sizes without a mask, which run dense."""
+    """Also of head sizes without a mask, which run dense."""
     where = dict(scores)
     if mask is not None:
         at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]

@@ -28,7 +28,7 @@ _OWN: ContextVar[tuple[OpenBlock, ...]] = ContextVar("flexmask_own_blocks", defa
 class Session:
     """The open blocks of one model in the order of opening, found from each of its modules. Copies of the model have none.
 
-    It stays on the model, since compiled forwards guard on it. Readers take no lock.
+    It stays on the model, since compiled forwards guard on it.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Session:
 
     @classmethod
     def of(cls, model: nn.Module) -> Session:
-        """The session that a model shares with its parts; ValueError if several parts have blocks open."""
+        """The session of a model and its parts; ValueError if several parts have blocks open."""
         found = {id(each): each for module in model.modules() if (each := module.__dict__.get(SESSION)) is not None}
         used = [each for each in found.values() if each.blocks] or list(found.values())
         if len(used) > 1 and used[0].blocks:
@@ -106,7 +106,6 @@ class OpenBlock:
         return self in self.session.blocks
 
     def leave(self) -> None:
-        """Undo what `enter` did, except for what other open blocks still need."""
         with LOCK:
             self.session.blocks = tuple(each for each in self.session.blocks if each is not self)
             self._give_back()
@@ -126,7 +125,7 @@ class OpenBlock:
 
 
 def latest(blocks: Sequence[OpenBlock]) -> OpenBlock:
-    """The block that the current thread or task opened last, else the last of all."""
+    """The block that the current thread or task opened last, else the last."""
     own = _OWN.get()
     return next((block for block in reversed(blocks) if block in own), blocks[-1])
 
@@ -141,7 +140,7 @@ def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall
 
 
 def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Note a prefill that was not compiled. A module-level function: models are copied and pickled with their hooks."""
+    """Note a prefill that was not compiled. Module-level: models are pickled with their hooks."""
     if torch.compiler.is_compiling() or _is_decoding((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))):
         return
     session = module.__dict__.get(SESSION)

@@ -1,4 +1,4 @@
-"""The settings of a model's prefill: a method, its options per layer, and how its calls run."""
+"""The settings of a model's prefill."""
 
 from __future__ import annotations
 
@@ -91,16 +91,16 @@ class PrefillSettings:
 
     @property
     def run_options(self) -> RunOptions:
-        """Options of the calls. Rows that do not fill a block run dense: selecting for them costs as much as attending."""
+        """Rows that do not fill a block run dense: selecting for them costs as much as attending."""
         run = run_options(self.backend, self.dense_below, self.max_mask_bytes)
         return run._replace(policy=run.policy._replace(least_rows=self.block_size))
 
     def selector(self, layer: int | None = None) -> Selector:
-        """The method with its options in one layer; None: with those of all layers."""
+        """The method with its options in one layer; None: in all layers."""
         return selector_of(self.method, self.block_size, {**self.options, **self.layers.get(-1 if layer is None else layer, {})})
 
     def check_model(self, config: Any) -> None:
-        """Refuse layers that a model of this config lacks, and options per head of another number."""
+        """Refuse missing layers, and options per head of another number."""
         self._check_shape(*_shape_of(config))
 
     def _check_shape(self, number: int | None, heads: int | tuple[int, ...] | None) -> None:
@@ -180,7 +180,7 @@ class PrefillSettings:
 
     @classmethod
     def parse(cls, text: str | bytes, source: str = "settings") -> PrefillSettings:
-        """The settings in the text of such a file; errors begin with `source`."""
+        """The settings in the text of such a file."""
         try:
             saved = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
         except (ValueError, RecursionError) as error:
@@ -196,7 +196,7 @@ class PrefillSettings:
         method: str | Callable[..., BlockMask] | None = None,
         **options: Any,
     ) -> PrefillSettings:
-        """Settings from the fields of this class and the method's options, side by side; or whole ones, or a file of them."""
+        """Settings from own fields and the method's options side by side; or whole ones, or a file."""
         if settings is None:
             return cls._of(options if method is None else {"method": method, **options})
         if method is not None or options:
@@ -218,7 +218,7 @@ _OWN = tuple(item.name for item in fields(PrefillSettings) if item.name != "opti
 
 
 def saved_settings(config: Any) -> PrefillSettings | None:
-    """The settings in a model's config, or None; ValueError with the key for data that do not fit the model."""
+    """The settings in a model's config; ValueError if they do not fit the model."""
     saved = getattr(config, CONFIG_KEY, None)
     if saved is None:
         return None
@@ -241,7 +241,7 @@ def _parsed(text: str, number: int | None, heads: int | tuple[int, ...] | None) 
 
 
 def _shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
-    """Number of layers, and of heads (per layer where they differ); None where the config does not say."""
+    """Number of layers, and of heads (per layer where they differ)."""
     number, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     return number, tuple(heads) if isinstance(heads, list) else heads
 
@@ -268,7 +268,7 @@ def _check_heads(selector: Selector, num_heads: int, where: str) -> None:
 
 
 def _check_data(saved: Any, levels: int = _MOST_LEVELS, left: list[int] | None = None) -> None:
-    """Refuse what no JSON file of settings holds; `left` counts down the values still allowed."""
+    """Refuse what no JSON file of settings holds; `left` counts values still allowed."""
     left = [_MOST_VALUES] if left is None else left
     left[0] -= 1
     if levels == 0 or left[0] < 0:

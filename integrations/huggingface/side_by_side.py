@@ -1,4 +1,4 @@
-"""Runs one prompt with the model's own attention and with sparse prefill: tokens, time to first token, density."""
+"""Compares dense and sparse prefill of one prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flexmask.integrations.record.run import PrefillRun
 
 @dataclass(frozen=True)
 class Generated:
-    """Greedy tokens, float32 CPU logits of the first of them, and times to the first: of each timed call, and of the warm-up."""
+    """Greedy tokens, the first one's logits (float32, CPU), and seconds to it, per timed call and of the warm-up."""
 
     tokens: tuple[int, ...]
     first_token: tuple[float, ...]
@@ -36,7 +36,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Dense and sparse generation from one prompt; `run` has the statistics of one sparse prefill."""
+    """Dense and sparse generation; `run` is one sparse prefill."""
 
     prompt_tokens: int
     dense: Generated
@@ -45,7 +45,7 @@ class SideBySide:
 
     @property
     def density(self) -> float:
-        """Kept share of the visible blocks, mean over layers and heads, dense layers included."""
+        """Kept share of the visible blocks, mean over layers and heads."""
         means = [float(stats.density.mean()) for calls in self.run.stats.values() for stats in calls]
         return sum(means) / len(means) if means else 1.0
 
@@ -57,12 +57,11 @@ class SideBySide:
 
     @property
     def logit_difference(self) -> float:
-        """Largest change of a logit after the prompt, without tokens that the generation config rules out."""
+        """Largest change of a logit after the prompt."""
         return float((self.dense.logits - self.sparse.logits).nan_to_num(0.0).abs().max())
 
     @property
     def largest_logit(self) -> float:
-        """Largest finite absolute logit after the prompt with dense attention."""
         logits = self.dense.logits
         return float(logits[logits.isfinite()].abs().max())
 
@@ -153,7 +152,7 @@ class _FirstToken(LogitsProcessor):
 def _generate(
     model: PreTrainedModel, input_ids: Tensor, new_tokens: int, options: dict[str, Any]
 ) -> tuple[float, tuple[list[int], Tensor]]:
-    """Seconds to the first token; the new tokens and the first logits."""
+    """Seconds to the first token; new tokens; first logits."""
     first = _FirstToken()
     ids = input_ids.to(model.device)
     arguments = {

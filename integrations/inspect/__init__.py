@@ -1,4 +1,4 @@
-"""One prompt's prefill inspected: statistics of every head, attention held by position, time by stage."""
+"""Inspects one prompt's prefill."""
 
 from flexmask.integrations.inspect.heads import NAMED as NAMED
 from flexmask.integrations.inspect.heads import RULE as RULE

@@ -1,4 +1,4 @@
-"""True attention to compare masks with: by block for one head, and the share that kept blocks hold."""
+"""True attention, to compare masks with."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _visible(position: Tensor, key_valid: Tensor, window: int | None) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension, 0 in rows that see nothing."""
+    """0 in rows that see nothing."""
     largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     weights = (scores - largest).exp_()
     total = weights.sum(-1, keepdim=True)

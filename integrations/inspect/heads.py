@@ -21,7 +21,7 @@ class ChosenHead(NamedTuple):
 
 
 def telling_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | None = None) -> list[ChosenHead]:
-    """Heads by `RULE` among the `rows` of one prefill, within `layers` if given; none if every head ran dense."""
+    """Heads by `RULE` among the `rows` of one prefill; none if every head ran dense."""
     sparse = [row for row in rows if row["pattern"] != "dense" and (layers is None or row["layer"] in layers)]
     if not sparse:
         return []
@@ -45,7 +45,7 @@ def telling_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | Non
 
 
 def named_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], heads: Sequence[int]) -> list[ChosenHead]:
-    """Every pair of `layers` and `heads`; ValueError for a head that does not exist, and for a layer that ran dense."""
+    """Every pair of `layers` and `heads`; ValueError for a missing head or a dense layer."""
     patterns = {(row["layer"], row["head"]): row["pattern"] for row in rows}
     found = []
     for layer in dict.fromkeys(layers):

@@ -1,4 +1,4 @@
-"""One prompt's prefill inspected: statistics of every head, attention held by position, time by stage."""
+"""Inspects one prompt's prefill: statistics per head, attention held by position, time by stage."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class ShownHead:
 
     @property
     def attention_kept(self) -> float:
-        """Share of the attention of all rows that the kept blocks hold."""
         return float((self.mass * self.kept).nansum() / self.mass.nansum())
 
 
@@ -85,7 +84,7 @@ class Inspection:
 
     @property
     def warning(self) -> str | None:
-        """A sentence if the last quarter holds over 0.1 less of its attention than the first, else None."""
+        """A sentence if the last quarter holds over 0.1 less of its attention than the first."""
         held = self.held_by_quarter
         if not held or not held[0] - held[-1] > MOST_LOST:  # also for NaN
             return None
@@ -102,7 +101,7 @@ class Inspection:
         return self.run.summary()
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers in JSON types; None for those that are not finite."""
+        """JSON types; None for numbers that are not finite."""
         settings = self.run.settings
         found: dict[str, Any] = {
             "about": self.about,

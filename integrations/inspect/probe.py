@@ -1,4 +1,4 @@
-"""Serves the attention calls of an inspected prefill: records them, or times them and compares their masks."""
+"""Records or times the attention calls of an inspected prefill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer's attention call and of making its masks, 0 if it ran dense."""
+    """Seconds of one layer's attention call, and of making its masks."""
 
     layer: int
     call: float
@@ -55,7 +55,7 @@ class StageTimes:
 
 
 class InspectionProbe:
-    """Serves the calls of two prefills; times the second and compares its masks with true attention."""
+    """Serves two prefills; times the second and compares its masks with true attention."""
 
     def __init__(self, progress: Progress, of: int) -> None:
         self._progress, self._of, self._done = progress, of, 0
@@ -65,7 +65,7 @@ class InspectionProbe:
         self.not_counted = 0.0
 
     def begin(self, record: PrefillRun, chosen: list[ChosenHead]) -> None:
-        """Record into `record`; without statistics also time the calls and compare the heads `chosen`."""
+        """Without statistics, also time the calls and compare the heads `chosen`."""
         self._record, self._chosen = record, chosen
 
     def __call__(self, call: PrefillCall) -> Tensor:
@@ -81,7 +81,7 @@ class InspectionProbe:
         return out
 
     def _timed(self, call: PrefillCall) -> tuple[Tensor, float]:
-        """The output of a call, and its seconds without the comparison."""
+        """The output, and seconds without the comparison."""
         sparse = call.reason_no_mask() is None and call.reason_dense_layer() is None
         inputs, device = call.inputs.with_fields(needs_grad=False), call.inputs.query.device
         if sparse and device.type != "cpu":
@@ -124,7 +124,7 @@ def _groups(inputs: AttentionInputs, selector: Selector, run: RunOptions) -> Ite
 
 
 def select_all(inputs: AttentionInputs, selector: Selector, run: RunOptions) -> None:
-    """Make the masks of all heads, group by group as attention does, and drop them."""
+    """Make the masks of all heads as attention does."""
     for part, group in _groups(inputs, selector, run):
         block_mask(part, select_blocks(selector, part, group.query))
 

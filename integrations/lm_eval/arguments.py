@@ -61,10 +61,7 @@ def _saved(settings: Any) -> dict[str, Any] | None:
 
 
 def check_known(names: Collection[str], known: Collection[str], config: Any) -> None:
-    """Refuse names unknown to flexmask, the harness (`known`) and ``from_pretrained``: TypeError with close matches.
-
-    The harness passes unknown names to ``from_pretrained``, which also takes the fields of the model's config.
-    """
+    """Refuse names unknown to flexmask, the harness (`known`), ``from_pretrained`` and the config."""
     others = {*known, *inspect.signature(PreTrainedModel.from_pretrained).parameters, *_LOADING, "settings"}
     for name in names:
         if name in others or name.startswith("bnb_4bit_") or hasattr(config, name):

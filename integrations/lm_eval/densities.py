@@ -21,7 +21,7 @@ class Densities:
         self._measured = True
 
     def add(self, run: PrefillRun, lengths: Sequence[int]) -> None:
-        """Record the prefill of a batch of prompts with these `lengths`; layers that ran dense count with density 1."""
+        """Record the prefill of a batch; layers that ran dense count with density 1."""
         calls = [stats.density.float().cpu() for stats in (each for layer in run.stats.values() for each in layer)]
         if calls:
             # mean over beams

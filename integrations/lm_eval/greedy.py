@@ -1,7 +1,6 @@
 """Greedy decoding of a batch whose prompts keep the blocks of batches of one.
 
-Batches are padded on the right, where every row starts on the grid of blocks. New tokens follow the masked padding at their own
-positions. Finished rows leave the batch.
+Pads on the right, where every row starts on the grid of blocks. New tokens follow the masked padding at their own positions.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def decode(
 
 
 def _read(model: Any, prompts: Sequence[Tensor], prefill: AbstractContextManager[Any]) -> tuple[Tensor, Any, Tensor]:
-    """Logits after each prompt (batch, vocab_size), the cache, and the mask of the prompts (batch, length)."""
+    """Logits after each prompt, the cache, and the mask (batch, length)."""
     lengths = torch.tensor([len(each) for each in prompts], device=prompts[0].device)
     padded = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
     mask = (torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]).long()

@@ -96,7 +96,7 @@ class FlexmaskLM(HFLM):
             self.densities.add(run, lengths)
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
-        """Note the lengths of the coming rows, which the harness pads without a mask."""
+        """Note the lengths of rows, which the harness pads without a mask."""
         self._row_lengths = deque(row_lengths(requests, self.max_length, self.logits_cache))
         try:
             return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
@@ -112,7 +112,7 @@ class FlexmaskLM(HFLM):
             self._row_lengths = lengths
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Logits of a batch padded on the right, (batch, length, vocab_size)."""
+        """Logits of a batch padded on the right."""
         if self._row_lengths is None:
             with self._sparse(None):
                 return super()._model_call(inps, attn_mask, labels)
@@ -139,7 +139,7 @@ class FlexmaskLM(HFLM):
             return self.model(inps, attention_mask=mask.long()).logits
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        """The batch, padded on the left, followed by new tokens, (batch, length)."""
+        """The batch, padded on the left, followed by new tokens."""
         mask = generation_kwargs.pop("attention_mask", torch.ones_like(context))
         lengths = mask.sum(1).tolist()
         found: list[Tensor] = [context] * len(lengths)
@@ -160,7 +160,7 @@ class FlexmaskLM(HFLM):
         return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=self.tokenizer.pad_token_id)
 
     def _decode(self, prompts: Sequence[Tensor], limit: int, stop: Sequence[str]) -> list[Tensor]:
-        """Tokens that follow prompts of unequal length, up to the model's end token, one of the strings, or `limit`."""
+        """Tokens up to the model's end token, a stop string, or `limit`."""
         ends = ends_of(self._inner)
         # other tokens may spell the same string, as in the harness's criterion
         reach = max((len(self.tokenizer.encode(each, add_special_tokens=False)) + 2 for each in stop), default=0)

@@ -30,7 +30,7 @@ class SavedRun(NamedTuple):
 
 
 def save_run(path: Path, run: SavedRun) -> None:
-    """Write a run atomically; ValueError for a method that is a function."""
+    """Write a run atomically."""
     saved = {
         "format": _FORMAT,
         "settings": run.settings.to_dict(),
@@ -48,7 +48,7 @@ def save_run(path: Path, run: SavedRun) -> None:
 
 
 def load_run(path: Path) -> SavedRun:
-    """Read a run, its tensors on the CPU; ValueError for a file that `save_run` did not write."""
+    """Read a run, its tensors on the CPU; ValueError for another file."""
     size = path.stat().st_size
     if not path.is_file() or size > _MOST_BYTES:
         raise ValueError(f"path must be a regular file of at most {_MOST_BYTES:,} bytes; got {path} of {size:,}")

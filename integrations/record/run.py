@@ -151,7 +151,7 @@ class PrefillRun:
         return self._ran and not self._called
 
     def dense_summary(self) -> tuple[bool, str] | None:
-        """Whether every call ran dense, and a line with the dense layers and their reasons; None if none ran dense."""
+        """Whether every call ran dense, and the log line; None if none did."""
         if not self._dense:
             return None
         dense = set().union(*self._dense.values())
@@ -245,7 +245,7 @@ class PrefillRun:
             self._ran = False
 
     def _state(self) -> tuple[dict[int, list[RecordedCall]], dict[int, LayerTotals]]:
-        """Snapshots of the kept calls and of the sums over dropped ones."""
+        """Snapshots of kept calls, and of sums over dropped ones."""
         with self._lock:
             kept = {layer: self._calls(layer, len(stats)) for layer, stats in self.stats.items()}
             return kept, {layer: each.with_calls(()) for layer, each in self._dropped.items()}

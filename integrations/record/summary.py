@@ -42,7 +42,7 @@ Calls = Mapping[int, Sequence[RecordedCall]]
 
 
 def on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
-    """The calls with their statistics on the CPU: one copy, hence one wait, per device."""
+    """Copies statistics to the CPU, with one wait per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for stats in (call.stats for layer in calls.values() for call in layer):
         for tensor in (getattr(stats, name) for name in TENSORS):
@@ -63,7 +63,6 @@ def on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
 
 
 def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
-    """One row per layer, prefill call, packed sequence, batch row and head, with every statistic by name."""
     rows = []
     for layer, each in sorted(on_host(calls).items()):
         for stats, reason, prefill, size in each:
@@ -126,7 +125,7 @@ class LayerTotals:
 
 
 def _pairs(size: CallSize) -> int:
-    """Pairs of a chunk's rows and the keys up to them; 1 for unknown lengths."""
+    """1 for unknown lengths."""
     return max(1, size.q_len * size.kv_len - size.q_len * (size.q_len - 1) // 2)
 
 

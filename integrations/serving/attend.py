@@ -12,10 +12,10 @@ from flexmask.integrations.serving.layers import SparseLayer
 def attend(
     layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, count_density: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of a chunk whose last row stands at the last key, and its mean density (0-d, or None), at any length.
+    """Causal attention of a chunk whose last row stands at the last key, at any length, and its mean density (0-d) if counted.
 
-    `query` is (rows, num_heads, head_dim), a slice of the packed batch; `key` and `value` are (num_kv_heads, tokens, head_dim),
-    contiguous; `sinks` is (num_heads,). Returns (rows, num_heads, v_head_dim).
+    `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
+    (num_heads,). Returns (rows, num_heads, v_head_dim).
     """
     # contiguous as in the warm-up: kernels are compiled for the memory layout
     inputs = attention_inputs(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Counters:
-    """Counts of one engine in this process. Densities add up on the device, which only the report reads."""
+    """Counts of one engine in this process. Only the report reads densities from the device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class Counters:
             self._density = None
 
     def add_step(self, sparse: int, dense: int) -> None:
-        """Count the prefill tokens of one step; call it once per step, not per layer."""
+        """Count a step's prefill tokens; call it once per step."""
         with self._lock:
             self.steps += bool(sparse)
             self.sparse_tokens += sparse
@@ -46,7 +46,7 @@ class Counters:
             self.log()
 
     def add_density(self, density: Tensor, rows: int) -> None:
-        """Add the mean density of one call, weighted by its rows, without waiting for the device."""
+        """Add a call's mean density, weighted by rows, without waiting."""
         with self._lock:
             weighted = density.detach().double() * rows
             self._density = weighted if self._density is None else self._density + weighted
@@ -54,7 +54,7 @@ class Counters:
 
     @property
     def density(self) -> float | None:
-        """Mean density of all sparse calls, weighted by rows; None without any. Waits for the device."""
+        """Mean over sparse calls, weighted by rows. Waits for the device."""
         return None if self._density is None else self._density.item() / self._density_rows
 
     def report(self) -> str:
@@ -64,7 +64,7 @@ class Counters:
         return f"flexmask served {tokens}; mean density {told}"
 
     def log_to(self, log: Callable[[str, str], None], seconds: float) -> None:
-        """Log the report at most this often, in steps that prefill, which then wait for the device."""
+        """Log the report at most this often, in steps that prefill."""
         self._log, self._log_every = log, seconds
 
     def log(self) -> None:

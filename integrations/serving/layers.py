@@ -1,4 +1,4 @@
-"""A layer whose long prefills run sparse: its shape and its options on one rank."""
+"""A layer whose long prefills run sparse, on one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK = (400, 1000)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerShape:
-    """Heads of a layer on one rank, and what changes their scores."""
+    """Heads of a layer on one rank, and their scores."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,7 +44,7 @@ class SparseLayer(LayerShape):
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """Everything that its kernels are compiled for: all but the options that are numbers on the device."""
+        """Everything that kernels are compiled for; options that are numbers on the device are not."""
         method, options = self.selector.method, self.selector.options
         numbers = {*method.shares, *method.pairs, *(name for name in method.floats if options[name])}
         fixed = tuple((name, value) for name, value in options.items() if name not in numbers)

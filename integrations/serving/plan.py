@@ -1,4 +1,4 @@
-"""Plans which rows of a step run sparse, from lengths on the host, without waiting for a device."""
+"""Plans which rows of a step run sparse, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SparseRequest(NamedTuple):
 
 
 class StockRun(NamedTuple):
-    """Neighbouring requests that one call of the engine's own kernel serves."""
+    """Neighbouring requests for one call of the engine's kernel."""
 
     first: int  # request
     last: int  # exclusive
@@ -25,7 +25,7 @@ class StockRun(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """All rows of one step. Requests without rows, which pad a batch, are left out."""
+    """All rows of one step, without the requests that pad a batch."""
 
     sparse: tuple[SparseRequest, ...]
     stock: tuple[StockRun, ...]
@@ -36,7 +36,7 @@ class StepPlan(NamedTuple):
 def plan_step(
     starts: Sequence[int], lengths: Sequence[int], policy: DensePolicy, prefilling: Sequence[bool] | None = None
 ) -> StepPlan:
-    """Plan one step from the requests' first rows and the end of the last, and their tokens including this step's.
+    """Plan one step from the requests' first rows, the end of the last, and tokens including this step's.
 
     `prefilling` is False for requests that decode or verify guessed tokens; None: more than one row means a prefill.
     """

@@ -1,4 +1,4 @@
-"""Work before the first request: the log line of the roles, compilation, and the largest call."""
+"""Work before the first request: the log line, compilation, the largest call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexmask.integrations.serving.warm_sizes import warm_sizes
 def roles_line(
     roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None
 ) -> str:
-    """The line at start-up: sparse layers with their least tokens and rows, dense layers with reasons, kernels, and settings."""
+    """The line at start-up."""
     sparse = [role for role in roles.values() if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
@@ -34,7 +34,7 @@ def roles_line(
 
 
 def _method(layers: Iterable[SparseLayer]) -> str:
-    """The method's name, its options by head, and those that differ from the defaults: "hybrid, gamma 0.9, min_budget 1024"."""
+    """As in "hybrid, gamma 0.9, min_budget 1024": options that may differ by head, and others unlike the defaults."""
     selectors = [layer.selector for layer in layers]
     method = selectors[0].method
     told = [method.name]
@@ -52,7 +52,7 @@ def _method(layers: Iterable[SparseLayer]) -> str:
 def warm_up(
     layers: Iterable[SparseLayer], largest: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> float:
-    """Compile once per variant of the layers, by calls like those of requests; returns seconds."""
+    """Compile once per variant of the layers; returns seconds."""
     start = time.perf_counter()
     for layer in _variants(layers):
         for size in warm_sizes(layer, largest, device):
@@ -65,7 +65,7 @@ def warm_up(
 def reserve(
     layers: Iterable[SparseLayer], size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
 ) -> None:
-    """Make the largest call together with the memory that gathering keys and values takes; on CUDA only."""
+    """Make the largest call while the gathered keys and values take memory, on CUDA."""
     for layer in _variants(layers):
         # an upper bound: the gathered rows are freed before attention runs
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)

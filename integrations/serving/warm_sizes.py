@@ -1,4 +1,4 @@
-"""Sizes of the calls that compile everything before the first request: rows of a chunk, and tokens up to its end."""
+"""Sizes of the calls that compile everything: rows of a chunk, and tokens up to its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEPS = 64
 
 
 def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
-    """The calls, whole prompts and chunks of each kind; long ones do not exceed the engine's `largest`."""
+    """Whole prompts and chunks of each kind; long ones do not exceed `largest`."""
     sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)] + _short_sizes(layer)
     if device.type == "cuda":
         longest = [min(blocks * layer.selector.block_size, largest[1]) for blocks in MANY_BLOCKS]
@@ -28,7 +28,7 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
 
 
 def _short_sizes(layer: SparseLayer) -> list[Size]:
-    """Chunks of one block, whose size torch compiles as a constant, and below `_SHORT`; prompts too where planned."""
+    """Chunks of one block, whose size torch compiles as a constant, and below `_SHORT`."""
     block = layer.selector.block_size
     rows = [block] if block >= _SHORT else [block, _SHORT - 1]
     whole = [(each, each) for each in rows if each >= layer.dense_below]
@@ -36,7 +36,7 @@ def _short_sizes(layer: SparseLayer) -> list[Size]:
 
 
 def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
-    """Two calls, the first of which compiles for its exact size, per number of heads that `max_mask_bytes` gives long calls."""
+    """Two calls per number of heads that `max_mask_bytes` gives long calls; the first compiles for its exact size."""
     block, (most_rows, most_tokens) = layer.selector.block_size, largest
     found: dict[tuple[int, bool], list[Size]] = {}
     step = max(most_tokens // _STEPS, 2 * block)
@@ -52,12 +52,12 @@ def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> li
 
 
 def _shorter(rows: int, tokens: int, block: int) -> Size:
-    """A call of the same kind whose rows and tokens shrink by different numbers of blocks."""
+    """A call of the same kind, shorter by different numbers of blocks."""
     return (rows - block, tokens - block) if rows == tokens else (max(rows - 2 * block, rows // 2), tokens - block)
 
 
 def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:
-    """Query heads whose masks are made at a time in a call of this size."""
+    """Query heads per mask."""
     inputs = layer.inputs_of(*size, device)
     selector = layer.selector.for_inputs(inputs)
     at_once = layer.run.max_mask_bytes // selector.head_bytes

@@ -28,11 +28,11 @@ class Allocation(NamedTuple):
     curve: tuple[tuple[float, float], ...]  # density and mean error, before the first step and after each
 
     def steps_to_density(self, density: float) -> int | None:
-        """The fewest steps that keep at most `density`, or None."""
+        """The fewest steps that keep at most `density`."""
         return next((number for number, (kept, _) in enumerate(self.curve) if kept <= density + _ROUNDING), None)
 
     def steps_to_error(self, error: float) -> int | None:
-        """The most steps with a mean error of at most `error`, or None."""
+        """The most steps with a mean error of at most `error`."""
         within = [number for number, (_, mean) in enumerate(self.curve) if mean <= error]
         return within[-1] if within else None
 
@@ -67,7 +67,7 @@ def _densest(choices: Sequence[Choice]) -> Choice:
 
 
 def _way_down(head: int, choices: Sequence[Choice]) -> list[Step]:
-    """The steps of one head: its lower convex hull of error over blocks."""
+    """A head's lower convex hull of error over blocks."""
     here = _densest(choices)
     steps: list[Step] = []
     while True:

@@ -1,7 +1,7 @@
 """The error of every head at every gamma, from one pass over the scores of a layer.
 
-Attention over chosen blocks is a sum over blocks. Each block's sums of exponentials and of values are computed once; a gamma adds
-one small matmul. Memory: float32 ``groups * block_size * kv_len`` scores.
+Each block's sums of exponentials and of values are computed once; a gamma adds one small matmul. Memory: float32 ``groups *
+block_size * kv_len`` scores.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _with_gamma(selector: Selector, gamma: float) -> Selector:
 
 
 def _kept(selector: Selector, inputs: AttentionInputs, heads: slice, visible: Tensor) -> Tensor:
-    """The map of kept blocks at one gamma, (1, num_heads, num_q_blocks, num_kv_blocks) bool."""
+    """(1, num_heads, num_q_blocks, num_kv_blocks) bool."""
     if all(selector.keeps_all):
         return visible[:, None].expand(-1, inputs.query.shape[1], -1, -1)
     keep = select_blocks(selector, inputs, heads, with_map=True).keep
@@ -120,7 +120,7 @@ def errors_of_key_head(
 
 
 def _hidden(start: int, rows: int, first_key: int, window: int | None, key: Tensor) -> Tensor:
-    """The keys that rows do not see, (rows, keys) bool, from `first_key` to the end of the rows' block."""
+    """Keys that rows do not see, (rows, keys) bool, from `first_key` to the end of their block."""
     row = torch.arange(start, start + rows, device=key.device)[:, None]
     column = torch.arange(first_key, start + key.shape[1], device=key.device)
     hidden = column > row

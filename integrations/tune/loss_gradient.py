@@ -37,7 +37,7 @@ def _backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Call
 
 
 def scored_tokens(prompt: Tensor) -> Tensor:
-    """At most `MOST_SCORED` evenly spaced tokens of a prompt (length,), all but the last."""
+    """At most `MOST_SCORED` evenly spaced tokens, without the last."""
     length = len(prompt)
     return torch.linspace(0, length - 2, min(length - 1, MOST_SCORED), device=prompt.device).round().long()
 

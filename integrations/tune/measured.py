@@ -35,10 +35,7 @@ class MeasuredErrors:
 
     @classmethod
     def begin(cls, gammas: tuple[float, ...], prompts: int, path: Path | None, made_of: dict[str, str]) -> MeasuredErrors:
-        """Read the errors in `path`, or begin with none where there is no such file.
-
-        Raises ValueError for another kind of file, and for other prompts, another model or other options.
-        """
+        """Read the errors in `path` if it exists; ValueError for another kind of file or other conditions."""
         if path is None or not path.exists():
             return cls(gammas, [{} for _ in range(prompts)], [False] * prompts, path, made_of)
         try:
@@ -65,7 +62,7 @@ class MeasuredErrors:
         os.replace(part, self.path)
 
     def choices(self) -> dict[tuple[int, int], list[Choice]]:
-        """By layer and head: share of all blocks and error at each gamma, means over prompts of equal weight."""
+        """By layer and head: share of all blocks and error at each gamma, means over prompts."""
         layers = sorted(self.by_prompt[0])
         all_blocks = [sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt]
         number = len(self.by_prompt)
@@ -87,7 +84,7 @@ class MeasuredErrors:
         }
 
     def share_of(self, layer: int) -> float:
-        """The share of all blocks that one head of a layer sees, mean over prompts."""
+        """The share of all blocks that one head of a layer sees."""
         shares = [
             errors[layer].visible / sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt
         ]
@@ -95,7 +92,6 @@ class MeasuredErrors:
 
 
 def digest(parts: Sequence[Tensor] | Mapping[str, Any]) -> str:
-    """A short hash of integer tensors, or of a mapping in JSON types."""
     made = hashlib.sha256()
     if isinstance(parts, Mapping):
         made.update(json.dumps(parts, sort_keys=True).encode())

@@ -66,7 +66,7 @@ class TuneResult:
 def result_of(
     base: PrefillSettings, measured: MeasuredErrors, dense: dict[int, str], density: float | None, error: float | None
 ) -> TuneResult:
-    """The gammas of all heads for one target; `base` holds the other options."""
+    """The gammas for one target; `base` holds the other options."""
     heads = measured.choices()
     way = allocate(list(heads.values()))
     if density is not None:

@@ -223,7 +223,7 @@ def _config(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _mark(model: PreTrainedModel) -> str:
-    """A hash of one number per parameter, to distinguish models of one shape."""
+    """Distinguishes models of one shape."""
     numbers = {
         name: float(x.detach().flatten()[0]) for name, x in model.named_parameters() if x.numel() and x.device.type != "meta"
     }

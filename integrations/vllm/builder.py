@@ -40,7 +40,7 @@ class SparsePrefillBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """At most graphs of uniform decoding batches: mixed batches need a plan."""
+        """At most graphs of uniform decoding batches."""
         stock: Any = super()
         supported = stock.get_cudagraph_support(vllm_config, kv_cache_spec)
         most = AttentionCGSupport.UNIFORM_BATCH
@@ -83,7 +83,7 @@ class SparsePrefillBuilder:
         return build(0, common, True)
 
     def _plan(self, common: Any, metadata: Any) -> StepPlan | None:
-        """The plan of a step; None without lengths on the host or with attention that is not causal.
+        """None without lengths on the host or with attention that is not causal.
 
         Steps with images that see later tokens run stock; requests without images have an empty list.
         """
@@ -99,7 +99,7 @@ class SparsePrefillBuilder:
 
 
 class SparseLatentBuilder(SparsePrefillBuilder):
-    """The same for multi-head latent attention, whose decoding rows come first and are decoded together."""
+    """The same for multi-head latent attention, whose decoding rows come first."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Reads keys and values from the cache of vLLM's CPU backend, whose order depends on the instruction set."""
+"""Reads the cache of vLLM's CPU backend, whose order depends on the instruction set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Write = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class ReadsCPUCache:
-    """Mixin before `SparsePrefillImpl`: finds the order of the cache by writing through the stock implementation."""
+    """Mixin before `SparsePrefillImpl`: finds the cache's order by writing through the stock implementation."""
 
     flexmask_orders: tuple[Tensor, Tensor] | None = None
 
@@ -51,7 +51,7 @@ def _write(stock: Any, layer: Any, stored: torch.dtype, keys: Tensor, values: Te
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """The key half and the value half of each page and head, (pages, num_kv_heads, page_size * head_dim) each."""
+    """(pages, num_kv_heads, page_size * head_dim) each."""
     pages, heads, page_size, both = cache.shape
     keys, values = cache.view(pages, heads, page_size * both).chunk(2, -1)
     return keys, values

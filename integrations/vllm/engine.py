@@ -1,4 +1,4 @@
-"""One engine process: its options, the role of every attention layer, and work before the first request."""
+"""One engine process: options, the role of every attention layer, work before the first request."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ DRAFT = "a draft model's"
 
 
 class Engine:
-    """Options and roles that the layers of one engine share in this process.
-
-    Raises TypeError or ValueError for wrong options and for unsupported settings of vLLM.
-    """
+    """Options and roles of one engine in this process; TypeError or ValueError for wrong or unsupported ones."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
@@ -52,7 +49,7 @@ class Engine:
         self._prepared = False
 
     def role_of(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
-        """The role of layer `name` of the model at path `model`, whose implementation got the arguments `given`."""
+        """The role of a layer whose implementation got the arguments `given`; `model` is a path."""
         with _LOCK:
             role = self.roles.get(name)
             if role is None:
@@ -102,7 +99,7 @@ class Engine:
         return min(self._vllm_config.scheduler_config.max_num_batched_tokens, most), most
 
     def _least_rows(self) -> int:
-        """Least rows of a sparse chunk: more than a backend of latent attention decodes."""
+        """Least rows of a sparse chunk: more than latent attention decodes."""
         served = [layer for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")]
         latent = {layer.attn_backend.get_builder_cls() for layer in served if layer.attn_backend.is_mla()}
         return max([self.options.policy.least_rows, *(_decoded_rows(each, self._vllm_config) + 1 for each in latent)])
@@ -119,10 +116,7 @@ class Engine:
 
 
 def _decoded_rows(builder: Any, vllm_config: Any) -> int:
-    """Most rows of a chunk that a backend of latent attention decodes.
-
-    vLLM raises a builder's number for rows that verify guesses, but no builder exists yet when the roles are logged.
-    """
+    """Most rows that a backend of latent attention decodes. vLLM raises it for guesses, but no builder exists yet."""
     made = builder.__new__(builder)
     made.vllm_config = vllm_config
     made._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
@@ -136,7 +130,7 @@ def _tensor_parallel_rank() -> tuple[int, int]:
 
 
 def is_first_stage() -> bool:
-    """True in the first stage of pipeline parallelism: every stage sees every token, and metrics add up over processes."""
+    """Every stage of pipeline parallelism sees every token, and metrics add up over processes."""
     from vllm.distributed import get_pp_group
 
     return bool(get_pp_group().is_first_rank)
@@ -149,7 +143,7 @@ _LATEST: list[Engine] = []
 def engine_of(vllm_config: Any) -> Engine:
     """The engine of a configuration, made at the first call.
 
-    A draft model gets a copy of the configuration, which shares the registry of layers: the registry identifies an engine.
+    A draft model copies the configuration but shares the registry of layers, which identifies an engine.
     """
     layers = vllm_config.compilation_config.static_forward_context
     with _LOCK:

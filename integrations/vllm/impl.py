@@ -18,7 +18,7 @@ from flexmask.integrations.vllm.pages import FP8_CACHES, Places, gathered, scale
 
 
 class FindsItsRole:
-    """Mixin before a stock implementation that settles the role of its layer."""
+    """Mixin that settles the role of its layer."""
 
     flexmask_kernel = ""
 
@@ -46,7 +46,7 @@ class FindsItsRole:
         return self._role
 
     def flexmask_step(self, attn_metadata: Any) -> SparseStep | None:
-        """The planned step of a sparse layer, None if all rows are stock; counts its tokens once."""
+        """The planned step of a sparse layer; counts its tokens once."""
         step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
         if step is not None and self._engine.counting == self._layer_name:
             self._engine.counters.add_step(step.plan.sparse_tokens, step.plan.dense_tokens)
@@ -65,7 +65,7 @@ class FindsItsRole:
 
 
 class SparsePrefillImpl(FindsItsRole):
-    """Mixin before a stock implementation that splits a step's rows between flexmask and ``super().forward``."""
+    """Mixin before a stock implementation that splits a step's rows."""
 
     def forward(
         self,
@@ -111,14 +111,14 @@ class SparsePrefillImpl(FindsItsRole):
         return output
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Keys and values of one request from the cache, which holds this step's before attention runs."""
+        """Keys and values from the cache, which holds this step's before attention runs."""
         return gathered(kv_cache, places, self._given["head_size"])
 
 
 class SparseLatentImpl(FindsItsRole):
     """Mixin before a stock implementation of multi-head latent attention (DeepSeek), whose prefills are plain attention.
 
-    Turns latent rows, and their rotated part, into keys and values of every head (``kv_b_proj``). Decoding stays stock.
+    ``kv_b_proj`` turns latent rows into keys and values of every head. Decoding stays stock.
     """
 
     def flexmask_prepare(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Lets sparse layers of latent attention compile and make their largest call while vLLM measures memory."""
+"""Prepares sparse layers of latent attention while vLLM measures memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 
 
 def measure_latent_layers() -> None:
-    """Make vLLM's layer of latent attention call ours when it runs without metadata.
-
-    vLLM's layer then returns before it calls its implementation, and would leave the largest call out of the measurement.
-    """
+    """Make vLLM's layer of latent attention call ours when it runs without metadata, and skips its implementation."""
     from vllm.model_executor.layers.attention import mla_attention
 
     layer: Any = mla_attention.MLAAttention

@@ -1,4 +1,4 @@
-"""The role of one of vLLM's attention layers: sparse with its options, or a reason for vLLM's own kernel."""
+"""The role of one of vLLM's attention layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LATENT = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 
 
 def layer_number(name: str) -> int | None:
-    """Index of the layer with a name such as ``model.layers.3.self_attn.attn``; None unless it holds one number."""
+    """3 for ``model.layers.3.self_attn.attn``; None unless the name holds one number."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return numbers[0] if len(numbers) == 1 else None
 

@@ -10,10 +10,7 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 
 
 class Places:
-    """Page and place in the page of each token of one request; made once per step, for all layers.
-
-    `pages` is the request's row of the block table, integer.
-    """
+    """Page and place of each token of one request, made once per step for all layers."""
 
     def __init__(self, pages: Tensor, tokens: int) -> None:
         self._pages = pages
@@ -31,7 +28,7 @@ class Places:
         return made
 
     def slots(self, page_size: int) -> Tensor:
-        """Place of every token among those of all pages, (tokens,) int64."""
+        """Place among the tokens of all pages, (tokens,) int64."""
         made = self._slots.get(page_size)
         if made is None:
             page, place = self.of(page_size)

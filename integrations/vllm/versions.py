@@ -47,7 +47,7 @@ _MODEL = {"use_mla", "get_total_num_hidden_layers", "hf_text_config"}
 
 
 def _arguments(impl: type) -> set[str]:
-    """Arguments of the class and of the classes that get the rest of its keywords."""
+    """Including classes that get the rest of its keywords."""
     made = [vars(each)["__init__"] for each in impl.__mro__ if "__init__" in vars(each) and each is not object]
     passes = [any(each.kind is each.VAR_KEYWORD for each in inspect.signature(init).parameters.values()) for init in made]
     number = passes.index(False) + 1 if False in passes else len(made)
@@ -55,7 +55,7 @@ def _arguments(impl: type) -> set[str]:
 
 
 def interface_faults(stock: Any) -> list[str]:
-    """Differences of the installed vLLM from the interfaces that the plug-in needs, for one of its stock backends."""
+    """Differences of the installed vLLM from the interfaces that the plug-in needs."""
     from vllm import config
     from vllm.compilation import backends
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
