@@ -1,4 +1,4 @@
-"""Mask generators: query and key in, BlockMask out, one method a file. Importing this enters them in the table of methods."""
+"""Mask generators, one method per file. Importing this package fills the table of methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense causal attention as a block mask: every block that holds a visible key, with padding, window and chunk offset."""
+"""Dense causal attention as a block mask."""
 
 from __future__ import annotations
 
@@ -9,42 +9,25 @@ from flexmask.method import BlockProblem, method
 def causal_mask(problem: BlockProblem) -> None:
     """The mask of dense causal attention, the same for every head.
 
-    Row t of the queries stands at position ``q_offset + t`` and sees the keys at ``0 <= position - k < window`` that are tokens,
-    not padding. Every other mask here is a subset, and is compared with it. It is found block by block: no map of query rows
-    by keys is ever made.
+    Row t stands at position ``q_offset + t`` and sees the valid keys with ``0 <= position - k < window``. Every other mask is a
+    subset. Computed block by block, without a map of rows by keys.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-        Lengths need not be multiples of the block.
-    block_size
-        Tokens in a block, of queries and of keys alike: a multiple of 16 from 16 to 256, default 128 (FlexAttention's own).
+    query, key, block_size, window, attention_mask, q_offset, return_stats
+        As in `flexprefill_mask`; values are not read.
     scale, softcap
-        Checked and not used: visibility alone decides. Default None.
-    window
-        Tokens, >= 1: a row sees itself and the ``window - 1`` positions before it. Default None: all before it.
-    attention_mask
-        (batch, kv_len), bool or integer, nonzero = token, on key's device; padded rows attend to nothing. Default None: all
-        tokens.
-    q_offset
-        Position of query row 0, in [0, kv_len - q_len]: an int (checked) or an integer tensor, 0-d or (batch,), on the same
-        device (clamped there). Default None: kv_len - q_len, so that the last row stands at the last key.
-    return_stats
-        As in `flexprefill_mask`.
+        Checked, not used. Default None.
 
     Returns
     -------
     BlockMask
-        Of shape (batch, 1, q_len, kv_len): the heads agree. Blocks without a hidden pair are in the full list, the others, if
-        they hold a visible pair, in the partial list; the mask_mod says the same without the lists.
+        Of shape (batch, 1, q_len, kv_len).
 
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""FlashPrefill: every row against the mean key of each block, and a threshold relative to the row's heaviest block."""
+"""FlashPrefill: all rows against mean keys, and a threshold relative to the heaviest block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
 def flash_prefill_mask(
     problem: BlockProblem, alpha: float = 0.1, sink_blocks: int = 2, window_blocks: int = 4, last_blocks: int = 2
 ) -> Tensor:
-    """FlashPrefill's mean-key scores, cut at a share of the heaviest block of each row of blocks.
+    """FlashPrefill's mean-key scores, cut at a share of the heaviest block of each query block.
 
     With ::
 
@@ -36,29 +36,25 @@ def flash_prefill_mask(
     query block i keeps key block j iff ``E[i, j] >= alpha * max over j of E[i, j]``, or ``j - first < sink_blocks``, or
     ``i - j < window_blocks``, or i is one of the last `last_blocks` query blocks with a valid row.
 
-    Source: FlashPrefill (https://arxiv.org/abs/2603.06199), block scores and threshold, as its published code computes them.
+    Source: FlashPrefill (https://arxiv.org/abs/2603.06199), block scores and threshold; details from its published code, which
+    also rounds means to the input's dtype.
 
-    Differs from the paper: the second version's correction (https://arxiv.org/abs/2608.19758), one mean token in the place of
-    every dropped block, is no mask and is left out. Means are rounded to the input's dtype as in the published code. In a chunk
-    the last query blocks are those of the chunk.
+    Differs from the paper: the second version's correction (https://arxiv.org/abs/2608.19758), a mean token in place of every
+    dropped block, is no mask and is left out. In a chunk the last query blocks are the chunk's.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     alpha
-        Share of the heaviest block's score from which on a block is kept. Range [0, 1]; 0 keeps every visible block. Default 0.1
-        (the second version's; a lower one keeps more).
+        Share of the heaviest block's score at which a block is kept. Range [0, 1]; 0 keeps every visible block. Default 0.1
+        (second version).
     sink_blocks
-        Blocks, >= 0, from that of the first valid key on. Default 2 (the published code's).
+        Blocks, >= 0, from the first valid key's on. Default 2 (published code).
     window_blocks
-        Blocks, >= 1, up to and with the row's own. Default 4 (the published code's).
+        Blocks, >= 1, the row's own included. Default 4 (published code).
     last_blocks
-        Query blocks, >= 0, that keep every block they see. Default 2 (the first version's; the second has 8).
+        Query blocks, >= 0, that keep every visible block. Default 2 (first version; 8 in the second).
 
     Returns
     -------
@@ -68,7 +64,7 @@ def flash_prefill_mask(
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------
@@ -85,7 +81,7 @@ def flash_prefill_mask(
     if inputs.window is not None:
         sees = sees & (behind < inputs.window)
     scores = torch.where(sees[:, None], scores, torch.finfo(scores.dtype).min).mT
-    # in logarithms, so that no exponential overflows: (batch, num_heads, num_q_blocks, num_kv_blocks)
+    # in logarithms: exponentials overflow; (batch, num_heads, num_q_blocks, num_kv_blocks)
     total = in_blocks(scores, size, torch.finfo(scores.dtype).min).logsumexp(-1).mT
     seen = in_blocks(sees.mT, size, False).any(-1).mT[:, None]
     total = torch.where(seen, total, float("-inf"))

@@ -18,7 +18,6 @@ QUERY_SUBSETS = ("last", "middle")
 
 
 def check_gamma_and_tau(gamma: Any, tau: Any) -> None:
-    """Raise unless both are in their ranges."""
     check_shares("gamma", gamma)
     check_real("tau", tau)
     if not 0 <= tau <= 1:
@@ -49,8 +48,8 @@ def _head_bytes(
 ) -> int:
     """Bytes of one head's mask while it is made.
 
-    By kernels each pair of blocks takes two int32 list entries and a byte of the map of kept blocks; where heads may be
-    query-aware, a float32 of the pooled map and another byte. Each representative row takes four float32 by key block.
+    By kernels, per pair of blocks two int32 list entries and a byte of the map, with query-aware heads also a float32 of the
+    pooled map and a byte. Each representative row takes four float32 per key block.
     """
     q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (problem.query, problem.key))
     subsets = 1 if pattern_queries == index_queries else 2
@@ -61,16 +60,15 @@ def _head_bytes(
 
 
 def plain_bytes(problem: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
-    """Bytes that the plain steps take for one head, uncompiled; the most that was measured, rounded up.
+    """Bytes that the plain steps take for one head, uncompiled: the most that was measured, rounded up.
 
-    So many for each pair of blocks (indices of sorts are int64) and for each score of a representative row, whose attention is
-    written out: float32, and again to part it into blocks, with its map of visible keys. Block means copy queries and keys where
-    they are of half precision, padded or no whole blocks.
+    `by_pair` for each pair of blocks (sorts have int64 indices), `by_score` for each score of a representative row. Block means
+    copy queries and keys that are of half precision, padded or no whole blocks.
     """
     (_, num_heads, q_len, head_dim), kv_len = problem.query.shape, problem.key.shape[2]
     groups = num_heads // problem.key.shape[1]
     absent = problem.attention_mask is not None or problem.offset is not None or q_len != kv_len
-    # while compiling lengths may be symbolic: a branch on them would be one more graph
+    # a branch on symbolic lengths would add a graph
     ragged = torch.compiler.is_compiling() or q_len % block_size != 0 or kv_len % block_size != 0
     copies = (problem.query.element_size() < 4) + absent + ragged
     means = copies * 4 * head_dim * max(q_len, -(-kv_len // groups))
@@ -90,18 +88,18 @@ def flexprefill_mask(
     pattern_queries: str = "last",
     index_queries: str = "last",
 ) -> Selection:
-    """FlexPrefill's block mask: which blocks of keys each block of queries attends to, by head and by input.
+    """FlexPrefill's block mask: the key blocks that each query block attends to, per head and input.
 
-    The last block of queries decides, per head, whether block means predict its attention (Jensen-Shannon distance under
-    `tau`); if so the head keeps the fewest blocks of its pooled map, else the fewest key blocks (verticals) and the fewest block
-    diagonals (slashes), whose estimated attention reaches `gamma`. Every query block also keeps its first visible key block, its
-    diagonal and the `min_budget` heaviest lines.
+    The last block of queries decides per head whether block means predict its attention (Jensen-Shannon distance < `tau`). If
+    so, the head keeps the fewest blocks of its pooled map that reach `gamma`; else the fewest key blocks (verticals) and the
+    fewest block diagonals (slashes). Every query block also keeps its first visible key block and its diagonal, every head the
+    `min_budget` heaviest lines.
 
     Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 3, algorithms "Sparse Attention", "Sparse Pattern Search",
     "Vertical Slash Index Search" and "Query Aware Index Search".
 
     Differs from the paper: selection is by block (a slash counts for the two block diagonals it crosses), short and padded
-    blocks weigh by the number of their keys, prompts may be padded, chunked, windowed or soft-capped.
+    blocks weigh by their number of keys, prompts may be padded, chunked, windowed or soft-capped.
 
     Parameters
     ----------
@@ -111,68 +109,61 @@ def flexprefill_mask(
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA) and
         q_len <= kv_len. Lengths need not be multiples of the block.
     gamma
-        Share of the estimated attention that the kept blocks must hold. Range (0, 1]; 1 keeps every visible block. Default 0.95
-        (the paper's value for Llama-3.1 and GLM-4). A sequence of num_heads numbers gives every head its own, and so does a
-        (num_heads,) floating tensor on query's device, whose values are never read but clamped to (0, 1] there, NaN to 1.
+        Share of the estimated attention that the kept blocks hold. Range (0, 1]; 1 keeps every visible block. Default 0.95 (the
+        paper's for Llama-3.1 and GLM-4). Per head: a sequence of num_heads numbers, or a (num_heads,) floating tensor on query's
+        device, which is not read on the host but clamped to (0, 1], NaN to 1.
     tau
-        Jensen-Shannon distance under which a head is query-aware. Range [0, 1]; 0 makes no head query-aware. Default 0.1 (the
-        paper's value).
+        Jensen-Shannon distance below which a head is query-aware. Range [0, 1]; 0: no head is. Default 0.1 (the paper's).
     block_size
-        Tokens in a block, of queries and of keys alike: a multiple of 16 from 16 to 256, default 128 (the paper's value).
+        Tokens per block of queries and of keys: a multiple of 16 from 16 to 256, default 128 (the paper's).
     scale, softcap, window, attention_mask, q_offset
         As in `flexmask.sparse_attention`.
     return_stats
-        Also return `SelectionStats`; takes time of its own.
+        Also return `SelectionStats`, which takes extra time.
     min_budget
-        Tokens: at least this many tokens' worth of key blocks and of block diagonals are kept in every head. Range >= 0, default
-        1024 (the paper's value); 0 means no floor.
+        Tokens' worth of key blocks, and of block diagonals, that every head keeps at least. Range >= 0, default 1024 (the
+        paper's).
     max_budget
-        Tokens: at most this many tokens' worth of key blocks and of block diagonals (and, in each row of a query-aware head, of
-        its own blocks) are kept, before the floor and the blocks kept always. Range >= max(1, min_budget), or None (default, as
-        the paper) for no cap. With a cap, gamma is no guarantee.
+        Tokens' worth of key blocks, of block diagonals and, per row of a query-aware head, of blocks kept at most; applies before
+        the floor and the blocks kept always, and overrides gamma. Range >= max(1, min_budget), or None (default, as the paper).
     query_aware
         ``"flatten"`` (default, as the paper) selects over a query-aware head's whole pooled map, ``"per_query"`` inside each row
         of blocks (the paper's appendix on alternative index construction).
     pattern_queries, index_queries
-        Which query rows decide a head's pattern, and which rows the vertical-slash index is read from: ``"last"`` (default, as
-        the paper) or ``"middle"`` (the paper's appendix on the representative query subset).
+        Query rows that decide a head's pattern, and rows that the vertical-slash index is read from: ``"last"`` (default, as the
+        paper) or ``"middle"`` (the paper's appendix on the representative query subset).
 
     Returns
     -------
     BlockMask
-        Of shape (batch, num_heads, q_len, kv_len) with blocks of `block_size` both ways. Its mask_mod holds the block choice too:
-        ``to_dense()``, ``sparsity()`` and flex_attention without compilation agree with the compiled kernel. It has no lists by
-        key block, which only the backward pass needs: use `flexmask.sparse_attention` for gradients. Memory: two int32 lists and
-        a bool map of batch * num_heads * num_q_blocks * num_kv_blocks entries, 9 bytes each (0.3 GB for 32 heads at 128k tokens
-        in blocks of 128). While it is made, up to 14 bytes each by the kernels on CUDA; elsewhere up to 80, and 12 for each
-        representative row and key (18 with a soft cap), since their attention is written out. torch 2.5's BlockMask has whole
-        blocks only: its shape and sparsity round the lengths up to them. ``torch.save``, pickle and ``copy.deepcopy`` take the
-        mask with its mask_mod (``torch.load`` needs ``weights_only=False``), and ``to`` moves both; not so for a mask made inside
-        ``torch.compile``.
+        Of shape (batch, num_heads, q_len, kv_len). Its mask_mod holds the block choice too: ``to_dense()`` and uncompiled
+        flex_attention agree with the compiled kernel. It lacks the lists by key block that a backward pass needs; for gradients
+        use `flexmask.sparse_attention`. 9 bytes per pair of blocks (0.3 GB for 32 heads at 128k tokens); while it is made up to
+        14 on CUDA, elsewhere up to 80, plus 12 per representative row and key (18 with a soft cap). torch 2.5 rounds shape and
+        sparsity up to whole blocks. Pickle, ``torch.save``, ``copy.deepcopy`` and ``to`` take the mask_mod along (``torch.load``
+        with ``weights_only=False``), except for a mask made inside ``torch.compile``.
     SelectionStats
         Only with `return_stats`.
 
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges, before anything is computed. The values of tensors are not read:
-        there is no host synchronisation, and NaN or infinity affect only their own head. Also for a mask that would take more
-        than 16 GiB while it is made (32 heads at a million tokens on CUDA, at 200 thousand on a CPU): `flexmask.sparse_attention`
-        goes through the heads in groups. DTensors, tensors inside ``torch.vmap`` and those of the meta device are refused.
+        For wrong types, shapes, dtypes, devices or ranges, for DTensors and tensors of ``torch.vmap`` or the meta device, and for
+        a mask that would take more than 16 GiB while it is made (32 heads at a million tokens on CUDA, at 200 thousand on a CPU;
+        `flexmask.sparse_attention` goes through the heads in groups). Values of tensors are not read: there is no host
+        synchronisation, and NaN affects only its own head.
 
     Notes
     -----
-    On accelerators it compiles itself on first use, once per head count, head_dim, dtype and set of options, on CUDA for each of
-    three ranges of map size; on CPUs it runs as it is, since there a compilation takes a minute and gains little. Inside
-    ``torch.compile(fullgraph=True)`` it is traced with the rest; on CUDA it is one operator there. Gradients do not flow through
-    a mask. It is made in float32, whatever autocast, TF32 or the default dtype say.
+    On accelerators it compiles on first use, once per head count, head_dim, dtype and options (on CUDA for each of three ranges
+    of map size); on CPUs it runs uncompiled, since a compilation takes a minute and gains little. It can be traced by
+    ``torch.compile(fullgraph=True)``. No gradients flow through a mask. Autocast, TF32 and the default dtype do not affect it.
 
     CPU, compiled code and kernels sum in different orders: ties may resolve differently. In a query-aware head that attends
-    evenly, with gamma times the number of query blocks an integer, the masks of two of them can differ by one block, and each
-    holds gamma up to rounding.
+    evenly, with gamma times the number of query blocks an integer, two of them may differ by a block.
 
-    The mask hides padding and keys behind the last row, whatever key holds there. flex_attention multiplies values by a weight of
-    0 within partial blocks: NaN in hidden values comes through, unless `flexmask.sparse_attention` replaces them.
+    flex_attention multiplies hidden values within partial blocks by 0, which lets NaN through; `flexmask.sparse_attention`
+    replaces them.
 
     Examples
     --------

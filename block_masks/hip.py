@@ -29,36 +29,31 @@ def _row_numbers(kv_len: int, block_size: int, topk_blocks: int, **_: object) ->
 def hip_mask(
     problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 2, window_blocks: int = 4, query_stride: int = 2
 ) -> Tensor:
-    """HiP-block: HiP's hierarchical top-k descent over each row's keys, stopped where its chunks are single blocks.
+    """HiP-block: HiP's hierarchical top-k descent over each row's keys, stopped at single blocks.
 
-    Sinks and window are kept as in `streaming_llm_mask`. Query block i cuts the key blocks between them into k = `topk_blocks`
-    chunks, as even as can be, and then halves every chunk, scores the halves and keeps the best k, until each chunk is one block.
-    The score of a chunk is the largest score of its representative key with every `query_stride`-th row of the block; that key is
-    the middle valid one of the chunk's middle block. Of equal scores the earlier half wins.
+    Keeps sinks and window as `streaming_llm_mask`. Query block i cuts the key blocks between them into k = `topk_blocks` chunks,
+    then halves every chunk, scores the halves and keeps the best k, until each chunk is one block. A chunk's score is the
+    largest score of its representative key, the middle valid one of its middle block, with every `query_stride`-th row of the
+    query block. Of equal scores the earlier half wins.
 
     Source: HiP (https://arxiv.org/abs/2406.09827), algorithm "Mask estimation".
 
-    Differs from the paper: its descent goes on to chunks of two keys, which may lie in as many blocks and would then cost many
-    times their number; here k whole blocks take their place. The scores of all representative keys are computed at once, which
-    gives the same descent at a cost of rows times blocks instead of HiP's n log n.
+    Differs from the paper: its descent goes on to chunks of two keys, which may lie in k blocks each; k whole blocks take their
+    place. All representative keys are scored at once: the same descent at a cost of rows times blocks instead of n log n.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     topk_blocks
-        Blocks, >= 1, that the descent ends with in every row. Default 16: 2048 tokens in blocks of 128 (the keys that the second
-        version's last stage keeps).
+        Blocks, >= 1, that the descent ends with per row. Default 16 (2048 tokens in blocks of 128: the second version's last
+        stage).
     sink_blocks
-        Blocks, >= 0. Default 2: 256 tokens in blocks of 128 (the second version's).
+        Blocks, >= 0. Default 2 (256 tokens, second version).
     window_blocks
-        Blocks, >= 1, up to and with the row's own. Default 4: 512 tokens in blocks of 128 (the second version's).
+        Blocks, >= 1, the row's own included. Default 4 (512 tokens, second version).
     query_stride
-        Rows, >= 1, a divisor of block_size: every how many rows of a block are scored. Default 2 (the published code's).
+        Rows, >= 1, a divisor of block_size: every query_stride-th row is scored. Default 2 (published code).
 
     Returns
     -------
@@ -68,7 +63,7 @@ def hip_mask(
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------
@@ -90,21 +85,21 @@ def hip_mask(
     bounds = bounds.expand(*scores.shape[:3], -1)
     low, high = bounds[..., :-1], bounds[..., 1:]
     halvings = 2
-    # in steps of 4, since every number of halvings is a compilation of its own
+    # in steps of 4: every number of halvings is another compilation
     while topk_blocks << halvings < scores.shape[-1]:
         halvings += 4
     for _ in range(halvings):
         middle = (low + high) // 2
-        # a chunk of one block has its left half empty; side by side, so that equal scores go to the earlier one
+        # a chunk of one block has an empty left half; in order, for equal scores
         low = torch.stack([low, middle], -1).flatten(-2)
         high = torch.stack([middle, high], -1).flatten(-2)
         index = ((low + high - 1) // 2).clamp(0, scores.shape[-1] - 1)
         value = torch.where(low < high, scores.gather(-1, index), float("-inf"))
-        # empty halves last, also behind chunks whose keys are all padding
+        # empty halves last, even behind chunks of padding
         order = torch.where(low < high, value.clamp(min=torch.finfo(value.dtype).min), float("-inf"))
         best = order.sort(dim=-1, descending=True, stable=True).indices[..., :topk_blocks].sort(dim=-1).values
         low, high = low.gather(-1, best), high.gather(-1, best)
-    # an empty chunk marks the place behind the last block, which is cut off
+    # an empty chunk marks one more column, which is cut off
     marked = torch.where(low < high, low, scores.shape[-1])
     chosen = torch.zeros(*scores.shape[:3], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
     chosen = chosen.scatter(-1, marked, torch.ones_like(marked, dtype=torch.bool))[..., :-1]
@@ -119,7 +114,7 @@ def _representative_scores(problem: BlockProblem, query_stride: int) -> Tensor:
     middle = ((valid.cumsum(-1) == counts // 2 + 1) & valid).int().argmax(-1)  # (batch or 1, num_kv_blocks)
     index = (problem.kv_block * size + middle).clamp(max=inputs.key.shape[2] - 1)
     key = inputs.key.gather(2, index[:, None, :, None].expand(*inputs.key.shape[:2], -1, inputs.key.shape[3]))
-    # whole blocks of rows, so that no length is odd: (batch, num_heads, num_q_blocks * size / query_stride, head_dim)
+    # (batch, num_heads, num_q_blocks * size / query_stride, head_dim)
     query = whole_blocks(inputs.query, 2, size)[:, :, :, ::query_stride].flatten(2, 3).contiguous()
     rows = in_blocks(tokens.row_valid, size, False)[:, :, ::query_stride].flatten(1)
     scores = capped(products(query, key) * inputs.scale, inputs.softcap)

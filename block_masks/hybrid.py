@@ -1,4 +1,4 @@
-"""Hybrid: evidence from all query rows, joined with the lines of FlexPrefill's last block of queries. The method we recommend."""
+"""Hybrid: evidence from all query rows, joined with lines of the last rows. The method we recommend."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain_bytes
 from flexmask.method import BlockProblem, ByHead, method
 
-# The constants were chosen on three texts of 8,192 to 65,536 tokens that no report uses (docs/design.md).
-# tokens of a prompt in which the thresholds are the multiples of 1 - gamma below; they follow the even share of a block: they
-# shrink in longer prompts and grow in shorter ones, at most to twice
+# docs/design.md, "Why these constants", has how they were chosen.
+# prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
 LENGTH = 16384
-# of a representative row's attention: what one of them gives to a key block keeps it
+# of one representative row's attention, to a key block
 KEY_BLOCK = 0.5
-# of their mean attention, without what the kept key blocks hold: what they give to a block diagonal keeps it
+# of their mean attention outside the kept key blocks, to a block diagonal
 DIAGONAL = 0.2
-# of the attention to key means of a query block's rows, as their root mean square: what they give to a key block keeps it
+# of a query block's attention to key means, root mean square over its rows, to a key block
 ROWS = 0.2
-# a query block that sees n of N key blocks has a threshold (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
+# the threshold of a query block that sees n of N key blocks is (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
 EARLIER_ROWS = 0.6
-# of LENGTH: with n1 the blocks of that part, the threshold of a query block that sees n < n1 is (n1/n)^3p times as high again
+# share of LENGTH, n1 blocks: where n < n1 the threshold is (n1/n)^3p times as high again
 FIRST_ROWS = 1 / 2
-# of that threshold: where its rows give less, a query block takes no line
+# share of its threshold below which a query block takes no line
 LINES = 1 / 16
-# of the nearest blocks that every query block keeps: so many times more are kept in those of the representative rows
+# query blocks with representative rows keep this many times the nearest blocks
 NEAREST = 8
 
 
 class Thresholds(NamedTuple):
-    """The least attention that keeps a block or a line; floats as wide as the device has them."""
+    """The least attention that keeps a block or a line, in `widest_float`."""
 
     key_block: Tensor  # (batch or 1, num_heads)
     diagonal: Tensor  # (batch or 1, num_heads)
@@ -43,10 +42,7 @@ class Thresholds(NamedTuple):
 
 
 def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
-    """The thresholds by the number of key blocks that each query block sees, n, and the most of it in the call, N.
-
-    In a chunk N is that of its last rows, under a window that of the window; padding does not count.
-    """
+    """Thresholds per query block, from the number n of key blocks it sees and the call's largest, N; padding does not count."""
     seen = problem.seen.visible.sum(-1).to(gamma.dtype)
     most, reference = seen.amax(-1, keepdim=True), LENGTH / problem.block_size
     shares = (1 - gamma) * (reference / most.clamp(min=1)).clamp(max=2)
@@ -69,7 +65,7 @@ def _keeps_all(*, gamma: float, **_: Any) -> bool:
 
 
 def _head_bytes(problem: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
-    """Bytes of one head's mask while it is made, as for flexprefill; by kernels another byte for each pair of blocks."""
+    """As flexprefill's; kernels take one more byte per pair of blocks."""
     if by_kernels:
         q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (problem.query, problem.key))
         return kv_blocks * (q_blocks * 10 + block_size * 16)
@@ -80,13 +76,13 @@ def _head_bytes(problem: AttentionInputs, block_size: int, by_kernels: bool, **_
 def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8) -> Selection:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
-    Not from the paper: FlexPrefill reads its last block of queries only. Those rows may miss what earlier rows attend to, and
-    a mean over all rows dilutes what only the last ones seek. With n the key blocks that query block r sees, N the most that one
-    sees, ``n0 = 16384 / block_size`` and ``e = (1 - gamma) min(2, n0/N)``, a head keeps in r
+    Not from the paper: FlexPrefill reads only its last block of queries, which may miss what earlier rows attend to; a mean over
+    all rows dilutes what only the last ones seek. With n the key blocks that query block r sees, N the largest n,
+    ``n0 = 16384 / block_size`` and ``e = (1 - gamma) min(2, n0/N)``, a head keeps in r
 
     - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, n0/2n)^3)^p``: R is the root mean square, over every
-      `row_stride`-th row of r, of the row's softmax attention to the means of the key blocks that it sees, each weighed by its
-      number of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
+      `row_stride`-th row of r, of the row's softmax attention to the means of the visible key blocks, weighted by their number
+      of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;
     - each block diagonal to which those rows give ``>= e/5`` on average, not counting what those key blocks hold beyond the
       nearest blocks;
@@ -96,27 +92,21 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
+        As in `flexprefill_mask`; statistics take a second pass over the evidence.
     gamma
-        The knob between error and speed: thresholds are proportional to ``1 - gamma``. Range (0, 1]; 1 keeps every visible block.
-        Default 0.9 (ours). A number by head, or a tensor, as in `flexprefill_mask`.
-    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
+        Trades error for speed: thresholds are proportional to ``1 - gamma``. Range (0, 1]; 1 keeps every visible block. Default
+        0.9 (ours). Per head as in flexprefill.
     min_budget
-        Tokens' worth of the nearest blocks that every query block keeps. Range >= 0, default 256 (ours); 0 means none.
+        Tokens' worth of the nearest blocks that every query block keeps. Range >= 0, default 256 (ours).
     row_stride
-        Rows: every row_stride-th of a query block is scored. A divisor of block_size, and at least a 32nd of it. Default 8 (ours:
-        1 keeps 4% fewer blocks at equal error, for eight times the scores).
+        Rows: every row_stride-th of a query block is scored. A divisor of block_size, at least a 32nd of it. Default 8 (ours: 1
+        keeps 4% fewer blocks at equal error, for eight times the scores).
 
     Returns
     -------
-    BlockMask
+    BlockMask, SelectionStats
         As `flexprefill_mask`.
-    SelectionStats
-        Only with `return_stats`; takes a second pass over the evidence.
 
     Raises
     ------
@@ -134,11 +124,11 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
     steps, nearest = problem.steps, blocks_of(min_budget, problem.block_size) or 0
     least = thresholds(problem, problem.as_tensor(gamma))
 
-    # the last rows: their true attention by key block and by block diagonal, and the lines kept of it
+    # the last rows: true attention, and the lines kept of it
     last = steps.representative_mass(problem, "last")
     lines = steps.last_rows_lines(problem, last, least.key_block, least.diagonal, NEAREST * nearest)
 
-    # all rows: their attention to the means of the key blocks, and the blocks kept of it
+    # all rows: attention to key means, and the blocks kept of it
     evidence = steps.row_evidence(problem, row_stride)
     blocks = steps.row_blocks(problem, evidence, least.rows, LINES)
 

@@ -1,4 +1,4 @@
-"""InfLLM's memory units: sinks, a window and the blocks that a group of query blocks looks up."""
+"""InfLLM's memory units: sinks, a window, and a block lookup by groups of query blocks."""
 
 from __future__ import annotations
 
@@ -22,45 +22,40 @@ def _check(topk_blocks: int, sink_blocks: int, local_tokens: int, execution_bloc
 def infllm_mask(
     problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 1, local_tokens: int = 4096, execution_blocks: int = 4
 ) -> Tensor:
-    """InfLLM's block lookup without its positions: one choice of key blocks for all heads and for a group of query blocks.
+    """InfLLM's block lookup without its positions: one choice for all heads, per group of query blocks.
 
-    Query blocks go in groups of `execution_blocks`, counted from the first row of the call. A group keeps the sinks, the blocks
-    with a key less than `local_tokens` before its first row or later, and of the blocks in between the `topk_blocks` with the
-    largest ``mean over heads of score(mean(Q_group), mean(K_j))``.
+    Groups of `execution_blocks` query blocks count from the call's first row. A group keeps the sinks, the blocks with a key
+    less than `local_tokens` before its first row or later, and of the blocks in between the `topk_blocks` with the largest
+    ``mean over heads of score(mean(Q_group), mean(K_j))``.
 
     Source: InfLLM (https://arxiv.org/abs/2402.04617), section 3, context memory and memory lookup.
 
-    Differs from the paper: InfLLM gives all keys outside the window the same distance, which a mask cannot do; here keys keep
-    their position, and the lookup compares queries and keys as the model rotates them. A unit is represented by its mean key
-    instead of the four keys that got most local attention. The original also keeps its memory on the host, which is no matter of
-    the mask. Its figures do not carry over.
+    Differs from the paper: InfLLM gives all keys outside the window one distance, which a mask cannot; keys keep their position,
+    and the lookup compares rotated queries and keys. A unit is represented by its mean key instead of the four keys with the
+    most local attention. Its figures do not carry over.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     topk_blocks
-        Blocks, >= 0, that a group of query blocks looks up. Default 16 (the published setting for Llama-3).
+        Blocks, >= 0, that a group looks up. Default 16 (published setting for Llama-3).
     sink_blocks
-        Blocks, >= 0, from that of the first valid key on. Default 1: 128 tokens in blocks of 128 (as above).
+        Blocks, >= 0, from the first valid key's on. Default 1 (128 tokens, as above).
     local_tokens
         Tokens, >= 1: reach of the window. Default 4096 (as above).
     execution_blocks
-        Query blocks, >= 1, that look up together. Default 4: 512 tokens in blocks of 128 (as above).
+        Query blocks, >= 1, per group. Default 4 (512 tokens, as above).
 
     Returns
     -------
     BlockMask
-        Of shape (batch, 1, q_len, kv_len): the heads agree.
+        Of shape (batch, 1, q_len, kv_len).
 
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------
@@ -70,7 +65,7 @@ def infllm_mask(
     tensor([1, 2, 3, 4, 4, 5, 4, 5])
     """
     inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
-    # the group's first row decides what lies in the window: (batch or 1, num_groups, num_kv_blocks)
+    # the window of a group's first row: (batch or 1, num_groups, num_kv_blocks)
     groups = problem.query_means(execution_blocks)
     first_row = tokens.offset.unsqueeze(-1) + execution_blocks * size * torch.arange(groups.shape[2], device=groups.device)
     ahead = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
@@ -80,7 +75,7 @@ def infllm_mask(
     units = (ahead >= local_tokens)[:, None] & ~problem.sinks(sink_blocks) & (problem.key_counts() > 0)[:, None, None]
 
     scores = capped(grouped_scores(groups * inputs.scale, problem.key_means()), inputs.softcap)
-    # ranks takes values >= 0; a head that is not finite has no say
+    # ranks takes values >= 0; heads that are not finite do not count
     scores = scores.nan_to_num(0.0, 0.0, 0.0).mean(1, keepdim=True)
     chosen = (ranks(scores - scores.amin(-1, keepdim=True), units) < topk_blocks) & units
     kept = chosen | local | problem.sinks(sink_blocks)

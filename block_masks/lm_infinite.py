@@ -17,39 +17,34 @@ def _check(global_tokens: int, local_tokens: int, **_: object) -> None:
 def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_tokens: int = 4096) -> Tensor:
     """LM-Infinite's Lambda-shaped mask without its distance ceiling, the same for every head and input.
 
-    The blocks that hold a pair with ``position - k < local_tokens``, or one of the first `global_tokens` valid keys.
+    Keeps the blocks that hold a pair with ``position - k < local_tokens``, or one of the first `global_tokens` valid keys.
 
     Source: LM-Infinite (https://arxiv.org/abs/2308.16137), section 4, the Lambda-shaped mask.
 
-    Differs from the paper: the distance ceiling, under which far keys are scored as if `local_tokens` away, is a second set of
-    scores and not a mask; it is left out, so that beyond the pretrained length a model sees positions that LM-Infinite spares it.
-    Blocks on the border are kept whole: a superset, by less than a block on either side.
+    Differs from the paper: the distance ceiling, which scores far keys as if `local_tokens` away, is no mask and is left out, so
+    beyond the pretrained length a model sees unseen distances. Blocks on the border are kept whole.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
+    query, key, block_size, window, attention_mask, q_offset, return_stats
+        As in `flexprefill_mask`; values are not read.
     scale, softcap
-        Checked and not used: positions alone decide. Default None.
+        Checked, not used. Default None.
     global_tokens
-        Tokens, >= 0: valid keys at the beginning that every row keeps (the paper's n_global). Default 10 (the published code's).
+        Tokens, >= 0: valid keys at the beginning that every row keeps (the paper's n_global). Default 10 (published code).
     local_tokens
-        Tokens, >= 1: reach of the window, the row's own position included (the paper's L_pretrain). Default 4096 (the published
-        code's for Llama-2).
+        Tokens, >= 1: reach of the window, the row's own position included (the paper's L_pretrain). Default 4096 (published code
+        for Llama-2).
 
     Returns
     -------
     BlockMask
-        Of shape (batch, 1, q_len, kv_len): the heads agree.
+        Of shape (batch, 1, q_len, kv_len).
 
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""MInference's vertical-slash index with budgets by head, in whole blocks."""
+"""MInference's vertical-slash index with budgets per head, in whole blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexmask.plain.top_p import ranks
 from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
 
 LAST_ROWS = 64
-# bytes that each score of one of them takes: float32, and again to part it into lines, with its map of visible keys
+# bytes per score of one of them: float32 twice, and the map of visible keys
 _SCORE_BYTES = 12
 SINK_TOKENS = 30
 NEAR_OFFSETS = 100
@@ -34,36 +34,29 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
 
 @method(check=_check, head_bytes=_head_bytes)
 def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lines: str = "pooled") -> Tensor:
-    """MInference's vertical-slash pattern at the granularity of blocks, with a budget of each family by head.
+    """MInference's vertical-slash pattern at the granularity of blocks, with a budget per head.
 
-    With p the softmax attention of the last 64 valid rows, the score of a key is its column's sum and that of an offset
-    ``position - k`` its diagonal's sum; the first 30 valid keys and the offsets 0 to 99 come first. A head's plan (V, S) says
-    how many of each are kept. ``lines="pooled"`` keeps as many tokens' worth of blocks: the ``ceil(V / block_size)`` key blocks
-    and the ``ceil(S / block_size)`` block diagonals of the largest pooled sums, those of the tokens named above first.
-    ``lines="covering"`` keeps every block that one of the V keys or S offsets touches.
+    With p the softmax attention of the last 64 valid rows, a key scores its column's sum and an offset ``position - k`` its
+    diagonal's sum; the first 30 valid keys and the offsets 0 to 99 come first. A head's plan (V, S) says how many of each are
+    kept. ``lines="pooled"`` keeps the ``ceil(V / block_size)`` key blocks and ``ceil(S / block_size)`` block diagonals with the
+    largest pooled sums. ``lines="covering"`` keeps every block that one of the V keys or S offsets touches.
 
     Source: MInference (https://arxiv.org/abs/2407.02490), section 3.2, algorithm "Vertical-Slash Head".
 
-    Differs from the paper: its kernel reads single columns, which a BlockMask has no way to say. "pooled" is another mask of the
-    same budget, cheaper and coarser; "covering" is a superset of the paper's, for comparisons of accuracy: scattered columns make
-    it nearly dense. Pooled slashes count for both block diagonals that they cross. The patterns that the paper's offline search
-    may choose besides, which none of its published plans for language models has, are other masks here: `tri_shape_mask` and
-    `streaming_llm_mask` for the A-shape. Short prompts do not run dense.
+    Differs from the paper: its kernel reads single columns, which a BlockMask cannot. "pooled" is a coarser mask of the same
+    budget; "covering" is a superset of the paper's for comparisons of accuracy, nearly dense where columns scatter. Pooled
+    slashes count for both block diagonals that they cross. The paper's other patterns are `tri_shape_mask` and
+    `streaming_llm_mask` (A-shape). Short prompts do not run dense.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     plan
-        Tokens (V, S), each >= 0: a pair for all heads, or a pair per query head as the offline search writes them for one layer.
-        V is at least 30 and S at least 50, as in the published code. Default (1000, 6096), the published code's for models
-        without a plan.
+        Tokens (V, S), each >= 0: a pair for all heads, or one per query head, as the offline search writes them for a layer. V is
+        at least 30 and S at least 50, as in the published code. Default (1000, 6096), the published code's without a plan.
     lines
-        ``"pooled"`` (default) or ``"covering"``, as above; both are ours.
+        ``"pooled"`` (default) or ``"covering"``; both are ours.
 
     Returns
     -------
@@ -73,7 +66,7 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------
@@ -111,7 +104,7 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
 
 
 def _sums(attention: Tensor, rows: RepresentativeRows) -> tuple[Tensor, Tensor]:
-    """Attention of the rows summed by key and by offset, (batch, num_heads, kv_len) each."""
+    """Attention of the rows by key and by offset, (batch, num_heads, kv_len) each."""
     attention = torch.where(rows.taken[:, None, :, None], attention, 0.0)
     key = rows.position.unsqueeze(-1) - torch.arange(attention.shape[-1], device=attention.device)
     by_offset = attention.gather(-1, key.clamp(min=0)[:, None].expand(attention.shape))

@@ -1,4 +1,4 @@
-"""MoA: a window of its own length for every head, by a plan."""
+"""MoA: a window whose length differs per head, by a plan."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 from flexmask.base.options import check_count
 from flexmask.method import BlockProblem, PairsByHead, method
 
-# Ours, not MoA's: spans of an eighth, a quarter, a half and all of the prompt, which heads take in turn whatever they attend to
+# ours, not MoA's: heads take spans of an eighth, a quarter, a half and all of the prompt in turn
 STAND_IN_PLAN = ((0.0, 0.125), (0.0, 0.25), (0.0, 0.5), (0.0, 1.0))
 
 
 def stand_in_plan(num_heads: int) -> tuple[tuple[float, float], ...]:
-    """A plan for `num_heads` heads where none was searched for; it is not MoA's."""
+    """A plan of ours for `num_heads` heads without a calibrated one."""
     return tuple(STAND_IN_PLAN[head % len(STAND_IN_PLAN)] for head in range(num_heads))
 
 
@@ -22,32 +22,27 @@ def _check(sink_blocks: int, **_: object) -> None:
 
 @method(check=_check, plans={"plan": stand_in_plan})
 def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks: int = 1) -> Tensor:
-    """MoA's elastic windows: a span by head that grows with the length, the same for every input.
+    """MoA's elastic windows: a span per head that grows with the length, the same for every input.
 
     With n blocks filled so far, a head of plan (alpha, beta) keeps key block j iff ``j - first < sink_blocks`` or
     ``i - j < max(1, floor(alpha / block_size + beta * n))``; ``first`` is the block of the first valid key.
 
     Source: MoA (https://arxiv.org/abs/2406.14909), section 3, elastic rules of the heterogeneous attention span.
 
-    Differs from the paper: plans come from calibrating one model, and are published for a few; the default is a stand-in of ours
-    (`STAND_IN_PLAN`) and says nothing about MoA. Spans and sinks are in blocks of block_size, in the
-    published code in blocks of 64.
+    Differs from the paper: plans are calibrated per model and published for a few; the default is ours (`STAND_IN_PLAN`) and says
+    nothing about MoA. Spans and sinks are in blocks of block_size, in the published code of 64.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
+    query, key, block_size, window, attention_mask, q_offset, return_stats
+        As in `flexprefill_mask`; values are not read.
     scale, softcap
-        Checked and not used: positions alone decide. Default None.
+        Checked, not used. Default None.
     plan
-        (alpha, beta), each >= 0: alpha in tokens, beta as a share of the length; a pair for all heads or a pair per query head.
-        Default None: `stand_in_plan`, which is ours.
+        (alpha, beta), each >= 0: alpha in tokens, beta as a share of the length; a pair for all heads or one per query head.
+        Default None: `stand_in_plan`.
     sink_blocks
-        Blocks, >= 0, that every row keeps. Default 1 (the published code's).
+        Blocks, >= 0, that every row keeps. Default 1 (published code).
 
     Returns
     -------
@@ -57,7 +52,7 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------

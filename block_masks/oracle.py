@@ -1,4 +1,4 @@
-"""The quadratic oracle: the blocks that hold the most true attention of each row of blocks."""
+"""The quadratic oracle: the blocks that hold the most true attention of each query block."""
 
 from __future__ import annotations
 
@@ -23,27 +23,21 @@ def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
 
 @method(check=_check, row_numbers=_row_numbers)
 def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
-    """The fewest blocks of each row of blocks that hold a share of its true attention; for measuring only.
+    """The fewest blocks of each query block that hold a share of its true attention; for measuring only.
 
-    With p the softmax attention of all rows to all keys, ``M[i, j]`` is its mass on block j, averaged over the valid rows of
-    query block i; query block i keeps the fewest j, heaviest first, whose M reach `gamma` times the sum of its row.
-
-    It computes every score, so that it takes longer than dense attention. No selection by row of blocks keeps more attention with
-    as few blocks, which does not make its outputs the best: see `docs/algorithm.md`.
+    With p the softmax attention of all rows, ``M[i, j]`` is its mass on block j, averaged over the valid rows of query block i,
+    which keeps the fewest j, heaviest first, that reach `gamma` times the sum of its row. Slower than dense attention. No
+    selection holds more attention in as few blocks, yet its outputs need not be the best: see `docs/algorithm.md`.
 
     Source: none; the mass that the other methods estimate.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     gamma
         Share of the attention that the kept blocks of every row hold. Range (0, 1]; 1 keeps every visible block. Default 0.95
-        (that of `flexprefill_mask`).
+        (flexprefill's).
 
     Returns
     -------
@@ -53,7 +47,7 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------

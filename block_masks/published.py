@@ -52,24 +52,19 @@ def _head_bytes(problem: AttentionInputs, block_size: int, by_kernels: bool, *, 
 def published_mask(
     problem: BlockProblem, gamma: ByHead = 0.95, tau: float = 0.1, *, min_budget: int = 1024, max_budget: int | None = None
 ) -> Selection:
-    """The block sets of FlexPrefill's published code, on what it can do: whole unpadded prompts of a multiple of the block.
+    """The block sets of FlexPrefill's published code, for whole unpadded prompts of a multiple of the block.
 
-    It differs from `flexprefill_mask` by what it keeps: budgets count sorted tokens and become blocks by ``// 128 + 1``; a slash
-    counts for one block diagonal only; a probability that underflows to 0 makes a head vertical-slash; a query-aware head leaves
-    out the block that crosses gamma.
+    `flexmask.plain.published` lists how it differs from `flexprefill_mask`.
 
-    Source: github.com/bytedance/FlexPrefill at a24b27b, described in our own words by what it keeps
-    (`flexmask.plain.published`).
+    Source: github.com/bytedance/FlexPrefill at a24b27b, described in our own words by what it keeps.
 
-    Differs from the published code: scores are float32 whatever the input's dtype (the published code rounds them to it, which
-    moves a few heads in bfloat16); its dense shortcut for short prompts is left out; at gamma 1 rounding does not decide.
+    Differs from the published code: scores are float32 (it rounds them to the input's dtype, which moves a few heads in
+    bfloat16); its dense shortcut for short prompts is left out; at gamma 1 rounding does not decide.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, length, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, length, head_dim), the same dtype and device; num_kv_heads divides num_heads.
+    query, key
+        As in `flexprefill_mask`, of equal length.
     gamma, tau, min_budget, max_budget
         As in `flexprefill_mask`; the budgets bound the counts of key blocks and of block diagonals, in blocks.
     block_size, scale, return_stats
@@ -79,13 +74,13 @@ def published_mask(
 
     Returns
     -------
-    BlockMask
-        Of shape (batch, num_heads, length, length).
+    BlockMask, SelectionStats
+        As `flexprefill_mask`.
 
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges, and for what the published code cannot do.
+        As `flexprefill_mask`, and for what the published code cannot do.
 
     Examples
     --------
@@ -99,7 +94,7 @@ def published_mask(
     shares = (problem.as_tensor(gamma), problem.as_tensor(tau))
     last = plain.representative_mass(problem, "last")
     key_means = problem.key_means()
-    # no block is short: each counts as much as any
+    # the published scores have no term for the number of keys
     counts = torch.ones_like(problem.key_counts())
     estimated = estimated_attention(inputs, last.rows, key_means, counts, tokens, size)
     pooled = pooled_map(inputs, key_means, counts, tokens, seen, size)

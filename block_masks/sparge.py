@@ -30,38 +30,34 @@ def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
 def sparge_mask(
     problem: BlockProblem, similarity_threshold: float = 0.6, cdf_threshold: float = 0.98, topk: float | None = None
 ) -> Tensor:
-    """SpargeAttn's first stage: top-p over pooled scores, with blocks that a mean does not stand for kept whole.
+    """SpargeAttn's first stage: top-p over pooled scores; blocks that are not self-similar are kept whole.
 
-    A block is self-similar iff the mean cosine of all pairs of its tokens exceeds `similarity_threshold`; keys are compared after
-    the mean key is taken off. With ::
+    A block is self-similar iff the mean cosine of all pairs of its tokens exceeds `similarity_threshold`; the mean key is
+    subtracted from keys first. With ::
 
         A = softmax over self-similar, visible j of score(mean(Q_i), mean(K_j))
 
-    query block i keeps the heaviest j while their running sum stays at or under `cdf_threshold` (the one that crosses is left
-    out, but one is always kept), and every key block that is not self-similar; a query block that is not self-similar keeps all.
+    query block i keeps the heaviest j while their running sum stays at or under `cdf_threshold` (at least one), and every key
+    block that is not self-similar; a query block that is not self-similar keeps all.
 
-    Source: SpargeAttn (https://arxiv.org/abs/2502.18137), its selective token compression for the prediction of sparse blocks.
+    Source: SpargeAttn (https://arxiv.org/abs/2502.18137), selective token compression for sparse prediction.
 
-    Differs from the paper: the second stage, which skips blocks inside the kernel, and the quantised products are no part of a
-    mask. Key blocks are as long as query blocks, where the published kernel has 64 keys to 128 rows. Each row's own block is
-    kept, which the published code does not see to. The mean key is that of all filled keys, so that a chunk's differs.
+    Differs from the paper: the second stage, inside the kernel, and the quantised products are no part of a mask. Key blocks are
+    as long as query blocks; the published kernel has 64 keys to 128 rows. Each row's own block is kept. The mean key is that of
+    all filled keys, so a chunk's differs.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     similarity_threshold
-        Mean cosine above which a block counts as self-similar. Range [-1, 1]; -1 makes every block so. Default 0.6 (the published
-        interface with cdf_threshold; -0.1 in that with topk).
+        Mean cosine above which a block is self-similar. Range [-1, 1]; -1: all are. Default 0.6 (published interface with
+        cdf_threshold; -0.1 in that with topk).
     cdf_threshold
         Share of the pooled attention that the kept blocks stay within. Range (0, 1]. Default 0.98 (as above).
     topk
-        Share of all key blocks, later ones counted too, that each query block keeps, instead of `cdf_threshold`. Range (0, 1],
-        or None (default). The published interface that its authors recommend has 0.5.
+        Share of all key blocks, later ones included, that each query block keeps, instead of `cdf_threshold`. Range (0, 1], or
+        None (default); 0.5 in the published interface that its authors recommend.
 
     Returns
     -------
@@ -71,7 +67,7 @@ def sparge_mask(
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------
@@ -97,7 +93,7 @@ def sparge_mask(
     order = torch.where(candidates, attention, -1.0).sort(dim=-1, descending=True, stable=True).indices
     if topk is None:
         share = problem.as_tensor(cdf_threshold)
-        # from 1 on all of them, whatever rounding makes of their sum
+        # at 1 rounding must not decide
         within = (running_sums(attention.gather(-1, order), share.dtype) <= share) | (share >= 1)
     else:
         share = problem.as_tensor(topk)
@@ -108,9 +104,6 @@ def sparge_mask(
 
 
 def _similarity(x: Tensor, valid: Tensor, size: int) -> Tensor:
-    """Mean cosine of all pairs of a block's valid tokens, (batch, heads, num_blocks) float32; 0 where there are none.
-
-    It is the squared length of the mean unit vector.
-    """
+    """Mean cosine of all pairs of a block's valid tokens (the squared mean unit vector), (batch, heads, num_blocks) float32."""
     units = x / x.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return block_means(units, valid, size).square().sum(-1)

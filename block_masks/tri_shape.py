@@ -16,7 +16,7 @@ def _check(sink_blocks: int, window_blocks: int, last_blocks: int, **_: object) 
 
 @method(check=_check)
 def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: int = 4, last_blocks: int = 1) -> Tensor:
-    """The triangle mask: sinks, a sliding window, and dense attention for the last rows; the same for every head.
+    """The triangle mask: sinks, a sliding window, and the last rows in full; the same for every head.
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks`` or i is one of the last
     `last_blocks` query blocks with a valid row; ``first`` is the block of the first valid key.
@@ -25,35 +25,31 @@ def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: i
     (https://arxiv.org/abs/2412.10319).
 
     Differs from the paper: whole blocks, where the published code has 8 sink tokens, a window of 512 and 100 last rows. The paper
-    applies it to some layers and leaves the others dense (the published code to layers 16 and up of Llama-3.1-8B): those go into
-    the adapter's ``dense_layers``. In a chunk the last rows are those of the chunk.
+    leaves some layers dense (the published code layers 0 to 15 of Llama-3.1-8B): give those to the adapter's ``dense_layers``.
+    In a chunk the last rows are the chunk's.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device; values are not used.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
+    query, key, block_size, window, attention_mask, q_offset, return_stats
+        As in `flexprefill_mask`; values are not read.
     scale, softcap
-        Checked and not used: positions alone decide. Default None.
+        Checked, not used. Default None.
     sink_blocks
         Blocks, >= 0, that every row keeps. Default 1 (the published 8 tokens, rounded up).
     window_blocks
-        Blocks, >= 1, up to and with the row's own. Default 4: 512 tokens in blocks of 128 (the published code's).
+        Blocks, >= 1, the row's own included. Default 4 (512 tokens in blocks of 128, published code).
     last_blocks
-        Query blocks, >= 0, that keep every block they see. Default 1 (the published 100 rows, rounded up).
+        Query blocks, >= 0, that keep every visible block. Default 1 (the published 100 rows, rounded up).
 
     Returns
     -------
     BlockMask
-        Of shape (batch, 1, q_len, kv_len): the heads agree.
+        Of shape (batch, 1, q_len, kv_len).
 
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------

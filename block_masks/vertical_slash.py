@@ -1,4 +1,4 @@
-"""Vertical-slash attention of a fixed budget: FlexPrefill's index with as many lines in every head."""
+"""Vertical-slash attention of a fixed budget: FlexPrefill's index with equally many lines in every head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexmask.plain.representative import representative_attention
 from flexmask.plain.top_p import ranks
 from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
 
-# bytes that each score of a representative row takes: float32, and again to part it into lines, with its map of visible keys
+# bytes per score of a representative row: float32 twice, and the map of visible keys
 _SCORE_BYTES = 12
 
 
@@ -32,28 +32,21 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
 def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_size: int = 8192) -> Tensor:
     """The heaviest key blocks and block diagonals of the last rows' attention, a fixed number of each in every head.
 
-    With p the softmax attention of the last ``block_size`` valid rows, ``V[j]`` its mass on key block j and ``S[c]`` its mass on
-    block diagonal c (`docs/algorithm.md`): the ``ceil(vertical_size / block_size)`` heaviest key blocks, the block of the first
-    valid key always one of them, and the ``ceil(slash_size / block_size)`` heaviest diagonals, the main one always one of them,
-    extended over all rows.
+    With p the softmax attention of the last ``block_size`` valid rows, ``V[j]`` its mass on key block j and ``S[c]`` on block
+    diagonal c (`docs/algorithm.md`): keeps the ``ceil(vertical_size / block_size)`` heaviest key blocks, the first valid key's
+    always among them, and the ``ceil(slash_size / block_size)`` heaviest diagonals, the main one always among them.
 
     Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 4.3, "Fixed Budget vs. Dynamic Budget".
 
-    Differs from the paper: a slash counts for both block diagonals that it crosses, as in `flexprefill_mask`, where the published
-    code counts the nearer only; short prompts do not run dense.
+    Differs from the paper: a slash counts for both block diagonals that it crosses, in the published code for the nearer only;
+    short prompts do not run dense.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
-    vertical_size
-        Tokens, >= 0, of key blocks. Default 8192 (the published code's).
-    slash_size
-        Tokens, >= 0, of block diagonals. Default 8192 (the published code's).
+    vertical_size, slash_size
+        Tokens, >= 0, of key blocks and of block diagonals. Default 8192 (published code).
 
     Returns
     -------
@@ -63,7 +56,7 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------

@@ -26,36 +26,32 @@ def _row_numbers(kv_len: int, block_size: int, stride: int, **_: object) -> int:
 
 @method(check=_check, row_numbers=_row_numbers)
 def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0.9) -> Tensor:
-    """XAttention's antidiagonal block scores, and the fewest blocks of each row that reach a share of them.
+    """XAttention's antidiagonal block scores, and the fewest blocks of each query block that reach a share of them.
 
     Rows and keys are cut into groups of s = `stride`. Each pair of groups (u, v) samples one antidiagonal of its s x s scores::
 
         a[u, v] = mean over t of score(row us + s-1-t, key vs + t),   v not after u
         A = softmax over v of a
 
-    The score of a block is the sum of A over its tile. A query block keeps the block of the first valid key, its own, and of the
-    others the fewest, heaviest first, with which the sum reaches `threshold` times the sum of its row.
+    A block scores the sum of A over its tile. A query block keeps the first valid key's block, its own, and of the others the
+    fewest, heaviest first, with which the sum reaches `threshold` times the sum of its row.
 
     Source: XAttention (https://arxiv.org/abs/2503.16428), section 2.
 
-    Differs from the paper: the published code divides by s also where a group is short or padded, here the mean is over the pairs
-    of two tokens; its table of thresholds by head is for one model and is left out. The published code's flag for the sink forces
-    query row 0 and not key column 0; here the key block is kept, as the paper has it.
+    Differs from the paper: the published code divides by s even where a group is short or padded, here the mean is over existing
+    pairs; its per-head thresholds for one model are left out. The published flag for the sink forces query row 0; here key column
+    0's block is kept, as in the paper.
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads and q_len <= kv_len.
-    block_size, scale, softcap, window, attention_mask, q_offset, return_stats
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`.
     stride
-        Tokens, >= 1, a divisor of block_size: 1 / stride of the score map is computed. Default 8 (the paper's setting for
-        accuracy; 16 for speed).
+        Tokens, >= 1, a divisor of block_size: 1 / stride of the score map is computed. Default 8 (the paper's for accuracy; 16
+        for speed).
     threshold
-        Share of the estimated attention that the kept blocks must hold. Range (0, 1]; 1 keeps every visible block. Default 0.9
-        (the paper's).
+        Share of the estimated attention that the kept blocks hold. Range (0, 1]; 1 keeps every visible block. Default 0.9 (the
+        paper's).
 
     Returns
     -------
@@ -65,7 +61,7 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges. The values of tensors are not read: no host synchronisation.
+        As `flexprefill_mask`.
 
     Examples
     --------
@@ -79,7 +75,7 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
     key_valid = whole_blocks(problem.tokens.key_valid.float(), 1, size).flatten(1).unflatten(1, (-1, stride))
     pairs = row_valid @ key_valid.mT  # (batch or 1, row groups, key groups): pairs of tokens on each antidiagonal
 
-    # groups side by side as one long vector; what padding holds must not count, NaN included
+    # groups as one long vector; padding must not count, NaN included
     query = inputs.query.masked_fill(~problem.tokens.row_valid[:, None, :, None], 0)
     key = inputs.key.masked_fill(~problem.tokens.key_valid[:, None, :, None], 0)
     query = whole_blocks(query, 2, size).flatten(2, 3).unflatten(2, (-1, stride)).flip(3).flatten(3)
