@@ -1,4 +1,4 @@
-"""flexprefill_mask: a BlockMask that says the same by its lists, by its mask_mod and as a whole."""
+"""flexprefill_mask: lists, mask_mod and uncompiled attention say the same."""
 
 import warnings
 
@@ -9,13 +9,12 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import SelectionStats, flexprefill_mask
 from flexmask._torch import RELEASE
-from flexmask.block_masks import published_mask
 from tests.cases import Case, Config, cases, structured_inputs
-from tests.comparisons import assert_honest, assert_same_attention, known_lengths
+from tests.comparisons import assert_honest, assert_same_attention
+from tests.compile_support import assert_same_lists
 from tests.expected import expanded, masked_attention
 
 OPTIONS = {"gamma": 0.6, "tau": 0.3, "block_size": 16, "min_budget": 16}
-LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 def inputs(length=200, q_len=None, batch=1, num_heads=4, num_kv_heads=2, head_dim=32, seed=0):
@@ -31,32 +30,12 @@ def mask_of(case):
     return case.config.mask(case.query, case.key, **case.keywords())
 
 
-def assert_same_lists(mask, other):
-    for name in LISTS:
-        assert torch.equal(getattr(mask, name), getattr(other, name)), name
-
-
 @settings(max_examples=60)
 @given(cases())
 def test_lists_and_mask_mod_say_the_same(case):
     mask = mask_of(case)
     assert_honest(mask, lengths_of(case.query, case.key))
     assert torch.equal(mask.to_dense().bool(), case.search().keep)
-
-
-def test_lists_and_mask_mod_say_the_same_in_published_selection():
-    query, key = inputs(192)
-    mask = published_mask(query, key, **OPTIONS)
-    assert_honest(mask, (192, 192))
-    assert (mask.to_dense() == 0)[..., torch.ones(12, 12).tril().bool()].any()
-
-
-def test_shape_and_block_size():
-    mask = flexprefill_mask(*inputs(200, 150, batch=2), **OPTIONS)
-    assert mask.shape == (2, 4, *known_lengths(150, 200, 16))
-    assert mask.BLOCK_SIZE == (16, 16)
-    assert mask.kv_indices.shape == (2, 4, 10, 13)
-    assert mask.mask_mod.__name__.startswith("flexprefill(block_size=16, gamma=0.6, tau=0.3, min_budget=16")
 
 
 def test_statistics_come_when_asked_for():
@@ -78,31 +57,13 @@ def test_defaults_keep_a_short_prompt_whole():
     assert torch.equal(mask.to_dense().bool(), torch.ones(8, 8).tril().bool().expand(1, 2, 8, 8))
 
 
-def test_q_offset_forms_agree():
-    query, key = inputs(200, 120, batch=2)
-    wanted = flexprefill_mask(query, key, **OPTIONS, q_offset=48)
-    for offset in (torch.tensor(48), torch.tensor([48, 48]), torch.tensor([48, 48], dtype=torch.int32)):
-        mask = flexprefill_mask(query, key, **OPTIONS, q_offset=offset)
-        assert_same_lists(mask, wanted)
-        assert_honest(mask, (120, 200))
-    last = flexprefill_mask(query, key, **OPTIONS)
-    assert_same_lists(last, flexprefill_mask(query, key, **OPTIONS, q_offset=80))
-    assert_same_lists(last, flexprefill_mask(query, key, **OPTIONS, q_offset=torch.tensor(10_000)))
-    assert not torch.equal(last.to_dense(), wanted.to_dense())
-
-
-def test_attention_mask_forms_agree():
-    query, key = inputs(batch=2)
-    valid = torch.arange(200)[None] >= torch.tensor([[30], [0]])
-    wanted = flexprefill_mask(query, key, **OPTIONS, attention_mask=valid)
-    for dtype in (torch.int64, torch.int32, torch.uint8):
-        assert_same_lists(flexprefill_mask(query, key, **OPTIONS, attention_mask=valid.to(dtype)), wanted)
-
-
-def test_tensors_written_over_after_the_call_do_not_change_the_mask():
+def test_inputs_are_left_as_they_are_and_may_be_written_over():
     query, key = inputs(200, 120)
     offset, attention_mask = torch.tensor(40), torch.arange(200)[None] >= 20
+    tensors = (query, key, offset, attention_mask)
+    copies = [x.clone() for x in tensors]
     mask = flexprefill_mask(query, key, **OPTIONS, q_offset=offset, attention_mask=attention_mask)
+    assert all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))
     before = mask.to_dense().clone()
     offset += 37
     attention_mask.fill_(False)
@@ -110,15 +71,6 @@ def test_tensors_written_over_after_the_call_do_not_change_the_mask():
     key.zero_()
     assert_honest(mask, (120, 200))
     assert torch.equal(mask.to_dense(), before)
-
-
-def test_inputs_are_left_as_they_are():
-    query, key = inputs(200, 120)
-    offset, attention_mask = torch.tensor([40]), (torch.arange(200)[None] >= 20).long()
-    tensors = (query, key, offset, attention_mask)
-    copies = [x.clone() for x in tensors]
-    flexprefill_mask(query, key, **OPTIONS, q_offset=offset, attention_mask=attention_mask)
-    assert all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))
 
 
 def test_inputs_that_require_gradients_give_the_same_mask():

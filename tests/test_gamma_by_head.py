@@ -1,4 +1,4 @@
-"""A gamma for every head: each head's blocks are those of a call with its gamma alone, whatever form the gammas come in."""
+"""A gamma per head: each head's blocks are those of a call with its gamma, in whatever form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from flexmask import _torch, flexprefill_mask, warmup
 from flexmask.base.inputs import attention_inputs
 from flexmask.numbers import numbers_of
-from tests.attention_calls import flexprefill_attention
 from tests.cases import Config, mask_function, structured_inputs
 from tests.comparisons import dense_map
 from tests.compile_support import assert_same_lists, traced
@@ -76,19 +75,6 @@ def test_a_group_of_heads_takes_its_own_gammas(form):
     query, key = inputs()
     selector = Config(form(GAMMAS)).selector.for_inputs(attention_inputs(query, key))
     assert numbers_of(selector, query[:, 2:], slice(2, 4))["gamma"].tolist() == pytest.approx(GAMMAS[2:])
-
-
-@pytest.mark.attention
-@pytest.mark.parametrize("form", [tuple, torch.tensor], ids=["tuple", "tensor"])
-def test_attention_in_groups_of_heads_equals_that_of_all(form):
-    query, key = inputs()
-    gamma = form((0.25, 1.0, 0.5, 0.75))
-    options = {**OPTIONS, "tau": 0.3, "dense_below": 0, "return_stats": True}
-    out, stats = flexprefill_attention(query, key, key, gamma=gamma, **options)
-    parts, part_stats = flexprefill_attention(query, key, key, gamma=gamma, **options, max_mask_bytes=1)
-    torch.testing.assert_close(parts, out, atol=2e-5, rtol=0)
-    assert torch.equal(part_stats.density, stats.density)
-    assert len(set(stats.density[0].tolist())) > 1
 
 
 def test_a_mask_says_that_it_has_gammas_by_head():

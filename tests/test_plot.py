@@ -1,4 +1,4 @@
-"""Pictures: what they show, read back from the Axes, is what they were given."""
+"""Pictures: the Axes hold what they were given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from flexmask.plot import (
     block_kinds,
     plot_attention,
     plot_block_mask,
-    plot_coverage,
     plot_density,
     plot_distances,
     plot_frontier,
@@ -182,20 +181,6 @@ def test_distances_mark_query_aware_heads(pyplot):
         plot_distances(hybrid)
 
 
-def test_coverage_begins_at_the_lowest_tenth(pyplot):
-    rows = [{"layer": 0, "head": head, "coverage": 0.74 + 0.1 * head} for head in range(2)]
-    axes = plot_coverage(rows)
-    assert shown(axes).tolist() == [pytest.approx([0.74, 0.84])]
-    assert axes.get_images()[0].get_clim() == pytest.approx((0.7, 1.0))
-
-
-def test_layers_may_differ_in_their_heads(pyplot):
-    rows = [{"layer": layer, "head": head, "density": 0.5} for layer in (0, 1) for head in range(2 + 2 * layer)]
-    axes = plot_density(rows)
-    assert shown(axes).isnan().tolist() == [[False, False, True, True], [False] * 4]
-    assert not axes.patches
-
-
 def test_pattern_shares_are_those_of_the_rows(pyplot):
     axes = plot_pattern_share(head_rows())
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
@@ -272,26 +257,3 @@ def test_attention_is_drawn_whole_through_the_mask_and_left_out(pyplot):
 def test_attention_refuses(pyplot, arguments, message):
     with pytest.raises(ValueError, match=message):
         plot_attention(torch.eye(2), 32, **arguments)
-
-
-def lightness(colour):
-    """Of an RGB colour, 0 to 1, as a grey picture has it."""
-    red, green, blue = colour[:3]
-    return 0.299 * red + 0.587 * green + 0.114 * blue
-
-
-def test_colours_differ_in_grey():
-    colors = pytest.importorskip("matplotlib.colors")
-    from matplotlib import colormaps
-
-    from flexmask.pictures import style
-
-    kinds = [lightness(colors.to_rgb(colour)) for colour in (style.WHOLE, style.IN_PART, style.LEFT_OUT)]
-    assert kinds == sorted(kinds)
-    assert min(kinds[1] - kinds[0], kinds[2] - kinds[1]) > 0.2
-    for ramp in (colormaps["cividis_r"], style.attention_colours()):
-        greys = [lightness(ramp(step / 10)) for step in range(11)]
-        assert greys == sorted(greys, reverse=True)
-        assert greys[0] - greys[-1] > 0.5
-    # what is left out is lighter than the least attention
-    assert lightness(colors.to_rgb(style.LEFT_OUT)) - lightness(style.attention_colours()(0.0)) > 0.08

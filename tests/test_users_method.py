@@ -1,4 +1,4 @@
-"""Masks of a user's function in sparse_attention: wrong ones are refused by its name, others limited to what the call shows."""
+"""A user's mask function in sparse_attention: wrong masks are refused by name, others limited to what the call shows."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def made_of(
     lengths: tuple[int, int] = (LENGTH, LENGTH),
     mod: Any = None,
 ) -> BlockMask:
-    """A BlockMask of lists as a user may make them, whatever they hold."""
+    """A BlockMask of lists, whatever they hold."""
     lists: Any = (kv_num_blocks, kv_indices, *(full or (None, None)))
     return block_mask_from_lists(lists, mod or every_pair, size, lengths)
 
 
 def attend(mask: object, method: Any = None, **options: Any) -> Any:
-    """The compiled kernel under `mask`, which a user's function gives."""
+    """The compiled kernel under a user's `mask`."""
 
     def my_method(query, key, **given):
         return mask
@@ -64,11 +64,8 @@ def of_heads(batch: int, heads: int) -> BlockMask:
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "None": (lambda: None, TypeError, "a BlockMask; got NoneType"),
-    "int": (lambda: 3, TypeError, "a BlockMask; got int"),
-    "tensor": (lambda: torch.ones(BLOCKS, BLOCKS), TypeError, "a BlockMask; got Tensor"),
     "tuple": (lambda: (of_heads(1, 1), None), TypeError, "a BlockMask; got tuple"),
     "3 heads of 4": (lambda: of_heads(1, 3), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 3, 7)"),
-    "2 heads of 4": (lambda: of_heads(1, 2), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 2, 7)"),
     "8 heads of 4": (lambda: of_heads(1, 8), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 8, 7)"),
     "3 batch rows of 2": (lambda: of_heads(3, 1), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (3, 1, 7)"),
     "6 query blocks of 7": (
@@ -92,22 +89,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "full_kv_num_blocks of kv_num_blocks' shape (1, 1, 7); got (1, 3, 7)",
     ),
     "floats": (lambda: made_of(COUNTS.float(), INDICES), TypeError, "kv_num_blocks of integers; got torch.float32"),
-    "full floats": (
-        lambda: made_of(COUNTS, INDICES, COUNTS, INDICES.double()),
-        TypeError,
-        "full_kv_indices of integers; got torch.float64",
-    ),
     "other blocks": (
         lambda: made_of(COUNTS, INDICES, size=32),
         ValueError,
         "in blocks of 16 tokens, as it is told to; got (32, 32)",
     ),
     "meta": (lambda: made_of(COUNTS.to("meta"), INDICES.to("meta")), ValueError, "kv_num_blocks on query's device cpu; got meta"),
-    "meta lists": (
-        lambda: made_of(COUNTS, INDICES, COUNTS, INDICES.to("meta")),
-        ValueError,
-        "full_kv_indices on query's device cpu; got meta",
-    ),
 }
 if KNOWS_LENGTHS:
     REFUSED["other lengths"] = (
@@ -123,16 +110,6 @@ def test_mask_that_is_not_this_calls_is_refused_by_the_methods_name(name):
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=rf"^method my_method must give .*{re.escape(message)}$"):
         attend(make())
-
-
-@pytest.mark.attention
-@pytest.mark.parametrize("heads", [3, 4])
-def test_more_mask_heads_than_query_heads_are_refused(heads):
-    def my_method(query, key, **given):
-        return of_heads(1, heads)
-
-    with pytest.raises(ValueError, match=re.escape(f"(2 or 1, 2 or 1, 7), a count for each query block; got (1, {heads}, 7)")):
-        sparse_attention(QUERY[:, :2], KEY[:, :1], VALUE[:, :1], my_method, block_size=BLOCK, dense_below=0)
 
 
 class Generator:

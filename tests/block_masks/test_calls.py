@@ -1,4 +1,4 @@
-"""Calls of every mask: no value is read, the call traces whole, wrong arguments are refused."""
+"""Calls of every mask: no value is read, the call traces whole."""
 
 from __future__ import annotations
 
@@ -46,21 +46,3 @@ def test_traces_whole(name):
 
     for got, expected in zip(lists(*chosen.inputs("cpu")), lists_of(made(name, FULLEST[name]).mask), strict=True):
         assert torch.equal(got, expected)
-
-
-@all_masks
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"query": torch.zeros(4, 64, 32)}, r"query must be \(batch, num_heads, q_len, head_dim\); got shape \(4, 64, 32\)"),
-        ({"block_size": 40}, "block_size must be a multiple of 16 from 16 to 256; got 40"),
-        ({"window": 0}, "window must be >= 1 token .*; got 0"),
-        ({"attention_mask": torch.ones(1, 63, dtype=torch.bool)}, r"attention_mask must be .*\(1, 64\); got \(1, 63\)"),
-        ({"q_offset": 1}, r"q_offset must be in \[0, kv_len - q_len = 0\]; got 1"),
-    ],
-    ids=["query", "block_size", "window", "attention_mask", "q_offset"],
-)
-def test_wrong_arguments_are_refused(name, wrong, message):
-    right = {"query": torch.zeros(1, 4, 64, 32), "key": torch.zeros(1, 2, 64, 32)}
-    with pytest.raises(ValueError, match=message):
-        MASKS[name](**{**right, **wrong})

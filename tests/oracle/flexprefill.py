@@ -1,11 +1,8 @@
-"""FlexPrefill in plain loops and float64: slow, obvious, and what the fast code is tested against.
+"""FlexPrefill in plain loops and float64, which the fast code is tested against.
 
-No code is shared with the fast paths. Every quantity is computed from its definition, token by token or offset by offset
-(`tests.oracle.steps`), and every decision comes with its margin (`tests.oracle.margins`).
-
-The method is FlexPrefill, arXiv 2502.20766, section 3, algorithms "Sparse Attention", "Sparse Pattern Search", "Vertical Slash
-Index Search" and "Query Aware Index Search"; `flexprefill_selection` below is all four. Inputs are assumed finite; the public
-functions check shapes and ranges, this module does not.
+It shares no code with the fast paths: `tests.oracle.steps` computes every quantity from its definition, and
+`tests.oracle.margins` gives every decision its margin. Source: arXiv 2502.20766, section 3, algorithms "Sparse Attention",
+"Sparse Pattern Search", "Vertical Slash Index Search" and "Query Aware Index Search". Inputs are assumed finite.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ __all__ = ["ReferenceResult", "reference_flexprefill"]
 
 
 def flexprefill_selection(head: AttentionHead, seen: Visibility, options: Options) -> Head:
-    """Decide one head: the paper's algorithm "Sparse Attention", up to the attention itself."""
-    # Sparse Pattern Search: does the true attention of the representative rows follow the pooled estimate?
+    """Decide one head: the algorithm "Sparse Attention", up to the attention itself."""
+    # Sparse Pattern Search
     pattern_rows = representative_rows(options.pattern_queries, seen)
     keys = block_means(head.key, seen)
     estimated = estimated_attention(head, pattern_rows, keys, seen)
@@ -52,14 +49,14 @@ def flexprefill_selection(head: AttentionHead, seen: Visibility, options: Option
     js_distance = jensen_shannon_distance(estimated, true)
     is_query_aware = js_distance < options.tau
 
-    # Vertical Slash Index Search: the heaviest key blocks and block diagonals; a query-aware head takes the floor only
+    # Vertical Slash Index Search; a query-aware head takes the floor only
     index_rows = representative_rows(options.index_queries, seen)
     attention = representative_attention(head, index_rows, seen)
     mass = line_mass(attention, index_rows, seen)
     key_blocks, diagonals = kept_lines(mass, is_query_aware, seen, options)
     kept = extended_lines(key_blocks, diagonals, seen)
 
-    # Query Aware Index Search: the heaviest blocks of the pooled map
+    # Query Aware Index Search
     pooled = pooled_map(head, keys, seen)
     if is_query_aware:
         kept |= top_p_blocks(pooled, seen, options)
@@ -96,79 +93,15 @@ def reference_flexprefill(
     attention_mask: Tensor | None = None,
     q_offset: int | Tensor | None = None,
 ) -> ReferenceResult:
-    """Decide FlexPrefill's block mask slowly and plainly, in float64.
+    """Decide the block mask of every head, in float64.
 
-    Each head compares the true block-wise attention of its representative rows with a pooled
-    estimate (Jensen-Shannon distance D). If ``D < tau`` it is Query-Aware and takes the heaviest
-    blocks of the pooled map; else it is Vertical-Slash and takes the heaviest key blocks and block
-    diagonals. ``gamma`` of each family's own sum is kept.
+    Takes the arguments of the mask functions, all options of the three methods at once, and `rule`, the constants of hybrid
+    selection. `tests.oracle.hybrid` and `tests.oracle.published` define the other two methods.
 
-    Source: FlexPrefill, arXiv 2502.20766, section 3, its four algorithms.
+    Differs from the paper: vertical and slash lines are chosen by block, each slash split over the two block diagonals it
+    crosses; the pooled estimate weighs a block by its number of valid keys; padding, windows and chunks are defined.
 
-    Differs from the paper: vertical and slash lines are chosen by block, each slash split over the
-    two block diagonals it crosses; the pooled estimate weighs a block by its number of valid keys;
-    padding, windows and chunks of a longer prompt are defined. ``method="published"`` decides
-    as the published code does instead, in its own function.
-
-    Parameters
-    ----------
-    query : Tensor
-        ``(batch, num_heads, q_len, head_dim)``, any float dtype and device.
-    key : Tensor
-        ``(batch, num_kv_heads, kv_len, head_dim)``; ``num_kv_heads`` divides ``num_heads``.
-    gamma : float, or a sequence or ``(num_heads,)`` tensor of them
-        Share of attention to keep, in (0, 1]; 1 keeps every visible block. Default ours.
-    tau : float
-        Distance below which a head is Query-Aware, in [0, 1]; 0 gives none. Default: paper.
-    block_size : int
-        Tokens per block on both sides. Default: paper.
-    min_budget : int
-        Tokens: at least ``ceil(min_budget / block_size)`` key blocks and as many block diagonals
-        per head. Default: paper.
-    max_budget : int, optional
-        Tokens: at most ``ceil(max_budget / block_size)`` of each, and of the pooled map's blocks
-        in each query block.
-    method : {"flexprefill", "hybrid", "published"}
-        Ours, ours with the evidence of all rows (`tests.oracle.hybrid`), or the published code's.
-    query_aware : {"flatten", "per_query"}
-        Whether a Query-Aware head keeps ``gamma`` of the whole map or of each query block.
-    pattern_queries, index_queries : {"last", "middle"}
-        Representative rows for the pattern and for the vertical-slash index.
-    row_stride : int
-        Hybrid selection samples every row_stride-th row of a query block. Default ours.
-    rule : Rule, optional
-        The constants of hybrid selection, which needs them.
-    scale : float, optional
-        Score multiplier, ``1 / sqrt(head_dim)`` unless given.
-    softcap : float, optional
-        Scores become ``softcap * tanh(score / softcap)``.
-    window : int, optional
-        Tokens a row sees, its own position included.
-    attention_mask : Tensor, optional
-        ``(batch, kv_len)``, bool or integer; nonzero means a token.
-    q_offset : int or Tensor, optional
-        Position of query row 0, in ``[0, kv_len - q_len]``; default the upper end. An integer
-        tensor is 0-d or ``(batch,)`` and is clamped. Keys at ``q_offset + q_len`` and beyond do
-        not exist yet.
-
-    Returns
-    -------
-    ReferenceResult
-        The mask, the quantities it was decided from, statistics and margins.
-
-    Raises
-    ------
-    ValueError
-        If an option word is unknown, an int ``q_offset`` is out of range, or
-        ``method="published"`` is asked for something the published code cannot do.
-
-    Examples
-    --------
-    >>> import torch
-    >>> query, key = torch.zeros(1, 1, 64, 8), torch.zeros(1, 1, 64, 8)
-    >>> result = reference_flexprefill(query, key, 0.5, 0.0, block_size=16, min_budget=0)
-    >>> result.keep[0, 0].int().tolist()
-    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    Raises ValueError for an unknown option word, an int ``q_offset`` out of range, or what the published code refuses.
     """
     options = Options(
         gamma=math.nan,  # each head's own, below
@@ -220,7 +153,6 @@ def reference_flexprefill(
 
 
 def _check_words(method: str, options: Options) -> None:
-    """Refuse a word that an option does not have."""
     for name, value, words in (
         ("method", method, ("flexprefill", "hybrid", "published")),
         ("query_aware", options.query_aware, ("flatten", "per_query")),

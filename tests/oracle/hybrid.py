@@ -57,7 +57,7 @@ class Rule(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """The least share that keeps a line of either kind, and by query block a block of its own."""
+    """The least share that keeps a line of either kind, and a block of each query block's own."""
 
     key_block: float
     diagonal: float
@@ -96,7 +96,7 @@ def hybrid_selection(head: AttentionHead, seen: Visibility, options: Options, ru
 
 
 def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
-    """The thresholds by the numbers of key blocks that query blocks see."""
+    """From the numbers of key blocks that query blocks see."""
     numbers = [sum(row == r for row, _ in seen.visible_blocks) for r in range(seen.num_q_blocks)]
     most, at_length = max(numbers), rule.length / seen.block_size
     share = (1 - gamma) * min(2.0, at_length / most)
@@ -115,7 +115,7 @@ def largest_share(attention: Tensor, seen: Visibility) -> Tensor:
 
 
 def attention_left(attention: Tensor, rows: list[int], key_blocks: list[int], near: int, seen: Visibility) -> Tensor:
-    """Attention of the rows without that to the given key blocks, of each row beyond its `near` nearest blocks."""
+    """Attention of the rows without that to the given key blocks beyond each row's `near` nearest."""
     left = attention.clone()
     for row_attention, row in zip(left, rows, strict=True):
         own = (seen.offset + row) // seen.block_size
@@ -126,7 +126,7 @@ def attention_left(attention: Tensor, rows: list[int], key_blocks: list[int], ne
 
 
 def nearest_blocks(deciding: set[int], near: int, seen: Visibility, options: Options) -> set[Block]:
-    """The visible blocks on the nearest block diagonals: of `deciding` query blocks `near` of them, of the others min_blocks."""
+    """Visible blocks on the nearest block diagonals: `near` of them in `deciding` query blocks, min_blocks elsewhere."""
 
     def reach(r: int) -> int:
         return near if r in deciding else options.min_blocks
@@ -135,7 +135,7 @@ def nearest_blocks(deciding: set[int], near: int, seen: Visibility, options: Opt
 
 
 def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride: int) -> list[Tensor]:
-    """Pooled attention of the sampled rows of each query block, (rows, num_kv_blocks); a row of zeros where none is."""
+    """Pooled attention of the sampled rows by query block, (rows, num_kv_blocks); a row of zeros where none is."""
     shares = []
     for r in range(seen.num_q_blocks):
         rows = [row for row in seen.valid_rows if row // seen.block_size == r and row % seen.block_size % row_stride == 0]
@@ -150,7 +150,7 @@ def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride
 def _margins(
     mass: LineMass, evidence: Tensor, gated: set[Block], least: Thresholds, of_lines: float, seen: Visibility
 ) -> Margins:
-    """Distances from the thresholds; from that of the lines only in the `gated` blocks, which nothing else may keep."""
+    """Distances from the thresholds; `gated` blocks depend on that of the lines too."""
     by_key, by_diagonal = line_candidates(mass, seen)
     vertical = [_from(share, least.key_block) for share in by_key.values()]
     slash = [_from(share, least.diagonal, COARSE) for share in by_diagonal.values()]
@@ -161,5 +161,5 @@ def _margins(
 
 
 def _from(value: float, threshold: float, coarse: float = 0.0) -> float:
-    """Distance of a value from a threshold, relative to it or to `coarse`, whichever is more; inf where that is 0."""
+    """Distance relative to the threshold, or to `coarse` if that is more; inf at a threshold of 0."""
     return abs(value - threshold) / max(threshold, coarse) if threshold > 0 else math.inf

@@ -1,7 +1,6 @@
-"""Decision margins: the relative distance of each decision from going the other way.
+"""Decision margins: the relative distance of each decision from going the other way, ``inf`` where nothing was decided.
 
-Where a margin is wide, float32 code must decide alike; where it is tiny, either side is right. A margin is ``inf`` where nothing
-was decided.
+Float32 code must decide alike where a margin is wide; where it is tiny, either side is right.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from tests.oracle.steps import (
 )
 from tests.oracle.visibility import Visibility
 
-# Below this a float32 probability may have underflowed, so that its rank among others is open.
+# below this a float32 probability may have underflowed
 _FLOAT32_SAFE = 2.0**-100
-# Float32 code takes S from differences of sums up to 1: below this its rounding is larger than a relative margin allows for.
+# float32 code takes S from differences of sums up to 1, which rounds smaller values coarsely
 COARSE = 0.01
 
 
 def relative(distance: float, threshold: float) -> float:
-    """|distance| relative to a threshold; inf where there is no threshold to miss."""
+    """|distance| relative to a threshold; inf where the threshold is 0."""
     return abs(distance) / threshold if threshold > 0 else math.inf
 
 
 def gap(last_kept: float, first_dropped: float, coarse: float = 0.0) -> float:
-    """Distance from the last kept value to the first dropped one, relative to the larger of the last kept one and `coarse`.
+    """From the last kept value to the first dropped one, relative to the larger of the last kept one and `coarse`.
 
-    An exact 0 is 0 in every precision, so the index decides such a tie everywhere.
+    Ties at exactly 0 are decided by index in every precision.
     """
     if last_kept == 0 or math.isinf(last_kept):
         return math.inf
@@ -50,10 +49,7 @@ def gap(last_kept: float, first_dropped: float, coarse: float = 0.0) -> float:
 
 
 def top_p_margin(values: dict[Candidate, float], budget: Budget, coarse: float = 0.0) -> float:
-    """Margin of `top_p`: of the running sum on both sides of the cut, and of the last value kept over the first one dropped.
-
-    A side on which floor or cap decides has no margin. Values below `coarse` are rounded as coarsely as that one.
-    """
+    """Margin of `top_p`: of the running sum on both sides of the cut, and of the last value kept over the first dropped."""
     order = heaviest_first(values)
     running = list(accumulate((values[index] for index in order), initial=0.0))
     threshold = budget.gamma * running[-1]
@@ -71,14 +67,13 @@ def top_p_margin(values: dict[Candidate, float], budget: Budget, coarse: float =
 
 
 def pattern_margin(js_distance: float, tau: float) -> float:
-    """Distance of D_JS from tau; a NaN is vertical-slash whatever tau is."""
+    """Distance of D_JS from tau."""
     return math.inf if math.isnan(js_distance) else relative(js_distance - tau, tau)
 
 
 def line_margins(mass: LineMass, is_query_aware: bool, seen: Visibility, options: Options) -> tuple[float, float]:
-    """Margins of the selected verticals and of the selected slashes."""
+    """Margins of the selected verticals and slashes."""
     if is_query_aware and options.gamma == 1 and options.max_blocks is None:
-        # The map keeps every visible block whatever the floor is.
         return math.inf, math.inf
     budget = line_budget(is_query_aware, options)
     key_blocks, diagonals = line_candidates(mass, seen)
@@ -86,7 +81,7 @@ def line_margins(mass: LineMass, is_query_aware: bool, seen: Visibility, options
 
 
 def map_margin(pooled: Tensor, seen: Visibility, options: Options) -> float:
-    """Margin of the blocks selected from the pooled map: of top-p, and of the cap on each query block."""
+    """Margin of the blocks selected from the pooled map: of top-p and of the cap."""
     margins = [math.inf]
     for candidates in map_candidates(pooled, seen, options.query_aware):
         margins.append(top_p_margin(candidates, Budget(options.gamma)))

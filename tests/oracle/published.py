@@ -1,6 +1,6 @@
 """The block sets of the authors' published code, ``method="published"``.
 
-Source: github.com/bytedance/FlexPrefill, described by what it keeps. Differs from the default selection:
+Source: github.com/bytedance/FlexPrefill. Differs from the default selection:
 
 - it counts sorted tokens and turns the count into blocks by ``// 128 + 1``, whatever the block size;
 - a slash stands for one block diagonal only, that of its offset's block;
@@ -98,14 +98,14 @@ def published_selection(head: AttentionHead, seen: Visibility, options: Options)
 
 
 def distance_with_nan(estimated: Tensor, true: Tensor) -> float:
-    """The published code's D_JS: it takes 0 * log 0 in float32, so a share that underflows there gives NaN."""
+    """D_JS with 0 * log 0 taken in float32: a share that underflows there gives NaN."""
     if (torch.cat([estimated, true]).float() == 0).any():
         return math.nan
     return jensen_shannon_distance(estimated, true)
 
 
 def may_underflow(estimated: Tensor, true: Tensor) -> bool:
-    """True if float32 may or may not reach NaN here: near its smallest number, underflow depends on the order of a sum."""
+    """True if float32 may or may not reach NaN: near its smallest number that depends on the order of a sum."""
     shares = torch.cat([estimated, true])
     return bool(((shares > 2.0**-160) & (shares < 2.0**-116)).any())
 
@@ -127,9 +127,8 @@ def running_sums(by_unit: Tensor) -> list[float]:
 
 
 def block_count(by_unit: Tensor, gamma: float, bounds: Bounds) -> int:
-    """The published count of lines: (running sums <= gamma) + 1 tokens, and that // 128 + 1 blocks, whatever the block size."""
+    """(running sums <= gamma) + 1 tokens, and that // 128 + 1 blocks."""
     running = running_sums(by_unit)
-    # No sum of shares exceeds 1 other than by rounding.
     within = len(running) if gamma == 1 else sum(total <= gamma for total in running)
     return bounds.clamped((within + 1) // 128 + 1)
 
@@ -153,7 +152,7 @@ def block_count_margin(by_unit: Tensor, gamma: float, bounds: Bounds) -> float:
 
 
 class Lines(NamedTuple):
-    """The key blocks, or the block diagonals, selected for one head."""
+    """Selected key blocks or block diagonals of one head."""
 
     lines: list[int]
     num_lines: int  # 0 for a query-aware head without a floor, though line 0 is kept
@@ -161,15 +160,14 @@ class Lines(NamedTuple):
 
 
 def published_lines(by_unit: Tensor, by_line: Tensor, is_query_aware: bool, options: Options) -> Lines:
-    """Select key blocks from the mass of tokens and of key blocks, or diagonals from that of offsets and of offset blocks."""
+    """Select lines from the mass of tokens (or offsets) and of blocks."""
     num_lines = len(by_line)
     bounds = Bounds(options.min_blocks, num_lines if options.max_blocks is None else min(num_lines, options.max_blocks))
     if is_query_aware:
         count, margin = min(bounds), math.inf
     else:
         count, margin = block_count(by_unit, options.gamma, bounds), block_count_margin(by_unit, options.gamma, bounds)
-    # Line 0 takes a place in the count, and is there even where the count of a head without a floor is 0: the published code
-    # fills the places that a head leaves over with block 0.
+    # line 0 is kept even at a count of 0: the published code fills the places left over with block 0
     values = dict(enumerate([math.inf, *by_line.tolist()[1:]]))
     budget = Budget(gamma=1.0, cap=max(1, count))
     return Lines(top_p(values, budget), count, min(margin, top_p_margin(values, budget)))
@@ -186,7 +184,7 @@ def blocks_within(values: dict[Block, float], gamma: float, num_kv_blocks: int) 
 
 
 def blocks_within_margin(values: dict[Block, float], gamma: float, num_kv_blocks: int) -> float:
-    """Margin of `blocks_within`: of every running sum up to the crossing, and of the last block kept over the first dropped."""
+    """Margin of `blocks_within`."""
     if gamma == 1:
         return math.inf
     order, threshold = heaviest_first(values), gamma * num_kv_blocks

@@ -15,71 +15,30 @@ from tests.oracle.visibility import Block, Visibility
 
 @dataclass(frozen=True)
 class ReferenceResult:
-    """FlexPrefill's decisions for every head, and the margin of each. All tensors are on the CPU.
+    """Decisions for every head with their margins, on the CPU; numbers are float64, counts int64.
 
-    "Per head" is shape ``(batch, num_heads)``; margins are relative and ``inf`` where nothing was decided.
-
-    Attributes
-    ----------
-    keep : Tensor
-        Bool ``(batch, num_heads, num_q_blocks, num_kv_blocks)``; True means the block is computed.
-    full : Tensor
-        Bool, as ``keep``; True means kept and every existing pair of the block is visible.
-    is_query_aware : Tensor
-        Bool per head; True means Query-Aware, False Vertical-Slash.
-    js_distance : Tensor
-        float64 per head, the paper's D_JS, in ``[0, sqrt(ln 2)]`` or NaN.
-    vertical : Tensor
-        float64 ``(batch, num_heads, num_kv_blocks)``: V, the attention mass of each key block; of hybrid selection
-        the most that one row gives it.
-    slash : Tensor
-        float64 ``(batch, num_heads, num_kv_blocks)``: S, the attention mass of each block diagonal, 0 where the diagonal holds
-        no visible block; of hybrid selection without what the kept key blocks hold.
-    pooled : Tensor
-        float64, shape of ``keep``: the pooled map A, the block-wise estimate for every query block.
-    row_evidence : Tensor
-        float64, shape of ``keep``: R, the attention of each query block's rows to the means of the key blocks; 0 where
-        the method is not ``"hybrid"``.
-    num_vertical_blocks, num_slash_blocks : Tensor
-        int64 per head: selected key blocks and block diagonals; a Query-Aware head's are its floor. Blocks that are always kept
-        are not counted.
-    density : Tensor
-        float64 per head: kept blocks / visible blocks (0 if none is visible).
-    coverage : Tensor
-        float64 per head: true attention mass of the index rows that lies in kept blocks.
-    row_coverage : Tensor
-        float64 per head: row evidence that lies in kept blocks, mean over the query blocks that have any; NaN without.
-    pattern_margin : Tensor
-        float64 per head: ``|js_distance - tau| / tau``.
-    vertical_margin, slash_margin : Tensor
-        float64 per head, of the selection made for the head: of the floor alone if Query-Aware.
-    query_aware_margin : Tensor
-        float64 per head, of the selection from ``pooled``, whether the head uses it or not.
-    row_margin : Tensor
-        float64 per head, of the selection from ``row_evidence``.
-    margin : Tensor
-        float64 per head: the smallest of the margins that its mask depends on.
+    Unless noted a field is per head, ``(batch, num_heads)``. Margins are relative and ``inf`` where nothing was decided.
     """
 
-    keep: Tensor
-    full: Tensor
+    keep: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
+    full: Tensor  # as keep: kept, and every existing pair is visible
     is_query_aware: Tensor
-    js_distance: Tensor
-    vertical: Tensor
-    slash: Tensor
-    pooled: Tensor
-    row_evidence: Tensor
-    num_vertical_blocks: Tensor
+    js_distance: Tensor  # D_JS, in [0, sqrt(ln 2)] or NaN
+    vertical: Tensor  # (batch, num_heads, num_kv_blocks): V; in hybrid selection the most that one row gives
+    slash: Tensor  # (batch, num_heads, num_kv_blocks): S; in hybrid selection without what kept key blocks hold
+    pooled: Tensor  # A, shape of keep
+    row_evidence: Tensor  # R of hybrid selection, shape of keep
+    num_vertical_blocks: Tensor  # without the blocks that are always kept
     num_slash_blocks: Tensor
-    density: Tensor
-    coverage: Tensor
-    row_coverage: Tensor
+    density: Tensor  # kept blocks / visible blocks, 0 if none is visible
+    coverage: Tensor  # attention of the index rows in kept blocks
+    row_coverage: Tensor  # row evidence in kept blocks, mean over query blocks; NaN without
     pattern_margin: Tensor
     vertical_margin: Tensor
     slash_margin: Tensor
-    query_aware_margin: Tensor
+    query_aware_margin: Tensor  # whether the head uses the map or not
     row_margin: Tensor
-    margin: Tensor
+    margin: Tensor  # the smallest of those that the mask depends on
 
 
 class Mask(NamedTuple):
@@ -92,7 +51,7 @@ class Mask(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """One head's pattern and the quantities it was selected from."""
+    """One head's pattern and the quantities behind it."""
 
     is_query_aware: bool
     js_distance: float
@@ -106,7 +65,7 @@ class Decision(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """The relative distance of one head's decisions from going the other way."""
+    """One head's margins."""
 
     pattern_margin: float
     vertical_margin: float
@@ -117,7 +76,7 @@ class Margins(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Everything the oracle says about one head."""
+    """All of one head."""
 
     mask: Mask
     decision: Decision
@@ -125,7 +84,7 @@ class Head(NamedTuple):
 
 
 def head_mask(kept: set[Block], attention: Tensor, rows: list[int], seen: Visibility) -> Mask:
-    """Block maps, density and coverage of the kept blocks; `attention` is that of the index rows, (len(rows), kv_len)."""
+    """Block maps, density and coverage of the kept blocks; `attention` is that of the index rows."""
     keep, full = _empty_map(seen), _empty_map(seen)
     for r, j in kept:
         keep[r, j] = True
@@ -139,7 +98,7 @@ def head_mask(kept: set[Block], attention: Tensor, rows: list[int], seen: Visibi
 
 
 def empty_head(seen: Visibility) -> Head:
-    """A head of a batch row without valid query rows: nothing to see, nothing to decide."""
+    """A head of a batch row without valid query rows."""
     mask = Mask(_empty_map(seen), _empty_map(seen), 0.0, 0.0)
     lines = torch.zeros(seen.num_kv_blocks, dtype=torch.float64)
     decision = Decision(False, 0.0, lines, lines, no_map(seen), no_map(seen), math.nan, 0, 0)
@@ -147,7 +106,7 @@ def empty_head(seen: Visibility) -> Head:
 
 
 def no_map(seen: Visibility) -> Tensor:
-    """The map of a quantity that a selection does not look at: zeros, (num_q_blocks, num_kv_blocks)."""
+    """Zeros for a quantity that a selection does not compute."""
     return _empty_map(seen).double()
 
 
@@ -156,14 +115,14 @@ def _empty_map(seen: Visibility) -> Tensor:
 
 
 def stacked(heads: list[Head], batch: int) -> ReferenceResult:
-    """All heads of all batch rows, field by field; `heads` goes through the heads of one batch row after the other."""
+    """All heads of all batch rows; `heads` is ordered by batch row."""
     named = [{**head.mask._asdict(), **head.decision._asdict(), **head.margins._asdict()} for head in heads]
     columns = {field.name: _column([head[field.name] for head in named]) for field in fields(ReferenceResult)}
     return ReferenceResult(**{name: column.unflatten(0, (batch, -1)) for name, column in columns.items()})
 
 
 def _column(values: list[Any]) -> Tensor:
-    """One field of every head; numbers become float64, int64 or bool."""
+    """One field of every head."""
     if isinstance(values[0], Tensor):
         return torch.stack(values)
     return torch.tensor(values, dtype=torch.float64 if isinstance(values[0], float) else None)

@@ -1,7 +1,6 @@
-"""The steps of FlexPrefill, each as the paper defines it: token by token, offset by offset, block by block.
+"""The steps of FlexPrefill, each as the paper defines it, in the order in which `tests.oracle.flexprefill` takes them.
 
-They stand in the order in which `tests.oracle.flexprefill` takes them. Shapes are those of one head: ``query`` is
-(q_len, head_dim), ``key`` (kv_len, head_dim), everything float64.
+Shapes are those of one head: ``query`` is (q_len, head_dim), ``key`` (kv_len, head_dim), everything float64.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Candidate = TypeVar("Candidate", int, Block)
 
 
 class Options(NamedTuple):
-    """The options of the selection; budgets in blocks."""
+    """Options of the selection; budgets in blocks."""
 
     gamma: float
     tau: float
@@ -32,7 +31,7 @@ class Options(NamedTuple):
 
 
 class AttentionHead(NamedTuple):
-    """One head's queries and keys, and how they are scored."""
+    """One head's queries, keys and score options."""
 
     query: Tensor
     key: Tensor
@@ -40,7 +39,7 @@ class AttentionHead(NamedTuple):
     softcap: float | None
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scaled and capped scores of (rows, head_dim) queries with (keys, head_dim) keys, (rows, keys)."""
+        """Capped scores, (rows, keys)."""
         scores = query @ key.T * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -48,7 +47,7 @@ class AttentionHead(NamedTuple):
 
 
 def representative_rows(which: str, seen: Visibility) -> list[int]:
-    """The last or the middle B valid query rows, adjacent or not; all of them when there are fewer (the paper's Q-hat)."""
+    """The last or middle B valid query rows, or all of them when there are fewer (Q-hat)."""
     rows, size = seen.valid_rows, seen.block_size
     if which == "last":
         return rows[-size:]
@@ -57,20 +56,19 @@ def representative_rows(which: str, seen: Visibility) -> list[int]:
 
 
 def representative_attention(head: AttentionHead, rows: list[int], seen: Visibility) -> Tensor:
-    """Softmax attention p of the rows to the keys they see, (len(rows), kv_len) (the paper's A-hat)."""
+    """Softmax attention p of the rows, (len(rows), kv_len) (A-hat)."""
     scores = head.scores(head.query[rows], head.key)
     return torch.softmax(scores.masked_fill(~seen.pairs[rows], -math.inf), dim=-1)
 
 
 class LineMass(NamedTuple):
-    """Attention mass of the verticals and of the slashes, each (num_kv_blocks,)."""
+    """Attention mass of verticals and slashes, each (num_kv_blocks,)."""
 
     vertical: Tensor  # V, by key block
     slash: Tensor  # S, by block diagonal
 
 
 def line_mass(attention: Tensor, rows: list[int], seen: Visibility) -> LineMass:
-    """V and S of the representative attention."""
     return LineMass(vertical_mass(attention, seen), slash_mass(attention, rows, seen))
 
 
@@ -103,19 +101,19 @@ def mass_by_offset(attention: Tensor, rows: list[int], offset: int) -> Tensor:
 
 
 def by_block(values: Tensor, block_size: int) -> Tensor:
-    """Sums of values, one a token or an offset, over blocks; the last block may be short."""
+    """Sums of values per token or offset over blocks; the last block may be short."""
     return torch.stack([block.sum() for block in values.split(block_size)])
 
 
 class KeyMeans(NamedTuple):
-    """Mean of each key block's valid keys and the log of their number; zeros for a block that has none."""
+    """Mean of each key block's valid keys and the log of their number; zeros for an empty block."""
 
     means: Tensor  # (num_kv_blocks, head_dim)
     log_counts: Tensor  # (num_kv_blocks,)
 
 
 def block_means(key: Tensor, seen: Visibility) -> KeyMeans:
-    """Pool the keys block by block (the paper's avgpool)."""
+    """The paper's avgpool of the keys."""
     means = torch.zeros(seen.num_kv_blocks, key.shape[1], dtype=torch.float64)
     log_counts = torch.zeros(seen.num_kv_blocks, dtype=torch.float64)
     for j in range(seen.num_kv_blocks):
@@ -128,7 +126,7 @@ def block_means(key: Tensor, seen: Visibility) -> KeyMeans:
 
 
 def pooled_attention(head: AttentionHead, rows: list[int], keys: KeyMeans, blocks: list[int]) -> Tensor:
-    """Softmax over the given key blocks of the mean query's scores, each block weighed by its keys, (num_kv_blocks,)."""
+    """Softmax over the given key blocks of the mean query's scores, weighed by keys per block, (num_kv_blocks,)."""
     query_mean = head.query[rows].mean(dim=0)
     scores = head.scores(query_mean[None], keys.means)[0] + keys.log_counts
     attention = torch.zeros(len(scores), dtype=torch.float64)
@@ -137,14 +135,14 @@ def pooled_attention(head: AttentionHead, rows: list[int], keys: KeyMeans, block
 
 
 def estimated_attention(head: AttentionHead, rows: list[int], keys: KeyMeans, seen: Visibility) -> Tensor:
-    """Pooled attention of the representative rows to the key blocks that one of them sees (the paper's a-bar)."""
+    """Pooled attention of the representative rows to the key blocks they see (a-bar)."""
     seen_keys = seen.pairs[rows].any(dim=0)
     blocks = [j for j, block in enumerate(seen_keys.split(seen.block_size)) if block.any()]
     return pooled_attention(head, rows, keys, blocks)
 
 
 def jensen_shannon_distance(estimated: Tensor, true: Tensor) -> float:
-    """Square root of the Jensen-Shannon divergence, natural logarithms, 0 log 0 = 0 (the paper's D_JS)."""
+    """Square root of the Jensen-Shannon divergence, natural logarithms, 0 log 0 = 0 (D_JS)."""
     divergence = 0.0
     for a, b in zip(estimated.tolist(), true.tolist(), strict=True):
         for mass in (a, b):
@@ -156,7 +154,7 @@ def jensen_shannon_distance(estimated: Tensor, true: Tensor) -> float:
 
 
 class Budget(NamedTuple):
-    """Limits of a selection: a share `gamma` of the sum, at most `cap` candidates, at least `floor`; the floor comes last."""
+    """A share `gamma` of the sum, at most `cap` candidates, at least `floor`; the floor comes last."""
 
     gamma: float
     floor: int = 0
@@ -169,10 +167,7 @@ def heaviest_first(values: dict[Candidate, float]) -> list[Candidate]:
 
 
 def top_p(values: dict[Candidate, float], budget: Budget) -> list[Candidate]:
-    """The fewest candidates, heaviest first, whose values sum to >= gamma times the sum of all, within floor and cap.
-
-    gamma = 1 keeps every candidate without summing.
-    """
+    """The fewest candidates, heaviest first, that sum to >= gamma of all, within floor and cap; gamma 1 keeps all."""
     order = heaviest_first(values)
     running = list(accumulate((values[index] for index in order), initial=0.0))
     count = len(order)
@@ -187,7 +182,7 @@ def top_p(values: dict[Candidate, float], budget: Budget) -> list[Candidate]:
 
 
 def line_budget(is_query_aware: bool, options: Options) -> Budget:
-    """The budget of verticals, and of slashes; of a query-aware head only its floor: the heaviest min_blocks."""
+    """The budget of verticals and slashes; a query-aware head has its floor only."""
     if is_query_aware:
         return Budget(gamma=1.0, cap=options.min_blocks)
     return Budget(options.gamma, floor=options.min_blocks, cap=options.max_blocks)
@@ -200,19 +195,18 @@ def line_candidates(mass: LineMass, seen: Visibility) -> tuple[dict[int, float],
 
 
 def kept_lines(mass: LineMass, is_query_aware: bool, seen: Visibility, options: Options) -> tuple[list[int], list[int]]:
-    """The selected key blocks and the selected block diagonals."""
     budget = line_budget(is_query_aware, options)
     key_blocks, diagonals = line_candidates(mass, seen)
     return top_p(key_blocks, budget), top_p(diagonals, budget)
 
 
 def extended_lines(key_blocks: list[int], diagonals: list[int], seen: Visibility) -> set[Block]:
-    """Every visible block in a selected key block or on a selected block diagonal."""
+    """Every visible block on a selected line."""
     return {(r, j) for r, j in seen.visible_blocks if j in key_blocks or any(c in diagonals for c in seen.diagonals_of(r, j))}
 
 
 def pooled_map(head: AttentionHead, keys: KeyMeans, seen: Visibility) -> Tensor:
-    """A: pooled attention of every query block to the key blocks it sees, (num_q_blocks, num_kv_blocks)."""
+    """A: pooled attention of every query block, (num_q_blocks, num_kv_blocks)."""
     pooled = torch.zeros(seen.num_q_blocks, seen.num_kv_blocks, dtype=torch.float64)
     for r in range(seen.num_q_blocks):
         rows = [row for row in seen.valid_rows if row // seen.block_size == r]
@@ -222,7 +216,7 @@ def pooled_map(head: AttentionHead, keys: KeyMeans, seen: Visibility) -> Tensor:
 
 
 def map_candidates(pooled: Tensor, seen: Visibility, query_aware: str) -> list[dict[Block, float]]:
-    """A of the visible blocks: one group that shares gamma ("flatten"), or one group a query block ("per_query")."""
+    """A of the visible blocks, in groups that share gamma: one ("flatten") or one per query block ("per_query")."""
     values = pooled.tolist()
     groups = [[block for block in seen.visible_blocks if block[0] == r] for r in range(seen.num_q_blocks)]
     if query_aware == "flatten":
@@ -231,7 +225,7 @@ def map_candidates(pooled: Tensor, seen: Visibility, query_aware: str) -> list[d
 
 
 def top_p_rows(pooled: Tensor, seen: Visibility, options: Options) -> list[dict[Block, float]]:
-    """The top-p blocks of the pooled map with their values, one dict a query block, not capped yet."""
+    """The top-p blocks of the pooled map by query block, before the cap."""
     rows: list[dict[Block, float]] = [{} for _ in range(seen.num_q_blocks)]
     for candidates in map_candidates(pooled, seen, options.query_aware):
         for block in top_p(candidates, Budget(options.gamma)):
@@ -246,7 +240,7 @@ def top_p_blocks(pooled: Tensor, seen: Visibility, options: Options) -> set[Bloc
 
 
 def blocks_kept_always(seen: Visibility) -> set[Block]:
-    """Each query block's first visible key block and its visible diagonal block(s)."""
+    """Each query block's first visible key block and its visible diagonal blocks."""
     blocks = set()
     for r in range(seen.num_q_blocks):
         visible = [j for row, j in seen.visible_blocks if row == r]
