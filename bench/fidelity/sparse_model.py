@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
+from bench.decoding import decode, prefill
 from bench.fidelity.settings import Setting
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.base.selection import Selected
@@ -71,18 +72,11 @@ class SparseModel:
                 found.append(-F.cross_entropy(logits, target, reduction="none"))
         return torch.cat(found)
 
-    @torch.no_grad()
     def answers(self, setting: Setting | None, token_ids: Tensor, count: int, chunk: int | None = None) -> Tensor:
         """Greedy tokens after each prompt, (batch, count): prefilled with `setting`, decoded dense."""
-        cache: Cache = DynamicCache(config=self.model.config)
         with self.attending(setting):
-            for part in token_ids.split(chunk or token_ids.shape[1], 1):
-                logits = self.model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-        found = [logits.argmax(-1)]
-        while len(found) < count:
-            logits = self.model(input_ids=found[-1][:, None], past_key_values=cache).logits[:, -1]
-            found.append(logits.argmax(-1))
-        return torch.stack(found, 1)
+            logits, cache = prefill(self.model, token_ids, chunk)
+        return decode(self.model, logits, cache, count)
 
     def _attend(
         self,

@@ -2,27 +2,16 @@
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from bench import decoding
 from bench.retriever.task import ANSWER_TOKENS, QUESTION_TOKENS, Prompt
 
 
-@torch.no_grad()
-def prefill(model: PreTrainedModel, prompt: Prompt, chunk: int | None = None) -> tuple[Tensor, Cache]:
-    """Prefill a prompt, in chunks of `chunk` tokens if given.
-
-    Returns
-    -------
-    logits : Tensor, (vocab_size,)
-        At the last position of the prompt.
-    cache : Cache
-        Keys and values of the whole prompt.
-    """
-    cache = DynamicCache(config=model.config)
-    token_ids = prompt.token_ids.to(model.device)[None]
-    for part in token_ids.split(chunk or token_ids.shape[1], 1):
-        logits = model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits
-    return logits[0, -1], cache
+def prefill(model: PreTrainedModel, prompt: Prompt) -> tuple[Tensor, Cache]:
+    """Logits at the prompt's last position, (vocab_size,), and the cache."""
+    logits, cache = decoding.prefill(model, prompt.token_ids[None])
+    return logits[0], cache
 
 
 @torch.no_grad()

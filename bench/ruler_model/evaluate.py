@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bench.decoding import decode, prefill
 from bench.intervals import wilson
 from bench.rows import append_row, read_rows
 from bench.ruler_model.prompts import TASKS, make_prompts
@@ -23,15 +24,9 @@ MODEL = Path(__file__).parent / "model"
 FIRST_SEED = 50_000
 
 
-@torch.no_grad()
 def greedy(model: PreTrainedModel, token_ids: Tensor, num_answer_tokens: int) -> Tensor:
-    """Prefill prompts (count, num_tokens) and decode greedily, (count, num_answer_tokens) int64."""
-    cache = DynamicCache(config=model.config)
-    step, found = token_ids.to(model.device), []
-    for _ in range(num_answer_tokens):
-        step = model(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
-        found.append(step)
-    return torch.cat(found, dim=1)
+    """Greedy answers to prompts (count, num_tokens), (count, num_answer_tokens) int64."""
+    return decode(model, *prefill(model, token_ids), num_answer_tokens)
 
 
 def measure(model: PreTrainedModel, task: str, num_tokens: int, count: int) -> dict[str, Any]:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache
 
+from bench.decoding import decode, prefill
 from bench.prompts.models import SHAPES, load, prompt_ids
 from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # a method of its own
@@ -33,25 +33,6 @@ from bench.tables import text_table
 from flexmask.integrations.huggingface import sparse_prefill, tune
 
 Way = Callable[[], AbstractContextManager[Any]]
-
-
-@torch.no_grad()
-def prefill(model: Any, ids: Tensor, chunk: int | None = None) -> tuple[Tensor, DynamicCache]:
-    """Logits of the last position and the cache, of a prefill at once or in chunks."""
-    cache = DynamicCache(config=model.config)
-    for part in ids.split(chunk or ids.shape[1], 1):
-        logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    return logits[:, -1], cache
-
-
-@torch.no_grad()
-def generated(model: Any, logits: Tensor, cache: DynamicCache, number: int) -> list[int]:
-    """Greedy tokens after a prefill."""
-    tokens = [logits.argmax(-1, keepdim=True)]
-    while len(tokens) < number:
-        logits = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True).logits[:, -1]
-        tokens.append(logits.argmax(-1, keepdim=True))
-    return [int(token) for token in tokens]
 
 
 def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -66,7 +47,7 @@ def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> 
         logits.argmax().item()
         times.append(time.perf_counter() - start)
         if len(times) == 1:
-            tokens = generated(model, logits, cache, options.new_tokens)
+            tokens = decode(model, logits, cache, options.new_tokens)[0].tolist()
         del logits, cache
     row = {"method": name, "prompt_tokens": ids.shape[1], "seconds": statistics.median(times[1:]), "first_seconds": times[0]}
     if ids.is_cuda:
