@@ -1,7 +1,7 @@
 """Open every page of the built site in a headless Chromium: ``python docs/browse.py``, or ``make docs-browse``.
 
-The site is served on this machine, as its search needs. Fails on what a page writes to the console, on a picture that does not
-load, and on a resource that is not the site's own. With ``--screenshots FOLDER`` also draws each page, wide and narrow.
+Fails on console output, missing pictures and resources from elsewhere. ``--screenshots FOLDER`` also draws each page, wide and
+narrow.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Files(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of a folder on a port of this machine."""
+    """Address of a folder on a port of this machine."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=folder)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -55,7 +55,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def open_page(browser: str, address: str, *flags: str) -> tuple[str, list[str]]:
-    """The page's final HTML and the lines that it wrote to the console."""
+    """The page's final HTML, and its lines on the console."""
     with tempfile.TemporaryDirectory() as profile:
         command = [browser, *FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=4000", *flags, address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -63,7 +63,7 @@ def open_page(browser: str, address: str, *flags: str) -> tuple[str, list[str]]:
 
 
 def problems(browser: str, page: Path, site: str) -> list[str]:
-    """List the faults of one page of the site at an address."""
+    """Faults of one page."""
     html, console = open_page(browser, f"{site}/{page.relative_to(SITE)}", "--dump-dom")
     found = [line.partition("CONSOLE")[2] for line in console]
     if "md-content" not in html:
@@ -80,7 +80,6 @@ def problems(browser: str, page: Path, site: str) -> list[str]:
 
 
 def main() -> None:
-    """Open the pages, print what is wrong, exit with 1 if anything is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=Path, help="pages of site/, default all")
     parser.add_argument("--screenshots", type=Path, help="folder to draw the pages into")

@@ -1,7 +1,6 @@
-"""Notebooks: run their cells and keep what these print and draw, or turn them into pages of the site.
+"""Run notebooks without Jupyter and keep their output (``make notebooks``), or turn them into pages of the site.
 
-``python docs/notebook.py docs/notebooks/tuning.ipynb``, or ``make notebooks``, runs a notebook without Jupyter: its cells in
-order, in one namespace. Pictures are the figures of pyplot that a cell leaves open.
+Pictures are the pyplot figures that a cell leaves open.
 """
 
 from __future__ import annotations
@@ -22,24 +21,23 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def code_cells(notebook: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """The cells of code: their place among all cells, and their source."""
+    """Place and source of each cell of code."""
     for at, cell in enumerate(notebook["cells"]):
         if cell["cell_type"] == "code":
             yield at, "".join(cell["source"])
 
 
 def printed(cell: dict[str, Any]) -> str:
-    """The printed output of a cell."""
     return "".join("".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream")
 
 
 def pictures(cell: dict[str, Any]) -> list[bytes]:
-    """The pictures of a cell, as PNG."""
+    """Pictures of a cell, as PNG."""
     return [base64.b64decode(output["data"]["image/png"]) for output in cell["outputs"] if "image/png" in output.get("data", {})]
 
 
 def run(notebook: dict[str, Any], name: str = "notebook") -> dict[str, Any]:
-    """Run all cells, replace their outputs, and return their namespace."""
+    """Run all cells in one namespace, which is returned; replaces their outputs."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, (at, source) in enumerate(code_cells(notebook), start=1):
         text = io.StringIO()
@@ -56,7 +54,7 @@ def run(notebook: dict[str, Any], name: str = "notebook") -> dict[str, Any]:
 
 
 def _drawn() -> list[bytes]:
-    """The open figures of pyplot as PNG; they are closed."""
+    """Close the open figures; return them as PNG."""
     import matplotlib.pyplot as plt
 
     found = []
@@ -70,7 +68,7 @@ def _drawn() -> list[bytes]:
 
 
 def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
-    """A notebook as Markdown, and its pictures by the names under which the page shows them."""
+    """A notebook as Markdown, and its pictures by name."""
     parts, found = [], {}
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
@@ -88,7 +86,6 @@ def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
 
 
 def main() -> None:
-    """Run the notebooks that are named, and write them back."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebooks", nargs="+", type=Path)
     for path in parser.parse_args().notebooks:

@@ -1,4 +1,4 @@
-"""The Markdown pages of the repository: their code blocks, and checks of code that is not run."""
+"""Code blocks of the repository's Markdown pages, and checks of code that is not run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHELLS = ("sh", "bash", "shell", "console")
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its code, the lines before the code, and what it needs that is not here."""
+    """A fenced block: language, code, lines before the code, and what it needs."""
 
     language: str
     code: str
@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of a page. A first line ``# needs: a GPU`` says that a block is not run here, and why."""
+    """The fenced blocks of a page; a first line ``# needs: a GPU`` marks one that is not run."""
     found = []
     for match in _BLOCK.finditer(text):
         indent, code = match["indent"], match["code"]
@@ -56,14 +56,14 @@ def blocks(text: str) -> list[Block]:
 
 
 def of_page(page: str, *languages: str) -> list[Block]:
-    """The blocks of a page of the repository in some languages."""
+    """The blocks of a page in some languages."""
     return [block for block in blocks((ROOT / page).read_text(encoding="utf-8")) if block.language in languages]
 
 
 def unknown_names(code: str, names: dict[str, Any]) -> list[str]:
-    """List the names and keywords of a block that do not exist, without running it; `names` grows by its imports.
+    """Names and keywords of a block that do not exist; `names` grows by its imports.
 
-    Packages that are not installed are passed over, and so are calls of anything but imported functions and classes.
+    Passes over packages that are not installed, and calls of anything but imported functions and classes.
     """
     wrong = []
     for node in ast.walk(ast.parse(code)):
@@ -82,7 +82,7 @@ def unknown_names(code: str, names: dict[str, Any]) -> list[str]:
 
 
 def wrong_commands(code: str) -> Iterator[str]:
-    """Commands of a shell block that do not exist: make targets, modules, extras of this package, `flexmask` and its options."""
+    """Commands, make targets, modules, extras and options of a shell block that do not exist."""
     for words in _commands(code):
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables in front of a command
             words = words[1:]
@@ -91,7 +91,7 @@ def wrong_commands(code: str) -> Iterator[str]:
 
 
 def _commands(code: str) -> Iterator[list[str]]:
-    """The words of each command; a line whose quotes stay open goes on in the next."""
+    """The words of each command; open quotes continue on the next line."""
     line = ""
     for part in code.replace("\\\n", " ").splitlines():
         line = f"{line}\n{part}" if line else part.removeprefix("$ ")
@@ -145,7 +145,7 @@ def _wrong_command(words: list[str]) -> Iterator[str]:
 
 
 def _wrong_module(name: str, rest: list[str]) -> Iterator[str]:
-    """A module of this repository must be there, and name the options that it is given; others are somebody else's."""
+    """A module of this repository must exist and name its options."""
     if name == "flexmask":
         yield from _wrong_flexmask(rest)
         return
@@ -167,13 +167,12 @@ def _wrong_module(name: str, rest: list[str]) -> Iterator[str]:
 
 
 def _source(name: str) -> str:
-    """The text of a module of this repository; nothing if there is none."""
     path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _wrong_flexmask(words: list[str]) -> Iterator[str]:
-    """A command of the program flexmask must be there, with the options that it is given."""
+    """A command of the program flexmask must exist, with its options."""
     pytest.importorskip("typer")
     if importlib.util.find_spec("flexmask.commands") is None:
         pytest.skip("the program flexmask is not part of this checkout")
@@ -219,7 +218,7 @@ def _import_from(module: str, alias: ast.alias, names: dict[str, Any]) -> Iterat
 
 
 def _called(function: ast.expr, names: dict[str, Any]) -> Any:
-    """The object behind a dotted name that starts with an import, or None."""
+    """The object of a dotted name that starts with an import, or None."""
     if isinstance(function, ast.Name):
         return names.get(function.id)
     if isinstance(function, ast.Attribute) and (owner := _called(function.value, names)) is not None:
@@ -228,7 +227,7 @@ def _called(function: ast.expr, names: dict[str, Any]) -> Any:
 
 
 def _keywords(called: Any) -> set[str] | None:
-    """The keywords that a function takes, None where it takes any."""
+    """Keywords of a function; None if it takes any."""
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The table of docs/algorithm.md names files and functions that exist, and leaves no step out."""
+"""The table of docs/algorithm.md names existing functions, and every file of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = ("paper's term", "plain", "kernel", "oracle")
 
 
 def table(text: str) -> list[list[str]]:
-    """The cells of every row below the table's header."""
+    """The cells of every row below the header."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     assert tuple(rows[0]) == COLUMNS
     return rows[2:]
@@ -34,7 +34,7 @@ def named(cell: str) -> list[tuple[str, str]]:
 
 
 def missing(rows: list[list[str]]) -> list[tuple[str, str]]:
-    """The (path, function) pairs of a table that are not at the top level of that file."""
+    """The (path, function) pairs that do not exist."""
     absent = []
     for path, name in [pair for row in rows for cell in row[1:] for pair in named(cell)]:
         file = FOLDERS[path.partition("/")[0]] / path

@@ -1,4 +1,4 @@
-"""The pictures of docs/concepts.md show what the selections compute, and the page names their figures."""
+"""The pictures and figures of docs/concepts.md are those of the selection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links of the documents: every file, picture and anchor that a page leads to is there, in the repository and so in the site."""
+"""Every file, picture and anchor that a page links to exists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGES = sorted({*SITE.PAGES} | {path.relative_to(ROOT).as_posix() for path in (R
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub and the site make them; the second of equal ones ends in 1."""
+    """Anchors of a page's headings, as GitHub and the site make them; repeated ones end in 1."""
     found: dict[str, int] = {}
     code = {line for block in blocks(text) for line in range(block.line, block.line + block.code.count("\n") + 1)}
     for number, line in enumerate(text.splitlines()):

