@@ -14,7 +14,7 @@ from flexmask.integrations.huggingface.compat import EAGER, MODELS_MAKE_4D_MASKS
 from flexmask.integrations.huggingface.mask import PrefillMask
 from flexmask.integrations.huggingface.packed import Segments
 
-_UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt a batch row"
+_UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt per batch row"
 # Arguments that change attention, and the alternative. Others from the model's forward pass (labels, lengths, flags).
 _REFUSED = {
     "position_bias": EAGER,

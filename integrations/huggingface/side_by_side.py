@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,32 +110,24 @@ def side_by_side(
     for name, number in (("max_new_tokens", max_new_tokens), ("repeats", repeats)):
         if number < 1:
             raise ValueError(f"{name} must be >= 1; got {number}")
-    ways: tuple[Callable[[bool], AbstractContextManager[Any]], ...] = (
-        lambda _: nullcontext(),
-        lambda collect: sparse_prefill(inner, settings=settings, collect_stats=collect),
+    run: PrefillRun | None = None
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    outs: dict[bool, tuple[list[int], Tensor]] = {}
+    for number, sparse in itertools.product(range(1 + repeats), (False, True)):
+        # only the last call generates all tokens, only the warm-up keeps statistics
+        new_tokens = max_new_tokens if number == repeats else 1
+        block = sparse_prefill(inner, settings=settings, collect_stats=number == 0) if sparse else nullcontext()
+        with block as opened:
+            taken, outs[sparse] = _generate(inner, input_ids, new_tokens, options)
+        seconds[sparse].append(taken)
+        run = run or opened
+        if progress is not None:
+            progress(2 * number + sparse + 1, 2 * (1 + repeats))
+    assert run is not None
+    dense, sparse_one = (
+        Generated(tuple(outs[each][0]), tuple(seconds[each][1:]), seconds[each][0], outs[each][1]) for each in (False, True)
     )
-    total, done = 2 * (1 + repeats), 0
-    run = PrefillRun()
-    warm_ups, times, outs = [0.0, 0.0], ([], []), [None, None]  # type: tuple[Any, Any, Any]
-    for number in range(1 + repeats):
-        for at, way in enumerate(ways):
-            # only the last call generates all tokens, only the warm-up keeps statistics
-            new_tokens = max_new_tokens if number == repeats else 1
-            with way(number == 0) as opened:
-                seconds, out = _generate(inner, input_ids, new_tokens, options)
-            if number:
-                times[at].append(seconds)
-                outs[at] = out
-            else:
-                warm_ups[at] = seconds
-                run = opened if at else run
-            done += 1
-            if progress is not None:
-                progress(done, total)
-    dense, sparse = (
-        Generated(tuple(out[0]), tuple(taken), warm_up, out[1]) for out, taken, warm_up in zip(outs, times, warm_ups, strict=True)
-    )
-    return SideBySide(input_ids.shape[1], dense, sparse, run)
+    return SideBySide(input_ids.shape[1], dense, sparse_one, run)
 
 
 class _FirstToken(LogitsProcessor):

@@ -54,6 +54,6 @@ def named_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], heads:
                 number = sum(place[0] == layer for place in patterns)
                 raise ValueError(f"heads must be in [0, {number}) in layer {layer}; got {head}")
             if patterns[layer, head] == "dense":
-                raise ValueError(f"layers must be such that ran sparse; layer {layer} ran dense")
+                raise ValueError(f"layers must have run sparse; layer {layer} ran dense")
             found.append(ChosenHead(layer, head, NAMED))
     return found

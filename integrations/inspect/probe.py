@@ -24,9 +24,9 @@ from flexmask.select import select_blocks
 from flexmask.selector import Selector
 
 HOW_TIMED = (
-    "Of a second prefill of the same prompt, in which nothing compiles and no statistics are taken. Attention and selection are "
-    "timed in each layer, waiting for the device before and after; selection alone is timed by making the layer's masks once "
-    "more, and is taken off attention. The rest is the forward pass without either: projections, MLPs, norms, embeddings."
+    "Of a second prefill of the same prompt, in which nothing compiles and no statistics are taken. Each layer's attention call "
+    "is timed, waiting for the device before and after. Selection is timed by making the layer's masks once more, and subtracted "
+    "from attention. The rest is the forward pass without both: projections, MLPs, norms, embeddings."
 )
 Progress = Callable[[int, int], None]
 

@@ -26,7 +26,7 @@ _SAMPLING = {
     "eta_cutoff",
     "num_return_sequences",
 }
-_TOLD = {"transformers_version", "_from_model_config", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
+_OUTPUTS = {"transformers_version", "_from_model_config", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
 _NEEDED = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
 
 
@@ -38,7 +38,7 @@ def decodes_greedily(model: Any, options: Mapping[str, Any]) -> bool:
     if options.get("do_sample") or (options.get("do_sample") is None and options.get("temperature", 0.0) != 0.0):
         return False
     changed = {name for name, value in model.generation_config.to_diff_dict().items() if value is not None}
-    if changed - _ENDS - _SAMPLING - _TOLD or set(options) - _SAMPLING - {"use_cache"}:
+    if changed - _ENDS - _SAMPLING - _OUTPUTS or set(options) - _SAMPLING - {"use_cache"}:
         return False
     if options.get("num_return_sequences", 1) != 1:
         return False

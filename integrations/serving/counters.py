@@ -59,9 +59,9 @@ class Counters:
 
     def report(self) -> str:
         density = self.density
-        told = "none" if density is None else f"{density:.3f}"
+        mean = "none" if density is None else f"{density:.3f}"
         tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.steps} steps, {self.dense_tokens} dense"
-        return f"flexmask served {tokens}; mean density {told}"
+        return f"flexmask served {tokens}; mean density {mean}"
 
     def log_to(self, log: Callable[[str, str], None], seconds: float) -> None:
         """Log the report at most this often, in steps that prefill."""

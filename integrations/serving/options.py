@@ -92,5 +92,5 @@ def _of(chosen: dict[str, Any], name: str) -> PrefillSettings:
     except ValueError as error:
         # the message names only the options of the method
         if "takes the options" in str(error):
-            raise ValueError(f"{error}; beside them stand those of PrefillSettings, and {', '.join(_OWN)}") from None
+            raise ValueError(f"{error}; also those of PrefillSettings, and {', '.join(_OWN)}") from None
         raise

@@ -37,16 +37,16 @@ def _method(layers: Iterable[SparseLayer]) -> str:
     """As in "hybrid, gamma 0.9, min_budget 1024": options that may differ by head, and others unlike the defaults."""
     selectors = [layer.selector for layer in layers]
     method = selectors[0].method
-    told = [method.name]
+    parts = [method.name]
     for name, default in method.defaults.items():
         found = [each.options[name] for each in selectors]
         if name in method.shares:
             values = [float(share) for value in found for share in (value if isinstance(value, tuple) else (value,))]
             low, high = min(values), max(values)
-            told.append(f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g} by layer or head")
+            parts.append(f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g} by layer or head")
         elif any(value != default for value in found):
-            told.append(f"{name} {found[0]}" if all(value == found[0] for value in found) else f"{name} by layer")
-    return ", ".join(told)
+            parts.append(f"{name} {found[0]}" if all(value == found[0] for value in found) else f"{name} by layer")
+    return ", ".join(parts)
 
 
 def warm_up(

@@ -20,16 +20,17 @@ def check_release(engine: str, version: str, run: Collection[tuple[int, ...]], f
 
     Returns a warning for a newer release, None for one in `run`.
     """
-    release, told = release_of(version, len(max(run))), ", ".join(".".join(map(str, each)) for each in sorted(run))
-    told = f"flexmask was run with {engine} {told}; got {version}"
+    release = release_of(version, len(max(run)))
+    releases = ", ".join(".".join(map(str, each)) for each in sorted(run))
+    start = f"flexmask was run with {engine} {releases}; got {version}"
     if release not in run and release < max(run):
-        raise ImportError(f"{told}, which it was not run with")
+        raise ImportError(f"{start}, which it was not run with")
     if faults:
-        raise ImportError(f"{told}, whose interfaces are others: {'; '.join(faults)}")
+        raise ImportError(f"{start}, whose interfaces are others: {'; '.join(faults)}")
     if release in run:
         return None
     return (
-        f"{told}, which it was not run with. Its interfaces fit: it is served. "
+        f"{start}, which it was not run with. Its interfaces fit: it is served. "
         "Compare answers at gamma 1 with a server without flexmask"
     )
 

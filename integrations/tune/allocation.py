@@ -68,16 +68,16 @@ def _densest(choices: Sequence[Choice]) -> Choice:
 
 def _way_down(head: int, choices: Sequence[Choice]) -> list[Step]:
     """A head's lower convex hull of error over blocks."""
-    here = _densest(choices)
+    current = _densest(choices)
     steps: list[Step] = []
     while True:
         below = [
-            Step((choice.error - here.error) / (here.blocks - choice.blocks), head, choice)
+            Step((choice.error - current.error) / (current.blocks - choice.blocks), head, choice)
             for choice in choices
-            if choice.blocks < here.blocks
+            if choice.blocks < current.blocks
         ]
         if not below:
             return steps
         # of equal prices the shortest step, which meets a target more closely
         steps.append(min(below, key=lambda step: (step.price, -step.choice.blocks)))
-        here = steps[-1].choice
+        current = steps[-1].choice

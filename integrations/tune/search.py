@@ -172,13 +172,13 @@ def _measure(
 
 
 class _Count:
-    def __init__(self, told: Callable[[int, int], None], total: int, initial: int) -> None:
-        self.told, self.total, self.done = told, total, initial
-        told(initial, total)
+    def __init__(self, progress: Callable[[int, int], None], total: int, initial: int) -> None:
+        self.progress, self.total, self.done = progress, total, initial
+        progress(initial, total)
 
     def update(self) -> None:
         self.done += 1
-        self.told(self.done, self.total)
+        self.progress(self.done, self.total)
 
 
 def _checked_gammas(gammas: Any) -> tuple[float, ...]:
