@@ -97,7 +97,7 @@ pictures: $(READY) ## every picture of the documents, drawn again (minutes, on a
 notebooks: $(READY) ## run docs/notebooks/tuning.ipynb again and keep its output (minutes, on a CPU); NOTEBOOK=docs/notebooks/gpu.ipynb: on a GPU
 	MPLBACKEND=agg $(RUN) docs/notebook.py $(or $(NOTEBOOK),docs/notebooks/tuning.ipynb) $(ARGS)
 
-bench-report: $(READY) ## the tables of bench/FIDELITY.md and REPORT.md and the appendix from the measured rows, without a GPU
+bench-report: $(READY) ## tables and figures of the reports from the measured rows, and bench/APPENDIX.md (no GPU)
 	$(RUN) -m bench.report $(ARGS)
 
 test-versions: $(READY) ## on older releases of torch and of transformers, and the newest (gigabytes)
