@@ -27,7 +27,7 @@ from flexmask.integrations.huggingface import sparse_prefill
 MOST_QUESTIONS = 8
 # timed prefills per method; the fastest counts
 ROUNDS = 1 if torch.get_num_threads() < 4 else 3
-# tokens, on a CPU: torch compiles for one length at first, and for all lengths once a second one comes
+# tokens, on a CPU: torch compiles for all lengths at the second one
 WARM_UP = (1536, 2304)
 # by method: its name in the table
 METHODS = {"": "dense attention", "hybrid": "hybrid", "flexprefill": "the paper's (flexprefill)"}
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"A small model ({size}) reads {what} and is asked for {questions}, on {where}.\n", flush=True)
     if options.prompt_tokens < DENSE_BELOW:
         print(f"Shorter than {DENSE_BELOW:,} tokens: the sparse prefills run dense (dense_below).\n")
-    # advice from torch's compiler to its own users
+    # advice to users of torch's compiler
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
     with tqdm(total=1 + (1 + ROUNDS) * len(METHODS), leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
         bar.set_description("compiling the attention kernel")

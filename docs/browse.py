@@ -87,7 +87,7 @@ def main() -> None:
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         sys.exit(f"no browser found; looked for {', '.join(BROWSERS)}")
-    # 404.html stands for any address, so that it names everything from the server's root
+    # 404.html stands for any address, so its links start at the server's root
     pages = [page.resolve() for page in options.pages] or sorted(set(SITE.rglob("*.html")) - {SITE / "404.html"})
     if not pages:
         sys.exit("there is no site; run make docs")

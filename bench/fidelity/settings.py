@@ -32,7 +32,7 @@ def by(option: str, *values: Any, **shared: Any) -> list[Options]:
     return [{option: value, **shared} for value in values]
 
 
-# to compare lengths with: two or three a method, of densities that overlap
+# for comparisons of lengths: densities overlap
 FEW: dict[str, list[Options]] = {
     "hybrid": by("gamma", 0.85, 0.9, 0.95),
     "flexprefill": by("gamma", 0.8, 0.9, 0.95),
@@ -41,7 +41,7 @@ FEW: dict[str, list[Options]] = {
     "flash_prefill": by("alpha", 0.2, 0.1, 0.05),
     "streaming_llm": by("window_blocks", 16, 64, sink_blocks=1),
 }
-# whole curves, of every method
+# whole curves
 ALL: dict[str, list[Options]] = {
     "hybrid": by("gamma", 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98),
     "flexprefill": by("gamma", 0.6, 0.7, 0.8, 0.9, 0.95, 0.98),

@@ -18,7 +18,7 @@ LAYERS = (0, 1, 2, 3)
 _NAME = "flexmask_bench_captured"
 _NEEDLES = 16
 
-# by layer, of the prefill that is running
+# by layer, of the running prefill
 _CALLS: dict[int, Tensors] = {}
 
 

@@ -18,11 +18,11 @@ DOCUMENTS = Path(__file__).parents[1]
 TABLES = {**fidelity.TABLES, **speed.TABLES, **leaderboard.TABLES}
 FIGURES = {**fidelity.FIGURES, **speed.FIGURES}
 ALT_TEXTS = {
-    "fidelity-by-density": "Mean change of a token's log-probability by density, a line a method",
-    "fidelity-needles": "Share of needles missed by density, a line a method",
-    "fidelity-by-position": "Mean change of a token's log-probability by its position in prompts of 64k tokens, a line a method",
-    "fidelity-equal-error": "Speed against the fastest dense kernel by length, at equal error, a line a method",
-    "speed-calls": "Times as fast as the fastest dense kernel by density, a line a length",
+    "fidelity-by-density": "Mean change of a token's log-probability by density, one line per method",
+    "fidelity-needles": "Share of needles missed by density, one line per method",
+    "fidelity-by-position": "Mean change of a token's log-probability by its position at 64k tokens, one line per method",
+    "fidelity-equal-error": "Speed against the fastest dense kernel by length, at equal error, one line per method",
+    "speed-calls": "Times as fast as the fastest dense kernel by density, one line per length",
 }
 _MARKED = re.compile(r"(<!-- (?P<kind>table|figure): (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

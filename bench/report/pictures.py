@@ -26,9 +26,9 @@ from flexmask.plot import (
 )
 
 SHORT, LONG = 8192, 16384
-# of the pictures by head: blocks and floor are scaled to the short prompt
+# pictures by head: blocks and floor scaled to the short prompt
 SCALED: dict[str, Any] = {"gamma": 0.9, "block_size": 64, "min_budget": 256}
-# of the gallery: so that each method leaves out as much as shows its shape; they are no comparison
+# gallery: chosen to show each shape, not to compare
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
     "oracle": {"gamma": 0.9},

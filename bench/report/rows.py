@@ -13,7 +13,7 @@ from bench.fidelity.settings import ALL
 from bench.intervals import over_files
 
 FOLDER = Path(__file__).parents[1] / "results"
-# rows of hybrid from before its thresholds followed the length
+# hybrid from before its thresholds followed the length
 FIRST_RULE = "hybrid, first rule"
 NAMES = {
     "hybrid": "hybrid",

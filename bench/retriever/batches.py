@@ -59,7 +59,7 @@ def make_batch(batch: int, num_tokens: int, generator: torch.Generator) -> Train
     draw = torch.rand(batch, generator=generator, device=device)
     num_needles = (fewest * torch.exp(draw * math.log((most + 1) / fewest))).long().clamp(max=most)[:, None]
 
-    # The first slot always holds a needle, so that every question has one before it.
+    # The first slot always holds a needle, so every question has one before it.
     rank = torch.rand(batch, num_slots, generator=generator, device=device)
     rank[:, 0] = -1
     order = rank.argsort(dim=1)

@@ -85,7 +85,7 @@ class Trainer:
         hidden = self.model.model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None, None]
         # Tokens before the values are never an answer. Pushing all their output weights away from every answer
-        # alike would make them alike, and those are also the embeddings by which keys are told apart.
+        # alike would make them alike, and they are also the embeddings that distinguish keys.
         weight = self.model.lm_head.weight
         weight = torch.cat([weight[:FIRST_VALUE].detach(), weight[FIRST_VALUE:]])
         logits = linear(hidden[rows, batch.positions], weight)  # (batch, num_questions, 4, vocab_size)
@@ -165,7 +165,7 @@ def train(trainer: Trainer, out: Path, minutes: float, stages: str, batch_tokens
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     """Write weights, configuration and tokenizer for transformers."""
     model.save_pretrained(folder, max_shard_size="14MB")
-    # Releases of transformers before 5 read the RoPE base from here, later ones from "rope_parameters".
+    # transformers before 5 reads the RoPE base from here, later releases from "rope_parameters"
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"rope_theta": dict(model.config.rope_parameters or {})["rope_theta"]}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -26,7 +26,7 @@ from bench.ruler.table import DENSE, PASSES
 from flexmask.integrations.lm_eval import FlexmaskLM
 from flexmask.integrations.lm_eval.densities import Densities
 
-# haystacks of repeated noise or made-up words; the others download essays, SQuAD or HotpotQA
+# the others download essays, SQuAD or HotpotQA
 OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 TASKS = Path(__file__).parents[1] / "tasks"
 METHODS: dict[str, dict[str, Any]] = {
@@ -133,7 +133,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 def models(options: argparse.Namespace, model: Any) -> dict[str, Any]:
     """The harness's models by method, dense first, around one model."""
     shared = {"pretrained": model, "tokenizer": AutoTokenizer.from_pretrained(options.model), "batch_size": options.batch}
-    # room for a chat template, and for RULER's tasks that fill the length with the prompt alone
+    # room for a chat template, and for tasks whose prompts fill the length
     shared["max_length"] = max(options.lengths) + 512
     known = KEEP_ALL if options.against else METHODS
     chosen = [DENSE, *known] if options.methods is None else options.methods.split(",")

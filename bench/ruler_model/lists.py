@@ -1,7 +1,7 @@
 """Lists of words, after RULER's two tasks on frequencies.
 
-``COMMON`` asks for the four words that are ten times as frequent as every other (RULER: ten words, 30 times each among words
-that occur 3 times). ``FREQUENT`` asks for the three most frequent words where rank ``r`` has a share proportional to ``1 /
+``COMMON``: the four words that are ten times as frequent as every other (RULER: ten words, 30 times each among words
+that occur 3 times). ``FREQUENT``: the three most frequent words where rank ``r`` has a share proportional to ``1 /
 r**2``. Counts are exact, words shuffled, answers in any order.
 """
 

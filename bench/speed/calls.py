@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import ON_GPU
 from bench.prompts.structured import Tensors
-from bench.speed import random_blocks as random_blocks  # a method of its own
+from bench.speed import random_blocks as random_blocks  # registers the method
 from bench.speed.clock import Call
 from flexmask import block_masks, sparse_attention
 from flexmask.attend import MAX_MASK_BYTES

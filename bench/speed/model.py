@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.decoding import decode, prefill
 from bench.prompts.models import SHAPES, load, prompt_ids
 from bench.rows import append_row
-from bench.speed import random_blocks as random_blocks  # a method of its own
+from bench.speed import random_blocks as random_blocks  # registers the method
 from bench.speed.clock import kernels_of, synchronize
 from bench.speed.run import REST, stage_of
 from bench.tables import text_table

@@ -29,7 +29,7 @@ from bench.speed.clock import Call, DeviceLostError
 
 RESULTS = Path(__file__).parents[1] / "results"
 IDENTITY = ("device", "torch", "part", "input", "tokens", "what", "method", "wanted", "backend")
-# a row is one measurement; `wanted` is the density that was aimed for, `fastest` the fastest dense kernel in the same turns
+# `wanted` is the density aimed for, `fastest` the fastest dense kernel in the same turns
 COLUMNS = (*IDENTITY, "options", "density", "measure", "value", "fastest", "fastest_value", "date")
 LENGTHS = {
     "latency": (8192, 16384, 32768, 65536, 131072) if ON_GPU else (4096, 8192),
@@ -41,12 +41,12 @@ WANTED = (0.05, 0.1, 0.2, 0.3, 0.5)
 DEFAULTS = {"hybrid": {"gamma": 0.9}, "flexprefill": {"gamma": 0.9}, "published": {"gamma": 0.9}}
 OURS = ("hybrid", "flexprefill")
 OTHERS = ("published", "xattention", "flash_prefill")
-# a call this far from the density that was wanted is left out
+# a call this far from the wanted density is left out
 _FAR = 0.05
-# tokens from which on graphs, and all but our methods, take too long
+# from this length on, no graphs and only our methods
 _LONG = 262144
 _AT_ONCE = 6  # variants that take turns
-# parts of kernel names, in the order of the algorithm; the first match counts
+# parts of kernel names; the first match counts
 STAGES: dict[str, tuple[str, ...]] = {
     "representative rows": ("_block_sums_kernel", "_row_norms_kernel", "_lines_kernel", "_line_kernel"),
     "pattern": ("_means_kernel", "_estimate_kernel", "_pattern_kernel"),
@@ -286,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part in ("stages", "memory") and not ON_GPU:
         parser.error(f"{options.part} needs a CUDA device")
     lengths = [int(word) for word in options.lengths.split(",")] if options.lengths else LENGTHS[options.part]
-    # advice from torch's compiler to its own users
+    # advice to users of torch's compiler
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
     run = Run(options.part, sheet_of(options.out), options.minutes)
     print(f"{options.part} on {run.common['device']}, torch {torch.__version__}, into {run.sheet.path}", flush=True)
