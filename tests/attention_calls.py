@@ -1,4 +1,4 @@
-"""Calls of sparse_attention, and what compares them with dense attention under the expanded mask."""
+"""Calls of sparse_attention, and their comparison with dense attention under the expanded mask."""
 
 import functools
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Call:
     value: torch.Tensor
 
     def attend(self, device="cpu", **keywords):
-        """Output (and what else is asked for) of the sparse path."""
+        """Output of the sparse path, and what else is requested."""
         case, value = self.case.to(device), self.value.to(device)
         keywords = {**case.config.call, "dense_below": 0, **case.keywords(), **keywords}
         with torch.no_grad():
@@ -103,9 +103,9 @@ VARIANTS = {
     "float16": {"dtype": torch.float16, "q_len": 2000, "gamma": 0.3, "block_size": 256, "heads": (2, 1), "head_dims": (80, 80)},
 }
 
-# what "everything" has too, alone here to tell which one failed
+# parts of "everything"
 ALONE = {"window", "softcap", "scale"}
-# others show these together: other lengths than whole blocks, two sizes of heads, bfloat16
+# covered by other variants
 COVERED = {"ragged 1000", "value narrower", "bfloat16"}
 
 
@@ -120,7 +120,7 @@ SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
 
 
 def check(call, device="cpu", **keywords):
-    """The compiled kernel against dense attention under the mask; a mask that keeps more must not pass."""
+    """Compare the kernel with dense attention under the mask; under a mask that keeps everything it must differ."""
     out, stats = call.attend(device, return_stats=True, **keywords)
     keep = call.case.to(device).search().keep
     query, value = call.case.query, call.value
@@ -136,5 +136,5 @@ def check(call, device="cpu", **keywords):
     return out, keep
 
 
-# not strict: it fails after other variants only, when torch has seen other lengths
+# not strict: fails only after torch has compiled for other lengths
 CPP_ERROR = pytest.mark.xfail(not CPU_TAKES_UNBACKED_SIZES, reason="this torch writes C++ that does not compile", strict=False)

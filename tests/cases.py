@@ -1,4 +1,4 @@
-"""Inputs with structure, and the calls that tests draw: tensors and options, for the search and the reference alike."""
+"""Inputs with structure, and the calls that tests draw, for the search and the reference alike."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ def structured_inputs(
     head_dim: int,
     sharpness: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Query and key whose heads attend to sinks, to heavy keys, along offsets, to topics, or evenly; float32.
+    """Query and key whose heads attend to sinks, heavy keys, offsets, topics, or evenly; float32.
 
-    Every key head carries all of it, in parts of the head dimension; each query head picks its own mix. With more `sharpness`
-    than 1 fewer keys hold the attention, and none attends evenly.
+    Each query head draws its own mix. With `sharpness` above 1 fewer keys hold the attention, and none attends evenly.
     """
 
     def normal(*shape: int) -> Tensor:
@@ -48,7 +47,7 @@ def structured_inputs(
 
     part = head_dim // 4
     key = normal(batch, num_kv_heads, kv_len, head_dim) * 0.3
-    # positions as rotating pairs: a query turned back by an offset meets the key at that offset
+    # positions as rotating pairs
     angles = torch.arange(kv_len)[:, None] * (2.0 / (1.0 + torch.arange(part // 2)) ** 1.5)
     key[..., : 2 * (part // 2)] += torch.cat([angles.cos(), angles.sin()], -1)
     heavy = (torch.rand(batch, num_kv_heads, kv_len, generator=generator) < 4 / kv_len).float()
@@ -77,7 +76,7 @@ def structured_inputs(
 
 @dataclass(frozen=True)
 class Config:
-    """A method that is written in steps, with the options of all of them; each takes its own."""
+    """Options of all three methods written in steps; each takes its own."""
 
     gamma: Any = 0.95
     tau: float = 0.1
@@ -98,54 +97,48 @@ class Config:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The method's own options."""
         return {name: getattr(self, name) for name in METHODS[self.method].defaults if hasattr(self, name)}
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keywords of a mask function: the method's own options and block_size."""
+        """Keywords of a mask function."""
         return {"block_size": self.block_size, **self.options}
 
     @property
     def call(self) -> dict[str, Any]:
-        """The keywords of sparse_attention."""
+        """Keywords of sparse_attention."""
         return {"method": self.method, **self.keywords}
 
     @property
     def selector(self) -> Selector:
-        """As the core has it."""
         made = selector_of(self.method, self.block_size, self.options)
         assert isinstance(made, Selector)
         return made
 
     def mask(self, query: Tensor, key: Tensor, **keywords: Any) -> Any:
-        """The method's mask, and statistics if wanted."""
         return mask_function(self.method)(query, key, **{**self.keywords, **keywords})
 
     @property
     def min_blocks(self) -> int:
-        """The floor, in blocks."""
         return -(-self.min_budget // self.block_size)
 
     @property
     def max_blocks(self) -> int | None:
-        """The cap, in blocks."""
         return None if self.max_budget is None else -(-self.max_budget // self.block_size)
 
 
 def mask_function(method: str) -> Any:
-    """The mask function of a method."""
     return getattr(block_masks, f"{method}_mask")
 
 
 def hybrid_rule() -> Rule:
-    """The constants of hybrid selection, as they are now."""
+    """The present constants of hybrid selection."""
     return Rule(*(getattr(hybrid, name.upper()) for name in Rule._fields))
 
 
 @contextlib.contextmanager
 def hybrid_length(tokens: int) -> Iterator[None]:
-    """Thresholds of hybrid selection that are the multiples of 1 - gamma at this length: short prompts are long ones then."""
+    """Set the length at which hybrid's thresholds are 1 - gamma, so short prompts count as long."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(hybrid, "LENGTH", tokens)
         yield
@@ -153,7 +146,7 @@ def hybrid_length(tokens: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_kernels() -> Iterator[None]:
-    """Methods that have kernels run on them wherever the inputs are, on a CPU in Triton's interpreter."""
+    """Run kernels on any device, on a CPU in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Selector, "runs_kernels", lambda self, query: "kernels" in self.method.steps)
         yield
@@ -183,23 +176,19 @@ class Case:
         printer.text(f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}, {self}")
 
     def with_config(self, **changes: Any) -> Case:
-        """The same call with other options."""
         return replace(self, config=replace(self.config, **changes))
 
     def to(self, device: torch.device) -> Case:
-        """The same call on another device."""
-
         def moved(x: Any) -> Any:
             return x.to(device) if isinstance(x, Tensor) else x
 
         return replace(self, **{name: moved(getattr(self, name)) for name in ("query", "key", "attention_mask", "q_offset")})
 
     def keywords(self) -> dict[str, Any]:
-        """Keywords that mask functions and reference_flexprefill share, without those of the config."""
+        """Keywords that mask functions and the oracle share."""
         return {**self.scores, "attention_mask": self.attention_mask, "q_offset": self.q_offset}
 
     def reference_keywords(self) -> dict[str, Any]:
-        """Keywords of reference_flexprefill."""
         config = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
         return {**config, **self.keywords(), "rule": hybrid_rule()}
 
@@ -217,24 +206,20 @@ class Case:
         return Chosen(found.lists, found.keep, SimpleNamespace(**found.stats))
 
     def reference(self) -> ReferenceResult:
-        """The oracle's decisions."""
         return reference_flexprefill(self.query, self.key, **self.reference_keywords())
 
 
 # Cases drawn by hypothesis
 
-# Attention that is all but even fills whole rows of the pooled map: a whole number of rows must not be what is asked for.
+# no round shares: nearly even attention fills whole rows of the pooled map, and gamma must not fall on an edge
 GAMMAS = (0.31, 0.43, 0.53, 0.61, 0.71, 0.83, 0.91, 0.947)
-# among the gammas of a case's heads only: a case of which all heads keep everything compares nothing
+# only among gammas by head: a case that keeps everything compares nothing
 BY_HEAD_ONLY = 1.0
 
 
 @st.composite
 def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
-    """Any call: lengths down to 1, chunks, groups of heads, paddings, offsets, score options and every option of the config.
-
-    `fixed` sets options of the config instead of drawing them.
-    """
+    """Any call; `fixed` sets options instead of drawing them."""
     config = draw(configs([16, 16, 32, 48], st.sampled_from([*GAMMAS, 1.0]), **fixed))
     kv_len = draw(st.sampled_from([1, 15, 16, 17, 63, 129, 200, 1000]) | st.integers(1, 300) | st.integers(150, 450))
     q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
@@ -250,7 +235,7 @@ def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
 def sparse_cases(
     draw: st.DrawFn, /, padded: bool = True, windowed: bool = True, chunked: bool = True, most_blocks: int = 20, **fixed: Any
 ) -> Case:
-    """Calls long enough to drop blocks: at least 12 key blocks, no cap, gammas from .3 to .95."""
+    """Calls long enough to drop blocks: at least 12 key blocks, no cap, gammas from 0.3 to 0.95."""
     config = draw(configs([16, 32], st.sampled_from(GAMMAS), **{"max_budget": None, **fixed}))
     kv_len = draw(st.integers(12 * config.block_size, most_blocks * config.block_size))
     q_len = draw(st.integers(kv_len // 2, kv_len)) if chunked and draw(st.booleans()) else kv_len
@@ -264,7 +249,7 @@ def sparse_cases(
 
 @st.composite
 def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
-    """Calls that the published code can do: whole prompts of a multiple of the block, no more options than it has."""
+    """Calls that the published code can do."""
     published = {"method": "published", "query_aware": "flatten", "pattern_queries": "last", "index_queries": "last"}
     config = draw(configs([16, 32], st.sampled_from(GAMMAS), (1, 2), **published, **fixed))
     length = config.block_size * draw(st.integers(12, 24))
@@ -276,7 +261,7 @@ def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
 def configs(
     block_sizes: list[int], gammas: st.SearchStrategy[float], floors: tuple[int, int] = (0, 1), **fixed: Any
 ) -> st.SearchStrategy[Config]:
-    """Options with a floor from `floors`, in blocks, and with no cap or one above it: three or five blocks, less a few tokens."""
+    """Options with a floor from `floors`, in blocks, and no cap or one above the floor."""
 
     def config(block_size: int, floor: int, cap: int | None, **options: Any) -> Config:
         budgets = {"min_budget": floor * block_size, "max_budget": None if cap is None else max(cap, floor + 1) * block_size - 5}
@@ -296,13 +281,10 @@ def configs(
 
 
 def drawn_inputs(draw: st.DrawFn, config: Config, batch: int, q_len: int, kv_len: int, sharpness: float = 1.0) -> Case:
-    """A case of fresh inputs and heads, without padding, offset or score options.
-
-    Where the config's gamma is one of those drawn, every head may have its own instead.
-    """
+    """A case of fresh inputs, without padding, offset or score options; a drawn gamma may become one per head."""
     num_heads, num_kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]))
     head_dim = draw(st.sampled_from([16, 32, 64] if sharpness == 1 else [32, 64]))  # a sharp offset needs many dimensions
-    # other options, other inputs: what hypothesis varies of a case that it tried is a fresh case
+    # hypothesis varies options of a known case; the inputs must change too
     seed = zlib.crc32(repr((draw(st.integers(0, 2**31)), config, batch, q_len, kv_len, head_dim)).encode())
     generator = torch.Generator().manual_seed(seed)
     query, key = structured_inputs(generator, batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, sharpness)

@@ -1,4 +1,4 @@
-"""The comparisons that the tests share: block sets, statistics, lists, masks, attention; and what was compared."""
+"""Comparisons that the tests share, and counts of what was compared."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def kept_by_lists(result: Chosen) -> tuple[Tensor, Tensor]:
-    """Partial and full blocks as bool maps, read from the index lists."""
+    """Partial and full blocks as bool maps, from the index lists."""
     lists = result.lists
     return dense_map(lists.kv_num_blocks, lists.kv_indices), dense_map(lists.full_kv_num_blocks, lists.full_kv_indices)
 
 
 def dense_map(counts: Tensor, indices: Tensor) -> Tensor:
-    """A bool map from counts and indices, entry by entry of the first `count` of every row."""
+    """A bool map from counts and indices."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
     hits = torch.zeros_like(indices).scatter_add(-1, indices.long(), listed.to(indices.dtype))
     assert hits.max() <= 1, "a block is listed twice"
@@ -37,7 +37,7 @@ def dense_map(counts: Tensor, indices: Tensor) -> Tensor:
 
 @dataclass
 class Tally:
-    """Decisions compared, and those whose margin is too small to demand equality."""
+    """Decisions compared, and those too close to demand equality."""
 
     decisions: int = 0
     close: int = 0
@@ -48,10 +48,7 @@ class Tally:
         self.close += int(close.sum())
 
     def add_decisions(self, expected: ReferenceResult, margin: float = 1e-5) -> None:
-        """Count every decision of a call: pattern, key blocks and diagonals of each head, the map of a query-aware one.
-
-        One met before, with the very same margin, does not count again: hypothesis likes to vary what it tried already.
-        """
+        """Count every new decision of a call; hypothesis repeats itself, so equal margins count once."""
         families = [expected.pattern_margin, expected.vertical_margin, expected.slash_margin, expected.row_margin]
         families.append(expected.query_aware_margin[expected.is_query_aware])
         new = {value for family in families for value in family.flatten().tolist() if value < math.inf} - self.known
@@ -59,19 +56,15 @@ class Tally:
         self.add(torch.tensor([value <= margin for value in new]))
 
     def check(self) -> None:
-        """More than 1% of close decisions would make the comparison worthless; few draws may have more by chance."""
+        """At most 1% of decisions may be close, plus three standard deviations."""
         assert self.decisions > 0
         allowed = 0.01 * self.decisions
-        # three standard deviations
         assert self.close <= allowed + 3 * math.sqrt(allowed), f"{self.close} of {self.decisions} decisions were close"
 
 
 @dataclass
 class Drawn:
-    """Tally of drawn cases: worthless for a comparison if everything is kept or all heads are alike.
-
-    Heads met before do not count again: hypothesis likes to vary what it tried already.
-    """
+    """Heads of drawn cases: a comparison needs heads that drop blocks, of both kinds. Repeated heads count once."""
 
     heads: int = 0
     sparse: int = 0
@@ -96,7 +89,7 @@ class Drawn:
 
 
 def assert_same_blocks(result: Chosen, expected: ReferenceResult, margin: float = 1e-5) -> Tensor:
-    """Heads whose decisions all have a margin must have the same lists; returns which heads were too close to call."""
+    """Heads with a margin must have the same lists; returns which heads were too close."""
     close = expected.margin <= margin
     partial, full = kept_by_lists(result)
     clear = ~close[..., None, None]
@@ -109,9 +102,9 @@ def assert_same_blocks(result: Chosen, expected: ReferenceResult, margin: float 
 
 
 def assert_same_statistics(result: Chosen, expected: ReferenceResult, margin: float = 1e-5, underflow: bool = False) -> None:
-    """The other statistics of heads with a margin; a distance is compared squared, before the root blows up rounding.
+    """Statistics of heads with a margin; distances are compared squared.
 
-    With `underflow` a distance may be NaN, and where exactly a share becomes 0 is left open, apart from its consequences.
+    With `underflow` a distance may be NaN on either side.
     """
     assert result.stats is not None
     clear = expected.margin > margin
@@ -134,7 +127,7 @@ def assert_same_statistics(result: Chosen, expected: ReferenceResult, margin: fl
 
 
 def assert_well_formed(result: Chosen) -> None:
-    """Index lists as FlexAttention wants them, and as `keep` says: contiguous int32, ascending, 0 past the count, disjoint."""
+    """Index lists as FlexAttention needs them: contiguous int32, ascending, 0 past the count, disjoint, as in `keep`."""
     assert result.keep is not None
     shape = result.keep.shape
     for counts, indices in (result.lists[:2], result.lists[2:]):
@@ -154,14 +147,14 @@ def assert_well_formed(result: Chosen) -> None:
 
 
 def known_lengths(q_len: int, kv_len: int, block_size: int) -> tuple[int, int]:
-    """The lengths that a BlockMask has in its shape and counts in sparsity(): torch 2.5 knows whole blocks only."""
+    """The lengths in a BlockMask's shape: torch 2.5 rounds up to whole blocks."""
     if KNOWS_LENGTHS:
         return q_len, kv_len
     return q_len + -q_len % block_size, kv_len + -kv_len % block_size
 
 
 def assert_honest(block_mask: BlockMask, lengths: Sequence[int]) -> None:
-    """A BlockMask of a query and a key of `lengths`: its lists, to_dense(), sparsity() and mask_mod agree, pair by pair."""
+    """A BlockMask's lists, to_dense(), sparsity() and mask_mod agree, pair by pair."""
     size = block_mask.BLOCK_SIZE[0]
     q_len, kv_len = lengths
     batch, num_heads, *known = block_mask.shape
@@ -177,7 +170,7 @@ def assert_honest(block_mask: BlockMask, lengths: Sequence[int]) -> None:
     assert torch.equal(partial, by_block(pairs, size) & ~full), "partial blocks are not those with pairs of both kinds"
     assert torch.equal(block_mask.to_dense().bool(), partial | full)
     kept = partial | full
-    # torch 2.15 divides by all blocks; releases before it divide the pairs of kept blocks by all pairs, and blocks overhang
+    # releases before torch 2.15 divide by all pairs
     everything = kept.numel() * size**2 if RELEASE >= (2, 15) else batch * num_heads * math.prod(known)
     assert math.isclose(block_mask.sparsity(), 100 * (1 - int(kept.sum()) * size**2 / everything), abs_tol=1e-3)
 
@@ -186,7 +179,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 
 def assert_same_attention(out: Tensor, expected: Tensor) -> None:
-    """An attention output against float64: within 2e-5 for float32, 1e-2 for halves; rows that see nothing are exactly 0."""
+    """Within 2e-5 of float64 for float32, 1e-2 for halves; rows that see nothing are exactly 0."""
     tolerance = TOLERANCES[out.dtype]
     torch.testing.assert_close(out.cpu().double(), expected.cpu(), atol=tolerance, rtol=tolerance)
     assert not out.cpu()[expected.cpu().abs().sum(-1) == 0].any()

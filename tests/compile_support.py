@@ -1,7 +1,4 @@
-"""Shared by the tests of compilation: a prompt cut to lengths, counting of graphs, dense attention under a mask.
-
-Tracing and the counting of recompilations do not depend on the backend, so most tests trace with one that compiles nothing.
-"""
+"""Shared by the tests of compilation, most of which trace with a backend that compiles nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ SPARSE: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
 LENGTHS = (600, 333, 512, 64, 65, 100, 127, 128, 129, 160, 200, 255, 256, 257, 300, 384, 401, 450, 555, 599)
 
 QUERY, KEY = structured_inputs(torch.Generator().manual_seed(6), 2, 4, 2, 600, 600, head_dim=16)
-# heads of both kinds: where attention is sharp, block means do not predict it
+# heads of both kinds: block means do not predict sharp attention
 QUERY[:, 1::2] *= 6
 VALUE = torch.randn(2, 2, 600, 24, generator=torch.Generator().manual_seed(6))
 
@@ -34,7 +31,7 @@ PADDING[1, 540:545] = 0
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Nothing compiled before a test, and nothing left of it."""
+    """Forget what was compiled, before and after a test."""
 
     def forget() -> None:
         torch._dynamo.reset()
@@ -47,7 +44,7 @@ def fresh_compiler():
 
 
 def cut(length: int, batch: int = 2, num_kv_heads: int = 2) -> list[Tensor]:
-    """Query, key and value of a prompt; copies, since a view would bring its whole tensor's shape into the guards."""
+    """Query, key and value of a prompt; copies, since a view brings its whole tensor's shape into the guards."""
     return [
         x[:batch, :heads, :length].clone(memory_format=torch.contiguous_format)
         for x, heads in ((QUERY, 4), (KEY, num_kv_heads), (VALUE, num_kv_heads))

@@ -1,8 +1,4 @@
-"""Settings for all tests: hypothesis without deadlines (a first call may compile), GPU tests only where there is a GPU.
-
-Tests run in any order and in several processes: each starts from the same random numbers, and puts back what it sets globally.
-The results of the table of transformers' models come together here, from all workers.
-"""
+"""Settings for all tests: hypothesis, GPU tests, random numbers, and the table of transformers' models from all workers."""
 
 import contextlib
 import os
@@ -18,15 +14,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
-    # read when flexmask's Triton kernels are defined, that is before its first import
+    # read before the first import of flexmask
     os.environ["TRITON_INTERPRET"] = "1"
 
-# at -O3 Inductor's C++ compiler would take most of the tests' time; read when torch's Inductor is first imported
+# at -O3 Inductor's C++ compiler would take most of the tests' time; read at the first import of Inductor
 _COMPILER = str(Path(__file__).parent / "compiler" / "g++")
 if sys.platform == "linux" and shutil.which("g++") and os.access(_COMPILER, os.X_OK) and shlex.quote(_COMPILER) == _COMPILER:
     os.environ.setdefault("CXX", _COMPILER)
 
-# fresh cases in every run; a failure prints the blob that brings its case back
 settings.register_profile(
     "flexmask", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -46,7 +41,7 @@ def pytest_configure(config):
 
 
 class _Cells:
-    """Collects the results of cells that passed, and writes the table once there is one of every cell."""
+    """Collects results of cells that passed, and writes the table once there is one of every cell."""
 
     def __init__(self, config):
         self.config = config
@@ -73,7 +68,7 @@ def keep_result(request, cell):
     """Note the result of the cell under test; it counts if the test passes."""
 
     def keep(result):
-        # goes with the report from a worker to the process that collects
+        # travels from a worker to the process that collects
         request.node.user_properties.append((_CELL, (list(cell), list(result))))
 
     return keep
@@ -95,16 +90,13 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
-    """Torch's generators start alike in every test, whichever tests ran before it."""
+    """Torch's generators start alike in every test."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def without_kernel(monkeypatch):
-    """Zeros in place of FlexAttention's output, for tests that look at masks and statistics alone: nothing is compiled.
-
-    Gives the shapes of the queries that it was called with.
-    """
+    """Replace FlexAttention's output by zeros, so that nothing is compiled; gives the shapes of the queries."""
     shapes = []
 
     def zeros(inputs, *rest):
@@ -117,15 +109,14 @@ def without_kernel(monkeypatch):
 
 @pytest.fixture
 def matmul_precision():
-    """Switch TF32 on for float32 matmuls on CUDA, and ask for it; the settings are put back.
+    """Switch TF32 for float32 matmuls and read it; the settings are put back.
 
-    From torch 2.9 on there are two ways to set it. Once both were used, torch refuses to read or set the older one: tests use the
-    newer one alone, where there is one.
+    Once both of torch's ways to set it were used, torch refuses the older one: tests use the newer one where there is one.
     """
     matmul = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")
     name, on = ("fp32_precision", "tf32") if newer else ("allow_tf32", True)
-    holders = [torch.backends, matmul] if newer else [matmul]  # the first is the one that the second may inherit from
+    holders = [torch.backends, matmul] if newer else [matmul]  # the second may inherit from the first
     before = [getattr(holder, name) for holder in holders]
     if newer and before[0] == before[1]:
         before[1] = "none"  # inherited, or it might as well be
@@ -136,7 +127,6 @@ def matmul_precision():
 
 @pytest.fixture
 def cuda():
-    """The GPU, for tests marked `gpu`."""
     return torch.device("cuda")
 
 
@@ -149,7 +139,7 @@ def nothing_waits(cuda):
         mode = torch.cuda.get_sync_debug_mode()
         try:
             with warnings.catch_warnings():
-                # torch says once in a process that this mode is a prototype, after it is set
+                # torch warns once per process that this mode is a prototype
                 warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
                 torch.cuda.set_sync_debug_mode("error")
             yield

@@ -13,7 +13,7 @@ PADDINGS = ("none", "left", "right", "holes", "all")
 
 @st.composite
 def attention_masks(draw: st.DrawFn, batch: int, kv_len: int) -> Tensor | None:
-    """Paddings of either side, with holes, or of a whole batch row; bool or integer; half the time none."""
+    """Left, right, with holes, or a whole row of padding; bool or integer; half the time none."""
     if draw(st.booleans()):
         return None
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -33,7 +33,7 @@ def attention_masks(draw: st.DrawFn, batch: int, kv_len: int) -> Tensor | None:
 
 
 def q_offsets(batch: int, largest: int) -> st.SearchStrategy[int | Tensor | None]:
-    """The default (half the time), an int, a 0-d tensor or one per batch row; tensors may leave the range, to be clamped."""
+    """None (half the time), an int, a 0-d tensor or one per batch row; tensors may leave the range."""
     ints = st.integers(0, largest)
     loose = st.integers(-3, largest + 3)
     tensors = loose.map(torch.tensor) | st.lists(loose, min_size=batch, max_size=batch).map(torch.tensor)
@@ -42,7 +42,6 @@ def q_offsets(batch: int, largest: int) -> st.SearchStrategy[int | Tensor | None
 
 
 def score_options(kv_len: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Scale, softcap and window, each now and then."""
     return st.fixed_dictionaries(
         {},
         optional={

@@ -11,7 +11,7 @@ from tests.cases import Case
 
 
 def visible_pairs(case: Case) -> Tensor:
-    """Visible pairs of a case: (batch, q_len, kv_len) bool."""
+    """(batch, q_len, kv_len) bool."""
     (batch, _, q_len, _), kv_len = case.query.shape, case.key.shape[2]
     offset = kv_len - q_len if case.q_offset is None else case.q_offset
     offsets = torch.as_tensor(offset).cpu().clamp(0, kv_len - q_len).expand(batch)
@@ -20,7 +20,7 @@ def visible_pairs(case: Case) -> Tensor:
 
 
 def seen_pairs(q_len: int, offsets: Tensor, is_token: Tensor, window: int | None) -> Tensor:
-    """Visible pairs by definition, from (batch,) offsets and (batch, kv_len) tokens: (batch, q_len, kv_len) bool."""
+    """Visible pairs of (batch,) offsets and (batch, kv_len) tokens, (batch, q_len, kv_len) bool."""
     position = offsets[:, None] + torch.arange(q_len)
     distance = position[:, :, None] - torch.arange(is_token.shape[1])
     near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -28,7 +28,7 @@ def seen_pairs(q_len: int, offsets: Tensor, is_token: Tensor, window: int | None
 
 
 def by_block(pairs: Tensor, block_size: int, every: bool = False) -> Tensor:
-    """Blocks in which some pair (or every existing one) is True: (..., num_q_blocks, num_kv_blocks) bool."""
+    """Blocks in which some (or every existing) pair is True, (..., num_q_blocks, num_kv_blocks) bool."""
     short = [-length % block_size for length in pairs.shape[-2:]]
     padded = torch.nn.functional.pad(pairs, (0, short[1], 0, short[0]), value=every)
     blocks = padded.unflatten(-1, (-1, block_size)).unflatten(-3, (-1, block_size)).transpose(-3, -2)
@@ -36,7 +36,7 @@ def by_block(pairs: Tensor, block_size: int, every: bool = False) -> Tensor:
 
 
 def expanded(keep: Tensor, case: Case) -> Tensor:
-    """Pairs that attention under a block map sees: (batch, num_heads, q_len, kv_len) bool."""
+    """Visible pairs under a block map, (batch, num_heads, q_len, kv_len) bool."""
     size = case.config.block_size
     pairs = keep.cpu().repeat_interleave(size, -2).repeat_interleave(size, -1)
     return pairs[..., : case.query.shape[2], : case.key.shape[2]] & visible_pairs(case)[:, None]
@@ -51,10 +51,7 @@ def masked_attention(
     softcap: float | None = None,
     product_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention under a mask of pairs, and its log-sum-exp, in float64; rows that see nothing give 0 and -inf.
-
-    The products of queries and keys may be rounded to another `product_dtype`.
-    """
+    """Dense attention under a mask of pairs and its log-sum-exp, in float64; rows that see nothing give 0 and -inf."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     value = value.double()

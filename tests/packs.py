@@ -1,4 +1,4 @@
-"""Packed sequences for tests, and the plain twin of attention to them: one sequence at a time."""
+"""Packed sequences for tests, and attention to one sequence at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cases import structured_inputs
 from tests.comparisons import TOLERANCES
 
 SPARSE: dict[str, Any] = {"gamma": 0.6, "tau": 0.1, "block_size": 32, "min_budget": 0}
-# long ones and short ones in turn, a sequence without rows, one without anything, a single row, a chunk
+# a sequence without rows, an empty one, a single row and a chunk among them
 Q_LENS = (300, 40, 0, 300, 0, 1, 150, 90)
 K_LENS = (300, 40, 50, 300, 0, 77, 333, 97)
 LONG = 256  # dense below this
@@ -28,7 +28,7 @@ def bounds_of(lengths):
 
 
 def pack(q_lens=Q_LENS, k_lens=K_LENS, heads=(4, 2), head_dims=(32, 24), seed=0):
-    """Query, key and value of sequences that have structure of their own, and their bounds."""
+    """Query, key and value of structured sequences, and their bounds."""
     generator = torch.Generator().manual_seed(seed)
     parts = [[], [], []]
     for q_len, k_len in zip(q_lens, k_lens, strict=True):
@@ -40,7 +40,7 @@ def pack(q_lens=Q_LENS, k_lens=K_LENS, heads=(4, 2), head_dims=(32, 24), seed=0)
 
 
 def alone(inputs: list[Tensor], q_bounds: list[int], k_bounds: list[int], **keywords: Any) -> list[Any]:
-    """The plain twin: flexprefill_attention of each sequence, None for one without rows."""
+    """flexprefill_attention of each sequence, None for one without rows."""
     query, key, value = (x.transpose(0, 1)[None] for x in inputs)
     results = []
     for i in range(len(q_bounds) - 1):

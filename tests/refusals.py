@@ -1,4 +1,4 @@
-"""Shared by the tests of refused arguments: arguments that are accepted, and lists of changes to them."""
+"""Arguments that are accepted, and lists of changes to them that are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ LAYOUT = {
 
 
 def right() -> dict[str, Any]:
-    """Arguments that are accepted: lengths 64 of 96, 4 heads on 2."""
     return {
         "query": torch.zeros(2, 4, 64, 32),
         "key": torch.zeros(2, 2, 96, 32),

@@ -1,4 +1,4 @@
-"""The state of the program around a call (default dtype, autocast, ...) changes no result and uses up no recompilations."""
+"""The state of the program around a call changes no result and uses up no recompilations."""
 
 import contextlib
 import threading
@@ -204,7 +204,7 @@ def test_alternating_states_use_up_no_recompilations(monkeypatch):
         for _ in range(2):
             for state in STATES.values():
                 with state():
-                    # those of inference mode are tensors of another kind
+                    # inference tensors are of another kind
                     for given in (inputs, [x.clone() for x in inputs]):
                         sparse_attention(*given, block_size=32, min_budget=32, dense_below=0)
                 graphs.append(counter.frame_count)

@@ -1,11 +1,10 @@
-"""sparse_attention against dense attention under the expanded mask, always through the compiled kernel."""
+"""sparse_attention against dense attention under the expanded mask, through the compiled kernel."""
 
 import sys
 import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import sparse_attention
@@ -18,15 +17,6 @@ from tests.comparisons import assert_same_attention
 @pytest.mark.parametrize("name", [marked(name) for name in VARIANTS])
 def test_is_dense_attention_under_the_mask(name):
     check(call(**VARIANTS[name]))
-
-
-@pytest.mark.attention
-def test_is_dense_attention_at_gamma_one():
-    whole = call()
-    query, key, value = whole.case.query, whole.case.key, whole.value
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    out = whole.attend(gamma=1.0)
-    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.attention
@@ -80,7 +70,7 @@ def test_the_mask_gives_users_the_same_with_and_without_compilation(name):
 
 
 def test_log_sum_exp_is_refused_on_cpus():
-    with pytest.raises(NotImplementedError, match="return_lse"):
+    with pytest.raises(NotImplementedError, match="return_lse is not there on CPUs"):
         call().attend(return_lse=True)
 
 
@@ -96,13 +86,6 @@ def test_gradients_are_refused_on_cpus(which):
     with torch.no_grad():
         out = sparse_attention(*inputs, **it.case.config.call, dense_below=0, sinks=sinks)
     assert torch.equal(out, it.attend(sinks=SINKS))
-
-
-@pytest.mark.parametrize("dense_below", [0, 16384])
-@pytest.mark.parametrize("backend", ["triton", "flash"])
-def test_gpu_backends_are_refused_on_cpus(backend, dense_below):
-    with pytest.raises(ValueError, match=backend):
-        call().attend(backend=backend, dense_below=dense_below)
 
 
 @pytest.mark.parametrize("name", ["block_sparsity.py", "interface.py"])

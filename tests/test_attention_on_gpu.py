@@ -1,4 +1,4 @@
-"""sparse_attention on a GPU, with its log-sum-exp and gradients, against dense attention under the expanded mask."""
+"""sparse_attention on a GPU, with log-sum-exp and gradients."""
 
 import itertools
 
@@ -56,7 +56,7 @@ def test_flash_is_dense_attention_under_the_mask(cuda, name, backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", FLASH])
 def test_serves_window_after_window_in_one_process(cuda, backend):
-    """A mask_mod captures windows and offsets: the values of later calls must not break what an earlier one compiled."""
+    """Later windows and offsets must not break what an earlier call compiled."""
     sizes = (128,) if backend == "flash" else (128, 64, 48)
     tensors = {"head_dims": (64, 64), "dtype": torch.bfloat16, "heads": (4, 2), "gamma": 0.3}
     for block_size, window in itertools.product(sizes, (500, 1024, 300, None)):

@@ -1,4 +1,4 @@
-"""Arguments that are wrong for both functions are refused by name before anything is computed; the ends of ranges are not."""
+"""Wrong arguments are refused by name; the ends of ranges are accepted."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_both_functions_refuse_vmap():
 
 def test_both_functions_refuse_distributed_tensors():
     class DTensor(torch.Tensor):
-        """Stands for torch.distributed's, which needs a process group; it is known by its name."""
+        """Known by its name."""
 
     query = zeros(2, 4, 64, 32).as_subclass(DTensor)
     for function in both(query, zeros(2, 2, 96, 32)):
@@ -220,7 +220,7 @@ def test_both_functions_refuse_distributed_tensors():
         {"softcap": 1e-3},
         {"gamma": [1e-9, 0.5, 1, 1.0]},
         *({"gamma": torch.full((4,), 0.5, dtype=dtype)} for dtype in (torch.float64, torch.float32, torch.bfloat16)),
-        # values are not looked at: clamped on the device
+        # values are clamped on the device
         {"gamma": torch.tensor([-1.0, 0.0, 7.0, math.nan])},
         *({"attention_mask": torch.ones(2, 96, dtype=dtype)} for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64)),
         {"query": zeros(2, 4, 96, 32)},

@@ -1,4 +1,4 @@
-"""Mask and attention captured in a CUDA graph: replayed on new inputs they give what a plain call gives."""
+"""Mask and attention captured in a CUDA graph and replayed on new inputs."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def inputs(seed, device):
 
 
 def captured(function):
-    """The graph of a call, after calls that compile, and what the call gave."""
+    """The graph of a call and its result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.no_grad():

@@ -52,7 +52,7 @@ def test_the_model_attends_to_what_the_method_keeps(model):
     assert model.density() == 1
     with model.attending(WINDOW):
         near = model.log_probs(ids)
-    # the own block and the first: 1, 2, 2 and 2 of 1, 2, 3 and 4
+    # its own block and the first
     assert (model.density(), model.density(2, 3), model.density(2)) == pytest.approx((0.7, 2 / 3, 4 / 7))
     torch.testing.assert_close(near[:255], dense[:255], atol=1e-4, rtol=0)
     assert (near[256:] - dense[256:]).abs().max() > 1e-3
@@ -62,7 +62,7 @@ def test_the_model_attends_to_what_the_method_keeps(model):
 
 
 def test_chunks_choose_for_themselves(model):
-    # the last query block of a call sees everything, every other one its own block
+    # the last query block sees everything, others their own block
     setting = Setting("tri_shape", {"sink_blocks": 0, "window_blocks": 1, "last_blocks": 1})
     with model.attending(setting):
         whole = model.log_probs(IDS[:512])

@@ -41,7 +41,7 @@ def test_each_head_has_the_blocks_of_its_own_gamma(rule, form):
     options = {**OPTIONS, **RULES[rule]}
     make = mask_function(options.pop("method", "flexprefill"))
     query, key = inputs(1280 if rule == "published" else 400 if rule == "hybrid" else 240)
-    # halves and quarters are the same numbers in float32
+    # exact in float32
     gammas = (0.25, 1.0, 0.5, 0.75)
     mask, stats = make(query, key, form(gammas), return_stats=True, **options)
     alone = [kept(make(query, key, gamma, **options))[:, head] for head, gamma in enumerate(gammas)]
@@ -58,7 +58,7 @@ def test_gammas_of_a_tensor_are_clamped_and_nan_keeps_everything():
         masks = [flexprefill_mask(query, key, gamma, **OPTIONS, **options) for gamma in (wild, tame, [1e-9, 1, 1, 1e-9])]
         for other in masks[1:]:
             assert_same_lists(masks[0], other)
-    assert wild.isnan().any()  # the caller's tensor is left as it was
+    assert wild.isnan().any()
 
 
 def test_a_tensor_that_requires_gradients_gets_none():

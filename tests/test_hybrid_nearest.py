@@ -1,7 +1,7 @@
-"""method="hybrid": the nearest blocks of query blocks, more where representative rows stand, pinned by hand.
+"""method="hybrid": the nearest blocks, pinned by hand.
 
-Attention is even, over more key blocks than any threshold lets pass. So a query block keeps its first block, the nearest of the
-floor (its own, for one block), and, if it holds a representative row, the nearest four.
+Attention is even, over more key blocks than any threshold lets pass: a query block keeps its first block, the nearest of the
+floor, and the nearest four if it holds a representative row.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def found_by(by: str, case: Case) -> Any:
     return partial | full
 
 
-# the interpreter takes over a second for each; plain code has them all
+# the interpreter takes over a second each
 LIKE_OTHERS = {"aligned", "no floor", "largest floor", "window within reach"}
 RUNS = [
     pytest.param(name, by, marks=pytest.mark.slow if by == "kernels" and name in LIKE_OTHERS else [])

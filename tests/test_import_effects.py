@@ -10,7 +10,7 @@ import pytest
 
 from tests.repository import ROOT
 
-# `import flexmask` works where these are missing, and does not load them where they are installed
+# neither needed nor loaded
 NOT_NEEDED = ("accelerate", "matplotlib", "sglang", "transformers", "typer", "vllm")
 
 # Run in its own process; the argument is a JSON list of packages that must not be importable.

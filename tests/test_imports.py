@@ -11,7 +11,7 @@ import pytest
 from tests.repository import ROOT, SIDE_FOLDERS
 
 INDEX = "flexmask"
-# what else of flexmask a folder may import; modules and folders by the first part of their name
+# what a folder may import besides itself
 BELOW: dict[str, set[str]] = {
     "_torch": set(),
     "base": {"_torch"},
@@ -22,7 +22,7 @@ BELOW: dict[str, set[str]] = {
     "pictures": set(),
     "plot": {"pictures"},
 }
-# on top, each over those before it; nothing below imports from them
+# on top, in this order
 TOP = ("integrations", "report", "self_test", "commands", "__main__")
 
 

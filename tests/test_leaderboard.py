@@ -1,4 +1,4 @@
-"""The leaderboard: a row per method, its order, and dashes for what was not measured."""
+"""The leaderboard: a row per method, its order, dashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decorator `method`: a function that keeps blocks becomes a mask generator, and an entry of the table of methods."""
+"""The decorator `method`: a function that keeps blocks becomes a mask generator in METHODS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No value of a tensor is read: not by the checks, the search or attention."""
+"""Checks, search and attention read no value of a tensor."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_spoils_its_own_head_only_on_cuda(cuda, name):
 @pytest.mark.parametrize("token", [515, 8], ids=["of the last rows", "of the first rows"])
 @pytest.mark.parametrize("name", ["query", "key"])
 def test_a_spoiled_head_keeps_the_same_by_kernels_as_in_plain_steps(cuda, name, token):
-    """A maximum drops NaN on a GPU: a block diagonal of unknown weight is kept all the same."""
+    """A maximum drops NaN on a GPU."""
     generator = torch.Generator().manual_seed(0)
     inputs = {part: torch.randn(1, 2, 520, 64, generator=generator) for part in ("query", "key")}
     inputs[name][0, 1, token] = torch.nan

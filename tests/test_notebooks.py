@@ -36,7 +36,7 @@ notebook = _module()
 
 
 def load(name, *changes):
-    """A notebook without its output, in whose code each pair of `changes` has replaced the first text by the second."""
+    """A notebook without its output, with pairs of texts replaced in its code."""
     found = notebook.load(FOLDER / name)
     for at, source in notebook.code_cells(found):
         for old, new in changes:
@@ -47,7 +47,7 @@ def load(name, *changes):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A folder with the checkout's bench/ to run in, deeper than the notebook's own; all is as before afterwards."""
+    """A folder with bench/ to run in; everything is as before afterwards."""
     import matplotlib.pyplot as plt
 
     (tmp_path / "bench").symlink_to(ROOT / "bench")
@@ -70,7 +70,6 @@ def test_the_notebook_for_a_cpu_runs(checkout):
     assert os.path.samefile(os.getcwd(), checkout)
     drawn = [cell for cell in found["cells"] if cell["cell_type"] == "code" and notebook.pictures(cell)]
     assert len(drawn) == 4
-    # the settings that it saves are those that it tuned
     config = json.loads((checkout / "out/tuned-retriever/config.json").read_text())
     tuned = names["result"].settings.layers
     assert [tuple(config["flexmask_config"]["layers"][str(layer)]["gamma"]) for layer in range(4)] == [
@@ -105,7 +104,7 @@ def test_names_and_keywords_of_notebooks_exist(name):
 
 
 def cells(*sources):
-    """A notebook of cells: code, or Markdown where the text begins with a #."""
+    """A notebook of cells: Markdown where the text begins with a #."""
     made = []
     for text in sources:
         code = {"execution_count": None, "outputs": []} if text[0] != "#" else {}

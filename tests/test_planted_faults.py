@@ -24,7 +24,7 @@ BLOCK = 16
 
 
 def case():
-    """A call whose heads are of both kinds and drop blocks, in the common layout: whole, unpadded."""
+    """Heads of both kinds that drop blocks: whole, unpadded."""
     generator = torch.Generator().manual_seed(18)
     query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
     return Case(query, key, Config(0.5, 0.08, block_size=BLOCK, min_budget=0))
@@ -39,33 +39,29 @@ PICKS = range(3)
 
 
 def pick(candidates, number):
-    """One of the True entries, a different one for every number."""
+    """One of the True entries, another for every number."""
     places = candidates.nonzero().tolist()
     return tuple(places[(number * 7919) % len(places)])
 
 
 def dropped(number):
-    """One kept block dropped."""
     keep = RESULT.keep.clone()
     keep[pick(keep, number)] = False
     return keep, block_lists(keep, FULL)
 
 
 def added(number):
-    """One block added that was not kept."""
     keep = RESULT.keep.clone()
     keep[pick(~keep & VISIBLE, number)] = True
     return keep, block_lists(keep, FULL)
 
 
 def swapped(number):
-    """Full and partial lists swapped."""
     lists = RESULT.lists
     return RESULT.keep, BlockLists(*lists[2:], *lists[:2])
 
 
 def relabelled(number):
-    """One partial block listed as full."""
     full = FULL.expand_as(RESULT.keep).clone()
     full[pick(RESULT.keep & ~FULL, number)] = True
     keep = RESULT.keep
@@ -170,7 +166,7 @@ def test_comparison_of_compiled_attention_catches(fault):
 
 
 def hybrid_case():
-    """A call in which every clause of the rule decides something."""
+    """Every clause of the rule decides something."""
     generator = torch.Generator().manual_seed(5)
     query, key = structured_inputs(generator, 1, 12, 4, 640, 640, 32, sharpness=5.0)
     return Case(query, key, Config(0.7, block_size=BLOCK, min_budget=BLOCK, method="hybrid", row_stride=4))
@@ -181,7 +177,7 @@ def other_constant(name, factor):
 
 
 def other_step(name, change):
-    """A step that gets other arguments, or gives something else."""
+    """A step with other arguments or another result."""
     right = getattr(plain, name)
     return lambda patch: patch.setattr(plain, name, lambda *arguments: change(right, *arguments))
 
@@ -225,7 +221,7 @@ def hybrid_expected():
 
 @pytest.fixture
 def _sensitive(monkeypatch):
-    """Constants with which every one of them decides something."""
+    """Constants that all decide something."""
     for name, value in zip(Rule._fields, Rule(320, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4), strict=True):
         monkeypatch.setattr(hybrid, name.upper(), value)
 

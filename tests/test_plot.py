@@ -42,7 +42,7 @@ def sparse_mask():
 
 
 def head_rows(layers=(0, 1, 5), heads=4):
-    """Rows of two calls: layer 5 ran dense, head 1 of layer 0 in one call."""
+    """Two calls: layer 5 ran dense, head 1 of layer 0 in one call."""
     rows = []
     for call in range(2):
         for layer in layers:
@@ -57,7 +57,6 @@ def head_rows(layers=(0, 1, 5), heads=4):
 
 
 def shown(axes):
-    """The values of the heat map, NaN where nothing is drawn."""
     return torch.from_numpy(axes.get_images()[0].get_array().filled(math.nan))
 
 
@@ -70,7 +69,7 @@ def test_kinds_of_a_causal_mask(q_len, kv_len):
         for column, block in enumerate(rows.split(32, dim=1)):
             exists_whole = block.shape == (32, 32) and block.all()
             expected = WHOLE if exists_whole else PARTIAL if block.any() else HIDDEN
-            # whether a short block that is seen whole counts as whole is for the mask to say
+            # whether a short block counts as whole is for the mask to say
             assert kinds[row, column] == expected or (block.all() and kinds[row, column] == WHOLE)
 
 

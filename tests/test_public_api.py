@@ -1,4 +1,4 @@
-"""The public API: names, what they return, and that docstrings describe what there is."""
+"""Public names, what they return, and their docstrings."""
 
 from __future__ import annotations
 
@@ -84,13 +84,12 @@ def test_statistics_are_frozen_tensors_by_head(name):
 
 
 def sections(documented: Any) -> dict[str, str]:
-    """The numpydoc sections of a docstring; what stands before the first is under ""."""
+    """The numpydoc sections of a docstring; "" is the part before the first."""
     parts = re.split(r"^(\w[\w ]*)\n-+\n", inspect.getdoc(documented) or "", flags=re.MULTILINE)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
 def described(section: str) -> set[str]:
-    """Names that a Parameters or Attributes section describes."""
     lines = re.findall(r"^(\w.*)\n(?= )", section, re.MULTILINE)
     return {name for line in lines for name in line.split(", ")}
 

@@ -1,4 +1,4 @@
-"""Releases: workflows call targets that exist, and all files name the same versions."""
+"""Workflows call targets that exist, and all files name the same versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def text(name: str) -> str:
 
 
 def targets_called(workflow: str) -> set[str]:
-    """Make targets that a workflow calls, those of a matrix too."""
     called = set(re.findall(r"run: make ([a-z-]+)", workflow))
     for names in re.findall(r"target: \[(.*)\]", workflow):
         called |= set(names.replace(" ", "").split(","))

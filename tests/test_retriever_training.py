@@ -1,4 +1,4 @@
-"""bench/retriever/train.py: an interrupted training goes on, and transformers reads the model that it writes."""
+"""An interrupted training resumes, and transformers reads the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bench.retriever.vocabulary import TOKENS
 def test_training_resumes_from_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "LOG_EVERY", 1)
     monkeypatch.setattr(train, "is_stage_done", lambda *_: True)
-    # each look at the clock takes a second: one to start, one a step
+    # each look at the clock takes a second
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=itertools.count().__next__))
     command = ["--out", str(tmp_path), "--stages", "128:1,256:9", "--batch-tokens", "256", "--device", "cpu", "--minutes"]
 

@@ -1,4 +1,4 @@
-"""The fast path against the reference, and the guarantees of the selection, each against its own quantity in float64."""
+"""The fast path against the reference, and the guarantees of the selection in float64."""
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ ROUNDING = 1e-5
 
 
 def compare(case, tally):
-    """Both sides of one case, compared; they come back for more to be asked of them."""
     result, expected = case.search(), case.reference()
     assert_well_formed(result)
     assert_same_blocks(result, expected)
@@ -107,7 +106,7 @@ def test_last_chunk_on_a_boundary_equals_the_whole():
 
 
 def fully_kept_lines(case, keep):
-    """Key blocks and block diagonals with all their visible blocks kept, (num_heads, num_kv_blocks) each."""
+    """Key blocks and diagonals with all visible blocks kept, (num_heads, num_kv_blocks) each."""
     size = case.config.block_size
     q_len, kv_len = case.query.shape[2], case.key.shape[2]
     missing = by_block(visible_pairs(case), size) & ~keep[0]
@@ -168,7 +167,7 @@ def test_line_counts_are_minimal():
                 counted.append((count, len(shares)))
 
     run()
-    # of whatever cases were drawn: some heads need several lines, and not all of them
+    # some heads need several lines, and not all of them
     assert sum(1 < count < lines for count, lines in counted) > 0.1 * len(counted)
 
 

@@ -1,4 +1,4 @@
-"""Invariants of the search, checked without the reference: its options, and changes that must not matter."""
+"""Invariants of the search, without the reference."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_cap_bounds_lines_and_rows(case, cap):
     assert (result.stats.num_vertical_blocks <= cap).all()
     assert (result.stats.num_slash_blocks <= cap).all()
     rows = torch.arange(result.keep.shape[-1])
-    # a row keeps its own cap and two blocks more, or two families of lines and the two
+    # a row keeps its cap, or two families of lines, and two blocks more
     allowed = torch.where(result.stats.is_query_aware, cap, 2 * cap)[..., None] + 2
     assert (result.keep.sum(-1) <= torch.minimum(allowed, rows + 1)).all()
 
@@ -121,7 +121,7 @@ def test_tokens_that_do_not_count_have_no_say(case, seed):
 @given(cases())
 def test_same_inputs_give_the_same_bits(case):
     first, second = case.search(), case.search()
-    # (batch, length, heads, head_dim) in memory, as models hand it over
+    # as models pass it
     strided = case.search(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (case.query, case.key)))
     for other in (second, strided):
         for name in first.lists._fields:

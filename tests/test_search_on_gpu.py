@@ -1,4 +1,4 @@
-"""The search on a GPU: against the reference, in memory full of NaN, and in a program that multiplies in TF32."""
+"""The search on a GPU: against the reference, in memory full of NaN, in a program with TF32."""
 
 import gc
 import itertools
@@ -14,7 +14,7 @@ from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_stat
 
 
 def gpu_cases(count, **fixed):
-    """Fixed cases, so that a GPU's run can be repeated."""
+    """Fixed cases: a GPU's run can be repeated."""
     found = []
 
     @settings(max_examples=count, derandomize=True, database=None)
@@ -29,7 +29,7 @@ def gpu_cases(count, **fixed):
 @pytest.mark.gpu
 def test_equals_the_reference_on_cuda(cuda):
     tally = Tally()
-    # every set of options would be compiled; what the compiler makes of the search is the next test's
+    # the next test compiles
     with torch.compiler.set_stance("force_eager"):
         for case in [*gpu_cases(60), *gpu_cases(20, method="hybrid", max_budget=None)]:
             expected = case.reference()
@@ -56,7 +56,7 @@ def test_compiled_search_equals_the_reference_on_cuda(cuda, fixed):
     options = {"gamma": 0.8, "block_size": 32, "min_budget": 32, "max_budget": None, "pattern_queries": "last", **fixed}
     config = gpu_cases(1, **options)[0].config
     generator = torch.Generator().manual_seed(0)
-    # from 36 whole blocks on, row evidence has a tile of 32 key blocks that every row of a program sees whole
+    # from 36 blocks on row evidence has tiles that touch no edge
     for length in (600, 1000, 777, 513, 1200):
         query, key = structured_inputs(generator, 1, 8, 2, length, length, 64)
         case = Case(query, key, config)
@@ -102,10 +102,10 @@ def test_wide_heads_fit_into_shared_memory(cuda, head_dim, dtype):
 
 
 def poison():
-    """Fill the GPU memory that the next tensors come from with NaN: compiled code fills nothing by itself."""
+    """Fill the GPU memory of the next tensors with NaN."""
     gc.collect()
     torch.cuda.empty_cache()
-    # the allocator keeps small tensors (up to 1 MB) and large ones apart, and gives what fits best
+    # the allocator keeps small tensors (up to 1 MB) apart
     held = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(16)]
     held += [
         torch.full((size,), float("nan"), device="cuda") for size in [2**7] * 2000 + [2**12] * 200 + [2**19] * 64 + [2**24] * 4
@@ -160,7 +160,7 @@ def test_attention_reads_nothing_that_was_not_written(cuda):
 
 @pytest.mark.gpu
 def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, matmul_precision):
-    """Calls whose blocks depend on plain matmuls; the kernels ignore the setting."""
+    """The kernels ignore the setting."""
     config = Config(0.8, 0.3, block_size=32, min_budget=32, method="published")
     query, key = structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 704, 704, 64)
     case = Case(query, key, config).to(cuda)
@@ -174,7 +174,7 @@ def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, matmul_pre
 
 @pytest.mark.parametrize("generic", ["none", "tf32"])
 def test_tf32_is_put_back_as_it_was(generic, matmul_precision):
-    """A precision that the program set for matmuls, or for everything, where the one of matmuls is inherited."""
+    """Set for matmuls, or inherited."""
     if not matmul_precision.newer:
         pytest.skip("this torch has no precision for everything")
     products = torch.backends.cuda.matmul
@@ -188,7 +188,6 @@ def test_tf32_is_put_back_as_it_was(generic, matmul_precision):
 
 
 def test_tf32_is_put_back_as_it_was_by_the_older_setting(matmul_precision):
-    """The program of an older torch, which knows no other."""
     if matmul_precision.newer:
         pytest.skip("the newer setting must not be mixed with it")
     matmul_precision.use_tf32()

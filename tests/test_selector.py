@@ -1,4 +1,4 @@
-"""Options of the methods: every range is checked, a refusal names argument, expected and got; and who names a method."""
+"""Options of the methods: ranges and refusals, and how a method is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sparse_attention: every method through one call, equal to dense attention under the method's own mask."""
+"""sparse_attention: every method, equal to dense attention under its own mask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def causal_by_another_name(*inputs, **options):
 
 @pytest.mark.attention
 def test_methods_attend_to_their_own_blocks():
-    # one test, so that the kernel is compiled once; heads that agree, heads that do not, a function with options, any function
+    # one test: the kernel is compiled once
     for name in ("streaming_llm", "oracle", functools.partial(MASKS["xattention"], stride=2), causal_by_another_name):
         known = isinstance(name, str)
         options = SPARSE[name] if known else {}
@@ -35,7 +35,6 @@ def test_methods_attend_to_their_own_blocks():
         out = sparse_attention(QUERY, KEY, VALUE, name, dense_below=0, **SHARED, **options)
         mask = generate(QUERY, KEY, **SHARED, **options)
         assert_same_attention(out, dense_under(mask, QUERY.double(), KEY.double(), VALUE.double()))
-        # a dense fallback without a word would not pass
         dense = sparse_attention(QUERY, KEY, VALUE, name, **SHARED, **options)
         assert not known or (out - dense).abs().max() > 1e-3
 
@@ -51,7 +50,7 @@ def test_head_groups_and_plans_by_head_see_the_heads_that_they_have_to(monkeypat
     for name, options in {"xattention": {}, "infllm": {}, "minference": {"plan": ((30, 50), (64, 50)) * 2}}.items():
         sparse_attention(QUERY, KEY, VALUE, name, dense_below=0, block_size=16, max_mask_bytes=1, **options)
     one_by_one = [((1, 1), slice(head, head + 1)) for _ in range(2) for head in range(4)]
-    # infllm decides for all heads of a batch row together, a plan tells them apart
+    # infllm decides for all heads together, a plan by head
     together = [((1, 4), slice(0, 4))] * 2
     assert seen == [
         (name, shape, heads)

@@ -148,7 +148,7 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def kept_lists() -> dict[str, tuple[tuple[Tensor, ...], Tensor]]:
-    """By name the lists of a mask, and the blocks that it keeps."""
+    """Lists of a mask and the blocks that it keeps, by name."""
     number, indices = lists_of(KEEP)
     nothing = lists_of(NOTHING)
     narrow = KEEP & (KEEP.cumsum(-1) <= 3)
@@ -174,7 +174,7 @@ def kept_lists() -> dict[str, tuple[tuple[Tensor, ...], Tensor]]:
 
 
 def expected(pairs: Tensor) -> Tensor:
-    """Dense attention under pairs of each head, limited to what PADDED shows."""
+    """Dense attention under pairs by head and PADDED."""
     visible = seen_pairs(LENGTH, torch.zeros(2, dtype=torch.int64), PADDED["attention_mask"], PADDED["window"])
     return masked_attention(QUERY, KEY, VALUE, (pairs & visible[:, None]).expand(2, 4, -1, -1))[0]
 

@@ -1,4 +1,4 @@
-"""sparse_attention_varlen: each packed sequence gets what it gets alone, and nothing of the others."""
+"""sparse_attention_varlen: each packed sequence gets what it gets alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def test_dense_sequences_get_what_they_get_alone(name):
 
 
 def assert_same_stats(found: SelectionStats, expected: SelectionStats) -> None:
-    """Equal to the bit: what the masks were made of."""
     for name, tensor in vars(expected).items():
         if isinstance(tensor, Tensor):
             torch.testing.assert_close(getattr(found, name), tensor, rtol=0, atol=0, equal_nan=True)
@@ -168,7 +167,7 @@ def test_log_sum_exp_has_flash_attns_layout():
 
 @pytest.mark.attention
 def test_many_lengths_share_the_compilations(monkeypatch):
-    """Twelve packs of other totals: two graphs for whole prompts, two for chunks."""
+    """Two graphs for whole prompts, two for chunks."""
     torch._dynamo.reset()
     compilation._compile.cache_clear()
     counter, compile_ = CompileCounterWithBackend("eager"), torch.compile
@@ -208,7 +207,6 @@ def test_inside_a_compilation_bounds_are_ints(form):
 
 
 def test_a_cpu_tensor_of_bounds_is_not_read_twice(monkeypatch):
-    """Bounds on a device come over in one copy, both together: here the reads are counted."""
     reads: list[int] = []
     tolist = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda x: reads.append(len(x)) or tolist(x))

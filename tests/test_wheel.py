@@ -22,7 +22,6 @@ from tests.repository import ROOT, SIDE_FOLDERS
 pytest.importorskip("setuptools", minversion="77", reason="builds with the environment's setuptools")
 
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
-# a mask, attention, every public name but the adapter's; then the modules whose packages are there
 USE = """
 import importlib, pkgutil
 import torch
@@ -55,7 +54,7 @@ def source(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    weights = folder / "bench" / "ruler_model" / "model"  # as in a checkout; neither kind of package may take them
+    weights = folder / "bench" / "ruler_model" / "model"  # neither kind of package may take them
     weights.mkdir(parents=True)
     (weights / "model.safetensors").write_bytes(b"weights")
     (weights.parent / "__init__.py").touch()
@@ -81,7 +80,6 @@ def sdist(source, tmp_path_factory):
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
-    """Files of a wheel, without the list of their hashes."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
@@ -115,7 +113,7 @@ def test_sdist_holds_no_trained_model(sdist):
 
 
 def python(*arguments: str, path: Path, executable: str = sys.executable) -> str:
-    """Run Python outside of the checkout, with `path` before all that is installed; returns what it prints."""
+    """Run Python outside of the checkout, with `path` first; returns what it prints."""
     surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     surroundings["PYTHONPATH"] = str(path)
     run = subprocess.run([executable, *arguments], cwd=path, env=surroundings, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""A window that no pair of tokens exceeds is none, whatever its number."""
+"""A window of all tokens or more is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running sums with and without float64, and the plain steps on a device that has none."""
+"""Running sums, and the plain steps on a device without float64."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_stat
 
 
 class NoFloat64(TorchDispatchMode):
-    """A device without float64: an operation that gives such a tensor fails."""
+    """A device without float64."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

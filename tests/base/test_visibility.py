@@ -16,7 +16,7 @@ def key_of_length(kv_len):
 
 
 def assert_exact(q_len, offsets, is_token, window, block_size):
-    """Block visibility against the blocks of the written-out mask, for a batch of paddings and offsets."""
+    """Block visibility against the blocks of the written-out mask."""
     kv_len = is_token.shape[1]
     tokens = token_validity(q_len, kv_len, offsets, is_token, key_of_length(kv_len))
     seen = block_visibility(tokens, block_size, window)

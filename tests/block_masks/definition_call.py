@@ -1,4 +1,4 @@
-"""One problem written out for `tests.block_masks.definitions`: its tokens, blocks and scores, and choices with their margins."""
+"""One problem written out: tokens, blocks and scores, and choices with their margins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Blocks = list[int]
 
 @dataclass
 class Call:
-    """One problem, with what every definition needs written out."""
+    """One problem, written out."""
 
     query: Tensor
     key: Tensor  # with as many heads as query
@@ -42,17 +42,16 @@ class Call:
         return score if self.softcap is None else self.softcap * torch.tanh(score / self.softcap)
 
     def scores(self, b: int, h: int, rows: list[int], keys: Tensor) -> Tensor:
-        """Capped scores of query rows with key vectors, (rows, keys)."""
+        """Capped scores, (rows, keys)."""
         return self.cap(self.query[b, h, rows] @ keys.T * self.scale)
 
     def rows_of(self, b: int, block: int, blocks: int = 1) -> list[int]:
-        """The rows of a query block (or of several) that are tokens."""
+        """Token rows of `blocks` query blocks."""
         first = block * self.block_size
         rows = range(first, min(first + blocks * self.block_size, self.q_len))
         return [row for row in rows if self.row_is_token[b][row]]
 
     def keys_of(self, b: int, block: int) -> Blocks:
-        """Positions of a key block's tokens."""
         return [k for k in self.valid_keys[b] if k // self.block_size == block]
 
     def first_block(self, b: int) -> int:
@@ -70,7 +69,7 @@ class Call:
         return [j for j in range(self.num_kv_blocks) if self.sees(b, block, j)]
 
     def first_row_block(self, b: int, block: int) -> int:
-        """Key block in which the first row of a query block stands."""
+        """Key block of a query block's first row."""
         return self.position[b][block * self.block_size] // self.block_size
 
     def own_blocks(self, b: int, block: int) -> Blocks:
@@ -78,12 +77,12 @@ class Call:
         return sorted({self.first_row_block(b, block), self.position[b][last] // self.block_size})
 
     def last_query_block(self, b: int) -> int:
-        """Query block of the last row that is a token."""
+        """Query block of the last token row."""
         rows = [row for row in range(self.q_len) if self.row_is_token[b][row]]
         return rows[-1] // self.block_size if rows else -1
 
     def attention(self, b: int, h: int, row: int) -> Tensor:
-        """True softmax attention of one row, (kv_len,); zeros where it sees nothing."""
+        """True attention of one row, (kv_len,); zeros where it sees nothing."""
         seen = self.visible[b, row]
         out = torch.zeros(self.kv_len, dtype=torch.float64)
         if seen.any():
@@ -106,21 +105,21 @@ def make_call(
 
 
 def gap(low: float, high: float) -> float:
-    """Relative distance of two compared values; infinite ones are exact, and so are their ties."""
+    """Relative distance of two compared values; infinite ones are exact."""
     if math.isinf(low) or math.isinf(high):
         return math.inf
     return abs(high - low) / max(abs(low), abs(high), 1e-30)
 
 
 def top(values: dict[int, float], count: int) -> tuple[Blocks, float]:
-    """The `count` largest, lower numbers first among equals, and the margin of the last."""
+    """The `count` largest, lower numbers first among equals, and the margin."""
     order = sorted(values, key=lambda j: (-values[j], j))
     kept, rest = order[:count], order[count:]
     return kept, gap(values[rest[0]], values[kept[-1]]) if kept and rest else math.inf
 
 
 def top_p(values: dict[int, float], forced: Blocks, share: float) -> tuple[Blocks, float]:
-    """The forced, and of the others the fewest, heaviest first, with which the sum reaches a share of the whole."""
+    """The forced, and the fewest others, heaviest first, that reach a share of the sum."""
     total = sum(values.values())
     kept = [j for j in forced if j in values]
     if share >= 1:
@@ -154,7 +153,7 @@ def static(keeps: Callable[..., bool]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def by_row(row_of: Callable[..., tuple[Blocks, float]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A definition from what one query block of one head keeps."""
+    """A definition from what one query block keeps."""
 
     def definition(call: Call, **options: Any) -> tuple[Tensor, Tensor]:
         keep, margin = call.empty()
@@ -169,13 +168,12 @@ def by_row(row_of: Callable[..., tuple[Blocks, float]]) -> Callable[..., tuple[T
 
 
 def line_blocks(call: Call, b: int, i: int, verticals: Blocks, diagonals: Blocks) -> Blocks:
-    """Key blocks on the kept lines in one query block."""
     on = {own - c for own in call.own_blocks(b, i) for c in diagonals}
     return [j for j in range(call.num_kv_blocks) if j in verticals or j in on]
 
 
 def line_masses(call: Call, b: int, h: int, rows: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-    """Attention of the rows on key blocks and block diagonals that hold a visible block; a slash counts on both it crosses."""
+    """Attention of the rows by key block and block diagonal; a slash is split over the two diagonals it crosses."""
     size = call.block_size
     seen = [(i, j) for i in range(call.num_q_blocks) for j in range(call.num_kv_blocks) if call.sees(b, i, j)]
     vertical = dict.fromkeys(sorted({j for _, j in seen}), 0.0)

@@ -1,9 +1,8 @@
-"""Every method of the gallery by its definition: pair by pair of tokens, in plain loops and float64.
+"""Every method of the gallery by its definition, in plain loops and float64.
 
-Nothing here is shared with the methods. Each function takes a `Call` and the method's options and returns the kept blocks,
-(batch, num_heads, num_q_blocks, num_kv_blocks) bool, before the blocks of the rows' own positions are added and those that nobody
-sees are dropped; and the margin of each row of blocks, (batch, num_heads, num_q_blocks): how far its closest decision is from the
-other side, relative to what it compares. Only rows with a margin can be expected to agree with float32.
+A definition takes a `Call` and the method's options. It returns the kept blocks, (batch, num_heads, num_q_blocks,
+num_kv_blocks) bool, before own blocks are added and invisible ones dropped, and the margin of each row of blocks: the relative
+distance of its closest decision from the other side. Only rows with a margin must agree with float32.
 """
 
 from __future__ import annotations
@@ -276,7 +275,7 @@ TESTED = {
         infllm,
         {"topk_blocks": 1, "local_tokens": 40, "execution_blocks": 2},
         {"topk_blocks": 64},
-        # tokens at which a block's nearest key is just out of reach, or its last one just counts
+        # at the edges of a block
         ({"topk_blocks": 0, "sink_blocks": 0, "local_tokens": 33, "execution_blocks": 1},),
     ),
     "lm_infinite": Tested(

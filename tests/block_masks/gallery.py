@@ -1,4 +1,4 @@
-"""One matrix over the methods: every mask in every setting. A new method is tested by its entry in `definitions`."""
+"""One matrix over the methods: every mask in every setting."""
 
 from __future__ import annotations
 
@@ -100,12 +100,11 @@ SETTINGS = {
     "offsets by batch row": Setting(batch=3, q_len=64, kv_len=300, q_offset=(0, 50, 236), window=90, padding="left"),
 }
 ON_GPU = ("whole", "offsets by batch row")  # one compilation each there
-# the published code takes whole, unpadded prompts of whole blocks, and nothing else
+# the published code takes whole, unpadded prompts only
 SERVED = {"published": ("whole",)}
 
 
 def serves(name: str, setting: str) -> bool:
-    """True if a method takes the inputs of a setting."""
     return setting in SERVED.get(name, (setting,))
 
 
@@ -141,7 +140,6 @@ def made(name: str, setting: str, device: str = "cpu") -> Made:
 
 
 def lists_of(mask: BlockMask) -> tuple[Tensor, ...]:
-    """The four lists of a mask."""
     assert mask.full_kv_num_blocks is not None
     assert mask.full_kv_indices is not None
     return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices

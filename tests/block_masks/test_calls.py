@@ -26,7 +26,7 @@ def test_no_value_is_read(name, setting):
 
     query, key = map(fake, chosen.inputs("cpu"))
     options = {option: fake(x) for option, x in chosen.shared_options("cpu").items()}
-    # a fake tensor has no values: reading one, or a shape that depends on one, raises
+    # reading a fake tensor raises
     with mode:
         mask = MASKS[name](query, key, **SPARSE[name], **options)
         with pytest.raises(DataDependentOutputException):
@@ -38,7 +38,7 @@ def test_no_value_is_read(name, setting):
 def test_traces_whole(name):
     chosen = SETTINGS[FULLEST[name]]
     options = {**SPARSE[name], **chosen.shared_options("cpu")}
-    torch._dynamo.reset()  # one function below stands for all masks, and would run out of recompilations
+    torch._dynamo.reset()  # the function below would run out of recompilations
 
     @torch.compile(fullgraph=True, backend="eager")
     def lists(query, key):

@@ -1,4 +1,4 @@
-"""Methods compiled as on accelerators: one compilation for all lengths and all values of a float, another for other constants."""
+"""Methods compiled as on accelerators: one compilation for all lengths and values of a float."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def counters(monkeypatch):
 
     @functools.cache
     def count(function, variant, launched):
-        # a code object of its own, as the real one has
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         counted[function.__name__, variant] = counter = CompileCounterWithBackend("eager")
         return torch.compile(own, fullgraph=True, backend=counter)
@@ -36,27 +35,25 @@ def counters(monkeypatch):
 
 
 def graphs(counters) -> dict[str, int]:
-    """Graphs of all variants of each function."""
     total: dict[str, int] = {}
     for (function, _), counter in counters.items():
         total[function] = total.get(function, 0) + counter.frame_count
     return total
 
 
-# in slices of rows, compiled slice by slice, and whole; in steps
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("xattention", {"_map": 1, "_lists": 2}), ("vertical_slash", {"_chosen": 1}), ("hybrid", {"_chosen": 1})],
 )
 def test_lengths_share_a_compilation(name, expected, counters, monkeypatch):
     for length in LENGTHS:
-        # copies, since a view would bring its whole tensor's shape into the guards
+        # a view would bring its whole tensor's shape into the guards
         inputs = [x[:, :, :length].clone(memory_format=torch.contiguous_format) for x in (QUERY, KEY)]
         got = MASKS[name](*inputs, block_size=16, **SPARSE[name]).to_dense()
         with monkeypatch.context() as plain:
             plain.setattr(compilation, "runs_plain", lambda query: True)
             assert torch.equal(got, MASKS[name](*inputs, block_size=16, **SPARSE[name]).to_dense())
-    # the lists' sizes are not known to be of any length in advance: a compilation for one, then one for all
+    # the lists compile for one length, then for all
     assert graphs(counters) == expected
 
 

@@ -1,7 +1,4 @@
-"""Every method equals its definition, and keeps to it in chunks, in slices and next to heads that are not finite.
-
-Those with an oracle of their own, flexprefill, hybrid and published, are compared with it in tests/test_flexprefill.py and so on.
-"""
+"""Every method equals its definition: whole, in chunks, in slices, next to heads that are not finite."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ CASES: dict[str, tuple[int, int, tuple[int, int] | None, int | None, str | None,
     "holes and window": (110, 110, None, 60, "holes", {}),
 }
 CHOICES = [(name, options) for name in DEFINITIONS for options in (TESTED[name].sparse, *TESTED[name].others)]
-# the same blocks for the rows of a chunk as for those of the whole prompt: no estimate from the last rows, no length in the rule
+# methods whose rows decide for themselves
 BY_ROW = ("causal", "flash_prefill", "hip", "infllm", "lm_infinite", "oracle", "streaming_llm", "xattention")
 
 
 def inputs_of(case: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Query, key and the keywords that all masks share; two batch rows, two heads to one key head."""
+    """Query, key and shared keywords."""
     q_len, kv_len, offsets, window, padding, scores = CASES[case]
     query, key = structured_inputs(torch.Generator().manual_seed(3), 2, 2, 1, q_len, kv_len, 32, sharpness=2.0)
     mask = None
@@ -50,7 +47,7 @@ def inputs_of(case: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 
 def expected_of(name: str, query: Tensor, key: Tensor, shared: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Blocks by definition, with the rows' own and without those that nobody sees; and the rows that have a margin."""
+    """Visible blocks by definition, and the rows that have a margin."""
     q_len, kv_len = query.shape[2], key.shape[2]
     offsets = torch.full((2,), kv_len - q_len) if shared["q_offset"] is None else shared["q_offset"]
     is_token = torch.ones(2, kv_len, dtype=torch.bool) if shared["attention_mask"] is None else shared["attention_mask"]
@@ -76,7 +73,6 @@ def test_keeps_the_blocks_of_its_definition(name, options, case):
 
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if name != "causal"])
 def test_comparison_has_something_to_find(name):
-    # blocks to drop, blocks to add, and rows that differ: a mask with any of these faults would not pass for its definition
     query, key, shared = inputs_of("whole")
     expected, clear = expected_of(name, query, key, shared, SPARSE[name])
     visible = torch.ones(8, 8, dtype=torch.bool).tril()

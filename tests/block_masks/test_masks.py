@@ -1,4 +1,4 @@
-"""Every mask: honest lists, nothing hidden is shown, a row's own position is, and everything where everything is kept."""
+"""Every mask: honest lists, nothing hidden, every row's own position, dense where everything is kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def test_lists_are_those_of_the_mask_mod_in_flex_attentions_layout(name, setting
     batch, heads = mask.shape[:2]
     assert batch == chosen.batch and heads in (1, chosen.num_heads)
     assert mask.BLOCK_SIZE == (chosen.block_size, chosen.block_size)
-    # pair by pair: each block with an allowed pair once, full ones without a hidden pair, to_dense() and sparsity() likewise
     assert_honest(mask, (chosen.q_len, chosen.kv_len))
     lists = lists_of(mask)
     for tensor in lists:
@@ -60,7 +59,7 @@ def test_sparse_settings_leave_something_out(name):
 
 @pytest.fixture(scope="module")
 def lengths_forgotten():
-    """Forget what was compiled before: these lengths are compiled anew, and masks of the same heads share it."""
+    """Forget what was compiled before: masks of the same heads share compilations."""
     torch._dynamo.reset()
 
 

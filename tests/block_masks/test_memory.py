@@ -1,4 +1,4 @@
-"""No method writes out a tensor of the order of tokens squared: sizes at 128k tokens, of tensors that hold no values."""
+"""No method allocates a tensor of the order of tokens squared, at 128k fake tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS, HEADS, HEAD_DIM = 131072, 16, 64
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest storage that any operator returned."""
+    """The largest storage that any operator returned."""
 
     nbytes = 0
 
@@ -31,13 +31,12 @@ class Largest(TorchDispatchMode):
 def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_square_of_the_tokens(name):
     by_rows = not METHODS[name].compiled
     with FakeTensorMode(), Largest() as largest:
-        # the last rows of the prompt are enough for the methods that go slice by slice: a slice is as large as ever
+        # methods that go slice by slice need only the last rows
         rows = 512 if name == "oracle" else 4096 if by_rows else TOKENS
         query, key = torch.empty(1, HEADS, rows, HEAD_DIM), torch.empty(1, 4, TOKENS, HEAD_DIM)
         stated = HEADS * METHODS[name].checked(128, {}).for_inputs(attention_inputs(query, key)).head_bytes
         largest.nbytes = 0
         MASKS[name](query, key)
-    # a slice has a block of rows at least
     a_slice = 4 * max(row_slices.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
     assert largest.nbytes <= max(stated, a_slice)
     assert largest.nbytes < TOKENS**2 / 8

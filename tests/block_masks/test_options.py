@@ -1,4 +1,4 @@
-"""Options of the gallery's methods: wrong ones are refused by name, and the docstrings state the defaults that hold."""
+"""Options of the gallery's methods: refusals by name, defaults as documented."""
 
 from __future__ import annotations
 

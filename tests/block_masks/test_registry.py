@@ -1,4 +1,4 @@
-"""The table of methods, the exports, the files, the README's table and the signatures agree."""
+"""The table of methods, exports, files, README and signatures agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program in this process, and a tiny random model with a tokenizer in a folder."""
+"""The program in this process, and a tiny random model with a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ pytest.importorskip("rich")
 
 @pytest.fixture
 def flexmask():
-    """Run a command; return what `CliRunner` caught once its exit code is the expected one, with `json` read from stdout."""
+    """Run a command, check its exit code, read `json` from stdout; returns what `CliRunner` caught."""
     from typer.testing import CliRunner
 
     from flexmask.commands.app import app
 
     def run(*words, code=0, input=None, env=None):
-        # wide, so that no line of a table is folded
+        # wide: no line of a table is folded
         result = CliRunner(env={"COLUMNS": "250", **(env or {})}).invoke(app, [str(word) for word in words], input=input)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
@@ -31,7 +31,7 @@ def flexmask():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A model as ``save_pretrained`` leaves it, and a tokenizer of 96 words, w0 to w95."""
+    """A saved model and a tokenizer of 96 words, w0 to w95."""
     pytest.importorskip("transformers")
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -1,4 +1,4 @@
-"""`flexmask doctor`: the self-test fails where attention is wrong, backends and problems are those of the library."""
+"""`flexmask doctor`: self-test, backends, problems, layers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def test_self_test_fails_where_attention_is_wrong(flexmask, monkeypatch, attenti
     [(1e-5, 0.5, True), (1e-5, 1e-5, False), (float("nan"), 0.5, False), (1e-5, float("nan"), False), (None, None, False)],
 )
 def test_a_case_that_skips_nothing_or_is_no_number_is_not_passed(difference, skipped, passed):
-    """A case that keeps everything would pass with any attention under any mask."""
     case = self_test.SelfTest("hybrid", "auto", "float32", 1.0, difference, skipped, 1e-4, 0.1)
     assert case.passed is passed
 
@@ -85,7 +84,6 @@ def test_surroundings_with_problems_are_known(monkeypatch):
 
 
 def test_layers_are_planned_from_the_config(flexmask, folder, tmp_path):
-    """Without weights, and as the adapter runs them."""
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     words = ("doctor", "--skip-self-test", "--model", tmp_path, "--device", "cpu", "--option", "dense_layers=[1]")

@@ -1,4 +1,4 @@
-"""`flexmask gain`: what is measured and said, on a tiny random model; never the times."""
+"""`flexmask gain` on a tiny random model; never the times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPARSE = ("--dense-below", "0", "--option", "block_size=32", "--min-budget", "0"
 
 @pytest.fixture
 def config(folder, tmp_path):
-    """A folder of a config alone, of three layers."""
+    """A folder of a config of three layers."""
     path = tmp_path / "config"
     path.mkdir()
     saved = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""``flexmask inspect`` on a tiny model; the engine has its own tests."""
+"""``flexmask inspect`` on a tiny model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def test_json_is_what_is_written(flexmask, folder, prompt, tmp_path):
 
 @pytest.mark.attention
 def test_attention_held_by_position_is_shown_with_its_warning(flexmask, folder, prompt, tmp_path, monkeypatch):
-    """With a bound that every prompt exceeds."""
     from flexmask.integrations.inspect import inspection
 
     monkeypatch.setattr(inspection, "MOST_LOST", -1.0)

@@ -1,4 +1,4 @@
-"""`flexmask generate` and `flexmask tune` on a tiny model, and the ways to call them wrongly."""
+"""`flexmask generate` and `flexmask tune` on a tiny model, and their refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def test_generate_compares_dense_and_sparse(flexmask, folder, prompt):
     assert 0.2 < found["density"] < 1
     assert found["density"] == pytest.approx(sum(found["density_by_layer"].values()) / 2)
     assert len(found["dense"]["timed"]) == len(found["sparse"]["timed"]) == 2
-    # its own generate gives the same tokens
     from transformers import AutoModelForCausalLM
 
     from flexmask import sparse_prefill
@@ -134,11 +133,9 @@ def test_tune_writes_settings_that_are_read_back(flexmask, folder, prompt, tmp_p
         row["gamma"] for row in found["heads"]
     ]
     assert len(found["heads"]) == 8
-    # another target needs no measurement
     lower = flexmask(*words, "--error", ".01").json
     assert lower["error"] <= 0.01
     assert lower["uniform"] == found["uniform"]
-    # and the other commands read it
     plan = flexmask("doctor", "--skip-self-test", "--model", folder, "--settings", out, "--device", "cpu", "--json").json
     assert [each["plan"] for each in plan["layers"]] == ["sparse", "sparse"]
 
@@ -164,11 +161,11 @@ def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeyp
     flexmask(*words)
     assert len(layers) == 3  # one before, one broken off, one after
     assert out.exists()
-    # of another text: refused, until told to start over
+    # another text is refused, until told to start over
     prompt.write_text("w5 " + prompt.read_text())
     said = flexmask(*words, code=exit_codes.USAGE).stderr
     assert "'--resume': resume must be a file of the same" in said
-    # an option that is wrong costs no measurement
+    # a wrong option costs no measurement
     flexmask(*words, "--no-resume", "--density", "7", code=exit_codes.USAGE)
     assert any(tmp_path.glob("*.measured*"))
     flexmask(*words, "--no-resume")
@@ -208,7 +205,6 @@ def test_tune_shows_what_heads_keep(flexmask, folder, prompt, tmp_path):
     words = ("tune", "-m", folder, "-t", prompt, "--tokens", "100", *TUNE[:-1], "--density", "1", "--gradient")
     shown = flexmask(*words, "-o", tmp_path / "by_loss.json").stdout
     assert "squared change of the loss" in " ".join(shown.split())
-    # the measurements next to it are of another kind
     refused = flexmask(*words, "-o", tmp_path / "s.json", code=exit_codes.USAGE).stderr
     assert "is of another errors" in " ".join(refused.split())
 
@@ -216,7 +212,7 @@ def test_tune_shows_what_heads_keep(flexmask, folder, prompt, tmp_path):
 @pytest.mark.slow
 @pytest.mark.attention
 def test_the_retriever_from_texts_to_tuned_generation(flexmask, tmp_path):
-    """A trained model, its own tokenizer, the way of the tutorial: tune, then generate with what was found."""
+    """The tutorial's way on a trained model."""
     from bench.retriever.task import make_prompt
 
     folder = ROOT / "bench" / "retriever" / "model"

@@ -1,4 +1,4 @@
-"""Commands print text as it is, tables that nothing folds, and JSON that any stdout takes."""
+"""Text is printed as it is, tables are not folded, JSON is ASCII."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program: its entry point, exit codes, errors in one line, JSON."""
+"""The program: entry point, exit codes, errors in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def test_module_and_entry_point_are_the_program():
 
 
 def test_every_command_is_documented_with_its_options(flexmask):
-    """docs/command-line.md names each command and each of its own options."""
     text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     listed = re.findall(r"^│? *(\w+)  ", flexmask("--help").stdout.partition("Commands")[2], re.MULTILINE)
     assert {"doctor", "gain", "generate", "inspect", "tune", "run"} == set(listed)
@@ -85,7 +84,6 @@ def test_another_missing_module_is_not_taken_for_typer(monkeypatch):
         (["doctor", "--method", "flexprefill", "--option", "tau=2"], "'--option': tau must be in [0, 1]; got 2"),
         (["doctor", "--option", "tau"], "'--option': must be NAME=VALUE; got 'tau'"),
         (["doctor", "--gamma", ".9", "--option", "gamma=.8"], "'--option': gamma is given twice"),
-        # an option of another method names the method
         (["doctor", "--option", "tau=0.1"], "method 'hybrid' takes the options gamma"),
         (["doctor", "--option", "tau=0.1"], "got 'tau', an option of flexprefill"),
         (["doctor", "--option", "taw=1"], "got 'taw'"),

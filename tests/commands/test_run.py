@@ -1,4 +1,4 @@
-"""`flexmask run`: programs in which the name is registered, in their children too; settings; what cannot be started."""
+"""`flexmask run`: programs and their children with the name registered; settings; refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexmask.commands import exit_codes
 from flexmask.commands import run as command
 from tests.repository import ROOT
 
-# prints what a model that names the attention would run with, without loading one
+# prints what a model with this attention would run with
 PROGRAM = """
 import json, sys
 
@@ -48,7 +48,7 @@ def program(tmp_path):
 
 
 def in_environment(*words, **variables):
-    """Standard output of a Python that starts with our folder before all others."""
+    """Output of a Python that starts with our folder first."""
     environment = {**os.environ, "PYTHONPATH": str(command.STARTUP), **variables}
     # python -c looks in the current folder first
     words = [sys.executable, *map(str, words)]
@@ -56,7 +56,6 @@ def in_environment(*words, **variables):
 
 
 def test_program_and_its_child_know_the_name_and_the_settings(program):
-    """And the command ends with the program's exit code."""
     run = subprocess.run(
         [sys.executable, "-m", "flexmask", "run", "--gamma", "0.5", "--min-budget", "256", str(program), "child"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -71,7 +70,7 @@ def test_program_and_its_child_know_the_name_and_the_settings(program):
 
 
 def test_nothing_is_imported_for_a_program_without_transformers(tmp_path):
-    """And the `sitecustomize` that ours hides still runs."""
+    """And a hidden `sitecustomize` still runs."""
     (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
     path = os.pathsep.join([str(command.STARTUP), str(tmp_path)])
     code = "import sys; print('torch' in sys.modules, 'flexmask' in sys.modules)"
@@ -79,7 +78,7 @@ def test_nothing_is_imported_for_a_program_without_transformers(tmp_path):
 
 
 def test_name_is_registered_when_the_outermost_import_has_ended(tmp_path):
-    """With a transformers of three modules, of which flexmask, also a false one, imports one that was not complete before."""
+    """With a fake transformers and a fake flexmask, which import one another."""
     package = tmp_path / "transformers"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -189,6 +188,6 @@ def test_run_refuses(flexmask, words, said):
 
 
 def test_startup_folder_holds_one_file():
-    """All of it comes before a program's own modules."""
+    """Its files come before a program's own modules."""
     assert [path.name for path in command.STARTUP.glob("*.py")] == ["sitecustomize.py"]
     assert Path(command.__file__).parent in command.STARTUP.parents

@@ -1,4 +1,4 @@
-"""Keys and values that no row sees may hold NaN, as a cache made by torch.empty does, on every path of attention."""
+"""Keys and values that no row sees may hold NaN, on every path of attention."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ SCORES = {
 
 
 def spoiled(it):
-    """Key and value of a call with NaN wherever no row can see, and which keys those are."""
+    """Key and value with NaN wherever no row can see, and which keys those are."""
     case = it.case
     q_len, kv_len = case.query.shape[2], case.key.shape[2]
     slot = torch.arange(kv_len)
@@ -71,7 +71,6 @@ def test_decoding_under_a_mask_does_not_see_them(scores):
     ("name", "scores"),
     [
         *(pytest.param(name, {}, id=f"plain-{name}") for name in BEFORE_THE_KERNEL),
-        # whatever the keys are absent for, sinks come after them
         *(
             pytest.param(name, {"sinks": SINKS}, id=f"sinks-{name}", marks=pytest.mark.slow if name != "padding" else [])
             for name in BEFORE_THE_KERNEL
@@ -104,7 +103,7 @@ def test_what_is_there_is_left_as_it_is():
     without = inputs.with_fields(needs_grad=True).prepared()
     assert torch.equal(without.key, it.case.key * tokens)
     assert torch.equal(without.value, it.value * tokens)
-    # scores of hidden keys are replaced: only the backward pass multiplies by them
+    # only the backward pass multiplies by hidden keys
     assert inputs.prepared().key.data_ptr() == it.case.key.data_ptr()
     whole = attention_inputs(it.case.query, it.case.key, it.value).prepared()
     assert (whole.key.data_ptr(), whole.value.data_ptr()) == (it.case.key.data_ptr(), it.value.data_ptr())

@@ -1,4 +1,4 @@
-"""The choice of FlexAttention's backend by GPU, with capabilities that are not there; and the FLASH backend's trivial masks."""
+"""The choice of FlexAttention's backend by GPU, and the FLASH backend's trivial masks."""
 
 import itertools
 
@@ -54,11 +54,11 @@ def test_flash_is_refused_on_other_gpus(chosen, capability):
         chosen("flash", capability)
 
 
-# The FLASH backend leaves the block lists out where it takes a mask_mod for trivial: ours, which alone do not select, never are.
+# The FLASH backend ignores the block lists of a mask_mod that it takes for trivial.
 
 
 def is_trivial(mask_mod):
-    """Ask torch about the graph that Inductor sees of a mask_mod; captured tensors are constants in it rather than arguments."""
+    """What torch says of the graph that Inductor sees of a mask_mod."""
     if not HAS_FLASH_BACKEND:  # nor can 2.5.1 import the package in which later releases have it
         pytest.skip("needs a torch with the FLASH backend")
     flash = pytest.importorskip("torch._inductor.kernel.flex.flex_flash_attention")

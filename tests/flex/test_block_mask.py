@@ -1,4 +1,4 @@
-"""Masks that are saved, loaded and copied."""
+"""Masks that are saved, loaded, copied, moved and joined."""
 
 from __future__ import annotations
 
@@ -127,7 +127,6 @@ def test_mask_joined_of_groups_is_that_of_all_heads(case, method, at_once):
 def test_mask_moves_with_what_its_mask_mod_captures(case):
     query, key = torch.randn(2, 4, 130, 16), torch.randn(2, 2, 160, 16)
     mask = flexprefill_mask(query, key, gamma=0.5, block_size=32, min_budget=0, **case)
-    # q_idx // 32 of a mask that stays behind would be on the CPU
     index = [torch.zeros(1, dtype=torch.int32, device="meta")] * 4
     nameless = flexprefill_mask(query, key, gamma=0.5, block_size=32, min_budget=0, **case).to("meta")
     for moved in (mask.to("meta"), nameless):

@@ -22,7 +22,7 @@ from tests.compile_support import fresh_compiler as fresh_compiler
 LENGTH = 240
 MASK_OPTIONS = {"tau": 0.0, "block_size": 16, "min_budget": 0}
 OPTIONS = {**MASK_OPTIONS, "dense_below": 100, "return_stats": True}
-# the second key head's query heads keep everything
+# the second key head's heads keep everything
 GAMMAS = (0.3, 1.0, 1.0, 1.0)
 
 
@@ -44,7 +44,7 @@ def plan_of(method="flexprefill", dense_below=100, return_lse=False, tensors=Non
 
 @pytest.fixture
 def listed(monkeypatch):
-    """Blocks that the sparse kernel was given in each call, by head."""
+    """Blocks per head of each call of the sparse kernel."""
     calls = []
     run = heads.run_flex_attention
 
@@ -164,7 +164,6 @@ def test_heads_at_gamma_one_run_dense_and_others_under_their_mask(monkeypatch, l
     for name in ("density", "coverage", "num_slash_blocks", "js_distance"):
         torch.testing.assert_close(getattr(stats, name), getattr(found, name))
     blocks = [sum(by_head) for by_head in zip(*listed, strict=True)]
-    # nothing is left to the kernel where all heads of a group run dense
     assert len(listed) == (2 if at_once == 1 else 1)
     assert min(blocks) > 0 if at_once == 1 else blocks[1] > blocks[0] > 0 == sum(blocks[2:])
 
@@ -243,7 +242,7 @@ def test_gradients_go_through_the_sparse_kernel(cuda):
 
 
 def test_in_a_surrounding_compilation_every_head_runs_sparse(monkeypatch):
-    # what counts the graphs stands for Inductor here; other compilers get no sparse attention
+    # the counting backend stands for Inductor
     monkeypatch.setattr("flexmask.flex.run.runs_flex_attention_uncompiled", lambda: False)
     run, counter = traced(lambda *tensors: flexprefill_attention(*tensors, gamma=GAMMAS, **OPTIONS)[1].is_dense)
     assert not run(*inputs()).any()

@@ -1,4 +1,4 @@
-"""Groups of heads: every head once, within the limit, and the same results as in one go; what a mask takes in memory."""
+"""Groups of heads: every head once, within the limit, same results; memory of a mask."""
 
 import json
 import subprocess
@@ -16,7 +16,6 @@ from tests.cases import structured_inputs
 
 
 def head_bytes(inputs, named="flexprefill", block_size=16, **options):
-    """Bytes that the mask of one head takes."""
     return selector_of(named, block_size, options).for_inputs(inputs).head_bytes
 
 
@@ -47,7 +46,7 @@ def test_every_head_is_in_one_group(heads, at_once, shared):
         count[group.batch, group.query] += 1
         assert len(range(batch)[group.batch]) * len(queries) <= most
         assert len(queries) == num_heads or not shared
-        # the query heads that share a key head still do, by their place in the group
+        # query heads stay with their key head
         each = len(queries) // len(keys)
         assert [keys[i // each] for i in range(len(queries))] == [h // (num_heads // num_kv_heads) for h in queries]
     assert (count == 1).all()
@@ -55,7 +54,7 @@ def test_every_head_is_in_one_group(heads, at_once, shared):
     assert len(groups) == 1 or at_once is not None
 
 
-# from so many heads on: batch rows, heads and key heads of a group, of 2 rows with 16 heads on 4
+# by number of heads: batch rows, heads and key heads of a group, of 2 rows with 16 heads on 4
 LARGEST = {32: (2, 16, 4), 16: (1, 16, 4), 8: (1, 8, 2), 4: (1, 4, 1), 2: (1, 2, 1), 0: (1, 1, 1)}
 
 
@@ -137,12 +136,11 @@ def test_a_mask_takes_no_more_than_it_is_counted_for(cuda, named, options):
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
             del made
-    # block means and small tensors come on top
     counted = 8 * head_bytes(attention_inputs(query, key), named, 128, **options)
     assert peak <= 1.1 * counted + 4 * (query.numel() + key.numel()) // 128 + 2**22
 
 
-# A process of its own for each: the peak of its resident memory never falls.
+# One process each: the peak of resident memory never falls.
 MEASURED = """
 import json, sys
 import torch
@@ -154,7 +152,6 @@ torch.set_num_threads(1)
 lengths, head_dim, dtype, scores, padded, method, block_size, options = json.loads(sys.argv[1])
 
 def peak():
-    # of this program alone: ru_maxrss begins at what the process that started it had resident
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
@@ -175,7 +172,7 @@ print(json.dumps(growth(*lengths)))
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count resident memory in other units")
 @pytest.mark.parametrize(
     "problem",
-    # a process of several seconds each; the slow ones have kinds of tensors that others have too
+    # several seconds each
     [
         pytest.param(([16000, 16000], 16, "float32", {}, False, "flexprefill", 16, {}), marks=pytest.mark.slow),
         ([1024, 66000], 16, "float32", {"softcap": 20.0}, False, "flexprefill", 256, {"tau": 0.0}),
@@ -187,7 +184,7 @@ print(json.dumps(growth(*lengths)))
     ids=["many blocks", "soft cap", "half precision, two subsets", "copied keys", "published", "hybrid"],
 )
 def test_a_mask_takes_no_more_on_a_cpu_than_it_is_counted_for(problem):
-    # the least of up to three processes: what torch itself sets up meanwhile counts as resident memory too
+    # the least of up to three processes: torch's set-up counts as resident memory too
     peaks = []
     for _ in range(3):
         run = subprocess.run([sys.executable, "-c", MEASURED, json.dumps(problem)], capture_output=True, text=True, check=True)
@@ -196,5 +193,5 @@ def test_a_mask_takes_no_more_on_a_cpu_than_it_is_counted_for(problem):
         if peak < 1.05 * counted:
             break
     peak = min(peaks)
-    # the allocator's rounding comes on top; a count that nothing comes near would serve nobody
+    # with the allocator's rounding
     assert 0.4 * counted < peak < 1.05 * counted

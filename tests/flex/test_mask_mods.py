@@ -1,4 +1,4 @@
-"""Values that mask_mods capture: others in later calls break nothing that an earlier one compiled, on any backend."""
+"""Values that mask_mods capture: later calls with others break nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Q_LEN, KV_LEN = 200, 300
 OFFSETS = (None, 41, torch.tensor([70, 3]))
 PADDINGS = (None, padding(KV_LEN, ("left", 90), ("left", 7)), padding(KV_LEN, ("holes", 7), ("right", 60)))
 WINDOWS = (200, 150, 250)
-# one of the three levels for each of block size, window, offset and padding
+# one of three levels each of block size, window, offset and padding
 FEW = [(0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2)]
 EVERY_PAIR = [(i, j, (i + j) % 3, (i + 2 * j) % 3) for i in range(3) for j in range(3)]
 

@@ -1,4 +1,4 @@
-"""Dense attention of packed sequences in one FlexAttention call: its mask, its outputs, and the cut into calls."""
+"""Dense attention of packed sequences in one FlexAttention call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.packs import K_LENS, Q_LENS, SINKS, alone, assert_close, bounds_of, o
 
 @pytest.mark.parametrize("window", [None, 70, 270])
 def test_mask_of_one_call_is_each_sequence_alone(window):
-    """Pairs of the mask_mod, kept blocks and full blocks, against a map of tokens."""
     q_lens, k_lens = (300, 1, 150, 129), (300, 77, 333, 600)
     segments = segments_of(bounds_of(q_lens), bounds_of(k_lens), sum(q_lens), sum(k_lens))
     mask = _mask(_table(segments, torch.device("cpu")), window, False)
@@ -33,7 +32,7 @@ def test_mask_of_one_call_is_each_sequence_alone(window):
     assert pairs.shape == (row, key)
     found = create_mask(mask.mask_mod, 1, 1, row, key, device="cpu")[0, 0]
     assert torch.equal(found[real], pairs[real])
-    # rows behind the last one count for the lists, and see no key of another sequence
+    # rows behind the last one see no key of another sequence
     blocks = found.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
     assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(3).any(1))
     full = torch.zeros_like(blocks.any(3).any(1))
@@ -83,10 +82,10 @@ def test_sequences_with_a_call_to_themselves_are_not_copied_where_sdpa_takes_the
     assert calls([300, 200, long, 1, 400]) == [[0, 1]]
     assert calls([long, long]) == []
     assert calls([300]) == []
-    # SDPA would need a map of visible keys, or knows no such scores
+    # SDPA would need a map of visible keys
     for given in ({"window": 4096}, {"softcap": 3.0}, {"return_lse": True}):
         assert calls([300, 200, long, 1, 400], **given) == [[0, 1], [2], [4]]
-    # SDPA has fused kernels for grouped heads in half precision, of values as wide as keys
+    # SDPA's fused kernels take grouped heads in half precision, of values as wide as keys
     assert calls([long, long], heads=2, dtype=torch.bfloat16) == []
     assert calls([long, long], v_head_dim=64) == []
     for unfused in ({}, {"dtype": torch.bfloat16, "v_head_dim": 64}):
@@ -94,7 +93,7 @@ def test_sequences_with_a_call_to_themselves_are_not_copied_where_sdpa_takes_the
 
 
 def test_results_hold_no_more_than_their_rows(monkeypatch):
-    """In copies every short sequence fills up a block; nobody may keep those."""
+    """In copies every short sequence fills up a block."""
     monkeypatch.setattr("flexmask.flex.packed.run_flex_attention", lambda inputs, *rest: (inputs.query, inputs.query[..., 0]))
     lengths = (40, 7, 130, 1)
     query, *rest = pack(lengths, lengths)[0]

@@ -1,4 +1,4 @@
-"""Attention with sinks: one more logit per head, on every path, and what is refused as sinks."""
+"""Attention with sinks, one more logit per head, on every path."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.expected import expanded
 
 
 def under_with_sinks(it, keep, sinks):
-    """Dense attention under a block map with one more logit per head, as a last key of no value, in float64."""
+    """Dense attention under a block map with a last key of no value, in float64."""
     case, scores = it.case, it.case.scores
     groups = case.query.shape[1] // case.key.shape[1]
     key, value = (x.double().repeat_interleave(groups, 1) for x in (case.key, it.value))
@@ -28,7 +28,6 @@ def test_sinks_come_in_by_the_log_sum_exp():
     out, lse = it.under(keep)
     expected = under_with_sinks(it, keep, SINKS)
     torch.testing.assert_close(with_sinks(out.float(), lse.float(), SINKS).double(), expected, atol=1e-5, rtol=1e-5)
-    # a row that sees nothing has a log-sum-exp of -inf and stays 0
     assert not with_sinks(torch.zeros(1, 4, 2, 8), torch.full((1, 4, 2), float("-inf")), SINKS).any()
 
 
@@ -40,7 +39,7 @@ def test_sinks_round_a_half_precision_output_once(gradients):
     with torch.set_grad_enabled(gradients):
         scaled = with_sinks(out.clone(), lse, SINKS)
     assert scaled.dtype == torch.bfloat16
-    # half a unit in the last of 8 binary digits
+    # half a unit in the last place
     torch.testing.assert_close(scaled.double(), exact, rtol=2**-8, atol=0)
 
 
@@ -50,7 +49,7 @@ def test_a_gradient_reaches_sinks_alone():
     with_sinks(out, lse, sinks).square().sum().backward()
     (out.double() * torch.sigmoid(lse.double() - exact[:, None])[..., None]).square().sum().backward()
     torch.testing.assert_close(sinks.grad.double(), exact.grad, atol=1e-4, rtol=1e-4)
-    # what the backward pass of the kernel reads is not overwritten
+    # the kernel's backward pass reads it
     assert torch.equal(out, before)
 
 
@@ -64,17 +63,9 @@ def test_a_gradient_reaches_the_output_and_its_log_sum_exp_each(name):
     torch.testing.assert_close(tensors[name].grad.double(), exact[name].grad, atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_of_sinks_alone_are_refused_where_the_kernel_has_none():
-    it = call(**VARIANTS["groups"])
-    given = {**it.case.config.call, "dense_below": 0, "sinks": SINKS.clone().requires_grad_()}
-    with pytest.raises(ValueError, match="query, key, value and sinks must not require gradients on a CPU"):
-        flexprefill_attention(it.case.query, it.case.key, it.value, **given)
-
-
 WITH_SINKS = ["groups", "chunk inside a block", "window", "softcap"]
 WITH_SINKS_AND_PADDING = ["everything", "bfloat16, padded chunk"]
 SINKS_BY_DEVICE = [
-    # those with padding have all of them, but are not asked to hold with the C++ of every torch
     *(pytest.param(name, "cpu", marks=[] if name == "groups" else pytest.mark.slow) for name in WITH_SINKS),
     *(pytest.param(name, "cpu", marks=CPP_ERROR) for name in WITH_SINKS_AND_PADDING),
     *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in WITH_SINKS + WITH_SINKS_AND_PADDING),

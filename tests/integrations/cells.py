@@ -1,4 +1,4 @@
-"""The cells of the support table: what they are, how each is run, and which of them cannot be."""
+"""The cells of the support table: what they are, and how each is run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from tests.integrations.families import FAMILIES, NUM_LAYERS, VOCABULARY
 
-# one set of lengths for all: each further one may cost a compilation
+# one set of lengths: each further one may cost a compilation
 BATCH, LENGTH, CHUNK, PADS, STEPS = 2, 530, 300, 45, 3
 RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
@@ -20,7 +20,7 @@ RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2
 class Cell(NamedTuple):
     """A way to run a family's model.
 
-    A forward of a prefill in chunks is two calls over one cache; a forward is followed by one of a single token.
+    A forward in chunks is two calls over one cache; a forward is followed by one of a single token.
     """
 
     family: str
@@ -44,10 +44,7 @@ ALL_CELLS = tuple(itertools.starmap(Cell, itertools.product(*CHOICES)))
 
 
 def _fewer_cells() -> tuple[Cell, ...]:
-    """Cells in which each pair of choices occurs, and every family is run in one shot, padded left and with a static cache.
-
-    Those that need the same few kernels: padding and an offset at once are left to the first family.
-    """
+    """Cells with every pair of choices, and of every family those that need the same few kernels."""
     chosen = []
     for family in FAMILIES.values():
         chosen += [
@@ -74,7 +71,7 @@ FEWER_CELLS = _fewer_cells()
 
 
 def refusal(cell: Cell) -> tuple[str, type[Exception], str] | None:
-    """The reason why transformers itself cannot run a cell in this release, with its error; None where it can."""
+    """The reason why transformers cannot run a cell in this release, with its error; None where it can."""
     if not FAMILIES[cell.family].available:
         return "no such family in this release", AttributeError, cell.family
     if RELEASE < (4, 57) and cell.family == "Qwen3Moe" and (cell.cache, cell.call) == ("static", "generate"):
@@ -92,7 +89,7 @@ def refusal(cell: Cell) -> tuple[str, type[Exception], str] | None:
 
 
 def run_cell(model: Any, cell: Cell) -> tuple[Tensor, Tensor | None]:
-    """The logits of all real tokens that the cell computes, (tokens, vocabulary), and the tokens that it chose, if any."""
+    """Logits of all real tokens, (tokens, vocabulary), and the tokens chosen, if any."""
     tokens, mask = prompt(cell.padding)
     with torch.no_grad():
         if cell.call == "forward":
@@ -130,7 +127,7 @@ def _generate(model: Any, cell: Cell, tokens: Tensor, mask: Tensor) -> tuple[Ten
         options["prefill_chunk_size"] = CHUNK
     right = cell.padding == "right"
     if right:
-        # The first token would come from a pad, whose logits mean nothing: all are given, and only those of real ones compared.
+        # the first token would come from a pad: tokens are given, and the logits of real ones compared
         options["prefix_allowed_tokens_fn"] = lambda batch, so_far: [len(so_far) % (VOCABULARY - 1) + 1 + batch]
     out = model.generate(
         tokens,
@@ -149,11 +146,9 @@ def _generate(model: Any, cell: Cell, tokens: Tensor, mask: Tensor) -> tuple[Ten
 
 
 def static_cache(model: Any, length: int) -> StaticCache:
-    """An empty cache of a fixed length."""
     sizes: dict[str, Any] = {"max_batch_size": BATCH, "dtype": torch.float32, "device": "cpu"} if RELEASE < (4, 56) else {}
     return StaticCache(config=model.config, max_cache_len=length, **sizes)
 
 
 def dynamic_cache(model: Any) -> DynamicCache:
-    """An empty cache that grows."""
     return DynamicCache() if RELEASE < (4, 56) else DynamicCache(config=model.config)

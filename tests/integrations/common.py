@@ -1,4 +1,4 @@
-"""Shared by the tests of the adapter for transformers: settings, models, padding and marks."""
+"""Shared by the tests of the adapter for transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARKS = [
     pytest.mark.usefixtures("no_gradients"),
 ]
 
-# one shape for all that runs compiled: each further one costs a compilation
+# one shape: each further one costs a compilation
 BATCH, LENGTH = 2, 530
 KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
 SPARSE: dict[str, Any] = {"method": "flexprefill", "gamma": 0.6, "tau": 0.12, "block_size": 32, "min_budget": 0, "dense_below": 0}
@@ -37,7 +37,7 @@ def padded(tokens, number=70):
 
 
 def switchable(model):
-    """The model, or a skip where this release does not let it change its attention: entering a block is refused then."""
+    """The model, or a skip where this release does not let it change its attention."""
     try:
         with flexmask_hf.sparse_prefill(model):
             return model

@@ -1,4 +1,4 @@
-"""Tiny random models of every family that the adapter is tested on, all with heads of one shape, so that kernels are shared."""
+"""Tiny random models of every family, with heads of one shape, which share kernels."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 @dataclass(frozen=True)
 class Family:
-    """A family's classes by name, and the options of its configuration that matter to attention.
-
-    `dense` is the implementation of transformers that the results are compared with: SDPA, or eager where SDPA cannot.
-    """
+    """A family's classes by name and its options; `dense` is transformers' implementation to compare with."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -44,11 +41,9 @@ class Family:
 
     @property
     def available(self) -> bool:
-        """True if the installed transformers has the family."""
         return self.name in _AVAILABLE
 
     def sliding_layers(self) -> tuple[int, ...]:
-        """The layers that have a window."""
         if not self.options.get("sliding_window"):
             return ()
         kinds = self.options.get("layer_types", ["sliding_attention"] * NUM_LAYERS)
@@ -77,7 +72,7 @@ def _sharpen(attention: torch.nn.Module) -> None:
         query, key = parameters["q_proj.weight"], parameters["k_proj.weight"]
     strengths = (4.0, 40.0)
     if "q_norm.weight" in parameters:
-        # The norm undoes a scale of its rows, except where they are small next to its epsilon. Its weight serves all heads.
+        # the norm undoes a scale of its rows, except where they are small next to its epsilon
         parameters["q_norm.weight"].add_(4)
         strengths = (1e-3, 1.0)
     else:
@@ -105,5 +100,5 @@ FAMILIES = {
         Family("GptOss", {**_MIXED, **_EXPERTS, "num_local_experts": 4}, "eager", note="sinks; every other layer has a window"),
     )
 }
-# All are imported before anything is compiled: classes that a model's module brings make torch compile everything once more.
+# imported before anything is compiled: later classes would make torch compile everything again
 _AVAILABLE = frozenset(name for name in FAMILIES if hasattr(transformers, f"{name}ForCausalLM"))

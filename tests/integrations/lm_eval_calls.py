@@ -1,4 +1,4 @@
-"""Calls of lm-evaluation-harness's models with the retriever, for the tests of them; the harness must be there."""
+"""Calls of lm-evaluation-harness's models with the retriever."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ def prompts(lengths=LENGTHS):
 
 
 def scored(lm, pairs):
-    """Log-likelihoods of (context, continuation)."""
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
     return [score for score, _ in lm.loglikelihood(requests, disable_tqdm=True)]
 
 
 def answers(lengths=LENGTHS):
-    """Each prompt with the answer of the next: the model is sure of a right one under any mask, and a wrong one's score moves."""
+    """Each prompt with the answer of the next, whose score moves with the mask."""
     drawn = prompts(lengths)
     return [(each.text(), " " + text_of(other.answers[0])) for each, other in zip(drawn, drawn[1:] + drawn[:1], strict=True)]
 

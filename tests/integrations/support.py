@@ -18,7 +18,7 @@ _, CACHES, PADDINGS, PREFILLS, CALLS = CHOICES
 
 
 class Result(NamedTuple):
-    """The refusal of a cell, or the largest differences of its logits: to dense attention, and to attention under its masks."""
+    """A cell's refusal, or the largest differences of its logits."""
 
     refused: str | None = None
     at_gamma_one: float = 0.0
@@ -48,7 +48,6 @@ differences seen; 1e-4 is allowed.
 
 
 def support_table(results: Mapping[Cell, Result]) -> str:
-    """The text of the table."""
     kinds, ways = list(itertools.product(CACHES, PADDINGS)), list(itertools.product(PREFILLS, CALLS))
     reasons: list[str] = []
     rows = []

@@ -1,13 +1,12 @@
 """Try every causal-LM type of the installed transformers, and write integrations/huggingface/MODELS.md; run by hand.
 
-A tiny random model of each type runs a prompt dense, by method flexprefill at gamma 1, which must give the same logits, and at a
-lower gamma, which must not::
+A tiny random model of each type runs a prompt dense, at gamma 1, which must give the same logits, and at a lower gamma, which
+must not::
 
-    python -m tests.integrations.sweep run --results sweep-5.23.jsonl      # goes on where it was stopped; some minutes
-    python -m tests.integrations.sweep table sweep-*.jsonl                 # one file for each release, the newest first
+    python -m tests.integrations.sweep run --results sweep-5.23.jsonl      # resumes; some minutes
+    python -m tests.integrations.sweep table sweep-*.jsonl                 # one file per release, the newest first
 
-Other releases: the same command in an environment that has them. Nothing is compiled here: attention is written out, under the
-block lists and the mask_mod (sweep_attention.py). The compiled kernels are tested on the families of SUPPORT.md.
+Nothing is compiled: attention is written out under the block lists and the mask_mod (sweep_attention.py).
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ BATCH, LENGTH = 2, 160
 SECONDS_EACH = 90
 KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 16, "min_budget": 0, "dense_below": 0}
 SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.5, "tau": 0.12}
-# of the largest logit; a model that a wrong mask would change by less shows nothing
+# of the largest logit
 TOLERANCE, SENSITIVE = 1e-4, 1e-3
 
 
 def try_type(name: str) -> dict[str, str]:
-    """The verdict on one type, and what goes with it."""
+    """The verdict on one type."""
     model, tokens, dense, errors = None, torch.randint(3, 96, (BATCH, LENGTH)), torch.empty(0), []
     for make in attempts(name):
         try:
@@ -83,7 +82,7 @@ def judged(
     whole: torch.Tensor,
     sparse: torch.Tensor,
 ) -> dict[str, str]:
-    """The verdict on three runs of a model that came to their ends."""
+    """The verdict on three complete runs of a model."""
     largest = max(1.0, float(dense.abs().max()))
     off, moved = (float((each - dense).abs().max()) / largest for each in (whole, sparse))
     if not off < TOLERANCE:
@@ -98,14 +97,11 @@ def judged(
 
 
 def one_line(error: Exception) -> str:
-    """The error's type and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after so many seconds."""
-
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError
 
@@ -118,7 +114,7 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def work(results: Path, names: list[str]) -> None:
-    """Try `names` in this process; a result is written as soon as it is known, its beginning before."""
+    """Try `names` in this process; the beginning of each is written first."""
     torch.set_num_threads(1)
     write_out()
     warnings.simplefilter("ignore")
@@ -137,7 +133,6 @@ def work(results: Path, names: list[str]) -> None:
 
 
 def keep(results: Path, found: dict[str, Any]) -> None:
-    """Append one result."""
     with results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
 
@@ -149,14 +144,13 @@ def read(results: Path) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
 
 
 def forget(results: Path, verdicts: list[str]) -> None:
-    """Drop the results with one of `verdicts`."""
     heading, found = read(results)
     left = [heading, *(each for each in found.values() if each["verdict"] not in verdicts)]
     results.write_text("".join(json.dumps(each) + "\n" for each in left), encoding="utf-8")
 
 
 def run_all(results: Path, only: list[str]) -> None:
-    """Try the types that have no result yet, many in one process; a type that ends the process is noted."""
+    """Try the types that have no result yet, 25 per process; a type that ends the process is noted."""
     if not results.exists():
         date = time.strftime("%Y-%m-%d", time.gmtime())
         keep(results, {"transformers": transformers.__version__, "torch": torch.__version__, "date": date})
@@ -174,7 +168,6 @@ def run_all(results: Path, only: list[str]) -> None:
 
 
 def main() -> None:
-    """Run what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("run")

@@ -1,4 +1,4 @@
-"""FlexAttention written out, for the sweep: it runs models of 189 shapes, each of which would have to be compiled."""
+"""FlexAttention written out, for the sweep: compiling 189 shapes would take hours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import flexmask.flex.run
 
 
 def write_out() -> None:
-    """Replace, in this process, the compiled attention by attention written out."""
+    """Replace the compiled attention in this process."""
     flexmask.flex.run.compiled = lambda function, *variant, launched=False: _attention  # type: ignore[attr-defined]
 
 
@@ -27,7 +27,7 @@ def _attention(
     return_lse: bool,
     sinks: Tensor | None,
 ) -> tuple[Tensor, None]:
-    """Attention over the blocks in the lists, under the mask_mod inside of them; the kernel's arguments."""
+    """Attention over the listed blocks under the mask_mod; the kernel's arguments."""
     assert not return_lse, "CPUs have no log-sum-exp"
     batch, heads, q_len, _ = query.shape
     kv_len, groups = key.shape[2], heads // key.shape[1]
@@ -38,7 +38,7 @@ def _attention(
     scores = query.float() @ key.float().mT * scale
     if limit is not None:
         scores = float(limit) * torch.tanh(scores / float(limit))
-    if sinks is not None:  # their block is the first, and its first key stands for them
+    if sinks is not None:  # their block is the first
         scores[..., 0] = sinks[:, None]
     scores = scores.masked_fill(~(visible & listed[..., :q_len, :kv_len]), -torch.inf)
     return (torch.softmax(scores, -1).nan_to_num() @ value.float()).to(query.dtype), None

@@ -1,4 +1,4 @@
-"""Tiny configurations of every causal-LM type, found by shrinking the default one; see sweep.py."""
+"""Tiny configurations of every causal-LM type, shrunk from the default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 
-# by the names that configurations give to sizes; those that a type does not have are left out
+# by the names in configurations; absent ones are left out
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim", "decoder_hidden_size"), HIDDEN),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "ffn_hidden_size"), HIDDEN),
@@ -39,11 +39,11 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "is_decoder": True,
-    # as large as that attention matters to the logits
+    # large enough for attention to matter
     "initializer_range": 0.2,
     "init_std": 0.2,
 }
-# one after the other, until a model is built and runs
+# tried in order, until a model runs
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4),
@@ -62,7 +62,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def causal_types() -> list[str]:
-    """The model types that AutoModelForCausalLM knows."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -84,7 +83,7 @@ def attempts(name: str) -> Iterator[Callable[[], Any]]:
 
 
 def _shrunk(kind: Any, sizes: dict[str, Any], without: tuple[str, ...]) -> Any:
-    """A configuration of a class with the sizes that it has; its parts are shrunk likewise."""
+    """A configuration with the sizes that it has; its parts are shrunk likewise."""
     default = kind()
     taken = {name: size for name, size in sizes.items() if _has(default, name) and name not in without}
     for part in getattr(kind, "sub_configs", {}):
@@ -99,7 +98,6 @@ def _shrunk(kind: Any, sizes: dict[str, Any], without: tuple[str, ...]) -> Any:
 
 
 def _has(config: Any, name: str) -> bool:
-    """True if a configuration has a size; one that differs by layer may not tell the value."""
     try:
         return hasattr(config, name)
     except Exception:  # of a class that only new releases have

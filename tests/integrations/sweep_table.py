@@ -1,4 +1,4 @@
-"""The table of integrations/huggingface/MODELS.md, made of the results of sweep.py."""
+"""The table of integrations/huggingface/MODELS.md, from the results of sweep.py."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Results = tuple[dict[str, str], dict[str, dict[str, str]]]
 
 
 def table(releases: list[Results]) -> str:
-    """The whole document, from the heading and the results by type of each release."""
+    """The whole document, from the heading and results of each release."""
     names = sorted({name for _, found in releases for name in found})
     notes: dict[str, int] = {}
     rows = []
@@ -76,7 +76,6 @@ def table(releases: list[Results]) -> str:
 def _cell(result: dict[str, str] | None, notes: dict[str, int]) -> str:
     if result is None:
         return "-"
-    # one note for all models of which the same is said
     note = re.sub(r"; got \w+, which does not$|^\w+Error: (?=flexmask)|^MaskNotServed: ", "", result.get("note", ""))
     note = (
         re.sub(r"does not serve \w+(?:LM|Generation|Model), ", "does not serve ", note).replace("|", "\\|").replace("<", "&lt;")

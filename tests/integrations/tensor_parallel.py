@@ -1,7 +1,4 @@
-"""One process of test_tensor_parallel.py: a model that is spread over all of them, dense and sparse.
-
-Run by torchrun with a model's folder, a file of tokens and the file that process 0 writes its results to.
-"""
+"""One process of test_tensor_parallel.py, run by torchrun with a model's folder, a file of tokens and the results' file."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from flexmask.integrations.huggingface import sparse_prefill
 
 
 def main(model_folder: str, tokens_file: str, results_file: str) -> None:
-    """Load the local part, run, write what process 0 saw."""
     on_gpu = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(model_folder, tp_plan="auto").eval()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A compiled model in the block: one compilation for a shape, whatever the block records and however often one is opened."""
+"""A compiled model in the block: one compilation per shape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = 130
 
 @pytest.fixture
 def counted():
-    """A backend that counts what it compiles: "eager", which takes no time of its own."""
+    """A backend that counts what it compiles."""
     torch._dynamo.reset()
     yield CompileCounterWithBackend("eager")
     torch._dynamo.reset()
@@ -104,7 +104,7 @@ def test_model_by_name_is_compiled_with_its_config(model, prompt, counted):
     step = compiled(model, counted, in_place=False)
     for _ in range(2):
         assert (step(prompt, past_key_values=static_cache(model, LENGTH + 8)).logits - expected).abs().max() < 1e-4
-    # what is written later holds without another compilation
+    # later options need no compilation
     before = counted.frame_count
     flexmask_hf.configure(model, **{**OPTIONS, "gamma": 0.2})
     changed = step(prompt, past_key_values=static_cache(model, LENGTH + 8)).logits

@@ -1,4 +1,4 @@
-"""Models that call attention in ways of their own: twice a layer, by cycles, of some rows, with heads of other sizes."""
+"""Models that call attention in other ways: twice per layer, by cycles, with other head sizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 
 
 def made(name: str, **options: Any) -> Any:
-    """A tiny random model, or a skip where the release has none of the name."""
+    """A tiny random model, or a skip."""
     if not hasattr(transformers, f"{name}ForCausalLM"):
         pytest.skip(f"no {name} in this release")
     torch.manual_seed(0)

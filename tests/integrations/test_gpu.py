@@ -1,4 +1,4 @@
-"""The adapter on GPUs: every family once, decoding that transformers compiles by itself, models over two devices."""
+"""The adapter on GPUs: every family, decoding that transformers compiles, models over two devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def no_gradients():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_dense_attention(cuda, tokens, family):
-    """With gamma 1, and far from it with a sparse setting, which equals attention written out under the masks it made."""
     model = FAMILIES[family].make().to(cuda)
     model.set_attn_implementation(FAMILIES[family].dense)
     mask = torch.ones_like(tokens)
@@ -68,7 +67,7 @@ def test_static_cache_generates_as_a_dynamic_one(cuda, tokens, family):
     assert not run.stats[1][0].dense
 
 
-# torch's compiler looks at it and hides the warning, but not from a filter that makes errors of warnings
+# torch's compiler reads .grad
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     "options",
@@ -76,7 +75,6 @@ def test_static_cache_generates_as_a_dynamic_one(cuda, tokens, family):
     ids=["method", "dense layers"],
 )
 def test_gradients_of_other_masks(cuda, tokens, options):
-    """A sliding window, so that the dense layers have a mask too."""
     model = FAMILIES["Mistral"].make().to(cuda)
     model.set_attn_implementation(FAMILIES["Mistral"].dense)
     weight = model.get_input_embeddings().weight

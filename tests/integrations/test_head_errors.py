@@ -1,4 +1,4 @@
-"""Errors of heads at each gamma, against attention in float64 under the masks; and the greedy choice of gammas."""
+"""Errors of heads at each gamma against float64; the greedy choice of gammas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METHODS = {"hybrid": {"min_budget": 0}, "flexprefill": {"min_budget": 0, "tau": 
 
 
 def expected_errors(query, key, value, gamma, method, scores, sinks, gradient=None):
-    """Density and error by head, from the mask's own map of pairs and attention in float64."""
+    """Density and error by head, in float64."""
     make_mask = getattr(block_masks, f"{method}_mask")
     num_heads, length = query.shape[1:3]
     groups = num_heads // key.shape[1]
@@ -63,7 +63,7 @@ def test_errors_are_those_of_attention_under_the_masks(method, heads, scores, wi
     sinks = torch.randn(4, generator=generator) if with_sinks else None
     inputs = attention_inputs(query, key, value, sinks=sinks, **scores)
     selector = selector_of(method, 16, METHODS[method])
-    # of sizes far apart from head to head, as they are
+    # sizes far apart from head to head
     gradient = torch.randn(1, 4, 250, 24, generator=generator) * torch.tensor([1.0, 10.0, 0.1, 3.0])[:, None, None]
     gradient = gradient if with_gradient else None
     out, errors = head_errors(inputs, selector, GAMMAS, max_mask_bytes, gradient)
@@ -80,7 +80,7 @@ def test_errors_are_those_of_attention_under_the_masks(method, heads, scores, wi
 
 
 def test_scores_far_apart_do_not_underflow():
-    # a row whose kept blocks hold exp(-300) of its attention: the sparse output is still their softmax
+    # the kept blocks hold exp(-300) of the attention
     query, key = torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16)
     query[..., 0], key[:, :, :32, 0] = 400.0, 3.0
     value = torch.cat([torch.ones(1, 1, 32, 16), torch.full((1, 1, 32, 16), 2.0)], 2)
@@ -93,7 +93,7 @@ def test_scores_far_apart_do_not_underflow():
 
 
 def brute_force(heads, density):
-    """Lower one head at a time, by the cheapest of all lower gammas of all heads, until the density is reached."""
+    """Lower one head at a time, by the cheapest step of all, until the density is reached."""
     at = [max(choices, key=lambda choice: choice.gamma) for choices in heads]
     while sum(choice.blocks for choice in at) > density:
         best = None

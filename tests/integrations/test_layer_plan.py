@@ -1,4 +1,4 @@
-"""`layer_plan` says before anything is loaded what the adapter does when the model runs."""
+"""`layer_plan` says what the adapter does, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT = PrefillSettings.from_options(block_size=16, min_budget=0, dense_below=150
 
 
 def ran(model, tokens, settings):
-    """The layers that a real forward served, dense or sparse, and the reasons; what it raised instead."""
+    """Reasons by layer of a real forward, or what it raised."""
     found = {}
 
     def note(call):

@@ -1,7 +1,4 @@
-"""The model "flexmask" of lm-evaluation-harness: scores that do not depend on the batch, what the results tell.
-
-`make test-eval` runs them; without the harness they are skipped.
-"""
+"""The model "flexmask" of lm-evaluation-harness: scores and results. `make test-eval` runs them."""
 
 from __future__ import annotations
 
@@ -57,20 +54,8 @@ def test_scores_do_not_depend_on_the_batch(loaded):
     assert not same(found, scored(make(HFLM, loaded, 8), pairs))
 
 
-def test_without_the_mask_scores_would_depend_on_the_batch(loaded, monkeypatch):
-    pairs = answers()
-    expected = scored(make(FlexmaskLM, loaded, 1, **SPARSE), pairs)
-
-    def forgetful(self, inps, lengths):
-        with torch.no_grad(), self._sparse(lengths):
-            return self.model(inps).logits
-
-    monkeypatch.setattr(FlexmaskLM, "_masked_logits", forgetful)
-    assert not same(scored(make(FlexmaskLM, loaded, 8, **SPARSE), pairs), expected)
-
-
 def test_equal_tokens_at_the_end_are_the_prompts_own(loaded):
-    """Prompts of one length need no padding, so none of their tokens may be taken for it."""
+    """None may be taken for padding."""
     texts = [" ".join(text_of(prompt.token_ids[:-40]).split() + ["river"] * 40) for prompt in prompts([600] * 4)]
     pairs = [(text, " river river") for text in texts]
     expected = scored(make(FlexmaskLM, loaded, 1, **SPARSE), pairs)

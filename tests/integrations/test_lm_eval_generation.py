@@ -1,7 +1,4 @@
-"""Generation by the model "flexmask" of lm-evaluation-harness: batches of unequal length, ends, strings to stop at.
-
-`make test-eval` runs them; without the harness they are skipped.
-"""
+"""Generation by the model "flexmask" of lm-evaluation-harness. `make test-eval` runs them."""
 
 from __future__ import annotations
 
@@ -32,16 +29,6 @@ def test_generation_does_not_depend_on_the_batch(loaded):
     assert generated(together, texts) == generated(alone, texts)
     assert alone.densities.summary() == together.densities.summary()
     assert together.densities.summary()["density"] < 0.8
-
-
-def test_generation_of_a_padded_batch_would_keep_other_blocks(loaded, monkeypatch):
-    texts = [prompt.text() for prompt in prompts()]
-    alone, together = (make(FlexmaskLM, loaded, size, **SPARSE) for size in (1, 8))
-    generated(alone, texts)
-    monkeypatch.setattr("flexmask.integrations.lm_eval.model.decodes_greedily", lambda *_: False)
-    monkeypatch.setattr("flexmask.integrations.lm_eval.model.rows_alike", lambda lengths, *_, **__: [list(range(len(lengths)))])
-    generated(together, texts)
-    assert alone.densities.summary() != together.densities.summary()
 
 
 def test_greedy_prompts_of_unequal_length_are_decoded_together(loaded, monkeypatch):

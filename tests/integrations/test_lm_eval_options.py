@@ -1,7 +1,4 @@
-"""Options of the model "flexmask" of lm-evaluation-harness: names, values, settings files, the model's own.
-
-`make test-eval` runs them; without the harness they are skipped.
-"""
+"""Options of the model "flexmask" of lm-evaluation-harness. `make test-eval` runs them."""
 
 from __future__ import annotations
 

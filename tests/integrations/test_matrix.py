@@ -1,4 +1,4 @@
-"""Every family with every kind of cache, padding and prefill: against dense attention, and against the masks that it chose."""
+"""Every family with every kind of cache, padding and prefill, against dense attention and under its masks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.attention
 TOLERANCE = 1e-4
 KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
 SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.4, "tau": 0.13}
-# few blocks lie in a window: even attention is farther from its estimate there
+# few blocks lie in a window
 SPARSE_IN_WINDOWS: dict[str, Any] = {"tau": 0.17}
 
 
@@ -55,7 +55,7 @@ def difference(logits: Tensor, expected: Tensor) -> float:
 
 
 def test_equals_dense_attention(cell, keep_result):
-    """With gamma 1, and far from it with a sparse setting, which equals attention written out under the masks it made."""
+    """With gamma 1; sparse, equal to attention written out under the masks, and far from dense."""
     refused = refusal(cell)
     if refused:
         reason, error, message = refused

@@ -1,4 +1,4 @@
-"""Prompts that the adapter reads where the host cannot wait: on a GPU, and the same on a CPU."""
+"""Prompts that the adapter reads without waiting for the device, on a GPU and a CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def wait_for(device):
 
 
 def test_packed_positions_are_refused(device, tokens):
-    """The first layer asks, the others look: here the answer has come when they do."""
     model, tokens = make_model().to(device), tokens.to(device)
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda *arguments: wait_for(device))
@@ -50,7 +49,7 @@ def test_check_of_positions_answers_without_a_wait(device, restarts):
 @pytest.mark.attention
 @pytest.mark.parametrize("with_mask", [True, False], ids=["mask", "no mask"])
 def test_dense_below_in_chunks_over_a_static_cache(device, tokens, with_mask):
-    """A GPU's cache keeps its length to itself; then a padding mask tells the tokens so far, else the chunk's count alone."""
+    """On a GPU the padding mask, if any, gives the tokens so far."""
     model, tokens = make_model().to(device), tokens.to(device)
     mask = padded(tokens) if with_mask else None
     chunks = [(first, min(first + 200, LENGTH)) for first in range(0, LENGTH, 200)]
@@ -65,7 +64,7 @@ def test_dense_below_in_chunks_over_a_static_cache(device, tokens, with_mask):
         )
 
     expected = prefill(static_cache(model, 700))
-    # everything is kept by the floor: at gamma 1 all heads would run dense
+    # the floor keeps everything: at gamma 1 all heads would run dense
     keep_all = {**KEEP_ALL, "gamma": 0.9, "min_budget": 10**6, "dense_below": 300}
     with flexmask_hf.sparse_prefill(model, **options_on(device, keep_all)) as run:
         found = prefill(static_cache(model, 700))

@@ -20,7 +20,7 @@ from tests.integrations.common import MARKS, make_model
 
 pytestmark = MARKS
 
-# dense, for what is asked here is whose options a call runs with: each reason tells its block
+# all dense: the reason of a call shows whose options it ran with
 BELOW = (1000, 2000, 3000)
 
 
@@ -29,8 +29,26 @@ def block(model, number, **options):
 
 
 def ran_in(run):
-    """The blocks whose options the calls of a run had."""
     return [BELOW.index(int(reason.rsplit(" ", 1)[1])) for reason in run.reasons.get(0, [])]
+
+
+def in_threads(work, number=1):
+    """Run `work` in threads, by number, and pass on an error."""
+    errors = []
+
+    def guarded(each):
+        try:
+            with torch.no_grad():
+                work(each)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(each,)) for each in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
 
 
 def is_untouched(model):
@@ -45,7 +63,7 @@ def is_untouched(model):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_blocks_are_closed_in_any_order(model, tokens, order):
-    """After each closing, a call belongs to the block that was entered last of those still open."""
+    """A call belongs to the block entered last of those still open."""
     blocks = [block(model, number) for number in range(3)]
     runs = [each.__enter__() for each in blocks]
     expected = [[], [], []]
@@ -88,88 +106,62 @@ def test_block_decorates_a_function(model, tokens):
 
 @pytest.mark.parametrize("shares_object", [False, True])
 def test_threads_run_with_their_own_blocks(model, tokens, shares_object):
-    """A enters, B enters, both run, A leaves, B runs on: with its own options, into its own statistics."""
+    """A enters, B enters, both run, A leaves, B runs on."""
     steps = threading.Barrier(2, timeout=120)
     shared = block(model, 0)
-    runs, names, errors = {}, {}, []
+    runs, names = {}, {}
 
     def work(number):
-        try:
-            with torch.no_grad():
-                if number == 1:
-                    steps.wait()  # the other has entered
-                with shared if shares_object else block(model, number) as run:
-                    runs[number] = run
-                    if number == 0:
-                        steps.wait()
-                    steps.wait()  # both are open
-                    for _ in range(20):
-                        model(tokens[:, :50])
-                    if number == 1:
-                        steps.wait()  # the other has left
-                        names[number] = model.config._attn_implementation
-                        model(tokens[:, :50])
-                if number == 0:
-                    steps.wait()
-        except BaseException as error:
-            errors.append(error)
-            steps.abort()
+        if number == 1:
+            steps.wait()  # the other has entered
+        with shared if shares_object else block(model, number) as run:
+            runs[number] = run
+            if number == 0:
+                steps.wait()
+            steps.wait()  # both are open
+            for _ in range(20):
+                model(tokens[:, :50])
+            if number == 1:
+                steps.wait()  # the other has left
+                names[number] = model.config._attn_implementation
+                model(tokens[:, :50])
+        if number == 0:
+            steps.wait()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, 2)
     assert [ran_in(runs[number]) for number in (0, 1)] == [[0] * 20, [0 if shares_object else 1] * 21]
     assert names == {1: "flexmask"}
     assert is_untouched(model)
 
 
 def test_many_threads_open_and_close_at_random(tokens):
-    """Eight threads on two models that share one config; nothing is lost, mixed or left behind."""
+    """Eight threads on two models that share one config."""
     first = make_model()
     models = [first, LlamaForCausalLM(first.config).eval()]
-    errors = []
 
     def work(seed):
         generator = torch.Generator().manual_seed(seed)
         number = seed % 3
-        try:
-            with torch.no_grad():
-                for _ in range(10):
-                    model = models[int(torch.randint(2, (), generator=generator))]
-                    calls = int(torch.randint(1, 4, (), generator=generator))
-                    with block(model, number) as run:
-                        for _ in range(calls):
-                            model(tokens[:, :40])
-                    assert ran_in(run) == [number] * calls
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(10):
+            model = models[int(torch.randint(2, (), generator=generator))]
+            calls = int(torch.randint(1, 4, (), generator=generator))
+            with block(model, number) as run:
+                for _ in range(calls):
+                    model(tokens[:, :40])
+            assert ran_in(run) == [number] * calls
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, 8)
     assert all(is_untouched(model) for model in models)
 
 
 def test_thread_without_a_block_runs_in_the_one_entered_last(model, tokens):
-    def work():
-        with torch.no_grad():
-            model(tokens[:, :50])
-
     with block(model, 0) as first, block(model, 1) as second:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        in_threads(lambda number: model(tokens[:, :50]))
     assert [ran_in(run) for run in (first, second)] == [[], [1]]
 
 
 def test_tasks_run_with_their_own_blocks(model, tokens):
-    """Two requests of one server, A enters, B enters, A leaves, B leaves; what a task starts belongs to its block."""
+    """Two requests of one server; what a task starts belongs to its block."""
 
     async def request(number, entered, may_leave):
         with block(model, number) as run:
@@ -199,18 +191,6 @@ def test_tasks_run_with_their_own_blocks(model, tokens):
     assert is_untouched(model)
 
 
-def test_block_is_closed_by_another_thread(model, tokens):
-    one = block(model, 0)
-    run = one.__enter__()
-    thread = threading.Thread(target=one.__exit__, args=(None, None, None))
-    thread.start()
-    thread.join()
-    assert is_untouched(model)
-    with block(model, 1) as other:
-        model(tokens[:, :50])
-    assert [ran_in(each) for each in (run, other)] == [[], [1]]
-
-
 def test_model_and_its_inner_model_have_blocks_of_their_own(model, tokens):
     outer, inner = block(model, 0), block(model.model, 1)
     runs = [each.__enter__() for each in (outer, inner)]
@@ -235,9 +215,7 @@ def test_block_that_cannot_be_entered_leaves_the_others_open(model, tokens, monk
 def test_thread_that_entered_none_closes_the_last(model, tokens):
     one = block(model, 0)
     first, second = one.__enter__(), one.__enter__()
-    closing = threading.Thread(target=one.__exit__, args=(None, None, None))
-    closing.start()
-    closing.join()
+    in_threads(lambda number: one.__exit__(None, None, None))
     model(tokens[:, :50])
     one.__exit__(None, None, None)
     assert (ran_in(first), ran_in(second)) == ([0], [])

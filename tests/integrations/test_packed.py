@@ -42,7 +42,7 @@ def positions_of(bounds):
 
 
 def arguments(form, bounds=BOUNDS):
-    """Keywords as a collator hands them over: positions that start again, bounds by flash-attn's names, or both."""
+    """A collator's keywords: restarting positions, bounds by flash-attn's names, or both."""
     bounds = torch.tensor(bounds, dtype=torch.int32)
     longest = int(bounds.diff().max())
     flash = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
@@ -68,9 +68,8 @@ def test_packed_sequences_run_as_alone(model, tokens, name):
         assert (logits - dense).abs().max() < 1e-4
     else:
         assert (logits - dense).abs().max() > 1e-2
-    # one sequence for all would be another attention
     assert (logits - model(tokens, use_cache=False).logits).abs().max() > 1e-2
-    # a single token alone is a decoding step, which leaves no statistics
+    # a single token is a decoding step, which leaves no statistics
     kinds = {layer: [stats.dense for stats in calls] for layer, calls in run.stats.items()}
     assert {layer: each[:1] + each[2:] for layer, each in kinds.items()} == {
         layer: [stats.dense for stats in calls] for layer, calls in alone.items()

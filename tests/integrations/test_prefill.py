@@ -1,11 +1,10 @@
-"""The adapter's prefill on a tiny random model: what it computes. test_matrix.py has the families and caches."""
+"""The adapter's prefill on a tiny random model."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_mask
 
 pytest.importorskip("transformers")
 
@@ -19,18 +18,6 @@ from tests.integrations.common import KEEP_ALL, MARKS, SPARSE
 pytestmark = MARKS
 
 
-def masked_attention(masks):
-    """An attention function of transformers: SDPA under the expanded masks, one per layer."""
-
-    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        mask = masks[module.layer_idx]
-        mask = create_mask(mask.mask_mod, *mask.shape, device="cpu")
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None
-
-    return attention
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_equals_sdpa_at_gamma_one(model, tokens, mode):
     expected = model(tokens).logits
@@ -38,26 +25,6 @@ def test_equals_sdpa_at_gamma_one(model, tokens, mode):
         logits = model(tokens).logits
     assert (logits - expected).abs().max() < 1e-4
     assert [stats.dense for layer in run.stats.values() for stats in layer] == [False, False]
-
-
-def test_equals_dense_attention_under_its_masks(model, tokens):
-    dense = model(tokens).logits
-    with flexmask_hf.sparse_prefill(model, **SPARSE, collect_masks=True) as run:
-        logits = model(tokens).logits
-    density = torch.stack([run.stats[layer][0].density for layer in (0, 1)])
-    query_aware = torch.stack([run.stats[layer][0].is_query_aware for layer in (0, 1)])
-    assert density.mean() < 0.7
-    assert query_aware.any()
-    assert not query_aware.all()
-    assert (logits - dense).abs().max() > 1e-2
-    rows = run.rows()
-    assert len(rows) == query_aware.numel()
-    assert {row["pattern"] for row in rows} == {"query-aware", "vertical-slash"}
-    assert torch.tensor([row["density"] for row in rows]).equal(density.flatten())
-
-    AttentionInterface.register("masked", masked_attention({layer: run.masks[layer][0] for layer in (0, 1)}))
-    model.set_attn_implementation("masked")
-    assert (model(tokens).logits - logits).abs().max() < 1e-4
 
 
 def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):

@@ -1,4 +1,4 @@
-"""The mask that transformers carries to attention: its attributes, and refusals."""
+"""The mask that transformers carries to attention."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def test_other_attributes_are_refused_by_name(name):
         ({"q_offset": 0}, 200),
         ({"q_offset": 300}, 500),
         ({"q_offset": torch.tensor(300)}, 500),
-        # of a device that nothing is read back from
         ({"q_offset": torch.tensor(300, device="meta")}, 200),
     ],
 )
@@ -67,7 +66,7 @@ def test_tokens_so_far_are_those_of_a_mask_of_the_prompt():
 
 
 def test_a_cache_that_begins_later_has_the_padding_of_its_own_keys():
-    """As a sliding layer's, which keeps the last keys alone; the device knows where the rows stand."""
+    """As a sliding layer's, which keeps the last keys alone."""
     tokens = torch.ones(2, 450, dtype=torch.int64)
     tokens[1, :130] = 0
     mask = prefill_mask(

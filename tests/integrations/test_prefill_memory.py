@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 32768
 
-# A process of its own: the peak of this one was reached by other tests. Linux alone lets a process forget its peak.
+# Its own process; only Linux lets a process reset its peak.
 CODE = """
 import sys
 from pathlib import Path

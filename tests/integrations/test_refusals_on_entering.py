@@ -1,4 +1,4 @@
-"""Models that their own config and layers show not to be served are refused when a block opens, and are left as they were."""
+"""Models that cannot be served are refused when a block opens, and left as they were."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def test_model_is_refused_and_left_as_it_was(make):
         flexmask_hf.sparse_prefill(model),
     ):
         pytest.fail("entered")
-    # there is no text part to switch, or it is switched alone already
     assert "text_config" not in str(caught.value)
     assert model.config._attn_implementation == former
     assert not Session.of(model).blocks
@@ -74,7 +73,7 @@ def test_model_is_refused_and_left_as_it_was(make):
 
 
 def test_dropout_is_not_refused_before_the_forward(tokens):
-    """A block may open before the model goes to evaluation."""
+    """The model may go to evaluation later."""
     model = make_model(attention_dropout=0.1).train()
     with flexmask_hf.sparse_prefill(model), torch.no_grad():
         model.eval()(tokens[:, :50])

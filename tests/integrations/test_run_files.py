@@ -1,4 +1,4 @@
-"""A run is saved and read back, whatever it holds and whoever records meanwhile."""
+"""A run is saved and read back."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ def test_calls_of_other_threads_wait_while_the_record_is_read(tmp_path, monkeypa
         look()
         threads[-1].join()
     assert read == [True] * 3
-    # what was dropped meanwhile is in the file once
     monkeypatch.undo()
     found = PrefillRun.load(path)
     calls = {layer: each.calls for layer, each in found._dropped.items()}
@@ -102,7 +101,6 @@ def test_other_files_are_refused(tmp_path, text):
     ],
 )
 def test_files_with_wrong_values_are_refused(tmp_path, place, value):
-    """On reading: in `rows` or `summary` nobody would look for them."""
     path = recorded(10, max_calls=4).save(tmp_path / "run.json")
     saved = json.loads(path.read_text())
     part = saved

@@ -1,4 +1,4 @@
-"""The adapter's settings: for each layer, saved with the model, data that are checked, and refused where they are wrong."""
+"""The adapter's settings: by layer, saved with the model, checked."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_windows_below_the_break_even_stay_exact(tokens):
     assert run.stats[1][0].density.max() < 1
 
 
-@pytest.mark.slow  # a kernel for heads that come alone, as for the head groups of the core
+@pytest.mark.slow
 def test_masks_too_large_go_through_head_groups(model, tokens):
     mask = padded(tokens)
     with flexmask_hf.sparse_prefill(model, **SPARSE, collect_masks=True) as whole:
@@ -100,7 +100,7 @@ def test_masks_too_large_go_through_head_groups(model, tokens):
 def test_options_are_saved_with_the_model(model, tokens, tmp_path):
     layers = {1: {"gamma": [0.7, 0.5, 0.6, 0.7]}}
     settings = flexmask_hf.configure(model, **SPARSE, layers=layers, dense_layers=[0])
-    layers[1]["gamma"][0] = 0.1  # what was checked, whatever becomes of the caller's list
+    layers[1]["gamma"][0] = 0.1
     assert settings.selector(1).options["gamma"] == (0.7, 0.5, 0.6, 0.7)
     model.save_pretrained(tmp_path)
     flexmask_hf.register()
@@ -217,7 +217,7 @@ def test_other_files_are_refused(tmp_path, content, message):
 
 @pytest.fixture
 def _own_process():
-    """Put back the functions behind the names, with the settings of the process."""
+    """Put back the functions behind the names."""
     flexmask_hf.register()
     names = ("flexmask", "flex_attention")
     before = [

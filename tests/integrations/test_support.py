@@ -1,4 +1,4 @@
-"""The committed support table, and the cells that are run without asking for all."""
+"""The committed support table, and the cells that run by default."""
 
 from __future__ import annotations
 

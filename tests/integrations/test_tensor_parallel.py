@@ -1,4 +1,4 @@
-"""A model spread over two processes by transformers' tp_plan: the same results as in one."""
+"""A model over two processes by transformers' tp_plan gives the results of one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def results_of_two_processes(folder, model, tokens, surroundings):
-    """Results of process 0 of two for `model`, under torchrun."""
+    """Results of process 0 of two, under torchrun."""
     model.save_pretrained(folder / "model")
     torch.save({"tokens": tokens, "options": OPTIONS}, folder / "tokens.pt")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -72,7 +72,7 @@ def test_two_processes_give_what_one_gives(tmp_path, tokens):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_gpus_give_what_one_gives(tmp_path, tokens, dtype, cuda):
-    """In bfloat16 no further apart than dense attention's logits: the rest of the model rounds too."""
+    """In bfloat16 the rest of the model rounds too: no further apart than dense attention's logits."""
     model = FAMILIES["Llama"].make().to(dtype)
     results = results_of_two_processes(tmp_path, model, tokens, {})
     model.to(cuda)

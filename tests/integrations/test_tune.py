@@ -1,4 +1,4 @@
-"""`tune`: its settings on the same prompt, targets, padding, saving, refusals."""
+"""`tune`: settings, targets, padding, saving, refusals."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_the_settings_keep_what_was_predicted(model, prompt, method):
         model(prompt)
     kept = torch.stack([run.stats[layer][0].density[0] for layer in (0, 1)])
     predicted = torch.tensor([row["density"] for row in result.rows()]).view(2, 4)
-    assert torch.equal(kept[0], predicted[0])  # what comes before layer 0 is the same
+    assert torch.equal(kept[0], predicted[0])
     assert kept[1] == pytest.approx(predicted[1], abs=0.1)
     assert float(kept.mean()) == pytest.approx(result.density, abs=0.02)
 
 
 def test_errors_are_of_a_dense_prefill(model, prompt):
-    """Layer 1 is measured under the inputs that layer 0 gives it when dense."""
+    """Layer 1 is measured under the inputs that a dense layer 0 gives."""
     result = tuned(model, prompt)
     with_dense = tuned(model, prompt, dense_layers=(0,), density=1.0)
     assert with_dense.dense == {0: "in dense_layers"}
@@ -111,7 +111,7 @@ def test_a_window_below_the_break_even_stays_dense(prompt):
     every = tuned(model, prompt, density=0.8, dense_below=0)
     assert every.dense == {}
     assert set(every.settings.layers) == {0, 1}
-    # its heads see fewer blocks, so they weigh less: kept blocks of all heads by visible blocks of all heads
+    # its heads see fewer blocks and weigh less
     layers = every._measured.by_prompt[0].values()
     assert len({errors.visible for errors in layers}) == 2
     for at, (_, density, _) in enumerate(every.uniform):
@@ -146,7 +146,7 @@ def test_a_model_spread_over_processes_is_refused(model, prompt):
 
 def test_half_precision_and_open_blocks(model, prompt):
     exact = tuned(model, prompt)
-    with flexmask_hf.sparse_prefill(model, gamma=0.5, dense_below=0) as run:  # another block's options have no part in it
+    with flexmask_hf.sparse_prefill(model, gamma=0.5, dense_below=0) as run:
         assert tuned(model, prompt).curve == exact.curve
         assert not run.stats
     half = tuned(model.bfloat16(), prompt)

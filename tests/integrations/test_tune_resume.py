@@ -1,4 +1,4 @@
-"""`tune(resume=...)`: interrupted, resumed, refused for another measurement; and the progress that is told."""
+"""`tune(resume=...)`: interrupted, resumed, refused; progress."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatc
 
 
 def with_another_epsilon(model):
-    """The same weights under a config of another output."""
     other = copy.deepcopy(model)
     other.config.rms_norm_eps = 1e-3
     return other
@@ -73,7 +72,6 @@ def test_another_file_is_not_overwritten(model, tokens, tmp_path, text):
 
 
 def test_progress_is_told_to_a_function(model, tokens, tmp_path):
-    """Layers of both prompts; after a whole measurement nothing is left to do."""
     told = []
     options = {"progress": lambda *step: told.append(step), "gammas": (0.5, 1.0), "resume": tmp_path / "measured.json"}
     tuned(model, tokens, density=1.0, **options)

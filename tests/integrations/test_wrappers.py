@@ -1,4 +1,4 @@
-"""Models as users hold them: in PEFT's wrappers, compiled, in pipelines; and what a block leaves in the config."""
+"""Models in PEFT's wrappers, compiled, in pipelines; what a block leaves in the config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = MARKS
 
 
 class Tuner(nn.Module):
-    """As PEFT's LoraModel: the layers are replaced inside of the model that it holds, and it calls that one's forward."""
+    """As PEFT's LoraModel: it calls the forward of the model that it holds."""
 
     def __init__(self, model):
         super().__init__()
@@ -127,7 +127,7 @@ def test_options_of_the_block_are_saved_in_it_and_gone_after_it(model, tmp_path)
 def test_options_of_the_model_come_back(model, tmp_path):
     flexmask_hf.configure(model, gamma=0.85)
     with flexmask_hf.sparse_prefill(model, gamma=0.8), flexmask_hf.sparse_prefill(model) as inner:
-        # of a block without options: the model's own, not those of the block around it
+        # the model's own, not the outer block's
         assert inner.settings.options == {"gamma": 0.85}
     assert saved_config(model, tmp_path) == {"gamma": 0.85}
 

@@ -1,4 +1,4 @@
-"""Attention of transformers written out: slow, in float64, under maps of visible keys that are given or made by transformers."""
+"""Attention of transformers written out in float64, under given maps of visible keys."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "written-out"
-# by layer: the masks of the prefill calls to come
+# by layer
 _MASKS: dict[int, list[BlockMask]] = {}
 
 
 @contextmanager
 def written_out(model: Any, masks: dict[int, list[BlockMask | None]]) -> Iterator[None]:
-    """Run a model with `masks`, as `sparse_prefill` collects them: those of each layer's prefill calls, in order."""
+    """Run a model with `masks`, those of each layer's prefill calls."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     former = model.config._attn_implementation
@@ -33,7 +33,7 @@ def written_out(model: Any, masks: dict[int, list[BlockMask | None]]) -> Iterato
 
 
 def _mask(*, allow_is_causal_skip: bool = False, **arguments: Any) -> Tensor:
-    """The map that SDPA gets, (batch, 1, q_len, kv_len) bool, also where SDPA can do without."""
+    """SDPA's map, (batch, 1, q_len, kv_len) bool."""
     return AttentionMaskInterface()["sdpa"](allow_is_causal_skip=False, **arguments)
 
 

@@ -1,8 +1,8 @@
-"""Compile the kernels for GPUs that need not be there, and report the shared memory that each takes.
+"""Compile the kernels for GPUs that need not be there, and report their shared memory.
 
-``python -m tests.kernels.compile_kernels tight|choice|all TARGET...`` in a process without the interpreter. "choice" compiles
-every kernel, for a few problems; "tight" only those that hold tiles of keys, where they come closest to a limit; "all" every
-kernel for every head_dim, block size and dtype. Writes a line of JSON for each kernel and its compile-time constants.
+``python -m tests.kernels.compile_kernels tight|choice|all TARGET...``, without the interpreter. "choice" compiles every kernel
+for a few problems, "tight" those that hold tiles of keys near their limits, "all" every head_dim, block size and dtype. Writes a
+line of JSON per kernel and set of constants.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexmask.run_method import _chosen
 from flexmask.stats import STATISTICS
 from tests.cases import Config
 
-# entries up to which a pooled map is small, and up to which it is medium
+# most entries of a small and of a medium pooled map
 MAPS = {"small": (128 * 128, 256 * 256), "medium": (0, 256 * 256), "large": (0, 0)}
 NAMES = {
     torch.float32: "fp32",
@@ -62,10 +62,10 @@ class Variant(NamedTuple):
     options: dict[str, Any]
 
 
-# the kernels that hold tiles of keys, and the problems that bring them closest to a limit
+# kernels that hold tiles of keys, and the problems nearest to their limits
 WITH_TILES = ("_block_sums_kernel", "_pooled_map_kernel", "_evidence_kernel")
 TIGHT = [Problem(128, 128, rich=True, row_stride=16), Problem(256, 128), Problem(256, 64, torch.float32)]
-# every kernel, and dims that are no power of two
+# with dims that are no power of two
 CHOICE = [
     Problem(rich=True, row_stride=16),
     Problem(map_size="medium"),
@@ -80,7 +80,6 @@ ALL = [
         Problem(*sizes, dtype, rich, row_stride=16 if rich else 8)
         for dtype, sizes, rich in itertools.product((torch.bfloat16, torch.float32, torch.float16), SIZES, (False, True))
     ),
-    # most rows in a query block, and other numbers of heads, length and blocks
     *(
         Problem(*sizes, dtype, row_stride=sizes[1] // 32)
         for dtype, sizes in itertools.product((torch.bfloat16, torch.float32), SIZES)
@@ -93,7 +92,7 @@ ALL = [
 
 
 def launched(problem: Problem) -> dict[str, Variant]:
-    """Every kernel that a search of `problem` launches, by all that tells one compilation from another."""
+    """Every kernel that a search of `problem` launches, by what Triton specializes on."""
     found = {}
 
     def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: Any, **keywords: Any) -> None:
@@ -106,8 +105,8 @@ def launched(problem: Problem) -> dict[str, Variant]:
             if isinstance(value, torch.Tensor):
                 variant.signature[name] = "*" + NAMES[value.dtype]
             elif isinstance(value, float):
-                variant.signature[name] = "fp64"  # as compilers hand them over, which the interpreter does not notice
-            # Triton specializes on integers that are 1, and on those and addresses that are multiples of 16
+                variant.signature[name] = "fp64"  # as compilers pass them
+            # Triton specializes on 1, and on multiples of 16
             if parameter.is_constexpr or (type(value) is int and value == 1):
                 variant.signature[name], variant.constants[name] = "constexpr", value
             elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
@@ -134,7 +133,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
 
 
 def shared_memory(variant: Variant, target: str, last_stage: str = "llir") -> int:
-    """Bytes of shared memory of a kernel, from Triton's stages up to the one that lays it out, or up to a later one."""
+    """Bytes of shared memory, from Triton's stages up to `last_stage`."""
     name, arch = target.split("_") if "_" in target else ("", target)
     gpu = GPUTarget("cuda", int(arch), 32) if name else GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     source, backend = ASTSource(*variant[:4]), make_backend(gpu)

@@ -1,7 +1,4 @@
-"""Tensors for tests of single kernels, on the GPU if there is one, elsewhere for Triton's interpreter.
-
-`tests/conftest.py` switches the interpreter on where there is no GPU. It has no bfloat16 arithmetic: that is for GPUs only.
-"""
+"""Tensors for tests of single kernels, on the GPU or for Triton's interpreter, which has no bfloat16 arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index lists by the kernel against the plain step."""
+"""Index lists by the kernel against the plain step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flexmask.kernels.visibility import edges_of
         (90, 150, 60, True),
         (100, 2300, None, False),
         (70, 70, 20, False),
-        # rows begin with a block: at a window of 49 one more key shows another block, at 47 one more makes another block full
+        # one more key shows another block at a window of 49 and fills another at 47
         (91, 139, 47, False),
         (91, 139, 48, False),
         (91, 139, 49, False),

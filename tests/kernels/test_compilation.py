@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
-# shared memory that a program may have, in bytes; gfx names are AMD's
+# bytes of shared memory per program
 LIMITS = {
     "sm_80": 166_912,
     "sm_86": 101_376,
@@ -24,8 +24,7 @@ LIMITS = {
 
 
 def compiled(tmp_path: Path, which: str, *targets: str) -> set[str]:
-    """Names of the kernels compiled, none of which failed or took too much memory."""
-    # the interpreter compiles nothing
+    """Names of the compiled kernels, none of which failed or took too much memory."""
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.kernels.compile_kernels", which, *targets]
@@ -39,10 +38,9 @@ def compiled(tmp_path: Path, which: str, *targets: str) -> set[str]:
     return {result["kernel"] for result in results}
 
 
-# from the second variant on numbers are symbolic; the third has all options
+# numbers are symbolic from the second variant on; the third has all options
 @pytest.mark.parametrize("variants", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_search_is_traced_where_its_numbers_are_symbolic(tmp_path, variants):
-    # seen on GPUs first: a number of stages that came out symbolic
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.kernels.trace_kernels", str(variants)]

@@ -1,4 +1,4 @@
-"""The lines of the last rows by the kernel, against the plain step."""
+"""The lines of the last rows by the kernel against the plain step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_equals_the_plain_step(q_len, kv_len, options, near):
         padding = torch.arange(kv_len, device=DEVICE)[None] >= torch.tensor([[0], [70]], device=DEVICE)
     inputs = attention_inputs(query, key, attention_mask=padding, window=options.get("window")).placed()
     attention = lines_of(plain, inputs, (torch.ones(1, 4).double(), torch.ones(1, 4).double()), near)[1]
-    # thresholds that half of the lines reach, away from every share
+    # thresholds away from every share
     most = torch.where(attention.rows.taken[:, None, :, None], attention.mass.by_row, 0.0).amax(2)
     shares = most.flatten(2).quantile(torch.tensor(0.7, device=DEVICE), dim=2).double().clamp(min=1e-4)
     thresholds = (shares.contiguous(), 0.3 * shares.contiguous())
@@ -50,7 +50,7 @@ def test_equals_the_plain_step(q_len, kv_len, options, near):
     found, _ = lines_of(kernels, inputs, thresholds, near)
     kept = torch.stack([expected.vertical, expected.slash])
     assert torch.equal(found.number, found.kept.long().sum(-1))
-    # a share within rounding of its threshold may fall either way, and its lines change the diagonals
+    # a share within rounding of its threshold may fall either way
     assert (found.kept.bool() != kept).float().mean() <= 0.02
     assert (found.number - expected.number).abs().max() <= 2
     if kv_len > 100:
@@ -59,7 +59,7 @@ def test_equals_the_plain_step(q_len, kv_len, options, near):
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of the interpreter
 def test_shares_that_are_nan_drop_nothing():
-    """A maximum drops NaN on a GPU; a key block of unknown weight is kept (`tests/test_hybrid.py`)."""
+    """A maximum drops NaN on a GPU."""
     query, key = 2 * normal(1, 2, 70, 32), normal(1, 1, 70, 32, seed=1)
     query[0, 1, 65] = torch.nan
     inputs = attention_inputs(query, key).placed()

@@ -1,4 +1,4 @@
-"""The estimate, the pattern and the kept lines by kernels, against the plain steps."""
+"""Estimate, pattern and kept lines by kernels against the plain steps."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_estimated_scores(shape, dtype):
 def test_estimated_scores_within_a_window(padded):
     query, key = normal(2, 2, 30, 16), normal(2, 1, 203, 16, seed=1)
     tokens, seen = tokens_of(2, 30, 203, padded), set()
-    # a block more or less at a whole number of blocks plus where the rows begin: every window crosses that somewhere
+    # every window crosses an edge of a block somewhere
     for window in range(94, 114):
         seen.add(int(assert_scores_as_expected(query, key, tokens, 16, window).sum()))
     assert len(seen) > 1
@@ -79,7 +79,7 @@ def test_estimated_scores_of_any_layout(layout):
 
 
 def pattern_of(monkeypatch, lines, estimate, rows, count, inputs, shares, budget):
-    """Pattern and lines of masses and scores that are given."""
+    """Pattern and lines of given masses and scores."""
     monkeypatch.setattr(kernels, "line_mass", lambda *_: lines.contiguous())
     monkeypatch.setattr(kernels, "estimated_scores", lambda *_: estimate)
     mass = SimpleNamespace(packed=rows, sums=None, norms=None)

@@ -1,4 +1,4 @@
-"""The pooled map and its top-p blocks by kernels, against the plain steps."""
+"""The pooled map and its top-p blocks by kernels against the plain steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexmask.kernels.visibility import edges_of
 
 @pytest.fixture(autouse=True)
 def _few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs programs one after the other: 64 chunks of rows a pass take it seconds."""
+    """The interpreter would take seconds for 64 chunks of rows per pass."""
     if DEVICE == "cpu":
         monkeypatch.setattr(query_aware_top_p, "_MEDIUM", (5, 4))
         monkeypatch.setattr(query_aware_top_p, "_LARGE", (3, 4))
@@ -32,7 +32,7 @@ MAP_SIZES = ("small", "medium", "large")
 
 
 def take_for(map_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have maps taken for small ones, medium ones or large ones."""
+    """Have maps taken for small, medium or large ones."""
     monkeypatch.setattr(query_aware_top_p, "SMALL_MAP", 2**14 if map_size == "small" else 0)
     monkeypatch.setattr(query_aware_top_p, "MEDIUM_MAP", 2**20 if map_size == "medium" else 0)
 
@@ -41,7 +41,6 @@ def take_for(map_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("q_len", "kv_len", "window", "padded"),
     [(1, 1, None, False), (100, 100, None, False), (90, 150, 60, True)],
 )
-# one number is spread over the heads before any kernel sees it
 @pytest.mark.parametrize(
     "gamma", [*(pytest.param(gamma, marks=pytest.mark.slow) for gamma in (0.3, 0.95)), [0.9, 0.4, 0.6, 1.0]], ids=str
 )
@@ -60,7 +59,7 @@ def test_pooled_map_and_its_top_p(q_len, kv_len, window, padded, gamma, map_size
     plain = masked_softmax(scores, visible)
     written = active[..., None, None] & visible
     values = plain
-    # the kernels of the map and of its rows do not depend on the map's size: once is enough
+    # the kernels of map and rows do not depend on the map's size
     if map_size == MAP_SIZES[0]:
         inputs = AttentionInputs(query_means, torch.empty(2, 2, kv_len, 0), None, 0.5, 6.0, window)
         values = pooled_map(query_means, key_means, active, edges, inputs, size)
@@ -104,14 +103,14 @@ def test_pooled_map_within_a_window(padded):
         (12, 135),
     ],
 )
-# the last: a group of eight rows that ends in another tile of 128 columns than it begins
+# the last: a group of eight rows ends in another tile of 128 columns
 def test_maps_of_all_sizes_give_the_same_blocks(q_blocks, kv_blocks, monkeypatch):
     size, heads = 16, 3
     tokens = tokens_of(1, q_blocks * size - 3, kv_blocks * size - 3, False)
     edges, visible = edges_of(tokens, size, None), block_visibility(tokens, size, None).visible
-    # of all magnitudes, so that every digit decides somewhere; in one head values of which many are equal
+    # of all magnitudes; in one head many are equal
     scores = 10 * normal(1, heads, q_blocks, kv_blocks)
-    scores[:, 0, :, 128:131] += 30  # most of the sum stands in the second tile of columns, if there is one
+    scores[:, 0, :, 128:131] += 30  # most of the sum in the second tile of columns
     values = scores.where(visible, float("-inf")).softmax(-1)
     values[:, 2] = values[:, 2].round(decimals=2)
     active = torch.tensor([[True, False, True]], device=DEVICE)

@@ -1,4 +1,4 @@
-"""The blocks of each query block's own rows by the kernel, against the plain steps."""
+"""The blocks of each query block's own rows by the kernel against the plain steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_halves_of_the_means_hold_twice_the_digits(dtype):
 
 
 def compare(query, key, row_stride, gammas, padding=None, **scores):
-    """Blocks and coverage of the kernel and of the plain step; evidence within rounding of its threshold may fall either way."""
+    """Blocks and coverage of both; evidence within rounding of its threshold may fall either way."""
     inputs = attention_inputs(query, key, attention_mask=padding, **scores).placed()
     problems = [cut_into_blocks(inputs, 16, steps) for steps in (plain, kernels)]
     plain_evidence, evidence = (problem.steps.row_evidence(problem, row_stride) for problem in problems)
@@ -68,7 +68,6 @@ def test_equals_the_plain_steps(heads, stride, scores, padded):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides(layout):
     query, key = in_layout(layout, 2, 4, 100, 32), in_layout(layout, 2, 2, 100, 32, seed=1)
-    # sharp by the scale: a product of the query would be contiguous
     compare(query, key, 8, [0.05, 0.2, 0.4, 0.6], scale=3 * 32**-0.5)
 
 
@@ -88,13 +87,13 @@ def test_half_precision(dtype):
     ids=["whole", "window, soft cap, chunk", "half precision"],
 )
 def test_tiles_that_every_row_sees_whole(heads, lengths, dtype, scores):
-    # from 33 key blocks on there are tiles far from every edge
+    # from 33 key blocks on some tiles touch no edge
     query, key = (3 * normal(1, heads[0], lengths[0], 32)).to(dtype), normal(1, heads[1], lengths[1], 32, seed=1).to(dtype)
     compare(query, key, 4, [0.5 + 0.4 * head / heads[0] for head in range(heads[0])], **scores)
 
 
 def test_padding_in_tiles_far_from_every_edge():
-    """Behind it every row is a token, and sees a tile of key blocks that are not whole."""
+    """Every row behind the padding sees a tile of key blocks that are not whole."""
     query, key = 3 * normal(1, 2, 640, 32), normal(1, 2, 700, 32, seed=1)
     slot = torch.arange(700, device=key.device)
     padding = ((slot >= 45) & (slot // 4 % 3 != 0)) | (slot >= 60)

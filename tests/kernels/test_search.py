@@ -1,7 +1,4 @@
-"""Methods by Triton kernels against the oracle, in Triton's interpreter; `tests/test_hybrid.py` has hybrid's calls.
-
-`tests/test_search_on_gpu.py` runs them on a GPU for real. The interpreter is slow, so the cases here are short.
-"""
+"""Methods by Triton kernels against the oracle, in the interpreter."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="where there i
 
 @pytest.fixture(autouse=True)
 def _few_chunks(monkeypatch):
-    """The interpreter runs programs one after the other: 64 chunks of rows a pass take it seconds."""
+    """The interpreter would take seconds for 64 chunks of rows per pass."""
     monkeypatch.setattr(query_aware_top_p, "_MEDIUM", (5, 4))
     monkeypatch.setattr(query_aware_top_p, "_LARGE", (3, 4))
     # some maps of each size
@@ -43,7 +40,7 @@ def _few_chunks(monkeypatch):
 
 @pytest.fixture
 def _poisoned():
-    """Memory that nothing was written to holds NaN, the largest number or True, so that reading it shows."""
+    """Uninitialized memory holds NaN, the largest number or True."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -90,7 +87,6 @@ def test_equals_the_oracle():
     assert drawn.sparse > 0 and drawn.query_aware > 0
 
 
-# what all kernels of a method serve together, in memory that holds NaN
 EVERYTHING = {"gamma": 0.7, "tau": 0.5, "block_size": 16, "min_budget": 0, "row_stride": 4}
 
 
@@ -111,7 +107,6 @@ def test_window_of_all_tokens_or_more_is_none(method, window):
 @pytest.mark.parametrize(
     ("heads", "options"),
     [
-        # the next three have the same rules, with more
         pytest.param((4, 1), {"tau": 0.3}, marks=pytest.mark.slow),
         pytest.param(
             (3, 1),
@@ -133,7 +128,7 @@ def test_masks_equal_those_of_the_plain_steps(heads, options):
     with by_kernels():
         fused = case.search()
     assert_well_formed(fused)
-    # exact where the oracle has a margin, which is everywhere here
+    # every decision has a margin here
     assert not assert_same_blocks(fused, expected).any()
     assert all(torch.equal(*pair) for pair in zip(fused.lists, plain.lists, strict=True))
     assert_same_statistics(fused, expected)
@@ -142,7 +137,7 @@ def test_masks_equal_those_of_the_plain_steps(heads, options):
 
 @functools.cache
 def case_of(method):
-    """A case, and the oracle's blocks, which the kernels find."""
+    """A case, and the oracle's and the kernels' blocks."""
     query, key = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 200, 32)
     options = {"gamma": 0.7, "row_stride": 4} if method == "hybrid" else {"gamma": 0.5, "tau": 0.08}
     case = Case(query, key, Config(**options, block_size=16, min_budget=0, method=method))
@@ -200,14 +195,12 @@ def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
         assert_same_blocks(case.search(), expected)
 
 
-# Inside of somebody else's torch.compile the kernels are one operator, flexmask::select
+# Inside of a caller's torch.compile the kernels are one operator, flexmask::select
 
 
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
 @pytest.mark.parametrize(("with_map", "statistics"), [(False, ()), (False, FROM_LISTS), (True, STATISTICS)], ids=str)
 def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
-    """Compare the shapes that a surrounding compilation is told with those that it gets."""
-
     def outcome(query, key):
         inputs = attention_inputs(query, key).placed()
         selector = Config(**EVERYTHING, method=method).selector.for_inputs(inputs)

@@ -1,7 +1,6 @@
-"""Trace the kernels' search with torch.compile for a pretended GPU: a program of its own, without Triton's interpreter.
+"""Trace the kernels' search with torch.compile for a pretended GPU, without Triton's interpreter.
 
-Variants share their names, so that torch makes every number symbolic that differs between them, as it does in a process that
-serves several models.
+Variants share their names, so torch makes every number symbolic that differs between them.
 """
 
 import itertools
@@ -22,7 +21,7 @@ from tests.cases import Config
 
 
 class Driver:
-    """As much of a GPU's driver as tracing asks for."""
+    """The part of a GPU's driver that tracing needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -1,4 +1,4 @@
-"""Oracle calls small enough to work out by hand, and block sets to compare its masks with."""
+"""Oracle calls small enough to work out by hand."""
 
 import itertools
 from typing import Any
@@ -12,14 +12,13 @@ NEVER = -1000.0  # next to a score of 0 the attention is exactly 0, in float64
 
 
 def decide(scores, **options):
-    """Run the oracle on attention scores given directly, (q_len, kv_len), for one head."""
+    """The oracle on given scores, (q_len, kv_len), for one head."""
     key = torch.eye(scores.shape[1], dtype=torch.float64)
     defaults: dict[str, Any] = {"gamma": 0.9, "tau": 0.0, "block_size": BLOCK, "min_budget": 0, "scale": 1.0}
     return reference_flexprefill(scores.double()[None, None], key[None, None], **{**defaults, **options})
 
 
 def random_inputs(seed, q_len, kv_len, batch=1, num_heads=1, num_kv_heads=1, head_dim=16):
-    """Random heads that are peaked enough to be sparse."""
     generator = torch.Generator().manual_seed(seed)
     query = 2 * torch.randn(batch, num_heads, q_len, head_dim, generator=generator)
     key = torch.randn(batch, num_kv_heads, kv_len, head_dim, generator=generator)
@@ -27,7 +26,7 @@ def random_inputs(seed, q_len, kv_len, batch=1, num_heads=1, num_kv_heads=1, hea
 
 
 def planted_slash(length, offset, low=NEVER):
-    """Scores that send all attention to the key `offset` before the row; rows before `offset` attend to all keys alike."""
+    """All attention at the key `offset` before the row; rows before `offset` attend to all keys alike."""
     scores = torch.full((length, length), low)
     for row in range(offset, length):
         scores[row, row - offset] = 0.0
@@ -49,7 +48,7 @@ def lines(num_blocks, key_blocks, diagonals):
 
 
 def fewest_by_enumeration(values: list[float], gamma: float) -> int:
-    """Size of the smallest subset holding gamma of the sum, by trying all subsets."""
+    """Size of the smallest subset that holds gamma of the sum."""
     for size in range(len(values) + 1):
         for subset in itertools.combinations(values, size):
             if sum(subset) >= gamma * sum(values):
@@ -58,7 +57,7 @@ def fewest_by_enumeration(values: list[float], gamma: float) -> int:
 
 
 def block_scores(*rows):
-    """Scores constant on each block: the pooled map has the given weights, normalised over each causal row."""
+    """Scores whose pooled map has the given weights, normalised over each causal row."""
     levels = torch.tensor(rows, dtype=torch.float64).log()
     return levels.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 

@@ -1,4 +1,4 @@
-"""The oracle's vertical-slash heads: mass of key blocks and block diagonals, and the top-p of each."""
+"""The oracle's vertical-slash heads: line mass and top-p."""
 
 import math
 
@@ -46,7 +46,6 @@ def test_slash_share_is_the_fraction_of_row_phases():
         for column in range(72 - 16 + row + 1):
             offset = 56 + row - column
             for phase in range(BLOCK):
-                # a row at this phase of its block, and the block of the key `offset` before it
                 expected[-((phase - offset) // BLOCK)] += p[row, column].item() / BLOCK / 16
     assert result.slash[0, 0].tolist() == pytest.approx(expected[:5], abs=1e-12)
     assert expected[5] > 1e-6
@@ -78,7 +77,7 @@ def test_lines_hold_their_share_of_true_attention():
 
 
 def test_equal_shares_take_the_lower_key_block_and_nearer_diagonal():
-    # A single row, at position 143, attends to all 144 keys equally.
+    # One row, at position 143, attends to all keys equally.
     result = decide(torch.zeros(1, 144), gamma=0.2)
     assert result.vertical[0, 0].tolist() == pytest.approx([1 / 9] * 9, abs=1e-12)
     # Offsets 0 to 15 give diagonal 0 only a share 1 - x/16 each: 8.5 of 144.
@@ -90,8 +89,7 @@ def test_equal_shares_take_the_lower_key_block_and_nearer_diagonal():
 
 
 def test_equal_shares_take_the_nearer_diagonal():
-    # Offset 1.5 blocks: half on diagonal 1, half on 2. Keys 32 to 39 and 24 to 31 likewise.
-    # One of each holds exactly gamma = .5.
+    # Offset 1.5 blocks: half on diagonal 1, half on 2; keys likewise.
     result = decide(planted_slash(64, 24), gamma=0.5)
     assert result.slash[0, 0].tolist() == [0.0, 0.5, 0.5, 0.0]
     assert (result.num_vertical_blocks.item(), result.num_slash_blocks.item()) == (1, 1)
@@ -105,7 +103,7 @@ def test_budgets_bound_both_counts():
     few = planted_slash(128, 0)
     result = decide(few, gamma=0.5, min_budget=2 * BLOCK + 1)
     assert (result.num_vertical_blocks.item(), result.num_slash_blocks.item()) == (3, 3)
-    # Key block 7 and diagonal 0 hold all the mass; ties at 0 go to the lowest index, in any precision.
+    # Key block 7 and diagonal 0 hold all; ties at 0 go to the lowest index.
     assert blocks(result) == lines(8, {7, 0, 1}, {0, 1, 2})
     assert result.vertical_margin.item() == 1.0
     result = decide(scores, gamma=1.0, max_budget=2 * BLOCK + 1)
@@ -118,7 +116,7 @@ def test_budgets_bound_both_counts():
 
 
 def test_only_visible_lines_are_candidates():
-    # The only row, at position 47, sees keys 40 to 47: block 2 on diagonal 0, nothing else.
+    # The row at position 47 sees keys 40 to 47: block 2 on diagonal 0.
     result = decide(torch.zeros(1, 48), window=8, min_budget=10 * BLOCK)
     assert (result.num_vertical_blocks.item(), result.num_slash_blocks.item()) == (1, 1)
     # Offset x of 0 to 7 leaves x/16 on diagonal 1, which holds no visible block.

@@ -1,4 +1,4 @@
-"""The oracle's decision margins: running sum to threshold, last kept value to first dropped one, underflow."""
+"""The oracle's decision margins: running sum, gap, underflow."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from tests.oracle.steps import Budget
 
 
 def row_with_block_shares(*shares):
-    """Scores of a single row, the last, that spreads each share evenly over its key block."""
+    """Scores of the last row that spread each share evenly over its key block."""
     return torch.tensor([math.log(share / BLOCK) for share in shares for _ in range(BLOCK)])[None]
 
 

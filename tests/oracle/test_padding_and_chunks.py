@@ -1,4 +1,4 @@
-"""The oracle under padding, on chunks of a prompt, and on partly filled caches."""
+"""The oracle under padding, on chunks, and on partly filled caches."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The oracle under method="published": counts, lines and blocks of the published code."""
+"""The oracle under method="published": counts, lines and blocks."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ def test_published_count_includes_equal_sums():
         result = decide(scores, gamma=tokens / 256, **options)
         assert result.num_vertical_blocks.item() == count
         assert result.vertical_margin.item() == pytest.approx(abs(tokens - 127) / tokens)
-    # The last block gets no attention: the share underflows, so the head is not query-aware even at tau = 1.
+    # The last block's share underflows, so the head is not query-aware even at tau = 1.
     assert math.isnan(result.js_distance.item())
     assert not result.is_query_aware.item()
     assert result.pattern_margin.item() == math.inf
@@ -31,7 +31,7 @@ def test_published_count_includes_equal_sums():
 @pytest.mark.parametrize("tau", [0.0, 1.0])
 def test_published_keeps_all_at_gamma_one(tau):
     query, key = random_inputs(13, 512, 512, num_heads=8)
-    # In some of the peaked heads the running sum exceeds 1, by rounding, long before the last token.
+    # In some heads the running sum exceeds 1, by rounding, before the last token.
     query = query * (20 if tau == 0 else 1)
     result = reference_flexprefill(query, key, 1.0, tau, min_budget=0, method="published")
     assert (result.density == 1).all()
@@ -51,12 +51,12 @@ def test_published_underflow_is_that_of_float32():
 
 
 def test_published_slash_block_stands_for_one_diagonal():
-    # All attention at offset 21: offset block 1 only, though the slash crosses diagonals 1 and 2.
+    # Offset 21: offset block 1 only, though the slash crosses diagonals 1 and 2.
     scores = planted_slash(96, 21)
     options: dict[str, Any] = {"method": "published", "gamma": 0.9}
     result = decide(scores, min_budget=2 * BLOCK, **options)
     assert result.slash[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    # Block 0 takes one of the two places; rows 80 to 95 attend to keys 59 to 74, mostly in block 4.
+    # Block 0 takes a place; rows 80 to 95 attend to keys 59 to 74, mostly block 4.
     kept = {(r, j) for r, j in causal_blocks(6) if j in (0, 4) or r - j in (0, 1)}
     assert blocks(result) == kept
     # One place, and it goes to block 0.
@@ -80,7 +80,7 @@ def test_published_query_aware_leaves_the_crossing_block_out():
 def test_published_counts_are_clamped():
     scores = torch.zeros(512, 512)
     options: dict[str, Any] = {"method": "published", "gamma": 0.9}
-    # 512 keys, almost uniform: between 384 and 511 tokens hold .9, so 4 blocks whatever their size.
+    # Between 384 and 511 of 512 even tokens hold 0.9: 4 blocks whatever their size.
     assert decide(scores, **options).num_vertical_blocks.item() == 4
     capped = decide(scores, max_budget=2 * BLOCK + 1, **options)
     assert capped.num_vertical_blocks.item() == 3

@@ -1,4 +1,4 @@
-"""Refusals of the oracle: options that the published code lacks, and unknown words."""
+"""Refusals of the oracle."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Blocks that the oracle always or never keeps, its full blocks, and their growth with gamma and the floor."""
+"""Blocks that the oracle always or never keeps, full blocks, growth with gamma and floor."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from tests.oracle.flexprefill import reference_flexprefill
 
 
 def test_always_keeps_first_visible_and_diagonal_blocks():
-    # All attention lies three blocks back and gamma is tiny: every other kept block is one that is kept always.
+    # All attention lies three blocks back.
     forced = lines(6, {}, {})
     assert blocks(decide(planted_slash(96, 48), gamma=0.01)) == forced | lines(6, {2}, {3})
     window = decide(planted_slash(96, 24), gamma=0.01, window=40)

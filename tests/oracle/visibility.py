@@ -1,4 +1,4 @@
-"""Visible pairs of one batch row, worked out pair by pair, and the blocks and block diagonals that follow from them."""
+"""Visible pairs of one batch row, and the blocks and block diagonals that follow from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Block = tuple[int, int]  # (query block r, key block j)
 
 
 class Visibility(NamedTuple):
-    """One batch row, shared by all its heads: its valid tokens, its visible pairs, and both by block.
+    """One batch row: its tokens, its visible pairs, and both by block.
 
     Query row t stands at position ``offset + t``. A pair is visible if both tokens are valid, the key is not after the row and,
     with a window, ``position - key < window``.
@@ -34,21 +34,21 @@ class Visibility(NamedTuple):
 
     @property
     def key_blocks(self) -> list[int]:
-        """Key blocks that hold a visible block: the candidates among the verticals."""
+        """Key blocks that hold a visible block."""
         return sorted({j for _, j in self.visible_blocks})
 
     @property
     def diagonals(self) -> list[int]:
-        """Block diagonals that hold a visible block: the candidates among the slashes."""
+        """Block diagonals that hold a visible block."""
         return sorted({c for r, j in self.visible_blocks for c in self.diagonals_of(r, j)})
 
     def diagonals_of(self, r: int, j: int) -> list[int]:
-        """Block diagonals that block (r, j) lies on: two if the chunk starts inside a block."""
+        """Two if the chunk starts inside a block."""
         return [block - j for block in self.position_blocks[r] if block >= j]
 
 
 def query_offsets(q_offset: int | Tensor | None, batch: int, largest: int) -> list[int]:
-    """Position of query row 0 in every batch row; an integer out of range raises, a tensor is clamped."""
+    """Position of query row 0 by batch row; an int out of range raises, a tensor is clamped."""
     if q_offset is None:
         return [largest] * batch
     if isinstance(q_offset, Tensor):
@@ -59,7 +59,7 @@ def query_offsets(q_offset: int | Tensor | None, batch: int, largest: int) -> li
 
 
 def visibility(q_len: int, offset: int, is_token: Tensor, window: int | None, block_size: int) -> Visibility:
-    """Visible pairs of a batch row whose tokens, (kv_len,) bool, are not padding, and from them its visible and full blocks."""
+    """From tokens, (kv_len,) bool, that are not padding."""
     kv_len = len(is_token)
     slot = torch.arange(kv_len)
     position = offset + torch.arange(q_len)

@@ -98,7 +98,7 @@ def test_softmax_is_over_visible_entries():
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 63), (2, 129), (4, 8, 1000), (1, 2, 128, 20000), (70, 1, 5)])
 def test_softmax_over_its_own_memory_is_that_of_a_copy(shape):
-    """Also for rows that see nothing, hold infinities or NaN, and for strides that are not the plain ones."""
+    """Rows that see nothing or hold infinities or NaN, and other strides, included."""
     for strided in (False, True):
         scores = random(*shape, 2)[..., 0] if strided else random(*shape)
         visible = random(*shape, seed=1) < 0.5

@@ -1,4 +1,4 @@
-"""method="published": the block sets of the published code, against the reference and by hand."""
+"""method="published": block sets against the reference and by hand."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_equals_the_reference_where_shares_underflow(case):
     result, expected = case.search(), case.reference()
     assert_same_blocks(result, expected)
     assert_same_statistics(result, expected, underflow=True)
-    # not those of the oracle: near float32's smallest number the order of a sum says what underflows
+    # near float32's smallest number underflow depends on the order of a sum
     underflown = result.stats.js_distance.isnan()
     assert not (underflown & result.stats.is_query_aware).any()
 
@@ -73,7 +73,7 @@ def test_equals_the_reference_in_blocks_of_real_size(block_size):
 
 
 def by_scores(scores, **options):
-    """The blocks of one head whose scores are given directly."""
+    """Blocks of one head whose scores are given."""
     length = len(scores)
     assert length <= 256  # the largest head_dim
     key = torch.eye(length)[None, None]
@@ -95,7 +95,7 @@ def causal_where(blocks, wanted):
 
 
 def test_a_slash_stands_for_one_diagonal():
-    # offset 21 crosses diagonals 1 and 2; its offset block is 1. Rows 80 to 95 see keys 59 to 74, mostly block 4.
+    # offset 21 crosses diagonals 1 and 2 and lies in block 1; rows 80 to 95 see keys 59 to 74, mostly block 4
     kept, _ = by_scores(planted_slash(96, 21), min_budget=2 * BLOCK)
     assert kept == causal_where(6, lambda r, j: j in (0, 4) or r - j in (0, 1))
 
@@ -107,7 +107,7 @@ def test_block_zero_takes_a_place_of_the_count():
 
 
 def test_tokens_become_blocks_by_128_whatever_the_block_is():
-    # 256 even keys: 231 tokens stay at or under .9, so 232 // 128 + 1 = 2 blocks of 16; all 256 make 3
+    # 231 of 256 even keys hold at most 0.9: 232 // 128 + 1 = 2 blocks; all 256 make 3
     _, stats = by_scores(torch.zeros(256, 256), gamma=0.9)
     assert stats.num_vertical_blocks.item() == 2
     _, stats = by_scores(torch.zeros(256, 256), gamma=1.0)
@@ -115,9 +115,7 @@ def test_tokens_become_blocks_by_128_whatever_the_block_is():
 
 
 def test_the_crossing_block_is_left_out_of_a_query_aware_head():
-    # pooled map 1 / .25 .75 / .25 .5 .25; of 3, 1 + .75 stay within 1.8 and the .5 crosses;
-    # without a floor nothing is kept always
-    # but what every row keeps here
+    # pooled map 1 / 0.25 0.75 / 0.25 0.5 0.25: 1 + 0.75 stay within 0.6 * 3 and the 0.5 crosses
     levels = torch.tensor([[1.0, 1, 1], [1, 3, 1], [1, 2, 1]]).log()
     scores = levels.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     kept, stats = by_scores(scores, gamma=0.6, tau=1.0)
@@ -144,7 +142,7 @@ def test_a_floor_beyond_the_prompt_counts_the_blocks_that_are_there():
 
 
 def test_two_equal_distributions_have_no_distance():
-    # with one block both are 1, and the rounded sum of a row's attention may be a little more
+    # the rounded sum of a row's attention may exceed 1
     query, key = torch.randn(2, 1, 64, 64, 32, generator=torch.Generator().manual_seed(0)).unbind(0)
     config = Config(tau=0.5, block_size=64, method="published")
     stats = Case(query, key, config).search().stats
@@ -176,7 +174,7 @@ def test_equals_the_reference_on_cuda(cuda):
 
 @pytest.mark.gpu
 def test_compiles_for_a_map_of_many_blocks_on_cuda(cuda):
-    # its running sums are split among programs, into which Inductor 2.11 cannot fuse a comparison with gammas by head
+    # Inductor 2.11 cannot fuse a comparison with gammas by head into split running sums
     query, key = structured_inputs(torch.Generator().manual_seed(4), 1, 4, 2, 4096, 4096, 32, sharpness=4.0)
     options = {"tau": 1.0, "block_size": 32, "min_budget": 32}
     masks = [published_mask(query.to(to), key.to(to), [0.5, 0.6, 0.7, 0.8], **options).to_dense().cpu() for to in (cuda, "cpu")]
@@ -187,7 +185,7 @@ def test_compiles_for_a_map_of_many_blocks_on_cuda(cuda):
 
 @pytest.mark.parametrize("tau", [0.0, 1.0])
 def test_gamma_one_keeps_every_block_whatever_rounding_does(tau):
-    # of query-aware heads' maps the running sum exceeds the number of blocks by rounding
+    # the running sum exceeds the number of blocks by rounding
     for seed in range(4):
         query, key = structured_inputs(torch.Generator().manual_seed(seed), 1, 4, 2, 1280, 1280, 32, sharpness=5.0)
         result = Case(query, key, Config(1.0, tau, min_budget=0, method="published")).search()

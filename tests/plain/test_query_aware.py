@@ -1,4 +1,4 @@
-"""The pooled map of query-aware heads, against its formula."""
+"""The pooled map of query-aware heads against its formula."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The representative rows, their attention, and its sums by key block and block diagonal."""
+"""Representative rows, their attention, and its sums by key block and block diagonal."""
 
 import math
 
@@ -22,7 +22,6 @@ def tokens_of(q_len, kv_len, offset=None, attention_mask=None):
 
 
 def taken_rows(rows):
-    """Rows taken, as one list per batch row."""
     return [index[taken].tolist() for index, taken in zip(rows.row, rows.taken, strict=True)]
 
 
@@ -68,7 +67,7 @@ def test_slots_that_are_not_taken_are_zero():
 
 
 def literal_sums(case, rows):
-    """V and S by their definitions in float64: attention by key and by offset, a slash split over the diagonals it crosses."""
+    """V and S by their definitions in float64."""
     size, softcap = case.config.block_size, case.scores.get("softcap")
     groups = case.query.shape[1] // case.key.shape[1]
     scale = case.scores.get("scale") or case.query.shape[3] ** -0.5

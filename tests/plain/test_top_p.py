@@ -15,7 +15,7 @@ def gamma_of(value):
 
 
 def chosen_one_by_one(values, candidates, gamma):
-    """Indices kept: heaviest first, the lower index first among equals, until gamma of the sum is reached."""
+    """Indices kept: heaviest first, lower indices first among equals, until gamma of the sum is reached."""
     order = sorted((i for i, is_one in enumerate(candidates) if is_one), key=lambda i: (-values[i], i))
     threshold, total, kept = gamma * sum(values[i] for i in order), 0.0, []
     for i in order:
@@ -26,7 +26,7 @@ def chosen_one_by_one(values, candidates, gamma):
     return kept
 
 
-# whole numbers sum exactly, so that reaching the threshold exactly happens and is not a matter of rounding
+# whole numbers sum exactly
 WHOLE = st.lists(st.tuples(st.integers(0, 8).map(float), st.booleans()), min_size=1, max_size=30)
 
 
@@ -74,7 +74,7 @@ def test_rows_do_not_look_at_each_other():
 
 @pytest.mark.parametrize("gamma", [0.9, 0.99])
 def test_a_large_map_reaches_gamma(gamma):
-    # a running float32 sum stops growing long before it has added a million small shares
+    # a running float32 sum stops growing before it has added a million small shares
     count = 1_000_000
     values, candidates = torch.full((1, count), 1 / count), torch.ones(1, count).bool()
     kept = top_p(values, candidates, gamma_of(gamma))

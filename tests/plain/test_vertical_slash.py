@@ -13,7 +13,7 @@ from tests.expected import by_block, seen_pairs
 
 @st.composite
 def prompts(draw):
-    """Pairs that are visible, the visibility of their blocks, each query block's position blocks, and the block size."""
+    """Visible pairs, block visibility, position blocks of each query block, block size."""
     size = draw(st.sampled_from([2, 4, 16]))
     kv_len = draw(st.integers(1, 6 * size))
     q_len = draw(st.integers(1, kv_len))

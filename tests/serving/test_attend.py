@@ -1,4 +1,4 @@
-"""One request's chunk: the core's own attention in the engine's layout, at any length."""
+"""One request's chunk: the core's own attention in the engine's layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexmask.integrations.serving.warm_sizes import grouped_sizes, heads_togeth
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
 OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0}
-# from some hundred tokens on the masks of all heads are not made at a time
+# masks of all heads do not fit from some hundred tokens on
 FEW_HEADS = {"block_size": 32, "max_mask_bytes": 400_000}
 CPU = torch.device("cpu")
 
@@ -39,7 +39,6 @@ def by_the_core(query, key, value, **options):
 def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
     from torch._dynamo.utils import counters
 
-    # lengths far below dense_below, which the plan of a step looks at
     layer = layer_of(**OPTIONS)
     with torch.inference_mode():
         assert warm_up([layer, layer], (600, 2000), CPU, torch.float32, True) > 0
@@ -72,7 +71,7 @@ def test_windows_groups_of_heads_and_every_method_are_the_core_s(options):
 
 
 def test_sizes_of_the_warm_up():
-    # blocks of 64 can be fewer rows than FlexAttention's main kernel takes
+    # FlexAttention's main kernel needs more rows than a block of 64
     short = [size for size in warm_sizes(layer_of(block_size=64), (4096, 8192), CPU) if size[0] < 128]
     assert short == [(64, 1100), (127, 1100)]
     assert (127, 127) in warm_sizes(layer_of(block_size=64, dense_below=100), (4096, 8192), CPU)

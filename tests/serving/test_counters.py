@@ -1,4 +1,4 @@
-"""Counts of prefill tokens, the density of the sparse ones, and when they are logged."""
+"""Counts of prefill tokens, density, and when they are logged."""
 
 from __future__ import annotations
 

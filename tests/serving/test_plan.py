@@ -1,4 +1,4 @@
-"""The plan of a step: every row in exactly one place, by the rules of lengths."""
+"""The plan of a step: every row in exactly one place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate of releases of both engines, and the releases that the package's extras install."""
+"""The gate of releases of both engines, and the releases that the extras install."""
 
 from __future__ import annotations
 

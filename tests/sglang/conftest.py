@@ -1,4 +1,4 @@
-"""The place of SGLang's kernels on a CPU, and engines that several tests compare, each run once."""
+"""The place of SGLang's kernels on a CPU; engines that several tests compare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.repository import ROOT
 
-# before SGLang is imported anywhere; its own path for CPUs imports names of kernels
+# before SGLang is imported
 if importlib.util.find_spec("sglang") is not None and importlib.util.find_spec("sgl_kernel") is None:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     sys.path.insert(0, str(ROOT / "tests/sglang/names_only"))
@@ -20,7 +20,7 @@ if importlib.util.find_spec("sglang") is not None and importlib.util.find_spec("
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory):
-    """Run a program with its arguments, once a session, and give what it wrote, its log and its exit status."""
+    """Run a program once per session; gives what it wrote, its log and its exit status."""
     pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
     from tests.sglang.engine_run import ENVIRONMENT
 

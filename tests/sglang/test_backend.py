@@ -1,4 +1,4 @@
-"""Steps of SGLang's own ForwardBatch, layer, pools and torch_native backend, with the long prompts taken out."""
+"""Steps of SGLang's own ForwardBatch, layer, pools and torch_native backend."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Model(torch.nn.Module):
 
 
 class Served:
-    """One layer's cache, a backend over it, and requests that are prefilled in steps."""
+    """One layer's cache, a backend over it, and requests in steps."""
 
     def __init__(self, settings=None, count_density=True, **layer):
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ class Served:
         if settings is not None:
             self.prefill = Prefill(self.runner, ServingOptions(settings, "torch_native", count_density))
             self.backend = sparse(self.backend, TorchNativeAttnBackend(self.runner), self.prefill)
-        # slots of a request are anywhere in the cache, those of the first beside those of the second
+        # slots of requests are mixed in the cache
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
         self.requests.req_to_token[:8, :512] = order.view(8, 512).int()
 

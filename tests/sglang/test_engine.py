@@ -1,7 +1,4 @@
-"""The plug-in in SGLang itself, on a CPU and in float32, against the stock backend and the adapter for transformers.
-
-A trained model, the retriever, and log-probabilities of every row of its prompts. `make test-sglang` runs this.
-"""
+"""The plug-in in SGLang on a CPU, in float32, against the stock backend and the adapter. `make test-sglang` runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ def run(written):
 
 
 def log_of(results):
-    """Lines that the plug-in logged, without SGLang's own with all arguments."""
+    """The plug-in's lines."""
     lines = results["log"].splitlines()
     return [line for line in lines if "flexmask" in line and "server_args=" not in line]
 
@@ -34,7 +31,6 @@ def test_gamma_one_gives_the_stock_backend_s_answers(asked, run):
 
 
 def test_what_was_asked_did_happen(run):
-    """Prefixes were found in the cache, a step had prompts and decoding rows, and long chunks were sparse."""
     ours = run("keep_all")
     assert [each["cached"] for each in ours["prefix_hits"]] == [each["cached"] for each in run("stock")["prefix_hits"]]
     assert ours["prefix_hits"][1]["cached"] > 2900 and ours["prefix_hits"][2]["cached"] == 2000

@@ -1,4 +1,4 @@
-"""The options of SGLang's plug-in, read and refused before the first request."""
+"""The options of SGLang's plug-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that are refused by name, the kernel for everything else, and what happens before the first request."""
+"""Refused servers, the kernel for everything else, and the largest call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning of one step, the batch of what stays stock, and where the tokens of a request are in the cache."""
+"""The plan of one step, the batch that stays stock, and slots in the cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Differences between the answers of engines: ``python -m tests.vllm.agreement FOLDER OUT.jsonl``.
 
-FOLDER holds what `engine_run` and `adapter_run` wrote, under the names of the engines: ``stock.json``, ``adapter.json``, ...
+FOLDER holds what `engine_run` and `adapter_run` wrote: ``stock.json``, ``adapter.json``, ...
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ def answers(results):
 
 
 def differences(left, right):
-    """Absolute differences of log-probabilities: of all prompt tokens, and of the likely ones after them.
-
-    After a token that the two chose differently nothing is comparable.
-    """
+    """Absolute differences of log-probabilities, up to the first token chosen differently."""
     found = []
     for one, other in zip(answers(left), answers(right), strict=True):
         found += [abs(a - b) for a, b in zip(one["prompt_logprobs"], other["prompt_logprobs"], strict=True)]
@@ -32,12 +29,11 @@ def differences(left, right):
 
 
 def distance(left, right):
-    """The largest of the `differences`."""
     return max(differences(left, right), default=0.0)
 
 
 def same_tokens(left, right):
-    """The number of generated tokens before the first that differs, and the number of all."""
+    """Generated tokens before the first that differs, and all."""
     agree = total = 0
     for one, other in zip(answers(left), answers(right), strict=True):
         pairs = list(zip(one["tokens"], other["tokens"], strict=True))
@@ -47,29 +43,26 @@ def same_tokens(left, right):
 
 
 def summary(found):
-    """Mean, 99th percentile and largest of some differences."""
     ordered = sorted(found)
     if not ordered:
         return {"mean": 0.0, "p99": 0.0, "most": 0.0}
     return {"mean": sum(ordered) / len(ordered), "p99": ordered[int(0.99 * (len(ordered) - 1))], "most": ordered[-1]}
 
 
-# engines that keep everything, and the stock ones that they are compared with
+# engines that keep everything, and their stock ones
 _EVERYTHING = {"keep_all": "stock", "compiled": "stock", "graphs": "stock", "triton": "triton_stock"}
-# engines of random models, and what the engine's own kernel serves alone
 _OTHERS = dict.fromkeys(("windows", "sinks", "both", "latent", "latent_triton"), ("whole", "odd_chunks"))
 _OTHERS |= {"fp8": ("odd_chunks", "mixed")}
 _SPARSE = ("sparse", "graphs_sparse", "flexprefill")
 
 
 def row(name, asked, left, right):
-    """One row: two lists of answers compared."""
     agree, total = same_tokens(left, right)
     return {"compared": name, "asked": asked, "tokens_alike": agree, "tokens": total, **summary(differences(left, right))}
 
 
 def rows(runs):
-    """One row a comparison, of the engines that are there."""
+    """One row per comparison of engines that are there."""
     made = []
 
     def compare(ours, theirs, questions, name=None):
@@ -83,7 +76,6 @@ def rows(runs):
         compare(name, stock, SAME)
         for fault, results in runs.get(name, {}).get("faults", {}).items():
             made.append(row(f"planted fault {fault} and stock", "odd_chunks", results, runs[stock]["odd_chunks"]))
-    # where TRITON_ATTN's engines differ: the stock one from both others
     for name in ("triton_stock", "triton"):
         compare(name, "stock", SAME)
     for name, questions in _OTHERS.items():

@@ -15,9 +15,9 @@ from tests.repository import ROOT
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory):
-    """Run a program of this folder with its arguments, once a session, and give what it wrote.
+    """Run a program of this folder once per session; gives what it wrote.
 
-    FLEXMASK_VLLM_ANSWERS names a folder with what engines on a GPU wrote before, under their names.
+    FLEXMASK_VLLM_ANSWERS names a folder with answers of engines on a GPU.
     """
     pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
     from tests.vllm.engines import ENVIRONMENT

@@ -1,7 +1,6 @@
-"""One engine in a process of its own, and everything that is asked of it: ``python -m tests.vllm.engine_run ENGINE [cuda] OUT``.
+"""One engine in its own process, and all its questions: ``python -m tests.vllm.engine_run ENGINE [cuda] OUT``.
 
-vLLM reads its environment when it is imported, and an engine does not go away as long as its process lives. So a test starts
-this program for each engine that it needs and compares what they write.
+vLLM reads its environment at import, and an engine lives as long as its process.
 """
 
 from __future__ import annotations
@@ -69,13 +68,13 @@ class Asked:
         return {"whole": self.whole()}
 
     def in_777s(self):
-        """As `odd_chunks` and `mixed`, for an engine whose steps are that small from the start."""
+        """`odd_chunks` and `mixed`, for an engine with steps of 777 rows."""
         mixed = [prompt(length, seed=length) for length in (40, 90, 2500, 1300, 200)]
         answers = {"odd_chunks": self.generate([prompt(3000, seed=3)], prompt_logprobs=0)}
         return {**answers, "mixed": self.generate(mixed, tokens=12, prompt_logprobs=0)}
 
     def with_scales(self):
-        """The same with an FP8 cache whose scales are not 1, as a checkpoint's may be."""
+        """With an FP8 cache whose scales are not 1."""
         for layer in self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
             layer._k_scale.fill_(0.06)
             layer._v_scale.fill_(0.03)
@@ -89,10 +88,7 @@ class Asked:
         return {"whole": whole, "odd_chunks": self.generate([tokens], prompt_logprobs=0, detokenize=False)}
 
     def of_latent_model(self):
-        """Of a model whose prompts vLLM's CPU build does not cut, unless it is made to.
-
-        FLASH_ATTN_MLA decodes chunks of up to 512 rows: on a GPU chunks are longer.
-        """
+        """On a GPU chunks exceed the 512 rows that FLASH_ATTN_MLA decodes."""
         tokens = random_models.prompt(1500)
         prompts = [tokens, tokens[:40], tokens[:700], tokens[300:330], tokens[100:900]]
         whole = self.generate(prompts, tokens=6, prompt_logprobs=0, detokenize=False)
@@ -101,7 +97,7 @@ class Asked:
         return {"whole": whole, "odd_chunks": self.generate(prompts[:3], tokens=6, prompt_logprobs=0, detokenize=False)}
 
     def budget(self, tokens):
-        """Rows of a step at most, which vLLM reads anew in every step."""
+        """Most rows of a step, which vLLM reads in every step."""
         self.scheduler.max_num_scheduled_tokens = tokens
 
     @property
@@ -109,7 +105,7 @@ class Asked:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     def backends(self):
-        """The attention backends of the engine's layers in this process, by full name."""
+        """Attention backends of the engine's layers, by full name."""
         layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         return sorted({each.get_attn_backend().full_cls_name()[1] for each in layers if hasattr(each, "get_attn_backend")})
 
@@ -124,7 +120,7 @@ class Asked:
         return {"sparse": found.sparse_tokens, "dense": found.dense_tokens, "steps": found.steps, "density": found.density}
 
     def roles(self):
-        """Of each layer in this process: window, sinks and soft cap where it is sparse, else the reason."""
+        """By layer: window, sinks and soft cap where it is sparse, else the reason."""
 
         def told(role):
             return role if isinstance(role, str) else {"window": role.window, "sinks": role.has_sinks, "softcap": role.softcap}
@@ -146,7 +142,7 @@ class Asked:
         return self.generate([prompt(5000, seed=2)], prompt_logprobs=0)
 
     def rechunked(self):
-        """The prompt of `chunks` in other ones: how far two runs of one engine are apart by rounding alone."""
+        """The prompt of `chunks` in other ones, to measure rounding."""
         self.budget(1024)
         return self.generate([prompt(5000, seed=2)], prompt_logprobs=0)
 
@@ -155,7 +151,7 @@ class Asked:
         return self.generate([prompt(3000, seed=3)], prompt_logprobs=0)
 
     def mixed(self):
-        """Short prompts are decoded while long ones are still prefilled, and several of these share a step."""
+        """Short prompts decode while several long ones are prefilled in one step."""
         self.budget(1000)
         return self.generate([prompt(length, seed=length) for length in (40, 90, 2500, 1300, 200)], tokens=12, prompt_logprobs=0)
 
@@ -165,14 +161,14 @@ class Asked:
         return self.generate([prompt(230, seed=4)], prompt_logprobs=0)
 
     def prefix_hits(self):
-        """The same prompt again, and one with the same beginning; before that the cache is emptied."""
+        """The same prompt again, and one with the same beginning."""
         self.budget(MOST_TOKENS)
         self.llm.reset_prefix_cache()
         long, other = prompt(3000, seed=5), prompt(3300, seed=6)
         return [*self.generate([long]), *self.generate([long]), *self.generate([long[:2000] + other[2000:]])]
 
     def preempted(self):
-        """Two requests that do not fit together to their end: one is thrown out, and prefilled again with what it generated."""
+        """Two requests that do not fit together: one is preempted."""
         self.budget(MOST_TOKENS)
         self.llm.reset_prefix_cache()
         scheduler, preempt, thrown_out = self.scheduler, self.scheduler._preempt_request, []
@@ -189,7 +185,7 @@ class Asked:
         return [*answers, {"preemptions": len(thrown_out)}]
 
     def aborted(self):
-        """A request is dropped between its chunks; its neighbour goes on in pages that it leaves."""
+        """A request is dropped between its chunks; its neighbour goes on."""
         from vllm import SamplingParams
 
         self.budget(700)
@@ -206,7 +202,7 @@ class Asked:
         return [answer(each) for each in finished if each.request_id.startswith("kept")]
 
     def with_another_page(self):
-        """A fault: a later chunk reads one page that another request wrote."""
+        """A fault: a later chunk reads another request's page."""
         from flexmask.integrations.vllm import pages
 
         right = pages.Places.__init__
@@ -223,7 +219,7 @@ class Asked:
             pages.Places.__init__ = right
 
     def with_offset_off_by_one(self):
-        """A fault: a later chunk is believed to stand one token earlier than it does."""
+        """A fault: a later chunk stands one token too early."""
         from flexmask.integrations.vllm import builder
 
         right = builder.plan_step

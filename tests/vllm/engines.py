@@ -1,4 +1,4 @@
-"""The engines that tests start: options of flexmask, models, and the environment and arguments of vLLM by device."""
+"""The engines that tests start: options, models, environment and arguments of vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_CUDA = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 MOST_TOKENS, PAGE = 8192, 32
-# tokens of all requests at a time: two of those that `preempted` asks for do not fit to their end
+# two requests of `preempted` do not fit to their end
 PAGES = 264
 KEEP_ALL = {"gamma": 1.0, "block_size": 64, "dense_below": 0}
 SPARSE = {"gamma": 0.9, "block_size": 64, "min_budget": 128, "dense_below": 0}
@@ -34,7 +34,7 @@ BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 
 
 class Engine(NamedTuple):
-    """An engine's options of flexmask (None: the stock backend), its questions, its model, and what vLLM gets besides."""
+    """Options of flexmask (None: the stock backend), questions, model, and more arguments of vLLM."""
 
     options: dict[str, Any] | None
     asks: str = "all"
@@ -44,7 +44,6 @@ class Engine(NamedTuple):
     arguments: Mapping[str, Any] = {}
 
 
-# graphs of steps of this size and below, which the default takes from the number of requests
 _GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
 _FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 ENGINES = {
@@ -53,7 +52,7 @@ ENGINES = {
     "sparse": Engine(SPARSE),
     "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, "sparsely"),
     "by_head": Engine(BY_HEAD, "by_head"),
-    # by Inductor, which makes the memory-measuring run come before the builder
+    # the memory-measuring run comes before the builder
     "compiled": Engine(KEEP_ALL, arguments={"enforce_eager": False}),
     # on a GPU: chunks in graphs that are larger than they are
     "graphs": Engine(KEEP_ALL, arguments=_GRAPHS),
@@ -64,7 +63,7 @@ ENGINES = {
     "two_ranks": Engine(BY_HEAD, "by_head", ranks=2),
     "stock_on_two": Engine(None, "in_777s", ranks=2),
     "keep_all_on_two": Engine(KEEP_ALL, "in_777s", ranks=2),
-    # every other layer has a sliding window, and all have a soft cap, or sinks
+    # every other layer has a window; all have a soft cap, or sinks
     "windows_stock": Engine(None, "of_random_model", random_models.gemma),
     "windows": Engine(KEEP_ALL, "of_random_model", random_models.gemma),
     "sinks_stock": Engine(None, "of_random_model", random_models.gpt_oss),
@@ -72,7 +71,7 @@ ENGINES = {
     # sinks in the layers with windows
     "both_stock": Engine(None, "of_random_model", random_models.laguna),
     "both": Engine(KEEP_ALL, "of_random_model", random_models.laguna),
-    # first chunks from the step's own keys and values, and with the stock engine's first chunks
+    # with the step's own first chunks, and with the stock engine's
     "fp8_stock": Engine(None, "with_scales", arguments=_FP8),
     "fp8": Engine(KEEP_ALL, "with_scales", arguments=_FP8),
     "fp8_later": Engine({"method": "causal", "block_size": 64, "dense_below": 1000}, "with_scales", arguments=_FP8),
@@ -87,13 +86,13 @@ ENGINES = {
 
 
 def on_cpu(options):
-    """Environment and arguments of an engine on a CPU: in float32, eager, the plug-in put in by an environment variable."""
+    """In float32, eager."""
     environment = ENVIRONMENT if options is None else {**ENVIRONMENT, "FLEXMASK_VLLM_CPU": "1"}
     return environment, {"dtype": "float32", "enforce_eager": True}
 
 
 def on_cuda(options, kernel):
-    """The same on a GPU: in bfloat16, compiled and with CUDA graphs, the plug-in chosen by name, so that several engines fit."""
+    """In bfloat16, compiled and with CUDA graphs; memory for several engines."""
     backend = kernel if options is None else "CUSTOM"
     memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
     return {**ON_CUDA, "FLEXMASK_VLLM_LATENT": "1"}, {"dtype": "bfloat16", "attention_backend": backend, **memory}

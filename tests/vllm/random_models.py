@@ -1,4 +1,4 @@
-"""Small models with random weights that have what the retriever lacks: sliding windows, soft caps, sinks, latent attention."""
+"""Small random models with windows, soft caps, sinks or latent attention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ _WINDOW = 200
 
 
 def prompt(length):
-    """Token ids of such a model."""
     return random.Random(0).choices(range(4, _VOCABULARY - 12), k=length)
 
 
 def gemma(folder):
-    """A Gemma 2 whose weights are large enough for its soft cap to matter; every other layer has a window."""
+    """Weights large enough for the soft cap to matter; every other layer has a window."""
     import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -29,7 +28,7 @@ def gemma(folder):
 
 
 def gpt_oss(folder):
-    """A gpt-oss whose sinks take a good part of the attention; every other layer has a window, and every token both experts."""
+    """Sinks take much of the attention; every other layer has a window."""
     import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -44,10 +43,7 @@ def gpt_oss(folder):
 
 
 def laguna(folder):
-    """A Laguna without experts, for engines that have no kernels for them: windows with sinks in every other layer.
-
-    transformers has it since releases that vLLM does not ask for: its files are written here.
-    """
+    """Without experts; windows with sinks in every other layer. Releases of transformers that vLLM needs may lack it."""
     import torch
     from safetensors.torch import save_file
 
@@ -84,7 +80,7 @@ def laguna(folder):
 
 
 def deepseek(folder):
-    """A DeepSeek V2 without experts, whose attention is multi-head latent; widths are those that vLLM's CPU kernel takes."""
+    """Without experts; latent attention in widths of vLLM's CPU kernel."""
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 

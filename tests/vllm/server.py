@@ -1,4 +1,4 @@
-"""A vLLM server in a process of its own, and what tests ask it."""
+"""A vLLM server in its own process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECONDS = 400  # to start, on a machine that does other things
 
 
 class Server:
-    """``with Server(log, options) as server``: an OpenAI server of the retriever, with options of flexmask."""
+    """``with Server(log, options) as server``: an OpenAI server of the retriever."""
 
     def __init__(self, log, options, *arguments):
         self.log = log
@@ -71,7 +71,7 @@ class Server:
             return reply.read().decode()
 
     def complete(self, tokens, max_tokens=4, timeout=300, **options):
-        """The tokens that follow, as the server names them, and their log-probabilities."""
+        """Following tokens and their log-probabilities."""
         asked = {"model": MODEL, "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **options}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
@@ -83,7 +83,7 @@ class Server:
         return [int(token.removeprefix("token_id:")) for token in told["tokens"]], told["token_logprobs"]
 
     def drop(self, tokens, after):
-        """Ask for a stream and hang up after so many seconds: the server aborts the request."""
+        """Ask for a stream and hang up after so many seconds."""
         asked = {"model": MODEL, "prompt": tokens, "max_tokens": 50, "temperature": 0, "ignore_eos": True, "stream": True}
         body = json.dumps(asked).encode()
         head = (

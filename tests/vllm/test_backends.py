@@ -1,4 +1,4 @@
-"""The classes that vLLM asks for: names, what they promise, and the gate of releases. No engine, and no GPU."""
+"""The classes that vLLM loads: names, promises, and the gate of releases."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_promises_that_sparse_prefill_cannot_keep_are_taken_back(name):
     assert not backend.supports_batch_invariance()
     assert backend.is_mla() == ("Latent" in name)
     assert not backend.get_impl_cls().fused_output_quant_supported(None, None)
-    # a wrapper that vLLM derives from the builder shows it other requests than the batch has
+    # vLLM's derived wrapper sees other requests than the batch has
     assert builder.flexmask_own is builder
     assert type("Derived", (builder,), {}).flexmask_own is builder
 

@@ -1,7 +1,4 @@
-"""The plug-in in vLLM itself, on a CPU and in float32, against the stock backend and the adapter for transformers.
-
-A trained model, the retriever, and log-probabilities of every row of its prompts. `make test-vllm` runs this.
-"""
+"""The plug-in in vLLM on a CPU, in float32, against the stock backend and the adapter. `make test-vllm` runs it."""
 
 from __future__ import annotations
 
@@ -64,7 +61,6 @@ def test_windows_soft_caps_and_sinks_are_the_stock_backend_s(name, asked, writte
 
 
 def test_what_was_asked_did_happen(stock, keep_all):
-    """Prefixes were found in the cache, a request was preempted, and long chunks were sparse, with everything else dense."""
     for run in (stock, keep_all):
         assert run["prefix_hits"][0]["cached"] == 0
         assert all(each["cached"] > 1900 for each in run["prefix_hits"][1:])
@@ -88,11 +84,9 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapt
     sparse, adapter = written("engine_run", name), adapter[name]
     ours, theirs = (run["prompt_logprobs"] for run in (sparse[asked][0], adapter[asked]))
     differences = sorted(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    # both run other matmuls around attention; log-probabilities go down to -25
     assert sum(differences) / len(differences) < 1e-4
     assert differences[int(0.99 * len(differences))] < 2e-4
-    # one token of `odd_chunks` amplifies rounding: weights that differ by half a unit in the last place, with the same masks,
-    # move its log-probability by .6e-3 to 3.3e-3, and all others by less than 2e-4
+    # half a unit in the last place of the weights moves one token's log-probability by 0.6e-3 to 3.3e-3
     assert differences[-1] < 5e-3
     assert sparse[asked][0]["tokens"][0] == adapter[asked]["token"]
     assert distance(stock[asked], sparse[asked]) > 1
@@ -100,11 +94,10 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapt
 
 @pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
 def test_later_chunks_read_a_cache_of_fp8_as_the_stock_backend_does(asked, stock, written):
-    """Only the first chunk of a prompt, here the stock backend's, has keys and values that the cache has not rounded."""
+    """Only the stock backend's first chunks have keys and values that are not rounded."""
     ours, theirs = written("engine_run", "fp8_later"), written("engine_run", "fp8_stock")
     assert [each["tokens"] for each in answers(ours[asked])] == [each["tokens"] for each in answers(theirs[asked])]
     found = differences(ours[asked], theirs[asked])
-    # a number that rounds differently is a number of FP8 apart
     assert summary(found)["mean"] < NEAR
     assert 0 < ours["counters"]["sparse"] < ours["counters"]["sparse"] + ours["counters"]["dense"]
     assert summary(differences(stock[asked], theirs[asked]))["mean"] > 100 * NEAR
@@ -129,12 +122,12 @@ def latent():
 @pytest.mark.usefixtures("latent")
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
 def test_latent_attention_is_the_stock_backend_s(asked, written):
-    """Long and short prompts in one step, and decoding rows beside chunks, which vLLM's CPU build would not cut by itself."""
+    """Long and short prompts, and decoding rows beside chunks."""
     stock, ours = written("engine_run", "latent_stock"), written("engine_run", "latent")
     assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(ours[asked])]
     assert distance(stock[asked], ours[asked]) < NEAR
     assert ours["backends"] == ["SparseCPULatentAttention"]
-    # prompts of 1,500, 700 and 800 tokens, and two of them again in chunks; 40 and 30 tokens, and 40 again
+    # 1,500, 700 and 800 tokens, two again in chunks; 40 and 30 tokens, and 40 again
     assert (ours["counters"]["sparse"], ours["counters"]["dense"]) == (5200, 110)
 
 

@@ -1,8 +1,7 @@
-"""The plug-in in vLLM on a GPU, in bfloat16, compiled and with CUDA graphs, against FLASH_ATTN and the adapter for transformers.
+"""The plug-in in vLLM on a GPU, in bfloat16, compiled and with CUDA graphs, against FLASH_ATTN and the adapter.
 
-Half precision rounds more than sparse and dense kernels differ: the bound is what the stock engine's own answers differ by when
-the same prompt comes in other chunks. TRITON_ATTN's answers are the same bits in any chunks; there the bound is what the two
-stock engines differ by.
+The bound is what the stock engine's own answers differ by when the same prompt comes in other chunks. TRITON_ATTN's do not: there
+it is what the two stock engines differ by.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def adapter(written):
 
 @pytest.fixture
 def rounding(stock):
-    """Mean and largest difference of the stock engine's log-probabilities between two ways to cut one prompt."""
+    """Differences of the stock engine's log-probabilities between two ways to cut one prompt."""
     return summary(differences(stock["chunks"], stock["rechunked"]))
 
 
@@ -67,7 +66,7 @@ def same_but_for_rounding(stock, ours, rounding):
 
 
 def same_as_a_stock_engine(stock, other, ours, rounding):
-    """Another stock engine answers with other tokens where two are as likely but for rounding; then ours may side with it."""
+    """Ours may side with either stock engine where two tokens are equally likely."""
     found = summary(differences(stock, other))
     rounding = {name: max(bound, found[name]) for name, bound in rounding.items()}
     sided = [
@@ -140,7 +139,6 @@ def test_two_gpus_give_the_answers_of_two_stock_ones(asked, run, rounding):
 def test_two_gpus_share_heads_and_gammas(run, rounding):
     one, two = run("by_head")["whole"], run("two_ranks")["whole"]
     assert summary(differences(one, two))["mean"] <= 5 * rounding["mean"]
-    # with one gamma for all, other blocks are kept
     assert summary(differences(one, run("sparse")["whole"]))["mean"] > 2 * summary(differences(one, two))["mean"]
 
 
@@ -154,10 +152,10 @@ def test_a_planted_fault_is_caught(fault, stock, keep_all, rounding):
 def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapter, run, stock, rounding):
     ours, theirs = run(name)[asked], adapter[name.removeprefix("graphs_")][asked]
     found = summary([abs(a - b) for a, b in zip(ours[0]["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)])
-    # rounding amplified: a score that rounds differently changes which blocks are kept
+    # rounding changes which blocks are kept
     assert found["mean"] <= 5 * rounding["mean"]
     assert ours[0]["tokens"][0] == theirs["token"]
-    # hybrid keeps more of so short a prompt, and is nearer to dense attention
+    # hybrid keeps more of so short a prompt
     assert summary(differences(stock[asked], ours))["mean"] > (2 if name == "flexprefill" else 1) * found["mean"]
 
 

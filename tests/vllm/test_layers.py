@@ -1,4 +1,4 @@
-"""Roles of layers: sparse with the options of this rank's heads, or the engine's own kernel for a reason."""
+"""Roles of layers: sparse with this rank's options, or stock for a reason."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_each_rank_gets_the_numbers_of_its_heads():
     assert role(settings=one, ranks=(1, 2)).selector.options["gamma"] == 0.7
     pairs = settings_of(method="minference", plan=[[number, 100] for number in range(1, 9)])
     assert role(settings=pairs, ranks=(1, 2)).selector.options["plan"] == tuple((number, 100) for number in range(5, 9))
-    # a plan that a method makes of the number of heads is the whole model's
+    # a method's own plan is the whole model's
     whole = role(settings=settings_of(method="moa"), num_heads=8).selector.options["plan"]
     halves = [role(settings=settings_of(method="moa"), ranks=(rank, 2)).selector.options["plan"] for rank in range(2)]
     assert halves[0] + halves[1] == whole

@@ -1,4 +1,4 @@
-"""The options of the plug-in, read and refused before the first request."""
+"""The options of vLLM's plug-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values gathered from pages, whatever the cache's order in memory."""
+"""Keys and values gathered from pages, in any order in memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def test_a_cache_of_another_shape_is_refused(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [torch.tensor(0.03), torch.tensor([0.5, 0.03, 7.0])])
 def test_pages_of_an_fp8_cache_are_scaled(name, dtype, scale, rows):
-    """Pages of bytes, written out token by token: what comes back is what FP8 makes of the rows, rounded once more to dtype."""
     own = scale.view(-1, 1, 1)
     stored = [(each / own).to(FP8_CACHES[name]) for each in rows]
     cache = torch.zeros(PAGES, HEADS, PAGE, 2 * DIM, dtype=torch.uint8)
@@ -57,7 +56,7 @@ def test_pages_of_an_fp8_cache_are_scaled(name, dtype, scale, rows):
         found = scaled(made, scale, name, dtype)
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0)
-        # within what FP8 rounds: half a unit of 3 or 2 bits, and numbers below its normal ones
+        # half a unit of 3 or 2 bits, and subnormals
         assert ((expected - given[:, :34]).abs() <= given[:, :34].abs() / (8 if "e5m2" in name else 16) + own / 512).all()
 
 
@@ -70,7 +69,7 @@ def transposed(keys, values, cache):
 
 
 def paired(keys, values, cache):
-    """Two neighbours side by side in both, as tiles of AMX want them."""
+    """Pairs of neighbours, for tiles of AMX."""
     page_size, heads, head_dim = keys.shape
     halves = cache.view(1, heads, 2, page_size * head_dim)
     halves[0, :, 0] = keys.permute(1, 2, 0).reshape(heads, head_dim // 2, 2, page_size).transpose(-1, -2).flatten(1)
@@ -101,7 +100,6 @@ def test_a_cache_that_loses_elements_is_refused():
 
 
 def test_a_page_of_another_request_is_seen():
-    """The comparison above is not blind: one wrong page shows."""
     cache = torch.randn(PAGES, HEADS, PAGE, 2 * DIM)
     wrong = TABLE.clone()
     wrong[1] = 3

@@ -1,4 +1,4 @@
-"""Options, refusals and roles that the layers of one engine process share, and the steps before the first request."""
+"""What the layers of one engine process share, and the steps before the first request."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_one_engine_for_a_configuration():
 
 
 def engine_with_layers(monkeypatch, options, first_stage=True, builder=None):
-    """An engine of three layers, the first of them dense; and what it does before the first request."""
+    """Three layers, the first dense; and what happens before the first request."""
     config, done = config_of({"dense_layers": [0], **options}), []
     engine = Engine(config)
     monkeypatch.setattr(module, "warm_up", lambda layers, *rest: done.append(("warm up", len(layers), *rest)) or 0.0)
@@ -114,7 +114,7 @@ def test_everything_before_the_first_request_happens_once(monkeypatch):
 
 
 def latent_builder(decoded, support):
-    """A builder's class as vLLM has them: made, it decodes the rows that verify guesses too, if it supports more than one row."""
+    """A builder's class as vLLM has them; it may decode the rows that verify guesses."""
 
     class Builder:
         reorder_batch_threshold = decoded
@@ -156,7 +156,7 @@ def test_the_largest_call_is_made_while_memory_is_measured(monkeypatch, in_profi
 
 
 def test_one_stage_exports_the_counters(monkeypatch):
-    """Every stage of a pipeline sees all tokens, and the metrics of processes are added up."""
+    """Metrics of processes are added up."""
     engine, done = engine_with_layers(monkeypatch, {}, first_stage=False)
     engine.prepare(torch.device("cpu"), False)
     assert [each[0] for each in done] == ["roles", "warm up", "log", "at exit"]

@@ -1,7 +1,4 @@
-"""Builder and implementation around a stock backend written out here, with the cache of FLASH_ATTN and vLLM's own splitting.
-
-Its kernel has no CPU version: this shows that each row gets there or to flexmask, with its own keys, in every mix of requests.
-"""
+"""Builder and implementation around a written-out stock backend, with the cache of FLASH_ATTN and vLLM's own splitting."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ class StockImpl:
 
 
 def rows_of(cache, table, tokens):
-    """Keys and values of one request token by token, (tokens, KV_HEADS, DIM) each."""
+    """Keys and values of one request, (tokens, KV_HEADS, DIM) each."""
     rows = torch.stack([cache[table[token // PAGE], :, token % PAGE] for token in range(tokens)])
     return rows[..., :DIM], rows[..., DIM:]
 
@@ -105,7 +102,7 @@ def parts(engine):
 
 
 def step_of(requests, order="heads first"):
-    """A step: its metadata for builders, its rows, and the cache with pages in random order, this step's rows included."""
+    """A step: metadata, rows, and the cache with pages in random order."""
     lengths = [context + rows for rows, context in requests]
     starts = torch.tensor([0, *(rows for rows, _ in requests)]).cumsum(0).int()
     most = max(-(-tokens // PAGE) for tokens in lengths)
@@ -157,7 +154,7 @@ def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
     sparse = sum(rows for rows, _ in MIXES[mix] if rows >= 32)
     assert (engine.counters.sparse_tokens, engine.counters.steps) == (sparse, sparse > 0)
-    # parts get no ahead-of-time schedule, whose buffer the metadata of all rows has
+    # parts get no ahead-of-time schedule
     assert all(each.is_fast for each in impl.calls[:-1] if sparse)
 
 
@@ -180,7 +177,7 @@ def test_sinks_reach_both_kernels(parts):
 
 @pytest.mark.attention
 def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
-    """As FLASH_ATTN's kernels get them; scales by key head, of which a first chunk's own keys and values need none."""
+    """As FLASH_ATTN's kernels get them, with scales by key head."""
     builder, impl = parts
     impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
     scales = {name: torch.tensor(pair) for name, pair in (("q", [0.5, 0.25]), ("k", [0.06, 0.03]), ("v", [0.1, 0.2]))}
@@ -210,7 +207,7 @@ def test_drafts_graphs_wrappers_and_images_get_no_plan(parts):
     assert hasattr(builder.build(0, common), "flexmask_step")
     for change in ({"causal": False}, {"seq_lens_cpu_upper_bound": None}):
         assert not hasattr(builder.build(0, common.replace(**change)), "flexmask_step")
-    # models that take images name the images of each request; without one the prompt is as any other
+    # models that take images name each request's images
     assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.plan.sparse
     with_image = builder.build(0, common.replace(mm_req_doc_ranges={0: [(3, 9)]})).flexmask_step.plan
     assert (with_image.sparse, with_image.sparse_tokens) == ((), 0)

@@ -1,4 +1,4 @@
-"""Interfaces that are compared before a vLLM starts, and the entry point of the package."""
+"""Interfaces that are compared before a vLLM starts; the entry point."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Names of SGLang's kernels without the kernels: SGLang's own path for CPUs imports them and, on this kind of CPU, calls none.
+"""Names of SGLang's kernels, which its path for CPUs imports and does not call; a called one raises.
 
-There is no build of ``sglang-kernel`` for CPUs on the registry. A kernel that is called after all raises.
+The registry has no build of ``sglang-kernel`` for CPUs.
 """
 
 
