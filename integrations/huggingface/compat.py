@@ -93,9 +93,9 @@ def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
 def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None, Tensor | None]:
     """Whether a mask is plain causality of single or packed prompts, its window, and the ids of packed sequences.
 
-    Compares the code of `mask_function` with what transformers builds. Newer releases count positions from the start of each
-    packed sequence, which sees only its own. Ids, (batch or 1, q_len), come without a cache and an attention_mask; before release
-    5 also for a single prompt, all equal.
+    Compares the code of `mask_function` with what transformers builds; newer releases count positions from the start of each
+    sequence. Ids, (batch or 1, q_len), come without a cache and an attention_mask; before release 5 also for a single prompt, all
+    equal.
     """
     expected = causal_mask_function if local_size is None else window_function(local_size)
     if _same(mask_function, expected):

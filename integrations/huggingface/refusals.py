@@ -121,10 +121,9 @@ def _visibility(
 
 
 def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
-    """The packed sequences of a call, or None.
+    """Packed sequences by position_ids that restart without a cache and an attention_mask, or by the caller's bounds.
 
-    They come from the mask (position_ids that restart without a cache and an attention_mask) or from the caller's bounds. Other
-    restarts are refused where 2-D positions arrive.
+    Refuses other restarts if it gets 2-D positions.
     """
     batch, _, q_len, _ = query.shape
     rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")

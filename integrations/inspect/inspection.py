@@ -89,12 +89,11 @@ class Inspection:
         if not held or not held[0] - held[-1] > MOST_LOST:  # also for NaN
             return None
         method = self.run.settings.selector().method
-        more = "Raise gamma, or tune on a prompt of this length."
-        if "gamma" not in method.shares:
-            more = f"Let method {method.name!r} keep more blocks."
-        return (
-            f"The mask holds {held[-1]:.1%} of the attention of the prompt's last quarter, {held[0]:.1%} of the first's. {more}"
-        )
+        advice = f"Let method {method.name!r} keep more blocks."
+        if "gamma" in method.shares:
+            advice = "Raise gamma, or tune on a prompt of this length."
+        start = f"The mask holds {held[-1]:.1%} of the attention of the prompt's last quarter, {held[0]:.1%} of the first's."
+        return f"{start} {advice}"
 
     @property
     def summary(self) -> RunSummary:
@@ -102,10 +101,9 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types; None for numbers that are not finite."""
-        settings = self.run.settings
         found: dict[str, Any] = {
             "about": self.about,
-            "settings": settings.to_dict(),
+            "settings": self.run.settings.to_dict(),
             "summary": self.summary.to_dict(),
             "seconds": {"total": self.times.total, **self.times.stages, "how": HOW_TIMED},
             "layer_seconds": [vars(each) for each in self.times.layers],

@@ -29,8 +29,8 @@ _LOADING = {*_PLACING, *_RUNNING, *_READING, *_QUANTIZING, *_FORMERLY}
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[PrefillSettings | None, dict[str, Any]]:
     """Split the arguments of a model into flexmask's settings, None without any, and the rest.
 
-    `settings` is a PrefillSettings, its dict, or a JSON file of that dict; single options override it, unless its layers hide
-    them, which is a ValueError. flexmask and the harness both have a `backend`; its value decides.
+    `settings` is a PrefillSettings, its dict, or a JSON file of that dict. Single options override it; ValueError if its layers
+    hide them. The value of `backend` decides whether it is flexmask's or the harness's.
     """
     own = {name: value for name, value in arguments.items() if name in _OWN}
     if arguments.get("backend") in BACKENDS:

@@ -10,8 +10,8 @@ from flexmask.integrations.huggingface.settings import PrefillSettings
 def row_lengths(requests: Iterable[tuple[object, list[int], list[int]]], max_length: int, merges: bool) -> list[int]:
     """Tokens of each row that the harness makes of log-likelihood requests, in the order of its batches: longest first.
 
-    Requests are (key, context tokens, continuation tokens); a row lacks the last token and is cut to its last `max_length`. With
-    `merges` (the harness's `logits_cache`) requests that differ only in the last token share a row.
+    Requests are (key, context tokens, continuation tokens); rows lack the last token. With `merges` (the harness's
+    `logits_cache`) requests that differ only in it share a row.
     """
     rows = [(*context, *continuation[:-1]) for _, context, continuation in requests]
     return sorted((min(len(row), max_length) for row in (set(rows) if merges else rows)), reverse=True)
@@ -20,9 +20,9 @@ def row_lengths(requests: Iterable[tuple[object, list[int], list[int]]], max_len
 def rows_alike(lengths: Sequence[int], settings: PrefillSettings, padded_left: bool, on_cpu: bool = False) -> list[list[int]]:
     """Split the rows of a padded batch, by their lengths, into parts that run together: ascending indices of rows.
 
-    `dense_below` applies to the length of the batch, hence dense prompts part from sparse ones. Left padding shifts a prompt
-    against the grid of blocks, hence sparse prompts part by their length modulo the block. On CPUs sparse prompts run one by one
-    unless `dense_below` is 0: single heads may run dense there, decided over the whole batch.
+    Dense prompts part from sparse ones, since `dense_below` applies to the length of the batch. Left padding shifts a prompt
+    against the grid of blocks: sparse prompts part by their length modulo the block. On CPUs, where single heads may run dense by
+    a decision over the whole batch, sparse prompts run one by one unless `dense_below` is 0.
     """
     policy = settings.run_options.policy
     parts: dict[tuple[object, ...], list[int]] = {}

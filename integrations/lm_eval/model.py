@@ -37,8 +37,8 @@ class FlexmaskLM(HFLM):
     parallelism. Outside of its calls the model keeps its own attention. The results' ``config`` hold ``flexmask``: version,
     options, and mean density, also by prompt length.
 
-    A prompt's scores do not depend on its batch, which `rows_alike` splits. Log-likelihood batches, which the harness pads on the
-    right, get a mask. Greedy generation pads on the right and decodes together; other generation pads on the left.
+    A prompt's scores do not depend on its batch, which `rows_alike` splits. Log-likelihood batches and greedy generation pad on
+    the right, other generation on the left.
 
     Parameters
     ----------

@@ -205,7 +205,7 @@ class PrefillRun:
 
     @classmethod
     def load(cls, path: str | Path) -> PrefillRun:
-        """Read a run that `save` wrote, its statistics on the CPU, and without a cap on calls.
+        """Read a run that `save` wrote, without a cap on calls.
 
         Raises
         ------
@@ -225,7 +225,7 @@ class PrefillRun:
         return run
 
     def plot(self) -> list[Axes]:
-        """Draw density, pattern share and, where heads have one, Jensen-Shannon distance, side by side. Returns their Axes.
+        """Draw density, pattern share and Jensen-Shannon distance, if any, side by side. Returns their Axes.
 
         Raises
         ------

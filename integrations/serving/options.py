@@ -24,8 +24,8 @@ class ServingOptions:
     count_density
         Sum the density of sparse calls on the device, for the log. Default True.
     log_every
-        Seconds, > 0, default 60: least time between logs of the counters, which wait for the device, in steps that prefill. They
-        are also logged at shutdown if the engine gives its processes the time.
+        Seconds, > 0, default 60: least time between logs of the counters, which wait for the device, in steps that prefill. One
+        more log comes at shutdown if the engine leaves time.
     source
         Origin of the settings, for the log.
     """

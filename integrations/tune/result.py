@@ -22,8 +22,7 @@ class TuneResult:
     density
         Predicted share of the visible blocks that these layers keep.
     error
-        Predicted error, mean over heads: relative squared error of the output, or with `gradient` the squared change of the loss
-        over scored tokens, in squared nats.
+        Predicted error, mean over heads, as `tune` defines it.
     curve
         (density, error) before the first head is lowered and after each step.
     uniform

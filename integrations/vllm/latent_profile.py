@@ -7,7 +7,7 @@ from typing import Any
 
 
 def measure_latent_layers() -> None:
-    """Make vLLM's layer of latent attention call ours when it runs without metadata, and skips its implementation."""
+    """Make vLLM's layer of latent attention call ours when it runs without metadata and skips its implementation."""
     from vllm.model_executor.layers.attention import mla_attention
 
     layer: Any = mla_attention.MLAAttention
