@@ -37,25 +37,29 @@ def difference(changes: pd.Series) -> str:
 
 
 def lines(rows: pd.DataFrame) -> list[str]:
-    """The table, and the number of answers equal to dense ones where everything was kept."""
+    """The table, the tasks that are not scored, and the number of answers equal to dense ones where everything was kept."""
     table = ["| model | tokens | task | prompts | method | density | score | minus dense |", "|---|---|---|---|---|---|---|---|"]
-    same = []
+    same, failed = [], []
     for (model, length, task), group in rows.groupby(_GROUP, sort=False):
         methods = list(dict.fromkeys(group["method"]))
         by = group.drop_duplicates(["method", "prompt"], keep="last").pivot(index="prompt", columns="method")
         scores = by["score"][methods].dropna()
         if DENSE not in methods or scores.empty:
             continue
-        scored = scores[DENSE].mean() >= PASSES or KEPT in methods
-        for method in methods if scored else [DENSE]:
+        if scores[DENSE].mean() < PASSES and KEPT not in methods:
+            failed.append(f"{task} at {length:,} ({100 * scores[DENSE].mean():.1f})")
+            continue
+        for method in methods:
             named = (model, f"{length:,}", task, str(len(scores))) if method == DENSE else ("", "", "", "")
             kept = by["density"][method][scores.index]
             density = "" if kept.isna().any() else f"{kept.mean():.2f}"
-            change = difference(scores[method] - scores[DENSE]) if method != DENSE else "" if scored else "not scored"
+            change = difference(scores[method] - scores[DENSE]) if method != DENSE else ""
             table.append("| " + " | ".join((*named, method, density, score(scores[method]), change)) + " |")
         if KEPT in methods:
             answers = by["answer"].loc[scores.index]
             same.append(f"{task}, {length:,}: {(answers[KEPT] == answers[DENSE]).sum()} of {len(answers)} answers the same")
+    if failed:
+        table += ["", f"Not scored (dense score): {', '.join(failed)}."]
     return [*table, *same]
 
 
