@@ -1,4 +1,4 @@
-"""The one place for what differs between releases of torch, and for names that torch keeps private."""
+"""What differs between releases of torch, and names that torch keeps private."""
 
 from __future__ import annotations
 
@@ -16,33 +16,30 @@ from torch.nn.attention.flex_attention import BlockMask
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HAS_FLASH_BACKEND = RELEASE >= (2, 10)
-# whether FlexAttention has a kernel for CPUs
 HAS_CPU_KERNEL = RELEASE >= (2, 6)
-# whether FlexAttention's C++ template takes tensors with unbacked sizes: 2.13.0 does, 2.8.0 does not, others were not tried
+# FlexAttention's C++ template takes tensors with unbacked sizes: 2.13.0 does, 2.8.0 does not, others were not tried
 CPU_TAKES_UNBACKED_SIZES = RELEASE >= (2, 13)
-# whether torch.bmm multiplies half-precision tensors into float32 ones
 HAS_BMM_TO_FLOAT32 = RELEASE >= (2, 8)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameters)
-# whether a BlockMask knows the lengths that it was made for; without, its shape and sparsity count whole blocks
+# a BlockMask stores its lengths; without, its shape and sparsity count whole blocks
 KNOWS_LENGTHS = "seq_lengths" in FROM_KV_BLOCKS
 
 
 def in_dispatch_mode() -> bool:
-    """Return True where a mode such as FakeTensorMode may make other than plain tensors."""
+    """True under a mode such as FakeTensorMode, which may make other than plain tensors."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_under_vmap(tensor: Tensor) -> bool:
-    """Return True if `tensor` stands for a batch of tensors inside ``torch.vmap``."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
     """A view of `tensor` whose size in `dim` torch.compile takes as symbolic from the first compilation on.
 
-    Its other sizes except the batch stay numbers: torch would make them symbolic for having seen others in a function of the same
-    name, which every variant of `flexmask.compilation.compiled` is, and Inductor (2.11) fails on some graphs with symbolic heads.
+    Its other sizes except the batch stay numbers. torch makes sizes symbolic that it saw change in any function of the same name,
+    and Inductor (2.11) fails on some graphs with symbolic heads.
     """
     view = tensor.detach()
     torch._dynamo.maybe_mark_dynamic(view, dim)
@@ -51,23 +48,20 @@ def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
 
 
 def keep_static(tensor: Tensor) -> None:
-    """Have torch.compile take the sizes of `tensor` as numbers, whatever it has seen of others in a function of the same name."""
+    """Have torch.compile take the sizes of `tensor` as numbers."""
     torch._dynamo.mark_static(tensor)
 
 
 def computed_once(tensor: Tensor) -> Tensor:
-    """`tensor` itself, which Inductor then writes to memory once.
-
-    Otherwise Inductor (2.11) recomputes a tensor that only Triton kernels of ours read, once for each of them.
-    """
+    """`tensor`, written to memory: Inductor (2.11) recomputes what only our Triton kernels read, once for each of them."""
     return tensor.as_strided(tensor.shape, tensor.stride())
 
 
 def options_for_launches() -> dict[str, Any] | None:
-    """Options of torch.compile for a function that launches Triton kernels of ours.
+    """Options of torch.compile for a function that launches our Triton kernels.
 
-    By default Inductor launches user-defined Triton kernels through Triton's slower Python launcher. The option for its own
-    launcher does not reach the processes in which Inductor compiles kernels (2.11), so they are compiled in this one.
+    Inductor's own launcher is faster than Triton's. The option does not reach Inductor's compile processes (2.11), hence one
+    thread.
     """
     import torch._inductor.config as inductor
 
@@ -76,15 +70,12 @@ def options_for_launches() -> dict[str, Any] | None:
 
 
 def is_exporting() -> bool:
-    """Return True inside ``torch.export``; torch 2.5 and 2.6 do not say so."""
+    """True inside ``torch.export``; torch 2.5 and 2.6 do not report it."""
     return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
 def runs_flex_attention_uncompiled() -> bool:
-    """Return True inside a torch.compile whose backend is not Inductor: only Inductor compiles flex_attention's block lists.
-
-    "eager" and "aot_eager" run the graph as it was traced, and there flex_attention is dense under its mask_mod.
-    """
+    """True inside a torch.compile whose backend is not Inductor: there flex_attention runs dense under its mask_mod."""
     return torch.compiler.is_compiling() and not _is_inductor()
 
 
@@ -100,12 +91,12 @@ def _backend_is_inductor() -> bool:
     return False
 
 
-# called while dynamo traces, which then sees a bool
+# called while dynamo traces, which sees a bool
 _is_inductor: Callable[[], bool] = torch.compiler.assume_constant_result(_backend_is_inductor)
 
 
 def ambient_state() -> Hashable:
-    """The state of the program around a call, which torch.compile guards besides a function's arguments.
+    """The program's state that torch.compile guards in addition to a function's arguments.
 
     Grad and inference mode, default dtype and device, autocast, threads, TF32, deterministic algorithms.
     """
@@ -113,7 +104,7 @@ def ambient_state() -> Hashable:
     written = guarded.__getstate__() if hasattr(guarded, "__getstate__") else None
     if isinstance(written, str):
         state: Hashable = _compared(written)
-    else:  # older releases do not write it out
+    else:  # older releases
         state = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads())
     modes = torch._C._len_torch_function_stack()  # a default device is one
     return state, torch.is_inference_mode_enabled(), modes, torch.get_default_device() if modes else None
@@ -130,16 +121,15 @@ def _compared(written: str) -> str:
 
 
 def recompile_limit() -> str:
-    """Name in torch._dynamo.config of the number of recompilations that a function may have."""
+    """Name of the recompilation limit in torch._dynamo.config."""
     import torch._dynamo.config as dynamo
 
     return "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
 
 
 def ran_out_of_recompilations(error: Exception) -> bool:
-    """Tell the error of ``torch.compile(fullgraph=True)`` for a function that has used up its recompilations.
+    """True for the error of ``torch.compile(fullgraph=True)`` for a function that has used up its recompilations.
 
-    No release runs such a function uncompiled, but the errors are not related: torch 2.8 and 2.13 raise the first, 2.6 the
-    second, 2.5 the third.
+    torch 2.8 and 2.13 raise the first, 2.6 the second, 2.5 the third.
     """
     return type(error).__name__ in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit", "CacheLimitExceeded")

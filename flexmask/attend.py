@@ -1,4 +1,4 @@
-"""Attention of a checked call: dense where the policy says so, else select and attend, one group of heads after the other."""
+"""Attention of a checked call: dense where the policy says so, else one group of heads after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_MASK_BYTES = 2**30
 
 
 class RunOptions(NamedTuple):
-    """The options that say how a call runs, checked."""
+    """Checked options of how a call runs."""
 
     backend: str = "auto"
     policy: DensePolicy = DensePolicy()
@@ -29,7 +29,7 @@ class RunOptions(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention of one call, and what was wanted besides."""
+    """Attention of one call, with what was requested in addition."""
 
     out: Tensor  # (batch, num_heads, q_len, v_head_dim)
     lse: Tensor | None = None
@@ -38,7 +38,7 @@ class Attended(NamedTuple):
 
 
 def run_options(backend: str = "auto", dense_below: int | None = None, max_mask_bytes: int = MAX_MASK_BYTES) -> RunOptions:
-    """Check the options that say how a call runs, and fill in their defaults."""
+    """Check the options and fill in their defaults."""
     check_word("backend", backend, BACKENDS)
     check_int("max_mask_bytes", max_mask_bytes)
     if max_mask_bytes <= 0:
@@ -54,21 +54,19 @@ def attend(
     statistics: tuple[str, ...] = (),
     with_maps: bool = False,
 ) -> Attended:
-    """`sparse_attention` of checked inputs. Autocast must be off.
+    """`sparse_attention` of checked inputs, not necessarily placed. Autocast must be off.
 
     Parameters
     ----------
-    inputs
-        They need not be placed. What hidden keys and values hold does not matter, NaN included.
     selector
-        That of the inputs (`Selector.for_inputs`).
+        From `Selector.for_inputs`.
     statistics
-        Names of `flexmask.stats.STATISTICS`; none: no statistics.
+        Names of `flexmask.stats.STATISTICS` to compute.
     with_maps
-        True for the selections with their maps of kept blocks, for pictures.
+        Also return the selections with their maps of kept blocks, for pictures.
     """
     plan = run.policy.plan(inputs, selector, return_lse)
-    # by name one that cannot run is refused at every length
+    # a named backend that cannot run is refused at every length
     kernel = chosen_backend(run.backend, inputs, selector.block_size, return_lse, plan.reason is not None)
     at_once = run.max_mask_bytes // selector.head_bytes if plan.reason is None else None
     groups = head_groups(inputs.query, inputs.key, at_once, selector.method.shared)
@@ -80,7 +78,7 @@ def attend(
         if plan.reason is None and (statistics or with_maps or not all(plan.key_heads[group.key])):
             selected = select_blocks(selector, part, group.query, with_maps, statistics)
             selections.append(selected)
-        # by the kernel without maps, which all methods share
+        # all methods share the kernel without maps
         bare = selected if selected is None or selected.mask_mod is not None else selected._replace(keep=None, title=None)
         part_out, part_lse, is_dense = attend_heads(part, bare, plan.key_heads[group.key], plan.most_kept, kernel, return_lse)
         dense.append(is_dense)

@@ -40,9 +40,9 @@ def sparse_attention(
 ) -> Any:
     """Causal attention over the blocks that a method keeps.
 
-    All methods run on the same compiled block-sparse kernel with the same checks. A comparison of two shows their selections.
+    All methods run on one compiled block-sparse kernel with the same checks, so comparing two compares their selections.
 
-    Source: see the docstring of the method's mask function.
+    Source: see the method's mask function.
 
     Parameters
     ----------
@@ -55,47 +55,45 @@ def sparse_attention(
         (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 256 may differ from head_dim.
     method
         A name in `flexmask.METHODS`; a mask function of `flexmask.block_masks`; or a function of query and key with the keywords
-        block_size, window, attention_mask and q_offset, and scale and softcap if it has them, that gives a BlockMask in blocks of
-        `block_size`, for every head of query or one for all, of batch rows likewise. Of its blocks later positions, padding and
-        keys outside of the window are hidden. Default ``"hybrid"``, which we recommend; ``"flexprefill"`` is the paper's.
+        block_size, window, attention_mask and q_offset, and scale and softcap if it has them, that returns a BlockMask in blocks
+        of `block_size` (batch and heads may be 1). Later positions, padding and keys outside the window are hidden from it.
+        Default ``"hybrid"``, which we recommend; ``"flexprefill"`` is the paper's.
     block_size
-        Tokens in a block, of queries and of keys alike: a multiple of 16 from 16 to 256, default 128 (FlexAttention's own).
-        Values that 64 does not divide run slowly on GPUs: kernels need tiles that divide the block.
+        Tokens per block of queries and of keys: a multiple of 16 from 16 to 256, default 128 (FlexAttention's). Kernels need
+        tiles that divide the block: values that 64 does not divide run slowly on GPUs.
     scale
         Factor of the scores, > 0. Default None: 1 / sqrt(head_dim).
     softcap
-        Soft cap of the scaled scores, > 0: ``softcap * tanh(score / softcap)``. Default None: none.
+        Soft cap of the scaled scores, > 0: ``softcap * tanh(score / softcap)``. Default None.
     window
         Tokens, >= 1: a row sees itself and the ``window - 1`` positions before it. Default None: all before it.
     attention_mask
-        (batch, kv_len), bool or integer, nonzero = token; left, right or any padding. Padding takes no part in the selection, and
-        padded rows attend to nothing. Default None: all tokens.
+        (batch, kv_len), bool or integer on key's device, nonzero = token; left, right or any padding. Padding does not affect the
+        selection; padded rows attend to nothing. Default None: all tokens.
     q_offset
         Position of query row 0, in [0, kv_len - q_len]: an int (checked) or an integer tensor, 0-d or (batch,), on the same
-        device (clamped there). Keys at ``q_offset + q_len`` and after count as absent. Default None: kv_len - q_len, the last row
-        stands at the last key.
+        device (clamped there). Keys from ``q_offset + q_len`` on are absent. Default None: kv_len - q_len.
     sinks
-        (num_heads,) floating, on query's device: a logit per head that takes part in the softmax and brings no value (attention
-        sinks, as in gpt-oss). The selection does not see them. Default None.
+        (num_heads,) floating, on query's device: a logit per head in the softmax that brings no value (as in gpt-oss). The
+        selection does not use them. Default None.
     backend
         ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, a Hopper GPU, block_size 128, head_dim
-        <= 128, half precision; no softcap, gradients or log-sum-exp; on Blackwell untested, with a warning) or ``"auto"``
-        (default): flash on a Hopper GPU where it can run, else triton. On CPUs ``"auto"`` is the compiled C++ kernel.
+        <= 128, half precision; no softcap, gradients or log-sum-exp; untested on Blackwell, with a warning) or ``"auto"``
+        (default): flash on a Hopper GPU where it can run, else triton; on CPUs the compiled C++ kernel.
     dense_below
-        Tokens: with a kv_len below this, and for a single query row, dense attention runs instead. Default None: 16384, the
-        shortest length at which plain calls beat dense attention on every input measured (docs/performance.md). Above it, a whole
-        prompt without padding, window, soft cap, sinks, gradients or log-sum-exp runs dense in the key heads whose query heads
-        keep every block (as at gamma 1), and on CPUs in those whose mask keeps more than 66% of the blocks (float16: 51%,
-        bfloat16: 43%), where SDPA is faster. The statistics say which. 0 switches all of this off, except for a single row.
+        Tokens: calls with a smaller kv_len, or a single query row, run dense. Default None: 16384, the shortest length at which
+        plain calls beat dense attention on every input measured (docs/performance.md). From there on, whole prompts without
+        padding, window, soft cap, sinks, gradients or log-sum-exp run dense in key heads whose query heads keep every block, and
+        on CPUs in those that keep more than 66% of the blocks (float16: 51%, bfloat16: 43%), where SDPA is faster; the
+        statistics report it. 0 switches all of this off, except for a single row.
     return_lse
-        Also return the log-sum-exp of every row (natural logarithm) over its keys, sinks not counted, (batch, num_heads, q_len)
-        float32; -inf for a row that sees nothing. Not on CPUs, where FlexAttention has none.
+        Also return each row's log-sum-exp (natural logarithm) over its keys without sinks, (batch, num_heads, q_len) float32;
+        -inf for a row that sees nothing. Not on CPUs.
     return_stats
-        Also return `SelectionStats`; takes time of its own.
+        Also return `SelectionStats`, which takes extra time.
     max_mask_bytes
-        Bytes, > 0, that masks may take at one time: where all heads need more, groups of heads are masked and attended to one
-        after the other. Default 2**30. A single head may exceed it: at a million tokens and blocks of 128 it takes 0.9 GB on
-        CUDA, 6 GB on a CPU. It does not bound what gradients keep until the backward pass.
+        Bytes, > 0, of masks at one time: if all heads need more, groups of heads run one after the other. Default 2**30. A single
+        head may exceed it (at a million tokens 0.9 GB on CUDA, 6 GB on a CPU). Does not bound what gradients keep.
     options
         The method's own, as in its mask function (`flexmask.hybrid_mask`, `flexmask.flexprefill_mask`, ...).
 
@@ -106,18 +104,17 @@ def sparse_attention(
     Tensor
         The log-sum-exp, only with `return_lse`.
     SelectionStats
-        Only with `return_stats`; says whether the call ran dense.
+        Only with `return_stats`.
 
     Raises
     ------
     TypeError, ValueError
-        For wrong arguments, a method that is not there, an option that it does not have, and a function whose result is no
-        BlockMask of this call; and on CPUs for inputs, sinks too, that require gradients while gradients are on, unless the call
-        runs dense.
+        For wrong arguments, an unknown method or option, a function whose result is no BlockMask of this call; on CPUs for inputs
+        that require gradients while gradients are on, unless the call runs dense.
     NotImplementedError
-        For `return_lse` on a CPU, on a CPU with torch 2.5, and inside ``torch.export``, unless the call runs dense.
+        For `return_lse` on a CPU, a CPU with torch 2.5, and ``torch.export``, unless the call runs dense.
     RuntimeError
-        If torch.compile is switched off, or its recompilations have run out: the kernel never runs uncompiled.
+        If torch.compile is switched off or out of recompilations: the kernel never runs uncompiled.
 
     Examples
     --------

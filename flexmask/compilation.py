@@ -26,25 +26,19 @@ _log = logging.getLogger("flexmask")
 
 
 def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = False) -> Callable[..., Any]:
-    """`function` compiled with fullgraph, once per `variant`.
+    """`function` compiled with fullgraph, once per `variant`; inside a surrounding ``torch.compile`` the plain function.
+
+    Every variant and `ambient_state` has its own code object, since torch counts recompilations by code object. A size that
+    changes between calls is compiled again once, as symbolic. Running out of recompilations raises RuntimeError.
 
     Parameters
     ----------
     function
         A module-level function that can be traced whole.
     variant
-        The constants that its calls share, apart from shapes. Every variant is compiled from its own code object, since torch
-        counts recompilations by code object: one model's lengths cannot use up another's share. A size that changes between calls
-        is compiled again once, as symbolic, and then serves all others. Nor can the state of the program (`ambient_state`), which
-        torch guards too: each state has a code object of its own.
+        The constants that its calls share, apart from shapes.
     launched
-        True if `function` launches Triton kernels of ours: torch then uses its own, faster launcher.
-
-    Returns
-    -------
-    callable
-        Inside a surrounding ``torch.compile`` the plain function, which inlines there. Its first call says on the logger
-        "flexmask" that it compiles. Running out of recompilations raises RuntimeError rather than running uncompiled.
+        True if `function` launches our Triton kernels: torch then uses its own, faster launcher.
     """
     if torch.compiler.is_compiling():
         return function
@@ -53,7 +47,7 @@ def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = 
 
 @functools.cache
 def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launched: bool) -> Callable[..., Any]:
-    # given only where they matter: other backends than Inductor take none
+    # other backends than Inductor take none
     options: dict[str, Any] = {"options": options_for_launches()} if launched else {}
 
     @functools.cache
@@ -81,17 +75,14 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
 
 
 def _inference_tensors(arguments: Iterable[Any]) -> tuple[bool, ...]:
-    """True for each tensor among the arguments that was made in inference mode, which torch guards by tensor."""
+    """For each tensor among the arguments: made in inference mode, which torch guards."""
     return tuple(x.is_inference() for x in arguments if isinstance(x, Tensor))
 
 
 def run_compiled(
     function: Callable[..., Any], variant: tuple[Hashable, ...], inputs: AttentionInputs, *rest: Any, by_kernels: bool = False
 ) -> Any:
-    """Call ``function(inputs, *rest)``, on accelerators compiled once for each `variant` and kind of inputs.
-
-    `rest` begins with the block_size.
-    """
+    """Call ``function(inputs, *rest)``, on accelerators compiled per `variant` and kind of inputs; `rest[0]` is block_size."""
     query, key = inputs.query, inputs.key
     if runs_plain(query):
         return function(inputs, *rest)
@@ -102,9 +93,9 @@ def run_compiled(
     given = (*scores, *(x is None for x in (inputs.offset, inputs.attention_mask, *rest)))
     run = compiled(function, *variant, *where, *shape, *given, launched=by_kernels)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
-    # what a selection has no use for must not tell one compilation from another
+    # drop unused fields to avoid recompilations
     dynamic = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, *scores, mask, inputs.offset)
-    # Triton launches on the current device where nothing compiles around it; our kernels have no products that TF32 changes
+    # Triton launches on the current device; TF32 does not affect our kernels
     surroundings: contextlib.AbstractContextManager[Any] = (
         torch.cuda.device(query.device) if by_kernels else without_tf32() if query.is_cuda else contextlib.nullcontext()
     )
@@ -113,5 +104,5 @@ def run_compiled(
 
 
 def runs_plain(query: Tensor) -> bool:
-    """True on CPUs, where a compilation takes longer than it saves, and in a surrounding one, which compiles the whole."""
+    """True on CPUs, where a compilation takes longer than it saves, and in a surrounding compilation."""
     return query.device.type == "cpu" or torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""Dense or sparse, and why: the one home of that decision, for calls, layers and single heads."""
+"""Dense or sparse, and why, for calls, layers and single heads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from flexmask.base.checks import check_int
 from flexmask.base.inputs import AttentionInputs
 from flexmask.selector import Selector
 
-# tokens of kv_len: the shortest length at which plain calls beat dense attention on every input measured (docs/performance.md)
+# tokens of kv_len (docs/performance.md)
 DENSE_BELOW = 16384
-# kept share of the visible blocks above which SDPA is faster than FlexAttention's CPU kernel, the mask being made:
-# python -m bench.speed.cpu break-even
+# density above which SDPA is faster than FlexAttention's CPU kernel, mask included: python -m bench.speed.cpu break-even
 CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43}
 
 
 class DensePlan(NamedTuple):
     """The part of one call that runs dense."""
 
-    reason: str | None  # why all of it does; None: it does not
-    key_heads: list[bool]  # True for each key head that dense attention serves faster before any mask is made
-    # share of a whole prompt's blocks above which a CPU's SDPA serves a key head faster; None where that does not apply
-    most_kept: float | None
+    reason: str | None  # why all of it does
+    key_heads: list[bool]  # known to run dense before any mask is made
+    most_kept: float | None  # density above which a key head runs dense
 
 
 class DensePolicy(NamedTuple):
@@ -42,7 +40,7 @@ class DensePolicy(NamedTuple):
     least_rows: int = 2
 
     def by_size(self, q_len: int, tokens: int) -> str | None:
-        """Reason why so many rows at the end of so many tokens run dense, None where they do not."""
+        """Reason why `q_len` rows at the end of `tokens` run dense, if they do."""
         if tokens < self.dense_below:
             return f"{tokens} tokens < dense_below {self.dense_below}"
         if q_len < self.least_rows:
@@ -50,11 +48,10 @@ class DensePolicy(NamedTuple):
         return None
 
     def plan(self, inputs: AttentionInputs, selector: Selector, return_lse: bool = False) -> DensePlan:
-        """Decide for one call: all of it runs dense with few tokens or rows, or where every head keeps every block.
+        """Decide for one call: dense with few tokens or rows, or where every head keeps every block; else by key head.
 
-        Key heads do whose query heads keep all blocks; none in a surrounding compilation, where what empties lists and what reads
-        them would be one more thing to order. To compare with `most_kept` the lists are read: on a CPU that waits for nothing.
-        Elsewhere nothing may be read, and a user's function may hide what dense attention sees.
+        Comparing with `most_kept` reads the lists, which only a CPU does without a wait. A user's function may hide what dense
+        attention sees, and a surrounding compilation does not order lists that are emptied and read.
         """
         num_heads, num_kv_heads = inputs.query.shape[1], inputs.key.shape[1]
         groups, keeps_all = num_heads // num_kv_heads, selector.keeps_all
@@ -71,24 +68,24 @@ class DensePolicy(NamedTuple):
         return DensePlan(None, key_heads, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None)
 
     def by_selection(self, keeps_all: list[bool]) -> str | None:
-        """Reason why a selection has nothing to drop, None where it may have."""
+        """Reason why a selection has nothing to drop, if it has none."""
         return "every head keeps every block" if self.dense_below > 0 and all(keeps_all) else None
 
     def by_window(self, window: int | None) -> str | None:
-        """Reason why a layer with a sliding window runs dense, None where it does not."""
+        """Reason why a layer with a sliding window runs dense, if it does."""
         if window is None or window >= self.dense_below:
             return None
         return f"sliding window {window} < dense_below {self.dense_below}"
 
 
 def has_causal_kernel(inputs: AttentionInputs) -> bool:
-    """True if SDPA's causal kernel gives the attention to all that is visible: of a whole prompt, without anything special."""
+    """True if SDPA's causal kernel serves the inputs: a whole prompt, without anything special."""
     special = (inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
     return inputs.query.shape[2] == inputs.key.shape[2] and all(x is None for x in special)
 
 
 def check_dense_below(dense_below: int | None) -> int:
-    """`dense_below` with its default filled in, or an error."""
+    """`dense_below` with its default filled in."""
     if dense_below is None:
         return DENSE_BELOW
     check_int("dense_below", dense_below)

@@ -1,4 +1,4 @@
-"""The machine: versions, FlexAttention's backends, and combinations that are known not to work."""
+"""The machine: versions, FlexAttention's backends, and known bad combinations."""
 
 from __future__ import annotations
 
@@ -36,19 +36,18 @@ class Problem(NamedTuple):
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of `PACKAGES`; None where one is not installed."""
+    """Versions of Python and of `PACKAGES`; None for those not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    # a checkout need not be installed
+    # a checkout may not be installed
     return found | {"flexmask": sys.modules["flexmask"].__version__, "torch": torch.__version__}
 
 
 def device_name(device: torch.device | str) -> str:
-    """A device in words."""
     device = torch.device(device)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

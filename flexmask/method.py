@@ -36,28 +36,27 @@ def method(
 ) -> Callable[..., Any]:
     """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
 
-    On accelerators the method is compiled, once per set of options that are not numbers; on CPUs it runs as it is.
+    On accelerators the method is compiled, once per set of options that are not numbers.
 
     Parameters
     ----------
     choose
         From a `BlockProblem` to the kept blocks, bool, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks), or None for
-        every visible block. Blocks without a visible pair are dropped, and the block of a row's own position is added. Options
-        annotated as float come as 0-d tensors (float64 where the device has it), those as ByHead as (num_heads,) tensors, those
-        as PairsByHead as (num_heads or 1, 2) tensors: another value is not another compilation. A float of 0 stays the number 0.
-        All other options are compile-time constants.
+        every visible block. Invisible blocks are dropped and each row's own block is added. Options annotated as float come as
+        0-d tensors (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
+        tensors: other values need no compilation. A float of 0 stays a number; all other options are compile-time constants.
     row_numbers
-        Of a method that writes out much for each query row: it is searched in slices of rows (`flexmask.row_slices`).
+        For a method that writes out much for each query row, which then runs in slices of rows (`flexmask.row_slices`).
     plans
-        By the name of an option that is PairsByHead: a function of num_heads that makes one in the place of None.
+        By name of a PairsByHead option: a function of num_heads that replaces None.
     check, check_call, keeps_all, steps, head_bytes, shared
         As in `Method`.
 
     Returns
     -------
     callable
-        ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, which checks its arguments as
-        `flexmask.flexprefill_mask` does, with the `Method` as its attribute ``method``.
+        ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, checked as `flexmask.flexprefill_mask`, with the
+        `Method` as its attribute ``method``.
     """
     if choose is None:
         return functools.partial(
@@ -102,7 +101,6 @@ def method(
         inputs = attention_inputs(
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
         )
-        # a mask has no gradients
         inputs = inputs.placed().with_fields(needs_grad=False)
         selector = made.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * selector.head_bytes

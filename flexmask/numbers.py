@@ -21,9 +21,9 @@ class Filled(NamedTuple):
 
 
 def numbers_of(selector: Selector, query: Tensor, heads: slice | None) -> dict[str, Tensor]:
-    """The options that are numbers, as tensors of `widest_float`: floats except 0 are 0-d, shares (num_heads,), pairs (.., 2).
+    """The options that are numbers, in `widest_float`: floats except 0 are 0-d, shares (num_heads,), pairs (.., 2).
 
-    Those by head are for the heads of `query`, which are these of the call. On CUDA those of earlier calls, to save the launches.
+    Those by head are for the heads of `query`, `heads` of the call. On CUDA those of earlier calls are reused.
     """
     device, method, options = query.device, selector.method, selector.options
     if heads is not None:
@@ -35,11 +35,11 @@ def numbers_of(selector: Selector, query: Tensor, heads: slice | None) -> dict[s
             values[name] = options[name] if isinstance(options[name], tuple) else Filled(options[name], query.shape[1])
     values |= {name: options[name] for name in method.pairs}
     kept, where = device.type == "cuda" and not torch.compiler.is_compiling(), (0, False)
-    # what a mode made must not outlive it
+    # a mode's tensors must not outlive it
     if not kept or in_dispatch_mode() or torch.cuda.is_current_stream_capturing():
         write = _written
     else:
-        # of one stream: none reads it before it is written; and of one mode, which compiled code tells apart
+        # per stream, so none reads it before it is written, and per mode, which compiled code guards
         write, where = _kept, (torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled())
     made = write(tuple(values.values()), device, *where)
     found = {**dict(zip(values, made, strict=True)), **tensors}
@@ -54,7 +54,7 @@ def _of_heads(value: Any, heads: slice) -> Any:
 
 
 def _written(values: tuple[Any, ...], device: torch.device, stream: int, inference: bool) -> tuple[Tensor, ...]:
-    """The numbers, written on the device: a copy of a list from the host would wait for it."""
+    """The numbers, filled on the device: copying a list from the host would wait."""
     dtype = widest_float(device)
 
     def written(value: Any) -> Tensor:

@@ -1,6 +1,6 @@
-"""Pictures of masks, of a run's heads and of what methods lose. They need matplotlib, imported when something is drawn.
+"""Pictures of masks, of a run's heads and of what methods lose; they need matplotlib.
 
-Each function draws on the `axes` that it is given, or on a new figure of pyplot, and returns the Axes:
+Each function draws on `axes` or on a new figure of pyplot and returns the Axes:
 ``plot_density(run).figure.savefig("density.png")``. Every picture reads in grey.
 """
 

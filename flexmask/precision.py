@@ -1,4 +1,4 @@
-"""Arithmetic in the dtypes of its tensors, whatever the program has set: without autocast, and without TF32."""
+"""Arithmetic without autocast and without TF32, whatever the program has set."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, cast
 
 import torch
 
-# asked once: dynamo cannot trace the question
+# at import: dynamo cannot trace it
 _AUTOCAST_DEVICES = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
 )
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Switch autocast off on `device`: arithmetic in the dtypes of its tensors, whatever the program has set."""
+    """Switch autocast off on `device`."""
     if device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
-        # the type as text: 2.5.1 cannot trace the generic alias
+        # as text: 2.5.1 cannot trace the generic alias
         return cast("contextlib.AbstractContextManager[None]", torch.autocast(device.type, enabled=False))
     return contextlib.nullcontext()
 
 
 class _Tf32:
-    """Count of open `without_tf32` blocks in this process, and the program's setting, which the last of them restores."""
+    """The number of open `without_tf32` blocks in this process, and the setting that the last of them restores."""
 
     lock = threading.Lock()
     open_blocks = 0
@@ -33,10 +33,10 @@ class _Tf32:
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Float32 matmuls at full precision on CUDA, whatever the program has set; its setting is put back.
+    """Float32 matmuls at full precision on CUDA; the program's setting is put back.
 
-    The setting belongs to the process. Blocks of several threads may overlap: the first switches TF32 off, the last restores the
-    setting. Matmuls of other threads run at full precision meanwhile, and nothing keeps those threads from switching it on again.
+    The setting belongs to the process: of overlapping blocks the first switches TF32 off, the last restores it, and other
+    threads' matmuls meanwhile run at full precision too.
     """
     matmul = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")
@@ -44,7 +44,7 @@ def without_tf32() -> Iterator[None]:
     with _Tf32.lock:
         if _Tf32.open_blocks == 0:
             before = getattr(matmul, name)
-            # what is read may be inherited
+            # may be inherited
             inherited = newer and getattr(torch.backends, name, None) == before
             _Tf32.restored = None if before not in (True, "tf32") else "none" if inherited else before
         if _Tf32.restored is not None:

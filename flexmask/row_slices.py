@@ -1,4 +1,4 @@
-"""Row slices: the search of methods that write out much for each query row, as many rows at a time as memory allows."""
+"""The search of methods that write out much per query row, as many rows at a time as memory allows."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ from flexmask.base.selection import BlockLists, Selection
 from flexmask.compilation import run_compiled
 from flexmask.run_method import from_map
 
-# float32 numbers that a method writes out at a time, 512 MiB of them; its largest temporaries are two or three times that
+# float32 numbers that a method writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
 
 
 def in_row_slices(choose: Callable[..., Tensor], name: str, numbers: Callable[..., int]) -> Callable[..., Selection]:
-    """`choose` over slices of rows: of a method whose kept blocks depend on a query block's own rows and on the keys only.
+    """`choose` over slices of rows, if a query block's choice depends only on its own rows and the keys.
 
-    Parameters
-    ----------
-    choose
-        From a `BlockProblem` of some rows and all keys to the map of kept blocks.
-    name
-        The method's.
-    numbers
-        From kv_len, block_size and the options to the float32 numbers that `choose` writes out for each query row of a head.
+    `numbers` computes, from kv_len, block_size and the options, the float32 numbers that `choose` writes out per query row and
+    head.
     """
 
     def choose_by_rows(problem: BlockProblem, **options: Any) -> Selection:
@@ -50,7 +44,7 @@ def in_row_slices(choose: Callable[..., Tensor], name: str, numbers: Callable[..
 
 
 def sliced_bytes(numbers: Callable[..., int]) -> Callable[..., int]:
-    """The `head_bytes` of a method in row slices: its map, and what `numbers` counts for one block of rows, the least slice."""
+    """The `head_bytes` of a method in row slices: its map, and what `numbers` counts for one block of rows."""
 
     def head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **options: Any) -> int:
         return map_bytes(inputs, block_size) + 4 * block_size * max(1, numbers(inputs.key.shape[2], block_size, **options))
@@ -59,7 +53,7 @@ def sliced_bytes(numbers: Callable[..., int]) -> Callable[..., int]:
 
 
 def _rows_of(inputs: AttentionInputs, start: int, rows: int) -> tuple[AttentionInputs, Tensor]:
-    """The inputs of `rows` query rows from `start` on, and the position after the last row of the whole, (batch,) int32."""
+    """The inputs of `rows` query rows from `start` on, and the position after the whole's last row, (batch,) int32."""
     batch, q_len = inputs.query.shape[0], inputs.query.shape[2]
     first = inputs.offset
     if first is None:

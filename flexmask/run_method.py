@@ -1,8 +1,6 @@
-"""The one place where a method runs: compiled or not, as plain steps or kernels.
+"""The one place where a method runs: plain or as kernels, compiled on accelerators, uncompiled on CPUs.
 
-On CUDA with Triton the steps of `flexmask.kernels` serve the methods that are written in them, elsewhere those of
-`flexmask.plain`. Both are compiled on accelerators and run as they are on CPUs, where compiling takes a minute and gains little.
-Inside somebody else's ``torch.compile`` the plain steps are traced and the kernels are one operator.
+Inside a surrounding ``torch.compile`` the plain steps are traced and the kernels are one operator.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def run_method(
     else:
         variant = (method.name, tuple(fixed.items()), wants_map, statistics)
         lists, keep, stats, own = run_compiled(_chosen, variant, inputs, *arguments, by_kernels=by_kernels)
-    # without a title the kernel is compiled once for all methods
+    # without a title all methods share one compiled kernel
     title = method.name if own is not None else selector.title if with_map else None
     found = dict(zip(statistics, stats, strict=True))
     return Selected(BlockLists(*lists), keep if with_map else None, found, selector.block_size, title, own)
@@ -63,7 +61,7 @@ def _chosen(
     statistics: tuple[str, ...],
     by_kernels: bool,
 ) -> Chosen:
-    """Lists, map, statistics and mask_mod of what a method chooses."""
+    """Lists, map, statistics and mask_mod of a method's choice."""
     blocks = cut_into_blocks(inputs, block_size, kernels if by_kernels else plain, with_map)
     found = choose(blocks, **fixed, **numbers)
     if not isinstance(found, Selection):
@@ -75,7 +73,7 @@ def _chosen(
 
 def from_map(blocks: BlockProblem, kept: Tensor | None) -> Selection:
     """The selection of a map of kept blocks; None: every visible block."""
-    # written to memory: no two lists may come from floats that were computed twice
+    # written to memory: both lists must come from the same floats
     limited = blocks.visible if kept is None else computed_once((kept | blocks.own) & blocks.visible)
     limited = limited.expand(blocks.inputs.query.shape[0], -1, -1, -1)
     return Selection(block_lists(limited, blocks.seen.full), None if kept is None else limited)
@@ -86,8 +84,8 @@ def _as_one_operator(
 ) -> Selected:
     """A selection by kernels as an operator that a surrounding compilation does not look into.
 
-    Traced into, our kernels and flex_attention's in one graph gave wrong results (torch 2.11, which as far as we can tell does
-    not order what flex_attention's template reads after the kernels that write it).
+    Traced into one graph with flex_attention, our kernels gave wrong results (torch 2.11, which apparently does not order what
+    flex_attention's template reads after the kernels that write it).
     """
     fixed = {name: value for name, value in selector.options.items() if name not in numbers}
     words = ",".join(value for value in fixed.values() if isinstance(value, str))
@@ -124,10 +122,10 @@ def selection_operator(
     with_map: bool,
     statistics: str,
 ) -> list[Tensor]:
-    """`run_method` with everything by itself: an operator takes tensors, numbers and words only.
+    """`run_method` as an operator, which takes only tensors, numbers and words.
 
-    `names` are those of the options in `numbers`; the other options follow in the method's order, those that are words in
-    `words`, the others in `integers`, -1 for None, after block_size.
+    `names` are those of the options in `numbers`; the others follow in the method's order: words in `words`, the rest in
+    `integers` after block_size, -1 for None.
     """
     by_name = dict(zip(filter(None, names.split(",")), numbers, strict=True))
     found_words, found_integers = iter(words.split(",")), iter(integers)
@@ -146,7 +144,7 @@ def selection_operator(
     return [*found.lists, keep, *found.stats.values()]
 
 
-_OPERATOR = inspect.signature(selection_operator._init_fn)  # the function itself
+_OPERATOR = inspect.signature(selection_operator._init_fn)
 
 
 @selection_operator.register_fake

@@ -14,7 +14,7 @@ from flexmask.selector import Selector
 
 
 def mask_of(selector: Selector, inputs: AttentionInputs, statistics: tuple[str, ...] = ()) -> tuple[BlockMask, Selected]:
-    """The mask of placed inputs, its block choice in the mask_mod too, and what it was made of."""
+    """The mask of placed inputs, its block choice in the mask_mod too, and its selection."""
     selected = select_blocks(selector, inputs, with_map=True, statistics=statistics)
     return block_mask(inputs, selected), selected
 
@@ -28,18 +28,8 @@ def select_blocks(
 ) -> Selected:
     """Choose the blocks of every head, outside of autograd. Autocast must be off.
 
-    Parameters
-    ----------
-    selector
-        A method with its options, `Selector.for_inputs` of the whole call.
-    inputs
-        Placed inputs (`AttentionInputs.placed`); value and sinks are not looked at.
-    heads
-        Those of the call that `inputs` hold. Default None: all.
-    with_map
-        True for the map of kept blocks besides the lists.
-    statistics
-        Names from `flexmask.stats.STATISTICS` to compute.
+    `selector` is from `Selector.for_inputs` of the whole call, `inputs` are placed, `heads` are those of the call that they hold
+    (default: all), `statistics` names of `flexmask.stats.STATISTICS`.
     """
     with torch.no_grad():
         numbers = numbers_of(selector, inputs.query, heads)

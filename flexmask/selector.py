@@ -1,4 +1,4 @@
-"""Methods and selectors: a method chooses blocks; a selector is a method with its options, checked."""
+"""A method chooses blocks; a selector is a method with its options, checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexmask.base.options import check_block_size, pairs_by_head, shares_by_hea
 from flexmask.base.selection import Selection
 from flexmask.users_mask import users_choice
 
-# types of options, by which a method's signature says what it gets (`flexmask.method`)
+# types of options in methods' signatures (`flexmask.method`)
 ByHead = float | Sequence[float] | Tensor
 PairsByHead = Sequence[float] | Sequence[Sequence[float]]
 
@@ -28,7 +28,7 @@ METHODS: dict[str, Method] = {}
 
 @dataclass(frozen=True)
 class Method:
-    """A method: the function that chooses blocks, and what the core has to know to call it.
+    """A method: the function that chooses blocks, and how to call it.
 
     Attributes
     ----------
@@ -39,21 +39,20 @@ class Method:
     name
         Its name in the table.
     floats, shares, pairs
-        Those that are floats, shares by head and pairs by head; and of pairs the function of num_heads that makes one in the
-        place of None.
+        Options that are floats, shares by head and pairs by head; of pairs the function of num_heads that replaces None.
     check
-        Called with the options before anything is computed; raises for wrong ones. None: there is nothing to check.
+        Called with the options before anything is computed; raises for wrong ones.
     check_call
-        Called with the inputs and the options: raises for inputs that it does not serve. None: it serves all.
+        Called with the inputs and the options; raises for inputs that it does not serve.
     keeps_all
-        From the options, those by head as one head's number, to True if that head keeps all its blocks. None: never.
+        From the options of one head to True if that head keeps all its blocks. None: never.
     steps
-        The modules of steps that it is written in: "plain", and "kernels" where it runs on these too. None: it gives a map.
+        The modules of steps that it is written in: "plain", "kernels". None: it returns a map.
     head_bytes
-        From the inputs, block_size, whether kernels serve it, and the options to the bytes that one head's mask takes while it is
-        made. None: `map_bytes`.
+        From the inputs, block_size, whether kernels serve it, and the options to the bytes of one head's mask while it is made.
+        None: `map_bytes`.
     shared
-        True if the heads decide together: none can be left out.
+        True if the heads decide together.
     compiled
         True if `choose` is compiled as a whole on accelerators.
     is_users
@@ -76,7 +75,7 @@ class Method:
     is_users: bool = False
 
     def checked(self, block_size: int, options: Mapping[str, Any]) -> Selector:
-        """The method with these options, or an error for wrong ones; numbers by head are not compared with any heads yet."""
+        """The method with these options; raises for wrong ones. Numbers by head are not yet compared with any heads."""
         check_block_size(block_size)
         unknown = [name for name in options if name not in self.defaults]
         if unknown:
@@ -99,13 +98,13 @@ class Selector:
 
     method: Method
     block_size: int
-    options: dict[str, Any]  # defaults filled in; by head a number, or a tuple or a tensor with an entry for each head
-    # of inputs (`for_inputs`)
-    keeps_all: list[bool] = field(default_factory=list)  # by query head: as far as the host knows it keeps all its blocks
-    head_bytes: int = 0  # bytes that the mask of one head of one batch row takes while it is made
+    options: dict[str, Any]  # defaults filled in; by head a number, a tuple or a tensor
+    # filled in by `for_inputs`
+    keeps_all: list[bool] = field(default_factory=list)  # by query head
+    head_bytes: int = 0  # of one head's mask in one batch row while it is made
 
     def for_inputs(self, inputs: AttentionInputs) -> Selector:
-        """The same, its numbers by head compared with the inputs' heads; raises where they do not fit, or it is not served."""
+        """The same for these inputs; raises if numbers by head do not fit, or the method does not serve them."""
         method, filled, num_heads = self.method, dict(self.options), inputs.query.shape[1]
         for name in method.shares:
             filled[name] = shares_by_head(name, filled[name], inputs.query)
@@ -126,7 +125,7 @@ class Selector:
 
     @property
     def title(self) -> str:
-        """Its name with its options, for pictures; without them in a surrounding compilation, where a float may be symbolic."""
+        """Its name with its options, for pictures; in a surrounding compilation, where floats may be symbolic, only the name."""
         if torch.compiler.is_compiling():
             return self.method.name
         told = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
@@ -134,7 +133,7 @@ class Selector:
 
 
 def _keeps_all(method: Method, options: dict[str, Any], num_heads: int) -> list[bool]:
-    """True for each query head that keeps all its blocks; reads no tensor."""
+    """For each query head: it keeps all its blocks. Reads no tensor."""
     shares, keeps_all = method.shares, method.keeps_all
     if keeps_all is None or any(isinstance(options[name], Tensor) for name in shares):
         return [False] * num_heads
@@ -145,13 +144,7 @@ def _keeps_all(method: Method, options: dict[str, Any], num_heads: int) -> list[
 
 
 def selector_of(named: str | Callable[..., Any], block_size: int, options: Mapping[str, Any]) -> Selector:
-    """A method with its options, from its name, its mask function (or a partial of it), or a user's function.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a method that is not there, and options that it does not have or that are out of their range.
-    """
+    """A checked method with its options, from its name, its mask function (or a partial of it), or a user's function."""
     if not callable(named):
         check_word("method", named, tuple(METHODS))
         return METHODS[named].checked(block_size, options)

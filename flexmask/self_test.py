@@ -1,4 +1,4 @@
-"""A self-test of compiled attention: sparse attention equals dense attention under its mask, expanded to pairs of tokens."""
+"""A self-test of compiled attention: it must equal dense attention under its mask, expanded to pairs of tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from flexmask.block_masks.flexprefill import flexprefill_mask
 from flexmask.block_masks.hybrid import hybrid_mask
 from flexmask.flex.backend import flash_available
 
-# largest difference of an output, of values around 1, from attention in float64 on the same numbers
+# of outputs around 1, from attention in float64
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-# mask functions by method, and a gamma at which so few tokens lose blocks
+# with a gamma at which few tokens lose blocks
 METHODS = {"hybrid": (hybrid_mask, 0.6), "flexprefill": (flexprefill_mask, 0.3)}
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 4, 2, 64
-# neither a multiple of a block
-_TOKENS = 1100
+_TOKENS = 1100  # no multiple of a block
 _BLOCK_SIZE = 128
 
 
@@ -35,9 +34,9 @@ class SelfTest(NamedTuple):
     difference : float or None
         Largest difference from dense attention under the expanded mask.
     skipped : float or None
-        Largest difference from dense attention without the mask: the effect of the skipped blocks.
+        Largest difference from dense attention without the mask.
     tolerance : float
-        Upper bound of `difference`, and lower bound of `skipped`: below it the case shows nothing.
+        Upper bound of `difference`, lower bound of `skipped`.
     seconds : float
         Compilation included.
     error : str
@@ -56,7 +55,7 @@ class SelfTest(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True where the outputs agree, and would not without the mask."""
+        """True if the outputs agree, and would not without the mask."""
         return (
             self.difference is not None
             and self.skipped is not None
@@ -65,9 +64,9 @@ class SelfTest(NamedTuple):
 
 
 def self_test(device: torch.device | str) -> Iterator[SelfTest]:
-    """Run both methods of `METHODS` on each backend of `device`, and yield the outcome of each; nothing is raised.
+    """Run both methods of `METHODS` on each backend of `device`, and yield the outcomes; raises nothing.
 
-    The first case compiles: up to a minute where Inductor has nothing cached.
+    The first case compiles: up to a minute.
 
     Examples
     --------
@@ -87,7 +86,7 @@ def self_test(device: torch.device | str) -> Iterator[SelfTest]:
             error = ""
             try:
                 numbers = _differences(device, backend, dtype, method)
-            except Exception as raised:  # any failure is a result of the test
+            except Exception as raised:  # a result of the test
                 error = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
             name = str(dtype).removeprefix("torch.")
             yield SelfTest(method, backend, name, *numbers, TOLERANCES[dtype], time.perf_counter() - start, error)
@@ -111,7 +110,7 @@ def _differences(device: torch.device, backend: str, dtype: torch.dtype, method:
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor) -> Tensor:
-    """Attention written out in float64 on the CPU."""
+    """Attention in float64 on the CPU."""
     query, key, value = (x.cpu().double() for x in (query, key, value))
     key, value = (x.repeat_interleave(_NUM_HEADS // _NUM_KV_HEADS, 1) for x in (key, value))
     scores = (query @ key.mT / _HEAD_DIM**0.5).masked_fill(~pairs, -torch.inf)
@@ -119,11 +118,11 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with a few directions that carry the attention: blocks can be skipped."""
+    """Query, key and value with a few directions that carry the attention."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, _NUM_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
     key = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
     value = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
-    # runs of a twelfth of the tokens share a topic: a token attends to those of its own
+    # runs of a twelfth of the tokens share a topic
     topics = 2 * torch.randn(3, _HEAD_DIM, generator=generator).repeat(4, 1).repeat_interleave(-(-_TOKENS // 12), 0)[:_TOKENS]
     return query + topics, key + topics, value

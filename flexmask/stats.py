@@ -1,4 +1,4 @@
-"""Statistics of one call by head: named fields, each with what computes it."""
+"""Statistics of one call by head."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from flexmask.base.visibility import Tokens, block_visibility
 
 
 def _kind(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] | None = None) -> dict[str, Any]:
-    """Of a field: its dtype, its value in a dense call, and what computes it from lists; None: the method's own evidence."""
+    """A field's dtype, its value in a dense call, and its function of lists; None: the method's evidence."""
     return {"dtype": dtype, "dense": dense, "compute": compute}
 
 
 def density(lists: BlockLists, tokens: Tokens, block_size: int, window: int | None) -> Tensor:
     """Kept blocks as a share of the visible ones, (batch, num_heads) float32.
 
-    Counted row by row: a sum over a whole map at once is one program per head (Inductor 2.11), which took 9 ms for 32 heads at
-    128k tokens on an H200.
+    Row by row: a sum over a whole map is one program per head (Inductor 2.11), 9 ms for 32 heads at 128k tokens on an H200.
     """
     visible = block_visibility(tokens, block_size, window).visible
     kept = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum(-1)
@@ -40,22 +39,21 @@ class SelectionStats:
     Attributes
     ----------
     is_query_aware
-        bool: the head follows its pooled map; otherwise it is vertical-slash (flexprefill, published).
+        bool: the head follows its pooled map, else it is vertical-slash (flexprefill, published).
     js_distance
-        float32: Jensen-Shannon distance of the pooled estimate to the true attention, in [0, sqrt(ln 2)]; of the same methods.
+        float32: Jensen-Shannon distance of the pooled estimate to the true attention, at most sqrt(ln 2) (of the same methods).
     density
         float32: kept blocks / visible blocks; 1 in dense calls.
     num_vertical_blocks, num_slash_blocks
-        int64: kept key blocks and block diagonals, those kept always not counted; a query-aware head's are its floor
-        (flexprefill, published, hybrid).
+        int64: kept key blocks and block diagonals without those kept always; a query-aware head's are its floor (flexprefill,
+        published, hybrid).
     coverage
-        float32: true attention of the representative rows held by the kept blocks of their query blocks (flexprefill, published,
-        hybrid); 1 in dense calls.
+        float32: true attention of the representative rows held by the kept blocks (flexprefill, published, hybrid); 1 in dense
+        calls.
     row_coverage
         float32: evidence of all rows held by the kept blocks, mean over query blocks (hybrid).
     is_dense
-        bool: dense attention served the head, where that is faster. Its other statistics stay those of its mask. True in every
-        head of a dense call.
+        bool: dense attention served the head; its other statistics stay those of its mask. True in dense calls.
     dense
         True if the call ran dense attention instead of the selection.
     """
@@ -85,7 +83,7 @@ FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is no
 def computed(
     selection: Selection, names: Iterable[str], tokens: Tokens, block_size: int, window: int | None, heads: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    """The statistics of these names, in their order, (batch, num_heads) = `heads` each."""
+    """The statistics of these names, (batch, num_heads) = `heads` each."""
     found = []
     for name in names:
         compute, own = _FIELDS[name]["compute"], selection.evidence.get(name)
@@ -95,7 +93,7 @@ def computed(
             value = compute(selection.lists, tokens, block_size, window)
         else:
             value = _absent(name, selection.lists.kv_num_blocks[:, :, 0])
-        # an operator's results must not share memory
+        # operators' results must not share memory
         found.append(value.expand(heads).clone())
     return tuple(found)
 
@@ -108,10 +106,7 @@ def empty(names: Iterable[str], heads: Tensor) -> list[Tensor]:
 def stats_of(
     parts: Sequence[Mapping[str, Tensor]], groups: Sequence[HeadGroup], dense: Sequence[Sequence[bool]] = ()
 ) -> SelectionStats:
-    """The statistics of all heads, from those found in each group; those that are not there have no meaning.
-
-    `dense` says of each group's key heads whether dense attention served them. Default: none.
-    """
+    """The statistics of all heads, from those of each group; `dense`: by group and key head, served by dense attention."""
     heads = parts[0]["density"].new_empty((groups[-1].batch.stop, groups[-1].query.stop))
     whole = {name: _absent(name, heads) for name in TENSORS}
     for number, (part, group) in enumerate(zip(parts, groups, strict=True)):
@@ -126,13 +121,12 @@ def stats_of(
 
 
 def dense_stats(query: Tensor) -> SelectionStats:
-    """The statistics of a dense call."""
     heads = query.new_empty(query.shape[:2])
     values = {name: torch.full_like(heads, each["dense"], dtype=each["dtype"]) for name, each in _FIELDS.items()}
     return SelectionStats(**values, dense=True)
 
 
 def _absent(name: str, like: Tensor) -> Tensor:
-    """The value of a statistic that a method does not compute: NaN, 0 or False."""
+    """The value of a statistic that a method does not compute."""
     dtype = _FIELDS[name]["dtype"]
     return torch.full_like(like, math.nan if dtype.is_floating_point else 0, dtype=dtype)

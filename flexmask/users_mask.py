@@ -21,9 +21,8 @@ from flexmask.plain.block_lists import ascending_indices
 def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Selection]:
     """The `choose` of a method that calls `function`, and drops the blocks that causality, window and padding hide.
 
-    A full block skips the mask_mod: where the inputs hide a pair of it, it becomes a partial one. The lists are made again,
-    ascending, contiguous and int32, each block in one of them. No value is read on the host. It raises TypeError or ValueError
-    for what is no mask of the call in blocks of its size.
+    Full blocks with hidden pairs become partial. Lists are rebuilt ascending, contiguous and int32, without reading values on the
+    host. Raises TypeError or ValueError for anything but a mask of the call in blocks of its size.
     """
 
     def choose(problem: BlockProblem, **options: Any) -> Selection:
@@ -77,10 +76,10 @@ def _check(made: Any, must_give: str, inputs: AttentionInputs, block_size: int) 
 
 
 def _block_map(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor:
-    """True for the listed blocks, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks) bool; others are not looked at."""
+    """True for the listed blocks, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks) bool; others are ignored."""
     place = torch.arange(indices.shape[-1], device=indices.device)
     listed = (place < counts.unsqueeze(-1)) & (indices >= 0) & (indices < num_kv_blocks)
-    # what is not listed goes to one more column
+    # the rest goes to one more column
     column = torch.where(listed, indices.long(), num_kv_blocks)
     marks = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.bool, device=indices.device)
     return marks.scatter(-1, column, True)[..., :num_kv_blocks]

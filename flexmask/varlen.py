@@ -18,8 +18,7 @@ from flexmask.precision import without_autocast
 from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, dense_stats
 
-# what flash-attn calls cu_seqlens: the token at which each sequence begins, and the end of the last
-Bounds = Tensor | Sequence[int]
+Bounds = Tensor | Sequence[int]  # flash-attn's cu_seqlens
 
 
 def sparse_attention_varlen(
@@ -46,39 +45,35 @@ def sparse_attention_varlen(
 ) -> Any:
     """Causal attention of packed sequences to themselves, over the blocks that a method keeps in each.
 
-    The layout and the names are those of flash-attn's ``flash_attn_varlen_func`` with ``causal=True``. Each sequence gets what
-    `sparse_attention` gives it by itself: long ones their own masks, one after the other; those that run dense go together, on
-    GPUs in FlexAttention calls that they share.
+    Layout and names are those of flash-attn's ``flash_attn_varlen_func`` with ``causal=True``. Each sequence gets the result of
+    its own `sparse_attention`; on GPUs dense sequences share FlexAttention calls.
 
-    Source: the method's own, sequence by sequence.
+    Source: the method's, per sequence.
 
     Parameters
     ----------
     query
-        (total_q, num_heads, head_dim), float32, float16 or bfloat16: the sequences' rows, one sequence after the other; at least
-        one row.
+        (total_q, num_heads, head_dim), float32, float16 or bfloat16: the sequences' rows, one sequence after the other.
     key
         (total_k, num_kv_heads, head_dim), query's dtype and device; num_kv_heads divides num_heads.
     value
         (total_k, num_kv_heads, v_head_dim), key's dtype and device.
     cu_seqlens_q, cu_seqlens_k
-        (num_sequences + 1,) integers: sequence i has the rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and the keys
-        ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``. They begin at 0 and end at total_q and total_k. Its rows are the last ones of
-        its keys: a chunk over a cache has fewer rows than keys; a sequence may have no rows. The host needs them, since the
-        shapes of a call depend on them: give a list or a tensor on the CPU. Tensors on a GPU are copied to the host in one go,
-        for which the host waits until the GPU has done all work before it. Inside ``torch.compile`` only sequences of ints are
-        taken, in a graph captured for CUDA no tensor on a GPU. Default of cu_seqlens_k: cu_seqlens_q.
+        (num_sequences + 1,) integers from 0 to total_q and total_k: sequence i has the rows
+        ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and the keys ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``; its rows are the last of its
+        keys, and it may have none. Give a list or a tensor on the CPU: the host needs them, and waits for the GPU to copy them
+        from there. Inside ``torch.compile`` only sequences of ints, in a captured CUDA graph no tensor on a GPU. Default of
+        cu_seqlens_k: cu_seqlens_q.
     max_seqlen_q, max_seqlen_k
-        Tokens, at least those of the longest sequence: upper bounds, as in flash-attn, which may exceed every length. They are
-        checked, and not needed. Default None.
+        Tokens: upper bounds of the lengths, as in flash-attn; checked, not needed. Default None.
     method, block_size, options
         As in `sparse_attention`, the same for all sequences.
     scale, softcap, window, sinks, backend, max_mask_bytes
-        As in `sparse_attention`. Dense sequences that share a call do so in Triton's kernel unless `backend` is ``"flash"``.
+        As in `sparse_attention`. Dense sequences share calls of Triton's kernel unless `backend` is ``"flash"``.
     dense_below
         As in `sparse_attention`, compared with the keys of each sequence.
     return_lse, return_stats
-        Also return the log-sum-exp of every row; statistics.
+        As in `sparse_attention`.
 
     Returns
     -------
@@ -92,8 +87,8 @@ def sparse_attention_varlen(
     Raises
     ------
     TypeError, ValueError
-        As `sparse_attention`, and for bounds that do not begin at 0, decrease, do not end at the number of tokens, give a
-        sequence more rows than keys, or are on the meta device.
+        As `sparse_attention`, and for bounds that do not begin at 0, decrease, do not end at the number of tokens, or give a
+        sequence more rows than keys.
     NotImplementedError, RuntimeError
         As `sparse_attention`.
 
@@ -153,13 +148,7 @@ def sparse_attention_varlen(
 
 
 def segments_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> list[Segment]:
-    """The sequences between bounds, which are copied to the host if they are on a GPU, both at once.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For bounds that are none of these tokens.
-    """
+    """The sequences between bounds, which are copied from a GPU to the host, both at once."""
     rows, keys = _on_host(cu_seqlens_q, cu_seqlens_k)
     _check_bounds("cu_seqlens_q", rows, "total_q", total_q)
     _check_bounds("cu_seqlens_k", keys, "total_k", total_k)

@@ -1,4 +1,4 @@
-"""warmup: compile before the first prompt comes."""
+"""warmup: compile before the first prompt arrives."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from flexmask.attention import sparse_attention
 from flexmask.base.checks import check_int
 
-# tokens: two lengths, so that what is static in a first call is not in the next; neither a multiple of a block
+# tokens: sizes that changed are symbolic in the second call; no multiples of a block
 _LENGTHS = (1100, 2300)
-# blocks of two more lengths on CUDA, where small, medium and large maps have code of their own
-# (flexmask.kernels.query_aware_top_p); chunks have maps of half the square
+# blocks, on CUDA: medium and large maps (flexmask.kernels.query_aware_top_p); chunks have half the square
 MANY_BLOCKS = (190, 370)
 
 
@@ -30,7 +29,7 @@ def warmup(
     padded: bool = False,
     **options: Any,
 ) -> float:
-    """Compile what `sparse_attention` needs for one shape of model, so that no later call has to.
+    """Compile what `sparse_attention` needs for one shape of model, so later calls do not.
 
     Compiled code is kept for the process and serves all lengths. It is compiled again for
 
@@ -39,11 +38,11 @@ def warmup(
     * another scale or softcap; on accelerators another window,
     * calls with padding, an offset or a window after calls without: a server of chunks and whole prompts warms up both ways,
     * another state of the program: gradients (here off), inference mode, autocast, default dtype and device, number of threads,
-      deterministic algorithms, TF32. Warm up within the ``torch.inference_mode()`` or autocast of the calls,
+      deterministic algorithms, TF32,
     * other sizes of groups of heads, into which prompts are cut from about 190k tokens with 32 heads (`max_mask_bytes`).
 
-    Across processes Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call here has 370 blocks,
-    47 thousand tokens in blocks of 128, and takes their memory.
+    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call has 370 blocks, 47 thousand tokens in
+    blocks of 128.
 
     Parameters
     ----------
@@ -56,12 +55,12 @@ def warmup(
     batch
         Batch size of the calls to come, >= 1. Default 1.
     chunked
-        True to warm up for chunks (``q_len < kv_len``) instead of whole prompts. Default False.
+        Warm up for chunks (``q_len < kv_len``) instead of whole prompts. Default False.
     padded
-        True to warm up for calls with an attention mask. Default False.
+        Warm up for calls with an attention mask. Default False.
     **options
-        Any other keyword of `sparse_attention` that the calls will have, such as method, gamma, window or backend;
-        `dense_below` is ignored, attention_mask, q_offset and return_stats are not taken.
+        Other keywords of `sparse_attention` of the calls to come, such as method, gamma, window or backend; not attention_mask,
+        q_offset and return_stats. `dense_below` is ignored.
 
     Returns
     -------
@@ -71,7 +70,7 @@ def warmup(
     Raises
     ------
     TypeError, ValueError
-        As `sparse_attention` does.
+        As `sparse_attention`.
 
     Examples
     --------
@@ -86,7 +85,7 @@ def warmup(
             raise TypeError(f"{name} is not an option of warmup; see its arguments chunked and padded")
     options["dense_below"] = 0
     block_size = options.get("block_size", 128)
-    # the published code takes whole blocks only
+    # whole blocks only
     block = block_size if options.get("method") == "published" else 1
     lengths = [-(-length // block) * block for length in _LENGTHS]
     if torch.device(device).type == "cuda":

@@ -12,7 +12,7 @@ from flexmask.base.floats import widest_float
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, in_blocks, num_blocks, token_validity
 
-# bytes that each pair of blocks takes while its lists are made, uncompiled: int64 places, int32 sums and lists, bool maps
+# per pair of blocks while lists are made, uncompiled: int64 places, int32 sums and lists, bool maps
 _PAIR_BYTES = 40
 
 
@@ -23,19 +23,18 @@ class BlockProblem:
     Attributes
     ----------
     inputs
-        The checked query and key with scale, soft cap, window, padding and offset. For a method ``by_rows`` the query may be a
-        slice of whole blocks; the keys are always all there.
+        Checked query and key with scale, soft cap, window, padding and offset. For a method with `row_numbers` the query may be a
+        slice of whole blocks; the keys are always complete.
     block_size
-        Tokens in a block.
+        Tokens per block.
     tokens
-        Positions of the rows, and which rows and keys are tokens.
+        Positions of the rows, and valid rows and keys.
     seen
-        Which blocks hold a visible pair (``seen.visible``, (batch or 1, num_q_blocks, num_kv_blocks) bool) or no hidden one
-        (``seen.full``), and the key blocks in which each query block's first and last row stand.
+        Visible and full blocks, and the key blocks of each query block's first and last row.
     steps
-        The steps that a method is written in: `flexmask.plain`, or their twins in `flexmask.kernels` where Triton serves.
+        The steps of methods: `flexmask.plain` or `flexmask.kernels`.
     with_map
-        True if the map of kept blocks is wanted besides the lists.
+        True if the map of kept blocks is needed.
     edges
         `seen` as the kernels read it; None for the plain steps.
     """
@@ -55,7 +54,7 @@ class BlockProblem:
 
     @property
     def own(self) -> Tensor:
-        """Blocks in which the first or last row of a query block stands, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        """Key blocks of a query block's first and last row, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
         first, last = self.seen.first_diagonal.unsqueeze(-1), self.seen.last_diagonal.unsqueeze(-1)
         return ((self.kv_block == first) | (self.kv_block == last))[:, None]
 
@@ -66,22 +65,22 @@ class BlockProblem:
 
     @staticmethod
     def is_zero(option: object) -> bool:
-        """True for a float option of 0, which stays a number: what it switches off need not be computed."""
+        """True for a float option of 0, which stays a number."""
         return not isinstance(option, Tensor)
 
     def as_tensor(self, option: object) -> Tensor:
-        """An option that is a float or by head, which has been turned into a tensor unless it is 0."""
+        """A float or per-head option as a tensor."""
         if isinstance(option, Tensor):
             return option
         assert option == 0
         return torch.zeros((), dtype=widest_float(self.inputs.query.device), device=self.inputs.query.device)
 
     def key_counts(self) -> Tensor:
-        """Valid keys in every key block, (batch or 1, num_kv_blocks) int64."""
+        """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""
         return in_blocks(self.tokens.key_valid, self.block_size, False).sum(-1)
 
     def last_keys(self) -> Tensor:
-        """Position of the last valid key of every key block, (batch or 1, num_kv_blocks) int64; -1 where it has none."""
+        """Position of each key block's last valid key, (batch or 1, num_kv_blocks) int64; -1 without any."""
         position = torch.arange(self.tokens.key_valid.shape[-1], device=self.tokens.key_valid.device)
         return in_blocks(torch.where(self.tokens.key_valid, position, -1), self.block_size, -1).amax(-1)
 
@@ -91,35 +90,34 @@ class BlockProblem:
         return self.tokens.offset.unsqueeze(-1) + rows
 
     def key_means(self) -> Tensor:
-        """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 where it has none."""
+        """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 without any."""
         means: Tensor = self.steps.key_means(self)
         return means
 
     def query_means(self, blocks: int = 1) -> Tensor:
-        """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 where none is."""
+        """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
         valid = self.tokens.row_valid if self.tokens.padded else None
         means: Tensor = self.steps.block_means(self.inputs.query, valid, blocks * self.block_size)
         return means
 
     def first_block(self) -> Tensor:
-        """Key block of the first valid key, (batch or 1, 1, 1, 1) int64: padding on the left moves it."""
+        """Key block of the first valid key, (batch or 1, 1, 1, 1) int64."""
         return (self.key_counts() > 0).int().argmax(-1)[:, None, None, None]
 
     def sinks(self, count: int) -> Tensor:
-        """The first `count` key blocks from that of the first valid key on, (batch or 1, 1, 1, num_kv_blocks) bool."""
+        """The first `count` key blocks, counted from the first valid key's, (batch or 1, 1, 1, num_kv_blocks) bool."""
         place = self.kv_block - self.first_block()
         return (place >= 0) & (place < count)
 
     def sinks_of_tokens(self, count: int) -> Tensor:
-        """The key blocks that hold one of the first `count` valid keys, (batch or 1, 1, 1, num_kv_blocks) bool."""
+        """Key blocks that hold one of the first `count` valid keys, (batch or 1, 1, 1, num_kv_blocks) bool."""
         valid = self.key_counts()
         before = valid.cumsum(-1) - valid
         return ((before < count) & (valid > 0))[:, None, None]
 
     def diagonals(self, count: int | Tensor) -> Tensor:
-        """Blocks on the nearest `count` block diagonals, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool.
+        """Blocks on the nearest `count` block diagonals, (batch or 1, 1 or num_heads, num_q_blocks, num_kv_blocks) bool.
 
-        A `count` by head, (.., num_heads, 1, 1), gives num_heads maps.
         A query block whose rows stand in two key blocks lies on two diagonals.
         """
         return self.seen.first_diagonal[:, None, :, None] - self.kv_block < count
@@ -131,9 +129,9 @@ class BlockProblem:
         return block_visibility(self.tokens, self.block_size, limit).visible[:, None]
 
     def last_query_blocks(self, count: int) -> Tensor:
-        """The query block of the call's last valid row and the ``count - 1`` before, (batch or 1, 1, num_q_blocks, 1) bool."""
+        """The last `count` query blocks up to the last valid row's, (batch or 1, 1, num_q_blocks, 1) bool."""
         q_block = torch.arange(num_blocks(self.tokens.row_valid.shape[-1], self.block_size), device=self.tokens.offset.device)
-        # rows stand at keys: the last valid one stands at the last valid key, also where only a slice of rows is here
+        # the last valid row stands at the last valid key, even of a slice of rows
         last = (self.last_keys().amax(-1) - self.tokens.offset) // self.block_size
         return (q_block > (last - count).unsqueeze(-1))[:, None, :, None]
 
@@ -145,7 +143,7 @@ def cut_into_blocks(
     q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
     tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, inputs.key)
     if end is not None:
-        # keys up to it are filled, though the rows here may stop before
+        # keys up to it are filled
         key_valid = torch.arange(kv_len, device=end.device) < end.unsqueeze(-1)
         if inputs.attention_mask is not None:
             key_valid = key_valid & inputs.attention_mask
@@ -155,5 +153,5 @@ def cut_into_blocks(
 
 
 def map_bytes(inputs: AttentionInputs, block_size: int) -> int:
-    """Bytes that the map of one head of one batch row takes while its lists are made."""
+    """Bytes of one head's map in one batch row while its lists are made."""
     return _PAIR_BYTES * num_blocks(inputs.query.shape[2], block_size) * num_blocks(inputs.key.shape[2], block_size)

@@ -13,7 +13,7 @@ def candidate_lines(tokens: Tokens, block_size: int, window: int | None) -> Tens
     if tokens.padded or window is not None:
         seen = block_visibility(tokens, block_size, window)
         return torch.stack([seen.visible.any(-2), candidate_diagonals(seen)])
-    # the last row sees every filled key, and the first key lies as far before it as can be
+    # the last row sees every filled key
     block = torch.arange(num_blocks(tokens.key_valid.shape[1], block_size), device=tokens.offset.device)
     filled = block * block_size < tokens.offset.unsqueeze(-1) + tokens.row_valid.shape[1]
     return filled.expand(2, *filled.shape)

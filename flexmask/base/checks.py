@@ -1,4 +1,4 @@
-"""Checks of arguments: the message names the argument, what it must be and what was given."""
+"""Checks of arguments: a message names the argument, what it must be and what was given."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
 
 
 def check_int(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is an int (bool is not)."""
+    """TypeError unless `value` is an int and no bool."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
 
 
 def check_real(name: str, value: object) -> None:
-    """Raise TypeError or ValueError unless `value` is a finite int or float."""
+    """TypeError or ValueError unless `value` is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-    # by comparisons, which torch.compile can trace where the number is symbolic
+    # torch.compile can trace comparisons of a symbolic number
     if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be finite; got {value}")
     if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
@@ -34,19 +34,18 @@ def check_real(name: str, value: object) -> None:
 
 
 def check_int64(name: str, value: int, unit: str) -> None:
-    """Raise ValueError if `value` is past the largest int64, which tensors cannot be compared with."""
+    """ValueError if `value` exceeds int64, which tensors cannot be compared with."""
     if value >= 2**63:
         raise ValueError(f"{name} must be < 2**63 {unit}; got {value}")
 
 
 def check_word(name: str, value: object, words: tuple[str | None, ...]) -> None:
-    """Raise ValueError unless `value` is one of `words`."""
     if value not in words:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}; got {value!r}")
 
 
 def check_shape(name: str, tensor: Tensor, layout: str) -> None:
-    """Raise unless `tensor` is a tensor of four dimensions, none of them empty; `layout` names them."""
+    """Raise unless `tensor` is a tensor of four nonempty dimensions; `layout` names them."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor {layout}; got {type(tensor).__name__}")
     if tensor.dim() != 4:
@@ -56,7 +55,7 @@ def check_shape(name: str, tensor: Tensor, layout: str) -> None:
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Raise unless `tensor` holds values of its own, all of them, on this device."""
+    """Refuse DTensors and tensors of ``torch.vmap`` or of the meta device."""
     if torch.compiler.is_compiling():
         return
     if type(tensor).__name__ == "DTensor":
@@ -70,7 +69,6 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 
 def check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
-    """Raise unless `tensor` has query's dtype and device."""
     if tensor.dtype != query.dtype:
         raise TypeError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
     if tensor.device != query.device:
@@ -89,13 +87,7 @@ def check_inputs(
 ) -> None:
     """Check the arguments that every public function shares; `scores` are scale and softcap.
 
-    DTensors and tensors of ``torch.vmap`` or of the meta device are refused. Only types, shapes, dtypes, devices and ranges are
-    read: no value of a tensor is copied from its device.
-
-    Raises
-    ------
-    TypeError, ValueError
-        With the argument, what it must be and what was given.
+    Reads types, shapes, dtypes, devices and ranges; no value of a tensor is copied from its device.
     """
     _check_query_key(query, key)
     if value is not None:

@@ -1,4 +1,4 @@
-"""The widest float of a device, in which sums and thresholds are computed."""
+"""The widest float of a device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 where `device` has no float64: Apple's GPUs and some of Intel's."""
+    """float64, or float32 where `device` lacks it: Apple's GPUs and some of Intel's. For sums and thresholds."""
     if device.type == "mps":
         return torch.float32
     if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:

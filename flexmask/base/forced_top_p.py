@@ -11,19 +11,10 @@ from flexmask.base.running_sums import running_sums
 def forced_top_p(values: Tensor, forced: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
     """The forced candidates, and the fewest others with which the sum reaches gamma times the sum of all; bool.
 
-    Parameters
-    ----------
-    values
-        (..., n) float32 >= 0; NaN counts as 0.
-    forced
-        Bool, broadcasts to `values`: kept whatever they weigh, and summed first.
-    candidates
-        Bool, broadcasts to `values`.
-    gamma
-        0-d, in whose dtype the sums are; from 1 on every candidate is kept, also one without weight.
+    `values` is (..., n) float32 >= 0, NaN counts as 0; `forced` and `candidates`, bool, broadcast to it. `gamma` is 0-d, of the
+    sums' dtype; 1 keeps every candidate. Of equal values the lower index goes first.
     """
     values = torch.where(candidates, values.nan_to_num(0.0), 0.0)
-    # equal values: the lower index first
     rank_by = torch.where(candidates, torch.where(forced, float("inf"), values), -1.0)
     order = rank_by.sort(dim=-1, descending=True, stable=True).indices
     weights = values.gather(-1, order)

@@ -1,4 +1,4 @@
-"""One attention inputs: its tensors and its geometry, checked once at the public boundary."""
+"""One attention call: its tensors and its geometry, checked once at the public boundary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexmask.base.checks import check_inputs
 
 
 class HeadGroup(NamedTuple):
-    """Batch rows, query heads and key heads that are selected for and attended to in one go."""
+    """Batch rows, query heads and key heads that are processed together."""
 
     batch: slice
     query: slice
@@ -19,35 +19,33 @@ class HeadGroup(NamedTuple):
 
     @staticmethod
     def of_all(inputs: AttentionInputs) -> HeadGroup:
-        """All batch rows and heads."""
         return HeadGroup(slice(0, inputs.query.shape[0]), slice(0, inputs.query.shape[1]), slice(0, inputs.key.shape[1]))
 
     def is_whole(self, query: Tensor) -> bool:
-        """True if these are all heads of `query`."""
         sizes = (self.batch.stop - self.batch.start, self.query.stop - self.query.start)
         return sizes == (query.shape[0], query.shape[1])
 
 
 class AttentionInputs(NamedTuple):
-    """The tensors and numbers of one causal attention call.
+    """The tensors and numbers of one causal attention call, from `attention_inputs`.
 
     Query row t stands at position ``offset + t``. It sees key k iff both are tokens, ``0 <= position - k`` and, with a window,
-    ``position - k < window``. Make one with `attention_inputs`, which checks and fills in the defaults.
+    ``position - k < window``.
     """
 
     query: Tensor  # (batch, num_heads, q_len, head_dim)
     key: Tensor  # (batch, num_kv_heads, kv_len, head_dim)
-    value: Tensor | None  # (batch, num_kv_heads, kv_len, v_head_dim); None where only a mask is made
+    value: Tensor | None  # (batch, num_kv_heads, kv_len, v_head_dim); None for a mask only
     scale: float
     softcap: float | None = None
     window: int | None = None  # tokens, the row's own counted
-    attention_mask: Tensor | None = None  # (batch, kv_len) bool, True = token; None: all are
+    attention_mask: Tensor | None = None  # (batch, kv_len) bool, True = token
     offset: Tensor | None = None  # (batch,) int32, clamped; None: the last row stands at the last key
     sinks: Tensor | None = None  # (num_heads,) floating
-    needs_grad: bool = False  # gradients are on, and an input requires them
+    needs_grad: bool = False
 
     def of_heads(self, group: HeadGroup) -> AttentionInputs:
-        """The same inputs for a group of heads, as views; itself for the group of all."""
+        """Views for a group of heads."""
         if group.is_whole(self.query):
             return self
         value, mask, offset, sinks = self.value, self.attention_mask, self.offset, self.sinks
@@ -61,10 +59,10 @@ class AttentionInputs(NamedTuple):
         )
 
     def prepared(self) -> AttentionInputs:
-        """For attention over blocks: placed, detached unless gradients are needed, and zero where there is no token.
+        """Placed, detached unless gradients are needed, and zero where there is no token.
 
-        A weight of 0 does not hide the memory of padding and of slots behind a chunk's last row: 0 * NaN is NaN. Scores of hidden
-        keys are replaced, but the backward pass multiplies by those keys, as the forward pass by their values.
+        A weight of 0 does not hide NaN in padding or behind a chunk's last row: the forward pass multiplies by hidden values, the
+        backward pass by hidden keys.
         """
         placed, mask = self.placed(), self.attention_mask
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
@@ -80,16 +78,13 @@ class AttentionInputs(NamedTuple):
                 absent = behind if absent is None else absent | behind
             assert absent is not None
             absent = absent[:, None, :, None]
-            # by torch.where: masked_fill copies first, and then fills
+            # not masked_fill, which copies first
             key = torch.where(absent, 0.0, key) if self.needs_grad else key
             value = None if value is None else torch.where(absent, 0.0, value)
         return placed.with_fields(query=query, key=key, value=value, sinks=sinks)
 
     def placed(self) -> AttentionInputs:
-        """With `offset` as a tensor wherever row 0 does not stand at position 0.
-
-        A tensor, also where the host knows the number: another number is not another compilation then.
-        """
+        """With `offset` as a tensor wherever row 0 does not stand at position 0: another offset is not another compilation."""
         batch, q_len, kv_len = self.query.shape[0], self.query.shape[2], self.key.shape[2]
         if self.offset is not None or q_len == kv_len:
             return self
@@ -97,7 +92,7 @@ class AttentionInputs(NamedTuple):
         return self.with_fields(offset=offset)
 
     def with_fields(self, **fields: Any) -> AttentionInputs:
-        """The same inputs with other values in some fields: torch 2.5 cannot trace `_replace`."""
+        """The same with other values in some fields; torch 2.5 cannot trace `_replace`."""
         return AttentionInputs(**{name: fields[name] if name in fields else getattr(self, name) for name in _FIELDS})
 
 
@@ -116,12 +111,12 @@ def attention_inputs(
     q_offset: int | Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> AttentionInputs:
-    """Check the arguments of a public function, which these are (`check_inputs`), and fill in their defaults."""
+    """Check the arguments of a public function (`check_inputs`) and fill in their defaults."""
     check_inputs(query, key, value, {"scale": scale, "softcap": softcap}, window, attention_mask, q_offset, sinks)
     batch, most, offset = query.shape[0], key.shape[2] - query.shape[2], None
-    # int32, as the indices are that kernels hand to a mask_mod (the FLASH backend refuses a mixture)
+    # int32 as the indices of a mask_mod: the FLASH backend refuses a mixture
     if isinstance(q_offset, Tensor):
-        # contiguous by name: the clone of one expanded number keeps its stride of 0, which Inductor's C++ kernel cannot read
+        # a plain clone would keep a stride of 0, which Inductor's C++ kernel cannot read
         offset = q_offset.clamp(0, most).to(torch.int32).expand(batch).clone(memory_format=torch.contiguous_format)
     elif q_offset is not None:
         offset = torch.full((batch,), q_offset, dtype=torch.int32, device=query.device)

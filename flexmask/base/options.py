@@ -1,4 +1,4 @@
-"""Checks of the options that methods have in common, and numbers by query head."""
+"""Checks of options that methods share, and per-head numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor
 from flexmask.base.checks import check_int, check_int64, check_plain, check_real
 from flexmask.base.floats import widest_float
 
-# keeps one block even where all of the largest map, of 8192 by 8192 blocks, weigh the same: a smaller share keeps no fewer
+# keeps one block of an even map of 8192 by 8192 blocks: a smaller share keeps no fewer
 _LEAST_SHARE = 2.0**-30
 
 
 def check_block_size(block_size: object) -> None:
-    """Raise unless `block_size` is a multiple of 16 from 16 to 256."""
     check_int("block_size", block_size)
     assert isinstance(block_size, int)
     if block_size % 16 != 0 or not 16 <= block_size <= 256:
@@ -23,7 +22,6 @@ def check_block_size(block_size: object) -> None:
 
 
 def check_count(name: str, value: object, least: int, unit: str) -> None:
-    """Raise unless `value` is an int of at least `least`."""
     check_int(name, value)
     assert isinstance(value, int)
     check_int64(name, value, unit)
@@ -32,7 +30,7 @@ def check_count(name: str, value: object, least: int, unit: str) -> None:
 
 
 def check_share(name: str, value: object, zero: bool = False) -> None:
-    """Raise unless `value` is a number in (0, 1], or in [0, 1] where `zero` is allowed."""
+    """Raise unless `value` is in (0, 1], or in [0, 1] where `zero` is allowed."""
     check_real(name, value)
     assert isinstance(value, (int, float))
     if not (0 <= value <= 1 if zero else 0 < value <= 1):
@@ -40,7 +38,7 @@ def check_share(name: str, value: object, zero: bool = False) -> None:
 
 
 def check_shares(name: str, value: object) -> None:
-    """Raise unless `value` is a number in (0, 1], a tuple of such numbers, or a tensor, whose values are never read."""
+    """Raise unless `value` is a number in (0, 1], a tuple of them, or a tensor, whose values are not read."""
     if isinstance(value, Tensor):
         return
     if not isinstance(value, tuple):
@@ -53,7 +51,7 @@ def check_shares(name: str, value: object) -> None:
 
 
 def check_budgets(min_budget: object, max_budget: object = None) -> None:
-    """Raise unless the floor is an int >= 0 and the cap None or an int of at least one token and the floor."""
+    """Raise unless the floor is >= 0 and the cap None or at least one token and the floor."""
     check_count("min_budget", min_budget, 0, "tokens")
     if max_budget is not None:
         check_int("max_budget", max_budget)
@@ -67,12 +65,7 @@ def check_budgets(min_budget: object, max_budget: object = None) -> None:
 def shares_by_head(name: str, value: Any, query: Tensor) -> Any:
     """A number, or one per query head: checked against the heads of `query`.
 
-    A tensor comes back in `widest_float`, outside of autograd and clamped to (0, 1]. NaN there counts as 1, which drops nothing.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a tuple of another length, or a tensor of another shape, dtype or device. No value of a tensor is read.
+    A tensor comes back in `widest_float`, detached and clamped to (0, 1]; NaN becomes 1, which drops nothing.
     """
     num_heads = query.shape[1]
     if isinstance(value, Tensor):
@@ -90,10 +83,7 @@ def shares_by_head(name: str, value: Any, query: Tensor) -> Any:
 
 
 def pairs_by_head(name: str, value: Any, num_heads: int) -> tuple[tuple[float, float], ...]:
-    """One pair of numbers for all heads, or one per query head, as a tuple of pairs; or an error.
-
-    Numbers are finite and >= 0.
-    """
+    """One pair of finite numbers >= 0 for all heads, or one per query head, as a tuple of pairs."""
     expected = f"{name} must be a pair of numbers >= 0, or one pair per query head ({num_heads})"
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
         raise TypeError(f"{expected}; got {type(value).__name__}")
@@ -111,5 +101,5 @@ def pairs_by_head(name: str, value: Any, num_heads: int) -> tuple[tuple[float, f
 
 
 def blocks_of(tokens: int | None, block_size: int) -> int | None:
-    """Blocks that so many tokens fill, the last one perhaps in part; None stays None."""
+    """Blocks that `tokens` fill, rounded up; None stays None."""
     return None if tokens is None else -(-tokens // block_size)

@@ -1,4 +1,4 @@
-"""Products of many query rows with many keys, for methods that look at every row."""
+"""Products of all query rows with keys."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from flexmask.base.scores import grouped_scores
 
 
 def products(query: Tensor, key: Tensor) -> Tensor:
-    """``query @ key^T`` in float32 where groups of query heads share a key head, as `grouped_scores`.
-
-    Half-precision operands on CUDA go to the tensor cores as they are: their products are exact and summed in float32, as after
-    a conversion, which would cost a tenth of the speed.
-    """
+    """As `grouped_scores`; on CUDA half-precision operands go to tensor cores as they are: exact products, summed in float32."""
     half = query.dtype == key.dtype and query.dtype in (torch.float16, torch.bfloat16)
     if not (half and query.is_cuda and HAS_BMM_TO_FLOAT32):
         return grouped_scores(query, key)

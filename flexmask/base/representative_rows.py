@@ -13,16 +13,16 @@ from flexmask.base.visibility import Tokens
 class RepresentativeRows(NamedTuple):
     """Up to block_size query rows; the leading size is batch, or 1 where all batch rows agree."""
 
-    row: Tensor  # (batch or 1, block_size) int64 rows of query; 0 where not taken
-    taken: Tensor  # (batch or 1, block_size) bool; False where there are fewer valid rows than block_size
+    row: Tensor  # (batch or 1, block_size) int64; 0 where not taken
+    taken: Tensor  # (batch or 1, block_size) bool; False past the number of valid rows
     position: Tensor  # (batch or 1, block_size) int64
 
 
 def representative_rows(which: str, tokens: Tokens, block_size: int) -> RepresentativeRows:
-    """The last (or the middle) block_size valid query rows, adjacent or not; all valid rows where there are fewer."""
+    """The last (or the middle) block_size valid query rows, adjacent or not; fewer if there are no more."""
     q_len = tokens.row_valid.shape[1]
     slot = torch.arange(block_size, device=tokens.offset.device)
-    rank = tokens.row_valid.cumsum(-1) if tokens.padded else None  # (batch, q_len): valid rows up to and with this one
+    rank = tokens.row_valid.cumsum(-1) if tokens.padded else None  # (batch, q_len)
     num_valid = torch.full_like(tokens.offset, q_len) if rank is None else rank[:, -1]
     first = (num_valid - block_size).clamp(min=0)
     if which == "middle":

@@ -9,17 +9,10 @@ _FRACTION_BITS = 40
 
 
 def running_sums(values: Tensor, precision: torch.dtype) -> Tensor:
-    """Cumulative sums over the last dimension, in `precision`.
+    """Cumulative sums over the last dimension, in `precision`: torch.float64 or torch.float32.
 
-    A running float32 sum over a large map never reaches .99 of its total. Where `precision` is float32, for devices without
-    float64, the sums are therefore exact ones of int64, of values cut to 40 binary places, and rounded at the end.
-
-    Parameters
-    ----------
-    values
-        Float32, >= 0, with sums of at most 2**22. NaN or infinity spoil the sums of their own line.
-    precision
-        torch.float64 or torch.float32.
+    `values` are float32 >= 0 with sums of at most 2**22; NaN affects only its line. A running float32 sum over a large map never
+    reaches 0.99 of its total: without float64 the sums are int64, of values cut to 40 binary places.
     """
     if precision == torch.float64:
         return values.double().cumsum(-1)

@@ -1,4 +1,4 @@
-"""Attention scores: grouped heads, soft cap, softmax over what is visible."""
+"""Attention scores: grouped heads, soft cap, softmax over visible entries."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 def grouped_scores(query: Tensor, key: Tensor) -> Tensor:
-    """``query @ key^T`` in float32 where groups of query heads share a key head.
-
-    (batch, num_heads, rows, head_dim) and (batch, num_kv_heads, columns, head_dim) give (batch, num_heads, rows, columns).
-    """
+    """``query @ key^T`` in float32 where groups of query heads share a key head, (batch, num_heads, rows, columns)."""
     batch, num_heads, rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
     groups = num_heads // num_kv_heads
@@ -20,14 +17,14 @@ def grouped_scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Soft-capped scores, ``softcap * tanh(scores / softcap)``; unchanged where softcap is None."""
+    """``softcap * tanh(scores / softcap)``; unchanged where softcap is None."""
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
     """Softmax over the visible entries of the last dimension, 0 elsewhere; a row that sees nothing comes out even, not 0.
 
-    It writes over `scores`: on CPUs new memory would take longer than the arithmetic.
+    Overwrites `scores`: on CPUs new memory takes longer than the arithmetic.
     """
     scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
     if scores.device.type != "cpu" or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""The outcome of a selection: index lists, the map of kept blocks, and what its statistics are computed from."""
+"""The outcome of a selection: index lists, the map of kept blocks, and evidence for statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class BlockLists(NamedTuple):
     """The four tensors of a BlockMask: contiguous int32, indices ascending, entries past the count 0.
 
-    Partial blocks (``kv_*``) go through mask_mod, full ones (``full_kv_*``) do not; a block is never in both.
+    Partial blocks (``kv_*``) go through mask_mod, full ones (``full_kv_*``) do not; no block is in both.
     """
 
     kv_num_blocks: Tensor  # (batch, num_heads, num_q_blocks)
@@ -24,13 +24,12 @@ class Selected(NamedTuple):
     """The blocks that a selector keeps of one call, and how its mask is made of them."""
 
     lists: BlockLists  # of (batch, num_heads or 1) heads
-    # (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool: the mask_mod holds the block choice too, so that ``to_dense()``
-    # and uncompiled flex_attention agree with the lists. None: it holds visibility alone, and the lists do the selection.
+    # (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool, in the mask_mod too; None: that holds visibility only
     keep: Tensor | None
     stats: dict[str, Tensor]  # by name (`flexmask.stats`), (batch, num_heads)
     block_size: int
-    title: str | None = None  # of the mask_mod; None: what it hides
-    # a user's own, of that title, which hides pairs too
+    title: str | None = None  # of the mask_mod
+    # a user's own, which hides pairs too
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def without_heads(self, runs: Sequence[slice]) -> Selected:
@@ -47,7 +46,6 @@ class Selection(NamedTuple):
 
     lists: BlockLists
     keep: Tensor | None  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
-    # by the statistic's name (`flexmask.stats`): computes it, (batch, num_heads)
-    evidence: Mapping[str, Callable[[], Tensor]] = {}  # nobody writes to it
-    # of a user's mask: it hides pairs inside of the blocks too
+    evidence: Mapping[str, Callable[[], Tensor]] = {}  # by statistic (`flexmask.stats`): computes it, (batch, num_heads)
+    # of a user's mask, which hides pairs too
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None

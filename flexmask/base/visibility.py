@@ -1,7 +1,7 @@
 """Visibility by token and by block: causality, padding, window and the chunk's offset.
 
 A pair (row, key) is visible iff both tokens are valid, ``0 <= position - k`` and, with a window, ``position - k < window``.
-Query row t stands at position ``offset + t``; keys at positions ``>= offset + q_len`` are not filled yet, so not valid.
+Keys at positions ``>= offset + q_len`` are not filled yet, so not valid.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ class Tokens(NamedTuple):
     offset: Tensor  # (batch or 1,) int64: position of query row 0
     key_valid: Tensor  # (batch or 1, kv_len) bool
     row_valid: Tensor  # (batch or 1, q_len) bool
-    padded: bool  # whether an attention mask was given; without one every query row is valid
-    filled: bool  # every key is valid: no padding, and no offset that might leave keys unfilled
+    padded: bool  # an attention mask was given; without one every query row is valid
+    filled: bool  # every key is valid: neither padding nor an offset
 
 
 class BlockEdges(NamedTuple):
-    """Edges that decide if a pair of blocks is visible or full, by query block and by key block; the leading size is batch or 1.
+    """Edges that decide whether a pair of blocks is visible or full; the leading size is batch or 1, positions are int64.
 
-    Positions are int64. A valid row sees its own key, so a query block sees every key block that one of its valid rows stands in.
-    Of an earlier key block, its first valid row sees something iff the block's last valid key lies in that row's window; later
-    rows see no more.
+    A query block sees every key block that one of its valid rows stands in. Of an earlier key block its first valid row sees
+    something iff the block's last valid key lies in that row's window; later rows see no more.
     """
 
-    first_row: Tensor  # (.., num_q_blocks): position of the block's first row
-    last_row: Tensor  # (.., num_q_blocks): position of its last row
-    first_valid_row: Tensor  # (.., num_q_blocks): position of its first valid row; 2 * kv_len where it has none
-    own_first: Tensor  # (.., num_q_blocks): key block of the first row, if a valid row stands in it, else -1
+    first_row: Tensor  # (.., num_q_blocks)
+    last_row: Tensor  # (.., num_q_blocks)
+    first_valid_row: Tensor  # (.., num_q_blocks); 2 * kv_len without any
+    own_first: Tensor  # (.., num_q_blocks): key block of the first row, -1 if no valid row stands in it
     own_last: Tensor  # (.., num_q_blocks): key block of the last row, likewise
     rows_whole: Tensor  # (.., num_q_blocks) bool: every row is valid
-    last_valid_key: Tensor  # (.., num_kv_blocks): position of the block's last valid key; -kv_len where it has none
+    last_valid_key: Tensor  # (.., num_kv_blocks); -kv_len without any
     keys_whole: Tensor  # (.., num_kv_blocks) bool: every key is valid
 
 
@@ -46,20 +45,19 @@ class BlockVisibility(NamedTuple):
 
     visible: Tensor  # (batch or 1, num_q_blocks, num_kv_blocks) bool: some pair is visible
     full: Tensor  # the same shape, bool: every existing pair is visible
-    first_diagonal: Tensor  # (batch or 1, num_q_blocks) int64: key block that holds the position of the block's first row
-    last_diagonal: Tensor  # the same for its last row; equal to it where the offset is a multiple of the block
+    first_diagonal: Tensor  # (batch or 1, num_q_blocks) int64: key block of the first row's position
+    last_diagonal: Tensor  # the same for the last row
 
 
 def num_blocks(length: int, block_size: int) -> int:
-    """Number of blocks that `length` tokens fill, the last one perhaps in part."""
     return (length + block_size - 1) // block_size
 
 
 def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mask: Tensor | None, key: Tensor) -> Tokens:
     """Positions and validity of every token.
 
-    `offset` is None for bottom-right alignment, else integer, 0-d or (batch,); it is clamped to [0, kv_len - q_len] here,
-    so that no value can take an index out of range. `attention_mask` is (batch, kv_len) or None.
+    `offset`, None for bottom-right alignment, else integer, 0-d or (batch,), is clamped to [0, kv_len - q_len]. `attention_mask`
+    is (batch, kv_len) or None.
     """
     filled = offset is None and attention_mask is None
     if offset is None:
@@ -76,7 +74,6 @@ def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mas
 
 
 def block_edges(tokens: Tokens, block_size: int) -> BlockEdges:
-    """The edges of all query blocks and key blocks, without looking at pairs of tokens."""
     device = tokens.offset.device
     kv_len, q_len = tokens.key_valid.shape[1], tokens.row_valid.shape[1]
     first_key = _first_keys(tokens, block_size)
@@ -125,7 +122,7 @@ def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> Blo
 
 
 def blocks_seen_by_rows(positions: Tensor, tokens: Tokens, block_size: int, window: int | None) -> Tensor:
-    """Mark the key blocks that hold a key visible to a valid row at each of `positions` (batch or 1, rows).
+    """Key blocks that hold a key visible to a valid row at each of `positions` (batch or 1, rows).
 
     Returns (batch or 1, rows, num_kv_blocks) bool; the rule is that of `block_visibility` for a single row.
     """
@@ -139,14 +136,14 @@ def blocks_seen_by_rows(positions: Tensor, tokens: Tokens, block_size: int, wind
 
 
 def valid_keys(tokens: Tokens, block_size: int) -> Tensor:
-    """Number of valid keys in every key block, (batch or 1, num_kv_blocks) int64."""
+    """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""
     if tokens.padded:
         return in_blocks(tokens.key_valid, block_size, False).sum(-1)
     return (_last_filled(tokens, block_size) + 1 - _first_keys(tokens, block_size)).clamp(min=0)
 
 
 def last_valid_keys(tokens: Tokens, block_size: int) -> Tensor:
-    """Position of the last valid key of every key block, (batch or 1, num_kv_blocks) int64; -kv_len where it has none."""
+    """Position of each key block's last valid key, (batch or 1, num_kv_blocks) int64; -kv_len without any."""
     first, none = _first_keys(tokens, block_size), -tokens.key_valid.shape[1]
     if tokens.padded:
         position = first.unsqueeze(-1) + torch.arange(block_size, device=first.device)
@@ -156,12 +153,12 @@ def last_valid_keys(tokens: Tokens, block_size: int) -> Tensor:
 
 
 def _first_keys(tokens: Tokens, block_size: int) -> Tensor:
-    """Position of the first key of every key block, (num_kv_blocks,)."""
+    """Position of each key block's first key, (num_kv_blocks,)."""
     return torch.arange(num_blocks(tokens.key_valid.shape[1], block_size), device=tokens.offset.device) * block_size
 
 
 def _last_filled(tokens: Tokens, block_size: int) -> Tensor:
-    """Position of the last filled key of every key block, (batch or 1, num_kv_blocks); before the block where it has none."""
+    """Position of each key block's last filled key, (batch or 1, num_kv_blocks); before the block without any."""
     kv_len, q_len = tokens.key_valid.shape[1], tokens.row_valid.shape[1]
     filled = (tokens.offset + q_len).clamp(max=kv_len).unsqueeze(-1)
     return torch.minimum(_first_keys(tokens, block_size) + block_size, filled) - 1
@@ -175,10 +172,10 @@ def in_blocks(x: Tensor, block_size: int, fill: bool | float) -> Tensor:
 
 
 def whole_blocks(x: Tensor, dim: int, block_size: int) -> Tensor:
-    """`x` with its dimension `dim` parted into (blocks, block_size), the last block filled up with zeros."""
+    """Cut dimension `dim` into (blocks, block_size), the last block filled up with zeros."""
     length = x.shape[dim]
     blocks = num_blocks(length, block_size)
-    # a compilation for all lengths must not ask; uncompiled, it saves a copy
+    # uncompiled it saves a copy; compiled, one graph serves all lengths
     if torch.compiler.is_compiling() or length != blocks * block_size:
         x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, blocks * block_size - length))
     return x.unflatten(dim, (blocks, block_size))

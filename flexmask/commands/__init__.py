@@ -1,1 +1,1 @@
-"""The program `flexmask`: one file a command, each a thin front of library code. ``main.py`` starts it, ``app.py`` lists them."""
+"""The program `flexmask`, one command per file."""

@@ -1,4 +1,4 @@
-"""The program's commands and the options before them."""
+"""The program's commands, and the options before them."""
 
 from __future__ import annotations
 

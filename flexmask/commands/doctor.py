@@ -80,7 +80,6 @@ def doctor(
 
 
 def _of_the_adapter(needed: bool) -> list[Problem]:
-    """Problems of the Hugging Face adapter: the installed transformers."""
     severity = "error" if needed else "warning"
     try:
         from flexmask.integrations.huggingface.compat import check_release
@@ -112,7 +111,7 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
 def _planned(
     config: Any, settings: PrefillSettings | None, arguments: dict[str, Any], about: dict[str, Any]
 ) -> Sequence[PlannedLayer]:
-    """The plan of each layer; `about` gets the reason if the model is refused as a whole, or cannot be followed."""
+    """The plan of each layer; `about` gets the reason if the model as a whole is refused or unknown."""
     about["refused"] = about["unknown"] = None
     try:
         from flexmask.integrations.huggingface.layer_plan import layer_plan

@@ -26,21 +26,21 @@ class CommandError(Exception):
 
 
 def usage_error(message: str, option: str | None = None) -> NoReturn:
-    """Say what is wrong with the command line, naming the option, and exit with the code for that."""
+    """Exit with the code for a wrong command line, naming the option."""
     raise typer.BadParameter(message, param_hint=None if option is None else f"'{option}'")
 
 
 def needs(package: str, extra: str) -> CommandError:
-    """The error of a command that an optional package is missing for."""
+    """The error for a missing optional package."""
     return CommandError(f"this command needs {package}: pip install 'flexmask[{extra}]'", exit_codes.MISSING)
 
 
 @contextlib.contextmanager
 def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -> Iterator[None]:
-    """Turn the library's errors about arguments, and files that cannot be read, into errors about options.
+    """Turn the library's errors about arguments, and unreadable files, into errors about options.
 
-    The library's messages open with the argument's name: ``gamma must be in (0, 1]; got 2`` is said of ``--gamma`` where that is
-    one of `options`, or of what `by_name` gives for the argument, else of `otherwise`; without one it stays what it is.
+    ``gamma must be in (0, 1]; got 2`` becomes an error of ``--gamma`` if that is in `options`, else of what `by_name` has for the
+    argument, else of `otherwise`; without one it is raised again.
     """
     try:
         yield
@@ -56,10 +56,9 @@ def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -
 
 
 class Group(TyperGroup):
-    """The commands; what any of them raises ends as one line and an exit code."""
+    """The commands; an exception ends as one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -68,7 +67,7 @@ class Group(TyperGroup):
         except CommandError as error:
             shown: Exception = error
             message, code = str(error), error.code
-        # what the library refuses or cannot do; anything else is a bug, and shows its traceback
+        # anything else is a bug, and shows its traceback
         except (ImportError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, (typer.Exit, typer.Abort)):  # which are RuntimeErrors
                 raise

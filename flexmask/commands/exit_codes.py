@@ -1,11 +1,7 @@
-"""The exit codes of every command; docs/command-line.md has the same table."""
+"""Exit codes of the commands (docs/command-line.md)."""
 
 OK = 0
-# the command ran and found a problem, or could not finish
-PROBLEM = 1
-# an unknown option, a value out of its range, a file that is missing or is not what it should be
+PROBLEM = 1  # found one, or could not finish
 USAGE = 2
-# an optional package is missing
-MISSING = 3
-# by Ctrl-C, as shells count it: 128 + SIGINT
-INTERRUPTED = 130
+MISSING = 3  # an optional package
+INTERRUPTED = 130  # 128 + SIGINT

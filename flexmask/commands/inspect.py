@@ -1,4 +1,4 @@
-"""``flexmask inspect``: what sparse prefill keeps of one prompt, as one page with pictures."""
+"""``flexmask inspect``: what sparse prefill keeps of one prompt, as a page with pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model, the tokenizer and the texts that a command works on."""
+"""The model, tokenizer and texts of a command; errors name the option."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_config(model: str, option: str = "--model") -> Any:
-    """The config of a model, without its weights; errors name `option`."""
+    """The config of a model, without its weights."""
     model = _expanded(model)
     auto, local = _transformers(), _local(model, option)
     try:
@@ -34,10 +34,7 @@ def load_config(model: str, option: str = "--model") -> Any:
 def load_model(
     model: str, output: Output, device: str | None = None, dtype: str | None = None, option: str = "--model"
 ) -> tuple[PreTrainedModel, Any]:
-    """A decoder and its tokenizer, from a folder (without network) or by name; with the attention that it has by default.
-
-    `device` and `dtype` are those of the options `Device` and `DType`; errors name `option`.
-    """
+    """A decoder and its tokenizer, from a folder (without network) or by name, with its default attention."""
     model = _expanded(model)
     auto, local = _transformers(), _local(model, option)
     chosen = chosen_device(device)
@@ -54,7 +51,7 @@ def load_model(
 
 
 def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSettings | None, tokens: int) -> None:
-    """Remark, before the wait, that a short prompt runs dense; without `settings` by the model's own."""
+    """Remark, before the wait, that a short prompt runs dense."""
     from flexmask.integrations.huggingface.model_config import model_settings
 
     dense_below = (settings or model_settings(model)).run_options.policy.dense_below
@@ -63,7 +60,7 @@ def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSet
 
 
 def chosen_device(device: str | None) -> str:
-    """The device of an option, checked: CUDA where there is one, else the CPU, unless it is named."""
+    """The device of an option, checked. Default: CUDA if available, else the CPU."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "auto":
@@ -76,7 +73,7 @@ def chosen_device(device: str | None) -> str:
 
 
 def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
-    """The dtype of an option, checked: float32 on a CPU, where it is faster, else bfloat16, unless it is named."""
+    """The dtype of an option, checked. Default: float32 on a CPU, where it is faster, else bfloat16."""
     if dtype is None:
         return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in DTYPES:
@@ -101,7 +98,7 @@ def read_text(path: str, option: str = "--prompt") -> str:
 
 
 def token_ids(tokenizer: Any, text: str, most: int | None = None, chat: bool = False) -> Tensor:
-    """(1, length): the tokens of a text, at most the first `most`; with `chat` as a user's message, the answer next."""
+    """(1, length): the tokens of a text, at most the first `most`; with `chat` as a user's message."""
     if chat:
         if not getattr(tokenizer, "chat_template", None):
             usage_error("the model's tokenizer has no chat template", "--chat")
@@ -116,14 +113,14 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise needs("transformers", "hf") from error
-    # no second progress bar, and no warnings about long texts
+    # no second progress bar
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
 
 def _expanded(model: str) -> str:
-    """The home folder in place of ~, which a shell leaves in --model=~/folder."""
+    """Expand ~, which a shell leaves in --model=~/folder."""
     return os.path.expanduser(model)
 
 
@@ -134,7 +131,7 @@ def _local(model: str, option: str) -> bool:
         if not (path / "config.json").is_file():
             usage_error(f"{model} is not a model: it has no config.json", option)
         return True
-    # a name on the hub is one word, or owner/name; a folder that is there owns no models
+    # a name on the hub is one word, or owner/name
     in_a_folder = "/" in model and path.parent.is_dir()
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
         usage_error(f"no folder {model}", option)

@@ -1,4 +1,4 @@
-"""The entry point, which also answers where the packages of the command line are missing."""
+"""The entry point; reports missing packages of the command line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import sys
 
 from flexmask.commands.exit_codes import MISSING
 
-# those of the extra `cli`
-_NEEDED = ("typer", "rich")
+_NEEDED = ("typer", "rich")  # of the extra `cli`
 
 
 def main() -> None:

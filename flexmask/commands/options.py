@@ -1,4 +1,4 @@
-"""Options that several commands share: the model, the method and its options."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Settings = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings as JSON, as 'flexmask tune' writes them; options override them.")
 ]
 
-# those with a flag of their own; errors about any other name go to --option
+# errors about any other name go to --option
 _FLAGS = ("--method", "--gamma", "--min-budget", "--dense-below")
 
 
 def settings_from(settings: Path | None = None, others: list[str] | None = None, **options: Any) -> PrefillSettings | None:
-    """The settings that a command's options name; None where they name none: then the model's own hold.
+    """The settings that a command's options name; None if they name none: then the model's own hold.
 
-    Options override those of the file `settings`. `options` that are None were not given, `others` are NAME=VALUE.
+    Options override those of the file `settings`. `options` that are None were not given; `others` are NAME=VALUE.
     """
     chosen = given_options(others, **options)
     if settings is None and not chosen:
@@ -62,12 +62,12 @@ def settings_from(settings: Path | None = None, others: list[str] | None = None,
         try:
             return PrefillSettings.from_dict({**saved, **chosen})
         except ValueError as error:
-            # without the source that the message begins with: the option takes its place
+            # without the message's source: the option replaces it
             raise error.__cause__ or error from None
 
 
 def given_options(others: list[str] | None = None, **options: Any) -> dict[str, Any]:
-    """The options that were given: those that are not None, and NAME=VALUE pairs, whose values are JSON or words."""
+    """The options that are not None, and NAME=VALUE pairs, whose values are JSON or words."""
     found = {name: value for name, value in options.items() if value is not None}
     for each in others or ():
         name, given, value = (part.strip() for part in each.partition("="))
@@ -80,7 +80,7 @@ def given_options(others: list[str] | None = None, **options: Any) -> dict[str, 
 
 
 def _parsed(value: str) -> Any:
-    """JSON, a number that JSON would write otherwise (.9), or a word."""
+    """JSON, a number that JSON would write otherwise, or a word."""
     for parse in (json.loads, float):
         try:
             return parse(value)

@@ -1,4 +1,4 @@
-"""Prints for a command: its result on stdout, as text or as one JSON document; progress and remarks on stderr."""
+"""Results on stdout, as text or as one JSON document; progress and remarks on stderr."""
 
 from __future__ import annotations
 
@@ -17,22 +17,15 @@ from rich.text import Text
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
 _WIDE = 10_000
-# called with what is done and what there is to do
-Advance = Callable[[int, int], None]
+Advance = Callable[[int, int], None]  # done, total
 
 
 class Output:
-    """The two streams of one command.
-
-    Parameters
-    ----------
-    as_json
-        True for one JSON document on stdout; progress is silent then.
-    """
+    """The two streams of one command; with `as_json` the result is JSON and progress silent."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        # wide enough where nobody looks: a log or a pipe gets whole lines
+        # a log or a pipe gets whole lines
         self._out = Console(soft_wrap=True, highlight=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
         self._err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
@@ -42,13 +35,13 @@ class Output:
             self._out.print(text, markup=False)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
-        """A table of the result, its numbers to the right; not with JSON."""
+        """A table of the result; not with JSON."""
         if self.as_json:
             return
         if title:
-            # rich would fold a table's own title to the table's width
+            # rich folds a table's title to its width
             self.line(title)
-        # as Text: what looks like rich's markup is none
+        # as Text: no markup
         table = Table(box=None, pad_edge=False, header_style="bold")
         for at, name in enumerate(columns):
             numbers = [row[at] for row in rows if row[at] not in ("", None)]
@@ -59,20 +52,17 @@ class Output:
         self._out.print(table, soft_wrap=False)
 
     def remark(self, text: str) -> None:
-        """One line on stderr, with JSON too: where a file went, what was left out."""
+        """One line on stderr, with JSON too."""
         self._err.print(text, markup=False)
 
     def result(self, document: dict[str, Any]) -> None:
-        """The result as a JSON document, where that is wanted; numbers that JSON does not have become null."""
+        """The result as a JSON document, if requested; NaN and infinity become null."""
         if self.as_json:
             print(json.dumps(_json_value(document), indent=2))
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        """A bar on stderr while something runs: a spinner until the first call of what this gives, then a count.
-
-        Silent with JSON and where stderr is no terminal.
-        """
+        """A bar on stderr: a spinner, then a count by the yielded function. Silent with JSON or without a terminal."""
         counted = (BarColumn(), MofNCompleteColumn())
         bar = Progress(
             SpinnerColumn(),

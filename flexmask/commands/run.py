@@ -1,4 +1,4 @@
-"""``flexmask run``: another program with attn_implementation="flexmask" registered in it and in its children."""
+"""``flexmask run``: another program with attn_implementation="flexmask" registered in it and its children."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(
         raise needs("transformers", "hf")
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))}
     variables[NAME_VARIABLE] = name
-    # empty without settings: those of a surrounding `flexmask run` must not apply
+    # empty, so a surrounding `flexmask run` does not apply
     variables[SETTINGS_VARIABLE] = "" if chosen is None else json.dumps(chosen.to_dict())
     if environment:
         output = Output(as_json)
@@ -87,7 +87,7 @@ def _arguments(program: str) -> list[str]:
 
 
 def _runs_as_module(name: str) -> bool:
-    """True for a module, or a package with a ``__main__``; found without importing anything."""
+    """True for a module, or a package with a ``__main__``; imports nothing."""
     # python -m looks in the current folder first
     where: list[str] | None = [os.getcwd(), *sys.path]
     parts, spec = name.split("."), None
@@ -102,7 +102,7 @@ def _runs_as_module(name: str) -> bool:
 
 
 def _start(command: list[str], environment: dict[str, str]) -> None:
-    """Become the program where that is possible, so that signals and its exit code are its own."""
+    """Replace this process on POSIX, which passes signals and the exit code on."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "posix":

@@ -62,7 +62,7 @@ def tune(
     if out.is_file() and out.name == "config.json":
         usage_error("config.json is a model's; name another file", "--out")
     if not resume and measured.exists():
-        # kept until the new one is complete: an option may be wrong
+        # kept: an option may be wrong
         measured.replace(measured.with_name(measured.name + ".old"))
     own = ("--density", "--error", "--method", "--min-budget", "--dense-below", "--resume")
     try:

@@ -1,4 +1,4 @@
-"""The choice of FlexAttention's backend: the limits of each, and their tile sizes."""
+"""The choice of FlexAttention's backend, and the limits of each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flexmask.base.inputs import AttentionInputs
 BACKENDS = ("auto", "triton", "flash")
 _FLASH_BLOCK_SIZE = 128
 _FLASH_HEAD_DIM = 128
-# major compute capability: where FLASH was seen to work, and others that flash-attn-4 has kernels with block lists for
+# major compute capability: where FLASH was run, and others with block-sparse kernels in flash-attn-4
 _HOPPER = 9
 _BLACKWELL = (10, 11)
 
 
 def flash_installed() -> bool:
-    """Look for the flash-attn-4 package without importing it; flash-attn 2 has a folder ``cute`` too, without block sparsity."""
+    """True if flash-attn-4 is installed; flash-attn 2 has a folder ``cute`` too, without block sparsity."""
     spec = importlib.util.find_spec("flash_attn")
     folders = () if spec is None else spec.submodule_search_locations or ()
     return any((Path(folder) / "cute" / "block_sparsity.py").is_file() for folder in folders)
@@ -30,32 +30,17 @@ _HAS_FLASH = HAS_FLASH_BACKEND and flash_installed()
 
 
 def flash_available() -> bool:
-    """True if FlexAttention's FLASH backend can be used: torch >= 2.10 and the flash-attn-4 package."""
+    """True if FlexAttention's FLASH backend can be used."""
     return _HAS_FLASH
 
 
 def chosen_backend(
     backend: str, inputs: AttentionInputs, block_size: int, return_lse: bool = False, is_dense: bool = False
 ) -> str:
-    """Resolve "auto" and refuse what a backend cannot do.
+    """Resolve "auto" to "cpu", "triton" or "flash", and refuse what a backend cannot do.
 
-    `return_lse`: the caller wants the log-sum-exp. Sinks need it too. `is_dense`: the call runs by SDPA, and the backend only has
-    to be one that would do.
-
-    Returns
-    -------
-    str
-        "cpu", "triton" or "flash".
-
-    Warns
-    -----
-    UserWarning
-        If "flash" was asked for where it was never run.
-
-    Raises
-    ------
-    ValueError
-        If "flash" or "triton" was asked for where it cannot run.
+    `is_dense`: the call runs by SDPA, the backend is only checked. Raises ValueError if a named backend cannot run here; warns
+    where "flash" is untested.
     """
     query, value = inputs.query, inputs.value
     assert value is not None
@@ -86,7 +71,7 @@ def chosen_backend(
         if not flash_available():
             raise ValueError('backend="flash" needs torch >= 2.10 and the package flash-attn-4, which is not installed')
         if capability in _BLACKWELL and not torch.compiler.is_compiling():
-            # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program there
+            # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212
             warnings.warn(
                 f'backend="flash" is untested on compute capability {capability}, where flash-attn-4 is said to take query '
                 'blocks of 256 tokens, and ours have 128; backend="triton" does not depend on that',
@@ -104,7 +89,6 @@ def chosen_backend(
 
 
 def _check_sparse(device: str, needs_grad: bool, return_lse: bool) -> None:
-    """Refuse what no sparse call can do."""
     if is_exporting():
         raise NotImplementedError(
             "torch.export cannot take sparse attention: an exported program may run flex_attention uncompiled, which ignores the "

@@ -1,4 +1,4 @@
-"""Build the BlockMask of index lists; every method's mask comes from here."""
+"""The BlockMask of index lists."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from flexmask.flex.mask_mods import kept_mask_mod, limited_mask_mod, named, visi
 
 
 def block_mask(inputs: AttentionInputs, selected: Selected) -> BlockMask:
-    """The BlockMask of kept blocks, for placed inputs, whose visibility the mask_mod applies inside partial blocks.
-
-    Where the inputs need gradients it has the lists by key block that the backward pass reads.
-    """
+    """The BlockMask of kept blocks, for placed inputs; with the lists by key block where the inputs need gradients."""
     mask_mod, title = visible_mask_mod(inputs), selected.title
     if selected.keep is not None:
         mask_mod = kept_mask_mod(mask_mod, selected.keep, selected.block_size)
@@ -33,7 +30,7 @@ def block_mask(inputs: AttentionInputs, selected: Selected) -> BlockMask:
     mask = block_mask_from_lists(selected.lists, mask_mod, selected.block_size, lengths, inputs.needs_grad)
     if not torch.compiler.is_compiling():
         parts = (selected, lengths, inputs.window, inputs.attention_mask, inputs.offset)
-        # by a weak reference: a cycle would keep the memory of dropped masks until Python looks for cycles
+        # a cycle would keep dropped masks in memory until garbage collection
         owner = weakref.ref(mask)
         mask.__reduce_ex__ = functools.partial(_pickled, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
         mask.to = functools.partial(_moved, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
@@ -45,8 +42,8 @@ def _is_as_made(mask: BlockMask, mask_mod: Any, parts: tuple[Any, ...]) -> bool:
 
 
 def _moved(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...], device: torch.device | str) -> BlockMask:
-    """The mask on `device`, what its mask_mod captures too, which BlockMask's own method leaves behind."""
-    mask = owner()  # None of a mask that had no name: ``flexprefill_mask(...).to(device)``
+    """The mask on `device`, with its mask_mod's tensors, which BlockMask's own method leaves behind."""
+    mask = owner()  # None for ``flexprefill_mask(...).to(device)``
     if mask is not None and not _is_as_made(mask, mask_mod, parts):
         return BlockMask.to(mask, device)
     rest: list[Any] = [part.to(device) if isinstance(part, Tensor) else part for part in parts[1:]]
@@ -55,12 +52,12 @@ def _moved(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...],
 
 
 def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...], protocol: int) -> tuple[Any, ...]:
-    """The parts from which pickle and deepcopy make the mask again: its mask_mod is a closure, which does not pickle."""
+    """Parts from which pickle and deepcopy rebuild the mask, whose mask_mod is a closure."""
     mask = owner()
     assert mask is not None
     if _is_as_made(mask, mask_mod, parts):
         return _unpickled, parts
-    # changed since: as any BlockMask, which deepcopy takes, and pickle where it takes the mask_mod
+    # changed since: as any BlockMask
     state = {name: value for name, value in vars(mask).items() if name not in ("__reduce_ex__", "to")}
     return copyreg.__newobj__, (BlockMask,), state  # type: ignore[attr-defined]  # typeshed lacks it
 
@@ -68,7 +65,7 @@ def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...
 def _unpickled(
     selected: Selected, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
 ) -> BlockMask:
-    """`block_mask` again, of what a pickled one is made of; of query and key it reads the lengths and the device alone."""
+    """`block_mask` from its parts; of query and key it reads only lengths and device."""
     indices = selected.lists.kv_indices
     query, key = (indices.new_empty(()).expand(indices.shape[0], 1, length, 1) for length in lengths)
     return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset), selected)

@@ -9,22 +9,18 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import token_validity
 from flexmask.flex.visible import attention_to_visible, is_written_out, sdpa
 
-_MOST_SCORES = 2**28  # a float32 each, where attention is written out
-_MOST_VISIBLE = 2**26  # a bool each, and SDPA's own copy
+_MOST_SCORES = 2**28  # float32
+_MOST_VISIBLE = 2**26  # bool, and SDPA's copy
 
 
 def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention to every visible key: SDPA where it can, else written out in float32. Autocast must be off.
 
-    SDPA has neither soft-capping nor sinks nor the log-sum-exp. Rows that see nothing give zero and a log-sum-exp of -inf. What
-    needs a map of visible keys goes through the query rows in parts: 64 MiB of map, or a GiB of scores where attention is written
-    out, at a time; inside a surrounding compilation in one.
+    Rows that see nothing give zero and a log-sum-exp of -inf. Calls with a map of visible keys go through the query rows in
+    parts of 64 MiB of map or a GiB of scores, in a surrounding compilation at once.
 
-    Returns
-    -------
-    tuple
-        (batch, num_heads, q_len, v_head_dim) in query's dtype; (batch, num_heads, q_len) float32 with `return_lse`, else None.
-        The log-sum-exp is of the keys only, without the sinks.
+    Returns (batch, num_heads, q_len, v_head_dim) in query's dtype, and with `return_lse` (batch, num_heads, q_len) float32, of
+    the keys without the sinks.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
@@ -32,7 +28,7 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
     if not sdpa_serves(inputs, return_lse):
         tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
     else:
-        # a single row at the end sees every key
+        # a single row sees every key
         return sdpa(query, key, value, inputs.scale, is_causal=q_len > 1), None
 
     row = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
@@ -56,6 +52,6 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
 
 
 def sdpa_serves(inputs: AttentionInputs, return_lse: bool) -> bool:
-    """True if SDPA takes the inputs as they are, without a map of visible keys: whole prompts and single rows."""
+    """True if SDPA takes the inputs without a map of visible keys: whole prompts and single rows."""
     all_tokens = inputs.window is None and inputs.attention_mask is None and inputs.offset is None
     return all_tokens and inputs.query.shape[2] in (1, inputs.key.shape[2]) and not is_written_out(inputs, return_lse)

@@ -18,10 +18,9 @@ def block_mask_from_lists(
     lengths: tuple[int, int],
     with_gradients: bool = False,
 ) -> BlockMask:
-    """A BlockMask from the four tensors of its lists (partial counts and indices, full counts and indices).
+    """A BlockMask from partial counts and indices, then full counts and indices.
 
-    The lists by key block, twice the memory, are made only `with_gradients`: from torch 2.9 the constructor can leave them out.
-    torch 2.5 knows no sequence lengths: there they are the whole blocks that the lists span.
+    Lists by key block, twice the memory, are made only `with_gradients` (torch >= 2.9 can leave them out).
     """
     optional: dict[str, Any] = {"seq_lengths": lengths, "compute_q_blocks": with_gradients}
     known = {name: value for name, value in optional.items() if name in FROM_KV_BLOCKS}

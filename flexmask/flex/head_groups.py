@@ -1,4 +1,4 @@
-"""Groups of heads, which keep the memory of masks within a limit."""
+"""Groups of heads that keep the memory of masks within a limit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from flexmask.base.inputs import HeadGroup
 
 
 def head_groups(query: Tensor, key: Tensor, at_once: int | None, shared: bool = False) -> list[HeadGroup]:
-    """Groups of equal size of at most `at_once` heads; at least one query head each, all of a batch row if they are `shared`.
+    """Groups of equal size of at most `at_once` heads, at least one; all heads of a batch row if they are `shared`.
 
-    None: one group of all. Batch rows are parted first, then key heads with their query heads, then the query heads of one key
-    head.
+    None: one group of all. Splits batch rows first, then key heads with their query heads, then one key head's query heads.
     """
     batch, num_heads, num_kv_heads = query.shape[0], query.shape[1], key.shape[1]
     if at_once is None:
@@ -30,6 +29,6 @@ def head_groups(query: Tensor, key: Tensor, at_once: int | None, shared: bool = 
 
 
 def _largest_divisor(number: int, limit: int) -> int:
-    """Largest divisor of `number` that is at most `limit`; 1 where the limit is less."""
-    # a list: torch 2.8 does not trace max of a generator with a default
+    """Largest divisor of `number` up to `limit`, at least 1."""
+    # a list: torch 2.8 cannot trace max of a generator
     return max([d for d in range(1, number + 1) if number % d == 0 and d <= max(1, limit)])

@@ -1,7 +1,7 @@
-"""Attention of the heads of one group: those that dense attention serves by SDPA, the others over their blocks.
+"""Attention of one group of heads: some by SDPA, the others over their blocks.
 
-They go by key head, with its query heads. The mask has all heads: no number of heads is a compilation of its own. The lists of
-dense heads are emptied, the sparse kernel skips them, and SDPA fills their outputs.
+The mask has all heads, since every number of heads would be another compilation. Dense heads have empty lists, which the
+sparse kernel skips; SDPA fills their outputs.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ def attend_heads(
     Parameters
     ----------
     inputs
-        Placed inputs; those of a whole prompt without anything special where some of its heads, and not all, are dense.
+        Placed; where only some heads are dense, a whole prompt without anything special.
     selected
-        None where every key head is dense.
+        None if every key head is dense.
     dense
-        By key head: whether its query heads run dense.
+        By key head: its query heads run dense.
     most_kept
-        Share of a whole prompt's blocks from which on a key head runs dense too, or None. Reads the lists.
+        Density above which further key heads run dense; reads the lists.
 
     Returns
     -------
     tuple
-        (batch, num_heads, q_len, v_head_dim); with `return_lse` (batch, num_heads, q_len) float32, else None; the key heads that
-        ran dense.
+        (batch, num_heads, q_len, v_head_dim); the log-sum-exp or None; `dense`, updated.
     """
     if selected is not None and most_kept is not None:
         more = _keeps_more(selected.lists, len(dense), most_kept)
@@ -62,7 +61,7 @@ def attend_heads(
 
 
 def _keeps_more(lists: BlockLists, num_kv_heads: int, share: float) -> list[bool]:
-    """True for each key head whose query heads keep more than this share of a whole prompt's blocks."""
+    """For each key head: its query heads keep more than this share of a whole prompt's blocks."""
     batch, num_heads, q_blocks = lists.kv_num_blocks.shape
     if num_heads % num_kv_heads:
         return [False] * num_kv_heads  # one mask for all heads
@@ -72,6 +71,6 @@ def _keeps_more(lists: BlockLists, num_kv_heads: int, share: float) -> list[bool
 
 
 def _runs(heads: list[bool]) -> list[slice]:
-    """The True entries as slices, one for each run."""
+    """The runs of True entries as slices."""
     runs = [list(run) for is_true, run in groupby(range(len(heads)), key=lambda head: heads[head]) if is_true]
     return [slice(run[0], run[-1] + 1) for run in runs]

@@ -1,4 +1,4 @@
-"""Join the selections of head groups into the mask of all heads, for pictures."""
+"""The mask of all heads from the selections of head groups, for pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Parts = Sequence[tuple[HeadGroup, Selected]]
 
 
 def joined_mask(parts: Parts, inputs: AttentionInputs) -> BlockMask:
-    """The mask of every head of placed `inputs`, from the selections of its groups, copied; heads that agree have lists each."""
+    """The mask of every head of placed `inputs`, copied from the selections of its groups."""
     heads = (inputs.query.shape[0], inputs.query.shape[1])
 
     def join(tensors: list[Tensor]) -> Tensor:
@@ -34,8 +34,6 @@ def joined_mask(parts: Parts, inputs: AttentionInputs) -> BlockMask:
 
 
 def _by_group(parts: Parts) -> MaskMod:
-    """The mask_mod by which each group's own answers for its heads."""
-
     def by_group(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = torch.zeros_like(q_idx, dtype=torch.bool)
         for (rows, heads, _), selected in parts:

@@ -16,9 +16,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def visible_mask_mod(inputs: AttentionInputs) -> MaskMod:
-    """The mask_mod of visibility, of placed inputs: causality from the row's position, padding and window.
+    """The mask_mod of placed inputs: causality, padding and window.
 
-    Attention is compiled once per ``__name__``, which therefore tells kinds of inputs apart and no values.
+    Attention is compiled once per ``__name__``, which names kinds of inputs and no values.
     """
     window, token = inputs.window, inputs.attention_mask
     name = f"visible(window={window is not None}, padded={token is not None}, shifted={inputs.offset is not None})"
@@ -39,7 +39,7 @@ def visible_mask_mod(inputs: AttentionInputs) -> MaskMod:
 
 
 def limited_mask_mod(visible: MaskMod, own: MaskMod, name: str) -> MaskMod:
-    """`visible`, limited to what a user's mask_mod of that name lets through."""
+    """`visible`, limited to what a user's mask_mod of that name allows."""
 
     def limited(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return own(b, h, q_idx, kv_idx) & visible(b, h, q_idx, kv_idx)
@@ -48,12 +48,9 @@ def limited_mask_mod(visible: MaskMod, own: MaskMod, name: str) -> MaskMod:
 
 
 def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
-    """`visible`, limited to kept blocks, so that the mask says the same with and without its block lists.
-
-    `keep` is (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool.
-    """
+    """`visible`, limited to the blocks of `keep`, (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool."""
     shared = keep.shape[1] == 1
-    # a dimension less: torch 2.5 reads a number among the indices of a mask_mod on the host, which fails there
+    # torch 2.5 reads a number among a mask_mod's indices on the host, which fails
     keep = captured(keep.squeeze(1) if shared else keep)
     side = captured_number(block_size, keep.shape[0], keep.device)
 
@@ -66,16 +63,14 @@ def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
 
 
 def captured(tensor: Tensor) -> Tensor:
-    """`tensor` in the form in which a mask_mod may capture it: itself on accelerators, one that torch can compile on CPUs.
+    """`tensor` in a form that a mask_mod may capture: itself on accelerators, one that torch can compile on CPUs.
 
-    The template of FlexAttention's C++ kernel (2.8.0, 2.13.0) puts its own variables into the generated code by replacing text:
-    ``ks1`` by ``cur_qSplitSize``. That also makes ``ks12``, the symbolic size s12 of a captured tensor, ``cur_qSplitSize2``,
-    which nothing declares. Sizes marked as unbacked are called ``ku0`` and stay as they are; like symbolic ones they serve all
-    lengths with one compilation. A size of 1 is never symbolic.
+    FlexAttention's C++ template (2.8.0, 2.13.0) replaces text in generated code: ``ks1`` becomes ``cur_qSplitSize``, so the
+    symbolic size ``ks12`` becomes ``cur_qSplitSize2``, which nothing declares. Unbacked sizes are named ``ku0`` and stay as they
+    are. A size of 1 is never symbolic.
 
-    In a surrounding compilation nothing can be marked, and symbolic sizes may still fail. What does fail there at any size is a
-    captured tensor that Inductor would compute in passing: the kernel needs it in memory, where as_strided puts it. Indexing
-    with a range keeps Inductor from taking a constant for what it is and leaving that step out.
+    In a surrounding compilation nothing can be marked, and symbolic sizes may still fail. There the kernel needs captured tensors
+    in memory, where as_strided puts them; indexing with a range keeps Inductor from treating a constant as such.
     """
     if tensor.device.type != "cpu":
         return tensor
@@ -91,19 +86,15 @@ def captured(tensor: Tensor) -> Tensor:
 
 
 def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
-    """`number` in the form in which a mask_mod may capture it: (batch,) int32, read at the batch index.
+    """`number` in a form that a mask_mod may capture: (batch,) int32, read at the batch index, clamped to int32.
 
-    A Python int that changes between calls becomes symbolic. FlexAttention's FLASH backend (2.11) rejects symbolic scalars, and
-    the CPU's C++ template misnames them like the sizes in `captured`. Numbers beyond int32 are clamped.
+    A Python int that changes becomes symbolic, which the FLASH backend (2.11) rejects and the CPU's template misnames.
     """
     return captured(torch.full((batch,), min(number, 2**31 - 1), dtype=torch.int32, device=device))
 
 
 def named(function: _Function, name: str) -> _Function:
-    """`function` with another ``__name__``; in a surrounding compilation only where torch can trace that.
-
-    2.8.0 can, 2.5.1 cannot, others were not tried.
-    """
+    """`function` with another ``__name__``; in a surrounding compilation only where torch traces that (2.8.0 does, 2.5.1 not)."""
     if RELEASE >= (2, 8) or not torch.compiler.is_compiling():
         function.__name__ = name
     return function

@@ -1,4 +1,4 @@
-"""Dense attention of packed sequences: in shared FlexAttention calls on GPUs, one SDPA call a sequence on CPUs."""
+"""Dense attention of packed sequences: in shared FlexAttention calls on GPUs, one SDPA call per sequence on CPUs."""
 
 from __future__ import annotations
 
@@ -18,31 +18,29 @@ from flexmask.flex.run import run_flex_attention
 from flexmask.flex.visible import has_fused_kernel
 from flexmask.plain.block_lists import block_lists
 
-_BLOCK = 128  # FlexAttention's default, which its tiles divide
-# blocks of rows and of keys that one call copies, 128 thousand tokens: what fills up the blocks of short sequences is memory too
+_BLOCK = 128
+# blocks of rows and of keys that one call copies
 _MOST_BLOCKS = 1024
 
 Result = tuple[Tensor, Tensor | None]
 
 
 class Segment(NamedTuple):
-    """One sequence of a pack: its query rows, which are its last ones, and its keys."""
+    """One sequence of a pack; its query rows are its last ones."""
 
     query: slice
     key: slice
 
     @property
     def q_len(self) -> int:
-        """Query rows."""
         return int(self.query.stop - self.query.start)
 
     @property
     def kv_len(self) -> int:
-        """Keys."""
         return int(self.key.stop - self.key.start)
 
     def of(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The sequence as a inputs of its own, as views of the pack's."""
+        """The sequence as inputs, views of the pack's."""
         value = None if inputs.value is None else inputs.value[:, :, self.key]
         return inputs.with_fields(query=inputs.query[:, :, self.query], key=inputs.key[:, :, self.key], value=value)
 
@@ -50,20 +48,13 @@ class Segment(NamedTuple):
 def dense_attention_packed(
     inputs: AttentionInputs, segments: list[Segment], return_lse: bool = False, backend: str = "auto"
 ) -> list[Result]:
-    """Dense attention of each segment to itself, (1, num_heads, q_len, v_head_dim), with its log-sum-exp if wanted.
+    """Dense attention of each segment to itself, (1, num_heads, q_len, v_head_dim), and its log-sum-exp if requested.
 
-    On CPUs SDPA serves them one by one, which no single call beat there (docs/packed.md). On GPUs a call a sequence is
-    launch-bound where sequences are short: those with more than a row share FlexAttention calls, except one that would have a
-    call to itself and that SDPA takes without a copy.
+    On CPUs SDPA serves them one by one (docs/packed.md). On GPUs one call per short sequence is launch-bound: sequences of
+    several rows share FlexAttention calls, unless one has a call to itself that SDPA takes without a copy.
 
-    Parameters
-    ----------
-    inputs
-        The pack, (1, num_heads, total tokens, head_dim), without padding and offset.
-    segments
-        Sequences of at least one row.
-    backend
-        As in `flexprefill_attention`; "auto" is Triton's kernel here.
+    `inputs` is the pack, (1, num_heads, total tokens, head_dim), without padding and offset. `segments` have at least one row.
+    The "auto" `backend` is Triton's kernel.
     """
     query, value = inputs.query, inputs.value
     assert value is not None
@@ -85,8 +76,8 @@ def attention_in_one_call(
 ) -> list[Result]:
     """Dense attention of all segments by one FlexAttention call under a block-diagonal mask.
 
-    Every sequence is copied to begin at a block of its own, so that no block holds keys of two: a weight of 0 would not hide
-    NaN in another sequence's values. The host knows all sizes; one small table of them goes to the device without a wait.
+    Every sequence is copied to begin at its own block: a weight of 0 would not hide NaN in another sequence's values. One small
+    table of sizes goes to the device without a wait.
     """
     value = inputs.value
     assert value is not None
@@ -98,7 +89,7 @@ def attention_in_one_call(
     )
     mask = _mask(blocks, inputs.window, inputs.needs_grad)
     out, lse = run_flex_attention(aligned.with_fields(window=None), mask, kernel, return_lse)
-    # a copy of the sequences' own rows, so that nobody keeps the rows that fill up their blocks
+    # a copy, which frees the rows that fill up blocks
     lengths = [segment.q_len for segment in segments]
     own = _own_rows(lengths, out.device)
     outs = out.index_select(2, own).split(lengths, 2)
@@ -107,7 +98,7 @@ def attention_in_one_call(
 
 
 def _own_rows(lengths: list[int], device: torch.device) -> Tensor:
-    """Places of the sequences' rows, one after the other, among rows that are filled up to whole blocks."""
+    """Places of the sequences' rows among rows that are filled up to whole blocks."""
     filled_before = [0, *itertools.accumulate(-length % _BLOCK for length in lengths)][:-1]
     table = _on_device([filled_before, lengths], device)
     total = sum(lengths)
@@ -115,16 +106,16 @@ def _own_rows(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def _is_recorded() -> bool:
-    """True while calls are compiled or captured: a graph would replay the copy of the table after its memory is gone."""
+    """True while calls are compiled or captured: a graph would replay the copy of a freed table."""
     return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
 
 
 class _Blocks(NamedTuple):
-    """The contents of the blocks of aligned sequences, int32 on the device."""
+    """The contents of the blocks of aligned sequences, int32; keys and positions count in the aligned copy."""
 
-    rows: Tensor  # (num_q_blocks, 4): first row in the pack, end of its sequence there; position of that row, end of its keys
-    keys: Tensor  # (num_kv_blocks, 2): first key in the pack, end of its sequence there
-    first_key: Tensor  # (num_q_blocks,): first key of the block's sequence; keys and positions count in the aligned copy
+    rows: Tensor  # (num_q_blocks, 4): first row and end of its sequence in the pack; its position, end of its keys
+    keys: Tensor  # (num_kv_blocks, 2): first key and end of its sequence in the pack
+    first_key: Tensor  # (num_q_blocks,): first key of the block's sequence
 
 
 def _table(segments: list[Segment], device: torch.device) -> _Blocks:
@@ -147,7 +138,7 @@ def _on_device(table: list[Any], device: torch.device) -> Tensor:
 
 
 def _mask(blocks: _Blocks, window: int | None, with_gradients: bool) -> BlockMask:
-    """The mask of aligned sequences. Rows behind a sequence's last see what that one sees; nobody reads them."""
+    """The mask of aligned sequences. Rows behind a sequence's last see what that one sees."""
     within = torch.arange(_BLOCK, device=blocks.rows.device, dtype=torch.int32)
     position = blocks.rows[:, 2:3] + within
     last = torch.minimum(position, blocks.rows[:, 3:] - 1)
@@ -156,7 +147,7 @@ def _mask(blocks: _Blocks, window: int | None, with_gradients: bool) -> BlockMas
         first = torch.maximum(first, last - (min(window, 2**31 - 1) - 1))
     start = torch.arange(len(blocks.keys), device=last.device, dtype=torch.int32) * _BLOCK
     end = start + _BLOCK - 1
-    # both edges only move on from row to row
+    # both edges ascend
     keep = (end >= first[:, :1]) & (start <= last[:, -1:])
     full = (start >= first[:, -1:]) & (end <= last[:, :1])
     lists = block_lists(keep[None, None], full[None])
@@ -174,10 +165,7 @@ def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
 
 
 def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
-    """Sequences by call, by number: all but single rows and those with a call to themselves that SDPA takes without a copy.
-
-    Without a fused kernel for groups of heads it needs a copy of keys and values for every query head.
-    """
+    """Numbers of sequences by call, without single rows and calls of one sequence that SDPA takes without a copy."""
     shared = [number for number, segment in enumerate(segments) if segment.q_len > 1]
     if len(shared) < 2:
         return []
@@ -189,7 +177,7 @@ def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: 
 
 
 def _calls(segments: list[Segment]) -> list[list[Segment]]:
-    """Segments by call, so that each copies no more than `_MOST_BLOCKS`, unless one segment alone exceeds that."""
+    """Segments by call, each of at most `_MOST_BLOCKS` or one segment."""
     calls: list[list[Segment]] = []
     blocks = 0
     for segment in segments:

@@ -20,12 +20,12 @@ from flexmask.flex.sinks import with_sink_block, with_sinks
 def run_flex_attention(
     inputs: AttentionInputs, block_mask: BlockMask, backend: str, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Block-sparse attention by the compiled kernel, never by flex_attention's uncompiled path, which ignores block lists.
+    """Block-sparse attention by the compiled kernel; uncompiled, flex_attention ignores block lists.
 
-    Sinks rescale the output by the kernel's log-sum-exp; on CPUs, which have none, they are one more block of keys.
+    Sinks rescale the output by the log-sum-exp; on CPUs, which have none, they are one more block of keys.
     """
     if runs_flex_attention_uncompiled():
-        # a break in the surrounding graph, or its error with fullgraph: outside, the kernel has a compilation of its own
+        # breaks the surrounding graph (an error with fullgraph)
         return _outside_the_graph(inputs, block_mask, backend, return_lse)
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     assert value is not None
@@ -49,8 +49,8 @@ def run_flex_attention(
     needs_lse = return_lse or (sinks is not None and not on_cpu)
     fixed = (scale, softcap, backend, needs_lse, block_mask.mask_mod.__name__)
     run = compiled(_flex_attention, *shapes, *fixed)
-    # As text, which is always a constant. A float becomes symbolic once another variant had another one (dynamo remembers values
-    # by their place in the source), and score_mods cannot capture a symbolic float. Traced from outside it may already be one.
+    # As text, a constant: a float becomes symbolic once another variant had another one (dynamo remembers values by their place
+    # in the source), and score_mods cannot capture a symbolic float.
     limit = softcap if softcap is None or torch.compiler.is_compiling() else repr(float(softcap))
     out, lse = run(query, key, value, block_mask, scale, limit, options, needs_lse, sinks if on_cpu else None)
     if sinks is not None and lse is not None:
@@ -72,7 +72,7 @@ def _flex_attention(
     return_lse: bool,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    # what is compiled takes its tensors and constants one by one: fields of a tuple that it does not read would be guarded too
+    # arguments one by one: unread fields of a tuple would be guarded too
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             "torch.compile is switched off (TORCH_COMPILE_DISABLE, a compiler stance or torch._dynamo.config.disable): "
@@ -100,8 +100,7 @@ def _flex_attention(
 def kernel_options(backend: str, block_size: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any] | None:
     """Options of the kernel.
 
-    Triton's tiles must divide the block: blocks that its defaults do not divide get the largest power of two up to 64. Wide rows
-    (float32 with a head_dim over 64) get small tiles too, since queries, keys and values of all stages share 227 KiB.
+    Triton's tiles must divide the block. Rows of more than 512 bytes get small tiles: all stages share 227 KiB.
     """
     if backend == "flash":
         return {"BACKEND": "FLASH"}

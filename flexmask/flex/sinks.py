@@ -1,4 +1,4 @@
-"""Attention sinks: one more logit per head in the softmax, which has no key and brings no value (gpt-oss)."""
+"""Attention sinks: one logit per head in the softmax, without key and value (gpt-oss)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from flexmask.flex.mask_mods import captured_number
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention `out` with log-sum-exp `lse` (batch, num_heads, q_len), as it is with `sinks` (num_heads,) in the softmax.
-
-    Rounds to `out`'s dtype once; overwrites `out` where nothing needs gradients.
-    """
+    """`out` with log-sum-exp `lse` (batch, num_heads, q_len) rescaled by `sinks` (num_heads,); in place without gradients."""
     share = torch.sigmoid(lse - sinks.float()[:, None]).unsqueeze(-1)
     needs_grad = torch.is_grad_enabled() and (out.requires_grad or share.requires_grad)
     return (out * share).to(out.dtype) if needs_grad else out.mul_(share)
 
 
 def with_sink_block(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask]:
-    """Key, value and mask with one more block in front, whose first key stands for the sinks.
+    """Copies of key, value and mask with one more block in front, whose first key, of value 0, stands for the sinks.
 
-    Every row sees that key, and its value is zero. For kernels without a log-sum-exp, whose score_mod then gives it the sinks as
-    its scores. Copies keys and values.
+    For kernels without a log-sum-exp, whose score_mod gives that key the sinks as scores.
     """
     block_size = block_mask.BLOCK_SIZE[1]
     side = captured_number(block_size, key.shape[0], key.device)

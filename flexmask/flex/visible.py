@@ -20,32 +20,27 @@ def attention_to_visible(
     Parameters
     ----------
     inputs
-        Of which the keys, values, scale, soft cap and sinks are read: `visible` holds window, padding and offset.
+        Keys, values, scale, soft cap and sinks; `visible` holds the rest.
     query
         Query rows, (batch, num_heads, q_len, head_dim).
     visible
         (batch or 1, num_heads or 1, q_len, kv_len) bool.
     hidden
-        (batch or 1, kv_len) bool: keys that no row sees; they and their values may hold anything, NaN too. None: there is none.
-
-    Returns
-    -------
-    tuple
-        (batch, num_heads, q_len, v_head_dim) in query's dtype; (batch, num_heads, q_len) float32 with `return_lse`, else None.
+        (batch or 1, kv_len) bool: keys that no row sees, NaN allowed.
     """
     key, value, sinks = inputs.key, inputs.value, inputs.sinks
     assert value is not None
     if hidden is not None:
-        # 0 * NaN is NaN. By torch.where: masked_fill copies first, and then fills
+        # 0 * NaN is NaN; not masked_fill, which copies first
         key, value = (torch.where(hidden[:, None, :, None], 0.0, x) for x in (key, value))
     batch, num_heads, q_len = query.shape[:3]
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
     sees = visible.any(-1, keepdim=True)
     if not is_written_out(inputs, return_lse):
-        # a row that sees nothing sees everything instead, to avoid NaN, and is zeroed after
+        # a row that sees nothing sees everything, and is zeroed after
         return torch.where(sees, sdpa(query, key, value, inputs.scale, attn_mask=visible | ~sees), 0.0), None
 
-    # the rows of all query heads of a key head side by side: keys and values need no copy per query head
+    # a key head's query heads as rows: no copy of keys and values
     rows = query.float().reshape(batch, num_kv_heads, num_heads // num_kv_heads * q_len, -1)
     scores = capped(rows @ key.float().mT * inputs.scale, inputs.softcap).reshape(batch, num_heads, q_len, kv_len)
     scores = torch.where(visible, scores, float("-inf"))
@@ -62,14 +57,14 @@ def is_written_out(inputs: AttentionInputs, return_lse: bool) -> bool:
 
 
 def has_fused_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if SDPA on CUDA has a kernel that writes out no scores: grouped heads in half precision, values as wide as keys."""
+    """True if SDPA on CUDA has a kernel without written-out scores: grouped heads in half precision, values as wide as keys."""
     return query.shape[1] == key.shape[1] or (query.dtype != torch.float32 and query.shape[3] == value.shape[3])
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, **mask: Any) -> Tensor:
     """SDPA of grouped heads; `mask` is ``is_causal`` or ``attn_mask``."""
     if key.is_cuda and not has_fused_kernel(query, key, value):
-        # CUDA's fused kernels take no groups here; without them SDPA copies the heads too, and writes out the scores
+        # CUDA's fused kernels take no groups here
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, **mask, scale=scale, enable_gqa=grouped)

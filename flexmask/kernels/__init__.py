@@ -1,10 +1,16 @@
-"""The steps of selections as Triton kernels: the twins of `flexmask.plain`, under the same names.
+"""The steps of selections as Triton kernels, under the names of `flexmask.plain`.
 
 No sort, and no intermediate larger than the map of blocks.
 
 Locals of kernels have the prefixes of flash-linear-attention: ``o_`` offsets of a tile (``o_q`` query blocks, ``o_kv`` key
 blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p_`` pointers, ``b_`` values of a tile. Numbers of a program have none:
-``head``, ``batch``, ``start``, and ``end``, one past the last. A kernel's arguments bear the names of their tensors.
+``head``, ``batch``, ``start``, and ``end``, one past the last.
+
+Arguments that kernels share: ``rows`` and ``keys`` are `PackedEdges`, or ``rows`` those of `packed_rows`; maps of blocks
+(``codes``, ``keep``, ``values``, ``chosen``) are (batch, num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are
+(2, batch, num_heads, num_kv_blocks), key blocks and then block diagonals; ``active`` is (batch, num_heads) bool; ``gamma``,
+``share`` and ``thresholds`` are float64. ``.._stride`` is between planes, ``.._stride_batch`` between batch rows, 0 where all
+agree.
 """
 
 from flexmask.kernels.block_lists import kept_blocks as kept_blocks

@@ -1,4 +1,4 @@
-"""Triton kernel for the index lists: one program a row of blocks joins kept lines and blocks and writes each list once."""
+"""Triton kernel for the index lists: one program per row of blocks joins lines and blocks and writes each list once."""
 
 from __future__ import annotations
 
@@ -16,41 +16,38 @@ from flexmask.kernels.vertical_slash import RepresentativeMass
 from flexmask.kernels.visibility import row_edges, sees
 
 _TILE = 128
-# more blocks than there are: a floor of any size stays within int32
-MOST_BLOCKS = 2**30
+MOST_BLOCKS = 2**30  # a floor of any size stays within int32
 
 
 class Blocks(NamedTuple):
     """Blocks that rows choose."""
 
-    # (batch, num_heads, num_q_blocks, num_kv_blocks) int8: nonzero where a block is kept; `gated`, bit 1 says so, and bit 0 that
-    # kept lines count there
-    codes: Tensor
-    active: Tensor | None = None  # (batch, num_heads) bool: the heads that choose blocks; None: all
+    codes: Tensor  # map, int8: nonzero where a block is kept; `gated`: bit 1 keeps a block, bit 0 lets lines count there
+    active: Tensor | None = None  # (batch, num_heads) bool: heads that choose blocks
     gated: bool = False
 
 
 @triton.jit
 def _lists_kernel(
-    kept,  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
-    active,  # (batch, num_heads) bool, read if HAS_ACTIVE: heads that add blocks, else all do
-    codes,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, read in active heads if HAS_CODES: see Blocks
-    rows,  # edges, see PackedEdges
+    kept,  # int8
+    active,  # read if HAS_ACTIVE
+    codes,  # int8, read in active heads if HAS_CODES
+    rows,
     keys,
-    last_rows,  # (batch or 1, 1 + block_size) int32, from packed_rows, read if HAS_LAST_ROWS
+    last_rows,  # from packed_rows, read if HAS_LAST_ROWS
     partial_count,  # (batch, num_heads, num_q_blocks) int32
-    partial_indices,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int32
+    partial_indices,  # map, int32
     full_count,
     full_indices,
-    keep,  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool, written if WRITE_KEEP
-    rows_stride,  # between planes
+    keep,  # bool, written if WRITE_KEEP
+    rows_stride,
     keys_stride,
-    rows_stride_batch,  # 0 where all agree
+    rows_stride_batch,
     keys_stride_batch,
     kept_stride,
-    last_rows_stride,  # between batch rows; 0 where all agree
-    nearest,  # key blocks that each query block keeps, read if HAS_LAST_ROWS
-    nearest_of_last,  # of the query blocks of these rows
+    last_rows_stride,
+    nearest,  # key blocks that each query block keeps
+    nearest_of_last,  # those with last rows
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -67,7 +64,7 @@ def _lists_kernel(
     WRITE_KEEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # long rows first, so that short ones fill the gaps at the end
+    # long rows first
     row = num_q_blocks - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
@@ -88,7 +85,7 @@ def _lists_kernel(
     if HAS_LAST_ROWS:
         near_start = tl.minimum(first_diagonal - nearest + 1, end)
         p_last_rows = last_rows + batch * last_rows_stride + 1
-        # rows ascend: query blocks before the first one hold none
+        # rows ascend
         if (row + 1) * BLOCK_SIZE > tl.load(p_last_rows):
             o_slot = tl.arange(0, PADDED_SIZE)
             b_slot = tl.load(p_last_rows + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) - row * BLOCK_SIZE
@@ -122,7 +119,7 @@ def _lists_kernel(
         m_whole = (tl.load(p_keys + keys_stride + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
         if HAS_WINDOW:
             m_whole = m_whole & (last_row - o_kv * BLOCK_SIZE < window)
-        # both counts in one number, so that one running sum places both
+        # both counts in one number: one running sum places both
         b_counts = tl.where(m_keep, tl.where(m_whole, 65536, 1), 0)
         b_rank = tl.cumsum(b_counts, 0) - b_counts
         tl.store(full_indices + o_map_row + num_full + (b_rank >> 16), o_kv, mask=m_keep & m_whole)
@@ -153,11 +150,7 @@ def kept_blocks(
     last: RepresentativeMass | None = None,
     nearest: tuple[int, int] = (0, 0),
 ) -> tuple[BlockLists, Tensor | None]:
-    """Steps 4 and 5: the lists of the kept lines and `blocks` with the blocks kept always, and the map of kept blocks if wanted.
-
-    Every query block keeps its nearest blocks, the first number of `nearest`; those that hold rows of `last` the second number,
-    and all of their lines.
-    """
+    """Steps 4 and 5, as `flexmask.plain.block_lists.kept_blocks`; the map only if `problem.with_map`."""
     inputs, edges, block_size, with_keep = problem.inputs, problem.edges, problem.block_size, problem.with_map
     kept, kv_len, window = lines.kept, inputs.key.shape[2], inputs.window
     batch, num_heads, num_kv_blocks = kept.shape[1:]

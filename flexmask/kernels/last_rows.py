@@ -1,4 +1,4 @@
-"""Triton kernels for the lines that hybrid selection keeps of the representative rows: the twin of `last_rows_lines`."""
+"""Triton kernel for the lines that hybrid selection keeps of the representative rows."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _line_kernel(
     sums,
     base,
     factor,
-    rows,  # (batch or 1, 1 + block_size) int32, from packed_rows
-    candidates,  # (batch or 1, num_kv_blocks) int32: key blocks, or block diagonals
-    thresholds,  # (batch or 1, num_heads) float64
-    kept,  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals; the first are read where OF_DIAGONALS
+    rows,
+    candidates,  # (batch or 1, num_kv_blocks) int32
+    thresholds,  # (batch or 1, num_heads)
+    kept,  # int8; the key blocks are read where OF_DIAGONALS
     rows_stride,
     candidates_stride_batch,
     thresholds_stride_batch,
@@ -67,7 +67,7 @@ def _line_kernel(
 def last_rows_lines(
     problem: BlockProblem, last: RepresentativeMass, of_key_block: Tensor, of_diagonal: Tensor, near: int
 ) -> Lines:
-    """Key blocks and block diagonals that the representative rows keep, as `flexmask.plain.last_rows.last_rows_lines`."""
+    """As `flexmask.plain.last_rows.last_rows_lines`."""
     batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
     candidates = problem.edges.candidates
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)

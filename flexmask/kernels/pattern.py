@@ -1,8 +1,4 @@
-"""Triton kernels for the pattern of each head: the twin of `flexmask.plain.pattern`.
-
-The estimate's softmax, its distance and the top-p of either family of lines (`kept_lines` of `flexmask.plain.vertical_slash`) are
-one launch.
-"""
+"""Triton kernels for the pattern of each head: distance and top-p of either family of lines in one launch."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ class Lines(NamedTuple):
     """The lines that each head keeps."""
 
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
-    number: Tensor  # (2, batch, num_heads) int64: how many of either
+    number: Tensor  # (2, batch, num_heads) int64
 
 
 class Pattern(NamedTuple):
@@ -36,9 +32,9 @@ class Pattern(NamedTuple):
 
 @triton.jit
 def _estimate_kernel(
-    query,  # (batch, num_heads, q_len, head_dim), any strides
-    key_means,  # (batch, num_kv_heads, num_kv_blocks, head_dim) float32
-    rows,  # (batch or 1, 1 + block_size) int32, from packed_rows
+    query,
+    key_means,  # float32
+    rows,
     last_valid_key,  # (batch or 1, num_kv_blocks) int32
     estimate,  # (batch, num_heads, num_kv_blocks) float32
     rows_stride,
@@ -73,7 +69,7 @@ def _estimate_kernel(
         b_q = tl.load(p_q, mask=(o_row >= 0)[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
         b_total += tl.sum(b_q.to(tl.float32), 0)
         num_rows += tl.sum((o_row >= 0).to(tl.int32), 0)
-        # a row sees its own key, and an earlier key block by its last valid key
+        # the rule of blocks_seen_by_rows
         b_position = (first_position + o_row)[None, :]
         b_own = b_position // BLOCK_SIZE
         m_visible = (o_kv[:, None] == b_own) | ((o_kv[:, None] < b_own) & (b_position - b_last_key < max_distance))
@@ -87,10 +83,9 @@ def _estimate_kernel(
 
 
 def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> Tensor:
-    """Unscaled scores of the mean representative row with the mean of each key block, (batch, num_heads, num_kv_blocks) float32.
+    """Unscaled scores of the mean representative row with `key_means`, (batch, num_heads, num_kv_blocks) float32.
 
-    -inf for key blocks of which no representative row sees anything. `key_means` is (batch, num_kv_heads, num_kv_blocks,
-    head_dim) float32; `rows` as in `block_sums`.
+    -inf for key blocks of which no representative row sees anything. `rows` are from `packed_rows`.
     """
     inputs, block_size, last_valid_key = problem.inputs, problem.block_size, problem.edges.last_valid_key
     query, kv_len, window = inputs.query, inputs.key.shape[2], inputs.window
@@ -134,24 +129,23 @@ def _weighted_scores(scores, key_count, o_kv, num_kv_blocks, scale, softcap, HAS
 
 @triton.jit
 def _relative_entropy(p, q):
-    """Terms of the relative entropy of p to q."""
     return tl.where(p == 0, 0.0, p * tl.log(tl.where(p == 0, 1.0, p) / tl.where(p == 0, 1.0, q)))
 
 
 @triton.jit
 def _pattern_kernel(
-    estimate,  # (batch, num_heads, num_kv_blocks) float32: unscaled scores; -inf: no pattern row sees any of the block
+    estimate,  # from estimated_scores
     vertical,  # (batch, num_heads, num_kv_blocks) float32: V of the pattern rows; -1: no candidate
-    rows,  # (batch or 1, 1 + block_size) int32: an offset, then the pattern rows, -1 where not taken
+    rows,
     key_count,  # (batch or 1, num_kv_blocks) int32
-    lines,  # (2, batch, num_heads, num_kv_blocks) float32; -1: no candidate
-    gamma,  # (num_heads,) float64
+    lines,  # float32; -1: no candidate
+    gamma,
     tau,  # 0-d float64
     is_query_aware,
     distance,
     kept,
     count,
-    rows_stride,  # between batch rows; 0 where all agree
+    rows_stride,
     block_stride,
     heads,  # batch * num_heads
     num_heads,
@@ -165,7 +159,7 @@ def _pattern_kernel(
     PADDED_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # compilers hand Python's floats over in float64
+    # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     family = tl.program_id(0).to(tl.int64)
@@ -197,7 +191,7 @@ def _pattern_kernel(
         b_middle = (b_estimated + b_true) / 2
         b_divergence += _relative_entropy(b_estimated, b_middle) + _relative_entropy(b_true, b_middle)
     jsd = tl.sum(b_divergence, 0) / 2
-    # a comparison with NaN is false: it stays NaN, and the head is not query-aware
+    # NaN stays, and the head is not query-aware
     d = tl.sqrt(tl.where(jsd < 0, 0.0, jsd))
     query_aware = (d.to(tl.float64) < tl.load(tau)) & (num_rows > 0)
     if family == 0:
@@ -218,10 +212,7 @@ def pattern_and_lines(
     shares: tuple[Tensor, Tensor | float],
     budget: tuple[int, int | None],
 ) -> Pattern:
-    """Steps 2 and 3a in one launch: each head's kind, and the lines it keeps; a query-aware head keeps the floor only.
-
-    The arguments are those of `flexmask.plain.pattern.pattern_and_lines`.
-    """
+    """Steps 2 and 3a in one launch, as `flexmask.plain.pattern.pattern_and_lines`."""
     (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
     block_size, rows, key_count = problem.block_size, pattern.packed, edges.key_count
     lines = line_mass(index.sums, index.norms, index.packed, edges.candidates)

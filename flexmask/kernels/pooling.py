@@ -1,4 +1,4 @@
-"""Triton kernel for block means: reads each token once and skips heads that are not wanted."""
+"""Triton kernel for block means: reads each token once and skips heads that are not needed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.visibility import num_blocks
 
-# bits of a float32 that the dtype holds as well
+# bits of a float32 that the dtype has too
 _FIRST_DIGITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 
 
 @triton.jit
 def _means_kernel(
-    tokens,  # (batch, heads, length, head_dim), any strides
+    tokens,  # (batch, heads, length, head_dim)
     valid,  # (batch or 1, length) int8, read if HAS_VALID
     wanted,  # (batch, heads) bool, read if HAS_WANTED
-    means,  # (batch, heads, num_blocks, head_dim) float32; of tokens' dtype, and only the first digits, if SPLIT
-    low_means,  # the rest of the means, written if SPLIT
+    means,  # (batch, heads, num_blocks, head_dim) float32; if SPLIT the first digits, in tokens' dtype
+    low_means,  # the rest, written if SPLIT
     stride_batch,
     stride_head,
     stride_token,
@@ -71,24 +71,7 @@ def _means_kernel(
 
 
 def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_size: int) -> Tensor:
-    """Mean of every block's valid tokens in float32, zero where there are none.
-
-    Parameters
-    ----------
-    x
-        (batch, heads, length, head_dim).
-    valid
-        (batch or 1, length) bool; None: all are. What invalid tokens hold does not matter, NaN included.
-    wanted
-        (batch, heads) bool: the heads to read, the others stay unwritten; None: all.
-    block_size
-        Tokens in a block.
-
-    Returns
-    -------
-    Tensor
-        (batch, heads, num_blocks, head_dim) float32.
-    """
+    """As `flexmask.plain.pooling.block_means`; `wanted` is (batch, heads) bool, the other heads stay unwritten. None: all."""
     batch, heads, length, head_dim = x.shape
     means = x.new_empty((batch, heads, num_blocks(length, block_size), head_dim), dtype=torch.float32)
     _launch(x, valid, wanted, means, None, block_size)
@@ -96,16 +79,15 @@ def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_si
 
 
 def key_means(problem: BlockProblem) -> Tensor:
-    """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 where it has none."""
+    """As `flexmask.plain.pooling.key_means`."""
     tokens = problem.tokens
     return block_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, None, problem.block_size)
 
 
 def split_means(x: Tensor, valid: Tensor | None, block_size: int) -> tuple[Tensor, Tensor]:
-    """Block means as the kernel of the row evidence multiplies them.
+    """Block means for the row evidence: in half precision the sum of first digits and the rest, which hold twice the digits.
 
-    In float16 and bfloat16 a mean is the sum of two halves, its first digits and the rest, which hold twice the digits; in
-    float32 both tensors are the means. The arguments are those of `block_means`.
+    In float32 both tensors are the means. The arguments are those of `block_means`.
     """
     if x.dtype == torch.float32:
         means = block_means(x, valid, None, block_size)

@@ -43,15 +43,15 @@ def _scores(
 
 @triton.jit
 def _pooled_map_kernel(
-    q_means,  # (batch, num_heads, num_q_blocks, head_dim) float32
-    k_means,  # (batch, num_kv_heads, num_kv_blocks, head_dim) float32
-    active,  # (batch, num_heads) bool
-    rows,  # edges, see PackedEdges
+    q_means,
+    k_means,
+    active,
+    rows,
     keys,
-    values,  # (batch, num_heads, num_q_blocks, num_kv_blocks) float32
-    rows_stride,  # between planes
+    values,  # float32
+    rows_stride,
     keys_stride,
-    rows_stride_batch,  # 0 where all agree
+    rows_stride_batch,
     keys_stride_batch,
     num_heads,
     num_q_blocks,
@@ -69,14 +69,14 @@ def _pooled_map_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_TF32: tl.constexpr,
 ):
-    # compilers hand Python's floats over in float64
+    # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     head = tl.program_id(1).to(tl.int64)
     if tl.load(active + head) != 0:
         batch = head // num_heads
         o_dim = tl.arange(0, PADDED_DIM)
-        # long rows first, so that short ones fill the gaps at the end
+        # long rows first
         o_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
         m_q = o_q < num_q_blocks
         b_last_row, _, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(
@@ -109,7 +109,7 @@ def _pooled_map_kernel(
             b_highest = b_higher
         b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest)
         b_factor = 1.0 / tl.where(b_total == 0, 1.0, b_total)
-        # the products once more: cheaper than to write the scores and read them back
+        # computing the products again is cheaper than storing the scores
         for start in range(0, end, COLUMNS):
             o_kv = start + tl.arange(0, COLUMNS)
             b_score = _scores(
@@ -136,22 +136,9 @@ def pooled_map(
 ) -> Tensor:
     """Pooled attention of every query block to the key blocks it sees, for active heads.
 
-    Parameters
-    ----------
-    q_means, k_means
-        (batch, num_heads, num_q_blocks, head_dim) and (batch, num_kv_heads, num_kv_blocks, head_dim) float32.
-    active
-        (batch, num_heads) bool.
-    edges
-        Edges of the blocks (`edges_of`).
-    inputs
-        The problem.
-
-    Returns
-    -------
-    Tensor
-        (batch, num_heads, num_q_blocks, num_kv_blocks) float32, -1 where nothing is visible, NaN replaced by 0. Unwritten in
-        heads that are not active, and in each row past the key block in which the query block's last row stands.
+    `q_means` is (batch, num_heads, num_q_blocks, head_dim) and `k_means` (batch, num_kv_heads, num_kv_blocks, head_dim), float32;
+    `active` (batch, num_heads) bool. Returns the map in float32, -1 where nothing is visible, NaN replaced by 0; unwritten in
+    inactive heads, and in each row past the key block of the query block's last row.
     """
     kv_len, scale, softcap, window = inputs.key.shape[2], inputs.scale, inputs.softcap, inputs.window
     batch, num_heads, num_q_blocks, head_dim = q_means.shape
@@ -184,10 +171,10 @@ def pooled_map(
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         HAS_SOFTCAP=softcap is not None,
-        # three products in TF32 are as exact as one in float32, and faster; AMD's GPUs have none
+        # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None,
         num_warps=4,
-        # a second buffer of keys does not fit into the shared memory of consumer GPUs
+        # shared memory of consumer GPUs
         num_stages=2 if padded_dim <= 128 else 1,
     )
     return values
@@ -196,7 +183,7 @@ def pooled_map(
 def query_aware_blocks(
     problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
 ) -> Blocks:
-    """Step 3b: the blocks that query-aware heads keep of their pooled map; those of other heads stay unwritten."""
+    """Step 3b: the blocks that query-aware heads keep of their pooled map; unwritten in other heads."""
     inputs, tokens, edges, size = problem.inputs, problem.tokens, problem.edges, problem.block_size
     query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, is_query_aware, size)
     values = pooled_map(query_means, key_means, is_query_aware, edges, inputs, size)

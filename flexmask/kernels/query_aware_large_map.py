@@ -1,8 +1,7 @@
-"""Triton kernels for top-p over a pooled map too large for one program: a launch a digit.
+"""Triton kernels for top-p over a pooled map too large for one program: one launch per digit (`flexmask.kernels.top_p`).
 
-Each pass sums the entries at or above as many thresholds as a digit has values (`flexmask.kernels.top_p` says why). It has many
-programs a head, each for a chunk of the rows; the next pass picks the digit from the sums of the chunks. Sums are float32 within
-a group of rows and float64 beyond, in a fixed order, without atomics.
+Each pass has many programs per head, each for a chunk of the rows; the next pass picks the digit from the chunks' sums. Sums are
+float32 within a group of rows and float64 beyond, in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ TILE = 256
 def _chosen_digit(sums, share, head, step, is_first, DIGITS: tl.constexpr, CHUNKS: tl.constexpr):
     """The threshold after the pass that wrote `sums`, the goal, and the sum of the entries above the threshold's digit.
 
-    `is_first`: that pass was the first, which left no threshold before it; its lowest is 0, whose sum is the total.
+    The first pass has no threshold before it; the sum at its lowest, 0, is the total.
     """
     o_chunk = tl.arange(0, CHUNKS)
     o_digit = tl.arange(0, DIGITS)
@@ -44,10 +43,10 @@ def _digit_pass_kernel(
     active,
     rows,
     gamma,
-    # (heads, CHUNKS + 1, DIGITS) float64: the sums of the pass before; then threshold, goal and what is above, before that pass
+    # (heads, CHUNKS + 1, DIGITS) float64: the previous pass's sums; then threshold, goal and sum above, before that pass
     sums,
     new_sums,
-    digit_pass,  # a number, not a constant, so that all passes share what is compiled
+    digit_pass,  # no constant: all passes share one compilation
     rows_stride_batch,
     num_heads,
     num_q_blocks,
@@ -78,7 +77,7 @@ def _digit_pass_kernel(
         p_last_row = rows + (head // num_heads) * rows_stride_batch
         b_totals = tl.zeros([DIGITS], tl.float64)
         for deal in range(0, tl.cdiv(tl.cdiv(num_q_blocks, ROWS), CHUNKS)):
-            # groups of rows are dealt out to and fro, so that all chunks have long and short ones
+            # groups of rows are dealt to and fro: all chunks have long and short ones
             first_q = (deal * CHUNKS + tl.where(deal % 2 == 0, chunk, CHUNKS - 1 - chunk)) * ROWS
             if first_q < num_q_blocks:
                 o_q = first_q + tl.arange(0, ROWS)
@@ -103,8 +102,8 @@ def _ties_kernel(
     rows,
     sums,
     gamma,
-    choice,  # (heads, 2) int32: the threshold, and how many of the entries equal to it are kept
-    ties,  # (heads, num_q_blocks) int32: entries of each row equal to it
+    choice,  # (heads, 2) int32: the threshold, and the number of kept entries equal to it
+    ties,  # (heads, num_q_blocks) int32: entries equal to it
     rows_stride_batch,
     num_heads,
     num_q_blocks,
@@ -140,7 +139,7 @@ def _chosen_kernel(
     rows,
     choice,
     ties,
-    chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8
+    chosen,  # int8
     rows_stride_batch,
     num_heads,
     num_q_blocks,
@@ -186,7 +185,7 @@ def large_map_top_p(
     heads = batch * num_heads
     sizes = (num_q_blocks if edges.rows.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
     passes, digits = BITS // digit_bits, 1 << digit_bits
-    sums = gamma  # a first pass does not read it
+    sums = gamma  # not read by the first pass
     for digit_pass in range(passes):
         new_sums = values.new_empty((heads, chunks + 1, digits), dtype=torch.float64)
         _digit_pass_kernel[(chunks, heads)](

@@ -1,7 +1,7 @@
-"""Triton kernels for top-p over the pooled map, of a head's whole map or of each row: the twin of `top_p_blocks`.
+"""Triton kernels for top-p over the pooled map, of a head's whole map or of each row, without a sort (`flexmask.kernels.top_p`).
 
-No sort, as in `flexmask.kernels.top_p`. One program a head holds a small map and does everything; a larger map takes the passes
-of `flexmask.kernels.query_aware_large_map`. Programs of heads that are not query-aware return at once.
+One program per head holds a small map; a larger map takes the passes of `flexmask.kernels.query_aware_large_map`. Programs of
+heads that are not query-aware return at once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flexmask.kernels.visibility import PackedEdges
 
 # entries that fit one program: 16k tokens in blocks of 128
 SMALL_MAP = 128 * 128
-# entries up to which a launch takes longer than what it does, so that few of them are best: 32k tokens in blocks of 128
+# entries up to which passes are launch-bound: 32k tokens in blocks of 128
 MEDIUM_MAP = 256 * 256
-# bits of a digit, and chunks of rows
+# bits per digit, and chunks of rows
 _SMALL = 3
 _MEDIUM = 5, 32
 _LARGE = 3, 64
@@ -47,7 +47,7 @@ def _small_map_top_p(
         b_thresholds = low + o_digit * step
         b_totals = tl.sum(tl.where(b_bits[None, :] >= b_thresholds[:, None], b_value[None, :], 0.0), 1).to(tl.float64)
         if digit_pass == 0:
-            # the first threshold is 0: its sum is the total
+            # the sum at the first threshold, 0, is the total
             goal = share_of_sum(tl.sum(tl.where(o_digit == 0, b_totals, 0.0), 0), share)
         low, above = refined_threshold(b_totals, goal, low, above, step, DIGITS=DIGITS)
     missing = tl.maximum(missing_entries(low, goal - above), 1)
@@ -59,11 +59,11 @@ def _small_map_top_p(
 
 @triton.jit
 def _small_map_kernel(
-    values,  # (batch, num_heads, num_q_blocks, num_kv_blocks) float32
-    active,  # (batch, num_heads) bool
-    rows,  # edges of query blocks: the last row comes first
-    gamma,  # (num_heads,) float64
-    chosen,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8
+    values,  # float32
+    active,
+    rows,
+    gamma,
+    chosen,  # int8
     rows_stride_batch,
     num_heads,
     num_q_blocks,
@@ -95,21 +95,7 @@ def _small_map_kernel(
 def top_p_map(values: Tensor, active: Tensor, edges: PackedEdges, gamma: Tensor, block_size: int) -> Tensor:
     """Top-p over the whole map of each active head: its heaviest blocks up to gamma of the sum; of equal ones the first.
 
-    Parameters
-    ----------
-    values
-        (batch, num_heads, num_q_blocks, num_kv_blocks) float32, as `pooled_map` writes it.
-    active
-        (batch, num_heads) bool.
-    edges
-        Edges of the blocks (`edges_of`).
-    gamma
-        (num_heads,) float64.
-
-    Returns
-    -------
-    Tensor
-        int8, as values; written where values is.
+    `values` are from `pooled_map`. Returns int8 of their shape, written where they are.
     """
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     heads = batch * num_heads
@@ -131,7 +117,7 @@ def _rows_kernel(
     values,
     active,
     rows,
-    share,  # (num_heads,) float64
+    share,
     chosen,
     rows_stride_batch,
     num_heads,
@@ -152,7 +138,7 @@ def _rows_kernel(
 def top_p_rows(
     values: Tensor, active: Tensor, edges: PackedEdges, share: Tensor, max_blocks: int | None, block_size: int
 ) -> Tensor:
-    """Top-p over each row: its heaviest blocks up to `share`, (num_heads,), of the sum, at most `max_blocks`; see `top_p_map`."""
+    """`top_p_map` of each row, up to `share`, (num_heads,), of its sum, at most `max_blocks`."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     chosen = values.new_empty(values.shape, dtype=torch.int8)
     _rows_kernel[(num_q_blocks, batch * num_heads)](

@@ -1,8 +1,8 @@
 """Triton kernel for the representative attention: one pass over the keys, nothing of size [rows, kv_len] written.
 
-For each representative row i and key block j it writes the row's peak score in the block and three sums of
-``exp2(score - peak)``: plain, and weighted by how far the row's phase leads or trails the key's (`flexmask.plain.vertical_slash`
-derives why that is all a slash needs). There are no atomics, so the same inputs give the same bits.
+For each representative row and key block it writes the peak score and three sums of ``exp2(score - peak)``: plain, and
+weighted by how far the row's phase leads or trails the key's (derived in `flexmask.plain.vertical_slash`). No atomics: the same
+inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from flexmask.base.visibility import num_blocks
 from flexmask.kernels.scores import soft_capped
 
 BLOCKS_PER_PROGRAM = 16
-# what a program may have of shared memory on the consumer GPUs (compute capability 8.6, 8.9, 12.0), the least of NVIDIA's
+# shared memory per program on consumer GPUs (compute capability 8.6, 8.9, 12.0)
 _SHARED_MEMORY = 101_376
 
 
 def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
-    """The representative rows as kernels read them, (batch or 1, 1 + block_size) int32.
-
-    First the position of query row 0, `offset` (batch or 1,), then the rows of query, -1 where there are fewer.
-    """
+    """The representative rows as kernels read them, (batch or 1, 1 + block_size) int32: `offset`, then rows, or -1."""
     rows_taken = torch.where(rows.taken, rows.row, -1)
     return computed_once(torch.cat([offset.unsqueeze(-1).expand(rows_taken.shape[0], 1), rows_taken], -1).int())
 
@@ -37,23 +34,23 @@ def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
 class BlockSums(NamedTuple):
     """Peaks and sums that the kernel writes."""
 
-    # (batch, num_heads, num_kv_blocks, block_size, 4) float32, by key block and row: the peak score in powers of two, -inf where
-    # the row sees nothing of the block; then the sums, plain, after and before
+    # (batch, num_heads, num_kv_blocks, block_size, 4) float32: the peak score in powers of two, -inf where the row sees nothing
+    # of the block; then the sums, plain, after and before
     blocks: Tensor
-    # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks and row: peak and plain sum; flat, since
-    # num_chunks is often 1, a size that compilers take as a constant
+    # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks: peak and plain sum; flat, since num_chunks is
+    # often 1, which compilers take as a constant
     chunks: Tensor
 
 
 @triton.jit
 def _block_sums_kernel(
-    query,  # (batch, num_heads, q_len, head_dim), any strides
-    key,  # (batch, num_kv_heads, kv_len, head_dim), any strides
-    rows,  # (batch or 1, 1 + block_size) int32: position of query row 0, then rows of query, -1 where not taken
-    key_valid,  # (batch, kv_len) int8, read only if PADDED
-    sums,  # (batch, num_heads, num_kv_blocks, block_size, 4) float32
-    chunks,  # (batch, num_heads, num_chunks, block_size, 2) float32, flat
-    rows_stride,  # between batch rows; 0 where all agree
+    query,
+    key,
+    rows,
+    key_valid,  # (batch, kv_len) int8, read if PADDED
+    sums,  # BlockSums
+    chunks,
+    rows_stride,
     query_stride_batch,
     query_stride_head,
     query_stride_token,
@@ -81,11 +78,11 @@ def _block_sums_kernel(
     PADDED: tl.constexpr,
     ONE_STORE: tl.constexpr,
 ):
-    # compilers hand Python's floats over in float64
+    # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
-    # the query heads of a group are neighbours in the grid, so that they find the keys in the L2 cache
+    # the query heads of a group are neighbours in the grid and share keys in the L2 cache
     TILES: tl.constexpr = BLOCK_SIZE // TILE
     group_head = tl.program_id(0) // TILES
     row_tile = tl.program_id(0) % TILES
@@ -133,7 +130,7 @@ def _block_sums_kernel(
             if HAS_SOFTCAP:
                 b_score = soft_capped(b_score * scale, softcap)
             if ((block + 1) * BLOCK_SIZE > lowest_position) | some_not_taken | PADDED | HAS_WINDOW:
-                # what stands in keys that are not valid does not matter, NaN included
+                # drops NaN in invalid keys too
                 b_distance = b_position[:, None] - o_key[None, :]
                 m_visible = (b_distance >= 0) & (o_key < filled_end)[None, :] & m_row[:, None]
                 if HAS_WINDOW:
@@ -155,7 +152,7 @@ def _block_sums_kernel(
         b_before = tl.maximum(b_after - (b_row_phase * b_total - b_by_phase), 0.0)
         o_sums = ((head * num_kv_blocks + block) * BLOCK_SIZE + o_slot) * 4
         if ONE_STORE:
-            # of four stores, each would convert the layout of its values
+            # each of four stores would convert the layout
             b_four = tl.join(tl.join(b_highest, b_after / BLOCK_SIZE), tl.join(b_total, b_before / BLOCK_SIZE))
             tl.store(
                 sums + o_sums[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
@@ -179,31 +176,20 @@ def _block_sums_kernel(
 
 
 def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int) -> int:
-    """Stages of the loop over key blocks: three, or as many as fit into shared memory.
+    """Stages of the loop over key blocks: three, or as many as fit into shared memory. Changes no result.
 
-    The loop over the tiles of a key block is unrolled, and Triton buffers each of its loads apart: every stage but one takes the
-    keys of a whole block. The number of stages changes no result, so that one rule does for all GPUs of a kind.
+    The loop over a key block's tiles is unrolled, and Triton buffers each load: every stage but one takes a whole block of keys.
     """
     if torch.version.hip is not None:
         return 1  # 64 KiB of shared memory
     row = padded_dim * itemsize
     buffered = _SHARED_MEMORY - 2048 - tile * row
-    # by comparisons: block_size may be symbolic in a trace, and the number of stages must not be
+    # by comparisons: block_size may be symbolic, the number of stages must not
     return 3 if 2 * block_size * row <= buffered else 2 if block_size * row <= buffered else 1
 
 
 def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, block_size: int) -> BlockSums:
-    """Peaks and sums of the representative attention by row and key block.
-
-    Parameters
-    ----------
-    inputs
-        The problem.
-    rows
-        (batch or 1, 1 + block_size) int32, from `packed_rows`.
-    key_valid
-        (batch, kv_len) bool where there is padding, else None: every filled key is valid.
-    """
+    """Peaks and sums of the representative attention; `rows` from `packed_rows`, `key_valid` (batch, kv_len) bool if padded."""
     query, key, softcap, window = inputs.query, inputs.key, inputs.softcap, inputs.window
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
@@ -242,7 +228,7 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
         PADDED=key_valid is not None,
-        # Triton's layouts of matrix products on RDNA GPUs do not convert to that of the joined values
+        # on RDNA GPUs Triton cannot convert layouts of products to that of joined values
         ONE_STORE=torch.version.hip is None,
         num_warps=8 if tile == 128 else 4,
         num_stages=_pipeline_stages(block_size, tile, padded_dim, query.element_size()),

@@ -1,7 +1,7 @@
-"""Triton kernel for the row evidence of hybrid selection: the twin of `flexmask.plain.row_evidence`, with its threshold.
+"""Triton kernel for the row evidence of hybrid selection, with its threshold.
 
-A program takes a few neighbouring query blocks and the query heads of one key head, so that they share the key means. It goes
-over the means twice, for the softmax of its rows and for their sums over the rows of a block, and writes only the decision.
+A program takes a few neighbouring query blocks and the query heads of one key head, which share the key means. It goes over the
+means twice, for the softmax of its rows and for their sums, and writes only the decision.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.pooling import split_means
 from flexmask.kernels.scores import soft_capped
 
-# query rows of a program and their bytes, which must fit into the shared memory of consumer GPUs next to the key means
+# query rows of a program and their bytes: shared memory of consumer GPUs, next to the key means
 _ROWS = 64
 _QUERY_BYTES = 32 * 1024
 # query blocks, and key blocks at a time
@@ -32,7 +32,7 @@ def _scores(
     softcap, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_HALF: tl.constexpr,
     HAS_TF32: tl.constexpr,
 ):  # fmt: skip
-    """Scores of rows with key means in powers of two, weighed by the number of keys; -inf where a row sees nothing.
+    """Scores of rows with key means in powers of two, weighted by the number of keys; -inf where a row sees nothing.
 
     Most tiles are not `is_edge`: every row sees all of their key blocks, which are whole.
     """
@@ -41,7 +41,7 @@ def _scores(
     m_mean = m_kv[None, :] & (o_dim < HEAD_DIM)[:, None]
     b_k = tl.load(means + o_mean, mask=m_mean, other=0.0)
     if IS_HALF:
-        # a mean is the sum of two halves, so that the product is as exact as one in float32
+        # as exact as float32: a mean is the sum of two halves
         b_score = tl.dot(b_q, b_k) + tl.dot(b_q, tl.load(low_means + o_mean, mask=m_mean, other=0.0))
     else:
         b_score = tl.dot(b_q, b_k, input_precision="tf32x3" if HAS_TF32 else "ieee")
@@ -62,23 +62,23 @@ def _scores(
 
 @triton.jit
 def _evidence_kernel(
-    query,  # (batch, num_heads, q_len, head_dim), any strides
-    means,  # (batch, num_kv_heads, num_kv_blocks, head_dim) float32, or of query's dtype if IS_HALF
-    low_means,  # the rest of the means, read if IS_HALF
+    query,
+    means,  # from split_means
+    low_means,  # read if IS_HALF
     row_valid,  # (batch, q_len) int8, read if PADDED
-    rows,  # edges, see PackedEdges
+    rows,
     keys,
-    thresholds,  # (batch or 1, num_heads, num_q_blocks) float64, read unless MEASURE
-    codes,  # (batch, num_heads, num_q_blocks, num_kv_blocks) int8, written unless MEASURE: see Blocks
-    keep,  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool, read if MEASURE
-    held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: mean attention that the kept blocks hold; NaN: no rows
+    thresholds,  # (batch or 1, num_heads, num_q_blocks), read unless MEASURE
+    codes,  # int8, written unless MEASURE
+    keep,  # bool, read if MEASURE
+    held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; NaN without rows
     query_stride_batch,
     query_stride_head,
     query_stride_token,
     query_stride_dim,
-    rows_stride,  # between planes
+    rows_stride,
     keys_stride,
-    rows_stride_batch,  # 0 where all agree
+    rows_stride_batch,
     keys_stride_batch,
     thresholds_stride_batch,
     num_kv_heads,
@@ -88,7 +88,7 @@ def _evidence_kernel(
     max_distance,
     scale,
     softcap,
-    of_lines,  # share of its threshold from which on a query block takes lines
+    of_lines,  # share of its threshold at which a query block takes lines
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -104,12 +104,12 @@ def _evidence_kernel(
     PADDED: tl.constexpr,
     MEASURE: tl.constexpr,
 ):
-    # compilers hand Python's floats over in float64
+    # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     PARTS: tl.constexpr = (GROUPS + HEADS - 1) // HEADS
     LINES: tl.constexpr = Q_BLOCKS * HEADS
-    # long rows first, so that short ones fill the gaps at the end
+    # long rows first
     first_q_block = (tl.num_programs(0) - 1 - tl.program_id(0)) * Q_BLOCKS
     key_head = (tl.program_id(1) // PARTS).to(tl.int64)
     first_group_head = (tl.program_id(1) % PARTS) * HEADS
@@ -119,7 +119,7 @@ def _evidence_kernel(
     p_means = means + key_head * num_kv_blocks * HEAD_DIM
     p_low_means = low_means + key_head * num_kv_blocks * HEAD_DIM
 
-    # the rows: of some query blocks, of each some heads, of each the sampled rows
+    # rows: query blocks, heads, sampled rows
     o_lane = tl.arange(0, LINES * ROWS)
     o_dim = tl.arange(0, PADDED_DIM)
     o_q_of_row = first_q_block + o_lane // (ROWS * HEADS)
@@ -135,7 +135,7 @@ def _evidence_kernel(
     p_query += o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
     b_q = tl.load(p_query, mask=m_row[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
 
-    # the lines: of some query blocks, of each some heads
+    # lines: query blocks, heads
     o_line = tl.arange(0, LINES)
     o_q = first_q_block + o_line // HEADS
     o_head = first_group_head + o_line % HEADS
@@ -146,7 +146,7 @@ def _evidence_kernel(
     end = tl.max(b_end, 0)
     first_row = tl.load(p_rows + rows_stride + first_q_block)
     begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
-    # key blocks before this one are whole, and every row of the tile stands behind them
+    # earlier key blocks are whole and before every row of the tile
     inner_end = first_row // BLOCK_SIZE
     if PADDED | (tl.min((m_row | (o_head_of_row >= GROUPS)).to(tl.int32), 0) == 0):
         inner_end = 0
@@ -172,7 +172,7 @@ def _evidence_kernel(
     b_least_of_rows = tl.zeros([LINES], tl.float32)
     b_least_of_lines = tl.zeros([LINES], tl.float32)
     if not MEASURE:
-        # of the sum of squares, so that no root need be taken
+        # thresholds of the sum of squares
         o_q_head = (key_head % num_kv_heads) * GROUPS + o_head
         b_squares = tl.maximum(b_number, 1).to(tl.float64)
         o_threshold = batch * thresholds_stride_batch + o_q_head * num_q_blocks + o_q
@@ -180,7 +180,7 @@ def _evidence_kernel(
         b_least_of_rows = (b_squares * b_least * b_least).to(tl.float32)
         b_least *= tl.cast(of_lines, tl.float64)
         b_least_of_lines = (b_squares * b_least * b_least).to(tl.float32)
-    # the products once more: cheaper than to write the scores and read them back
+    # computing the products again is cheaper than storing the scores
     for start in range(begin, end, COLUMNS):
         o_kv = start + tl.arange(0, COLUMNS)
         is_edge = (start + COLUMNS > inner_end) | (last_row - start * BLOCK_SIZE >= max_distance)
@@ -206,14 +206,13 @@ def _evidence_kernel(
 
 
 class RowEvidence(NamedTuple):
-    """The attention of the sampled rows to the means of the key blocks, of which the kernel writes decisions only."""
+    """The means that sampled rows are compared with; the kernel writes only decisions."""
 
-    means: tuple[Tensor, Tensor]  # of the keys, from `split_means`
+    means: tuple[Tensor, Tensor]  # from `split_means`
     row_stride: int
 
 
 def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
-    """The means that the sampled rows, every `row_stride`-th of a query block, are compared with."""
     tokens = problem.tokens
     return RowEvidence(
         split_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, problem.block_size), row_stride
@@ -221,11 +220,7 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
 
 
 def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float) -> Blocks:
-    """The key blocks whose evidence reaches the threshold of their query block, and those where it reaches `of_lines` times that.
-
-    The codes are unwritten in each row past the key block in which the query block's last row stands, and before a window, and of
-    no meaning where nothing is visible.
-    """
+    """As `flexmask.plain.row_evidence.row_blocks`; codes without visible pairs may be unwritten."""
     batch, num_heads, _, _ = problem.inputs.query.shape
     means = evidence.means[0]
     codes = means.new_empty((batch, num_heads, problem.edges.rows.shape[2], means.shape[2]), dtype=torch.int8)
@@ -234,7 +229,7 @@ def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor,
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> Tensor:
-    """Evidence that the kept blocks hold, mean over the query blocks with rows, (batch, num_heads) float32."""
+    """As `flexmask.plain.row_evidence.row_coverage`."""
     held = evidence.means[0].new_empty(keep.shape[:3], dtype=torch.float32)
     _launch(problem, evidence, keep=keep, held=held)
     return held.nanmean(-1)
@@ -249,14 +244,13 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
     kv_len = inputs.key.shape[2]
     samples = triton.next_power_of_2(block_size // evidence.row_stride)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    # rows at a time: as many as fit into the shared memory of consumer GPUs, next to the keys
+    # as many rows as fit into shared memory
     most = min(_ROWS, _QUERY_BYTES // (padded_dim * query.element_size()))
     heads = min(triton.next_power_of_2(groups), max(1, most // samples))
     q_blocks = max(1, min(_Q_BLOCKS, most // (samples * heads)))
     rows = max(samples, 16 // (heads * q_blocks))
     shared = edges.rows.shape[1] == 1
-    # a kernel reads and writes what its variant needs of these
-    any_tensor = edges.rows
+    any_tensor = edges.rows  # for arguments that a variant does not read
     _evidence_kernel[(triton.cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * triton.cdiv(groups, heads))](
         query,
         *means,
@@ -292,7 +286,7 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
         COLUMNS=_COLUMNS,
         HAS_SOFTCAP=softcap is not None,
         IS_HALF=query.dtype != torch.float32,
-        # three products in TF32 are as exact as one in float32, and faster; AMD's GPUs have none
+        # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None,
         PADDED=tokens.padded,
         MEASURE="held" in written,

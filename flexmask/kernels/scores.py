@@ -1,4 +1,4 @@
-"""Soft-capping in Triton: the Triton side of `flexmask.base.scores.capped`."""
+"""Soft-capping in Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def soft_capped(score, softcap):
-    """``softcap * tanh(score / softcap)``; where that is all but the score itself, by its series, which cancels nothing."""
+    """``softcap * tanh(score / softcap)``; near 0 by its series, which cancels nothing."""
     x = tl.abs(score / softcap)
     grown = tl.exp2(-2 * 1.4426950408889634 * x)
     capped = softcap * (1 - grown) / (1 + grown)

@@ -1,8 +1,7 @@
-"""Top-p without a sort: the Triton side of `flexmask.plain.top_p` for one row.
+"""Top-p without a sort, for one row.
 
 The heaviest entries that just reach a sum are those at or above some value, and non-negative floats order as their bit patterns
-do. That value is found digit by digit: each pass sums the entries at or above 32 thresholds. A floor and a cap on the number of
-entries are part of the same question, since more entries can only help both.
+do. That value is found digit by digit: each pass sums the entries at or above 32 thresholds, and counts them for floor and cap.
 """
 
 from __future__ import annotations
@@ -15,23 +14,11 @@ BITS = 30  # values up to 1.0 have the bit pattern 0x3F800000, below 2**30
 
 @triton.jit
 def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
-    """Top-p: keep the heaviest candidates of a row up to ``share`` of its sum; at most `cap`, at least `floor`.
+    """Keep the heaviest candidates of a row up to `share` of its sum, at most `cap`, at least `floor` entries.
 
-    Parameters
-    ----------
-    values
-        Pointer to `size` float32; negative: no candidate; NaN counts as 0. Of equal values the lower index goes first.
-    kept
-        Pointer to `size` int8 to write.
-    share
-        float64; 1 and more keep every candidate up to the cap.
-    cap, floor
-        Numbers of entries; the floor comes last. Fewer candidates than the floor are all kept.
-
-    Returns
-    -------
-    scalar
-        Number of kept entries, int32.
+    `values` points to `size` float32: negative is no candidate, NaN counts as 0, of equal values the lower index goes first.
+    `kept` points to `size` int8 to write. A `share` of 1 keeps every candidate up to the cap; the floor comes last. Returns the
+    number of kept entries, int32.
     """
     DIGIT_BITS: tl.constexpr = 5  # of BITS
     PASSES: tl.constexpr = 6
@@ -53,7 +40,7 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
         b_totals = tl.sum(b_sums.to(tl.float64), 1)
         b_numbers = tl.sum(b_number, 1)
         if digit_pass == 0:
-            # the first threshold is 0: its sum is the total
+            # the sum at the first threshold, 0, is the total
             total = tl.sum(tl.where(o_digit == 0, b_totals, 0.0), 0)
             goal = share_of_sum(total, share)
             floor = tl.minimum(floor, tl.sum(tl.where(o_digit == 0, b_numbers, 0), 0))
@@ -84,7 +71,7 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
 
 @triton.jit
 def _entries(values, o_entry, size):
-    """Values, 0 for what is no candidate, and bit patterns, negative for it."""
+    """Values, 0 for no candidate, and bit patterns, negative for it."""
     b_value = tl.load(values + o_entry, mask=o_entry < size, other=-1.0)
     b_value = tl.where(b_value == b_value, b_value, 0.0)
     return tl.maximum(b_value, 0.0), b_value.to(tl.int32, bitcast=True)
@@ -92,13 +79,13 @@ def _entries(values, o_entry, size):
 
 @triton.jit
 def share_of_sum(total, share):
-    """The sum to reach: `share` of the total, float64; more than any sum for a share of 1, so that every candidate is kept."""
+    """`share` of the total; more than any sum for a share of 1, which keeps every candidate."""
     return tl.where(share >= 1, 1e300, total * share)
 
 
 @triton.jit
 def missing_entries(bits, gap):
-    """Count the entries of one bit pattern that fill a gap, int32: 0 without a gap, a huge number for entries of value 0."""
+    """Count the entries of one bit pattern that fill a gap: 0 without a gap, a huge number for entries of value 0."""
     value = bits.to(tl.float32, bitcast=True).to(tl.float64)
     number = tl.where(value > 0, tl.ceil(gap / tl.where(value > 0, value, 1.0)), 1e9)
     number = tl.where(gap <= 0, 0.0, number)
@@ -109,7 +96,7 @@ def missing_entries(bits, gap):
 def refined_threshold(b_totals, goal, low, above, step, DIGITS: tl.constexpr):
     """The highest threshold at or above which the goal is reached, and the sum of the entries above its digit.
 
-    `b_totals` are the sums at or above ``low + digit * step``, `above` is the sum from ``low + DIGITS * step`` on.
+    `b_totals` are the sums at or above ``low + digit * step``, `above` the sum from ``low + DIGITS * step`` on.
     """
     digit = tl.maximum(tl.sum((b_totals >= goal).to(tl.int32), 0) - 1, 0)
     if digit < DIGITS - 1:

@@ -1,4 +1,4 @@
-"""Triton kernels from the block sums of the representative attention to V and S: each row's softmax, then sums over the rows."""
+"""Triton kernels from block sums to V and S: each row's softmax, then sums over the rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def _row_norms_kernel(chunks, base, factor, num_chunks, ROWS: tl.constexpr, TILE
 
 
 def row_norms(sums: BlockSums) -> RowNorms:
-    """The softmax of every representative row."""
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     num_chunks = triton.cdiv(blocks, BLOCKS_PER_PROGRAM)
     base, factor = (sums.chunks.new_empty((batch, num_heads, block_size)) for _ in range(2))
@@ -57,14 +56,14 @@ def row_norms(sums: BlockSums) -> RowNorms:
 
 @triton.jit
 def load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
-    """Of the representative rows the softmax's base and factor, their own key blocks, and their number; (1, PADDED_SIZE)."""
+    """The rows' base, factor and key blocks, (1, PADDED_SIZE), and their number."""
     o_slot = tl.arange(0, PADDED_SIZE)
     m_slot = o_slot < BLOCK_SIZE
     b_base = tl.load(base + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
     b_factor = tl.load(factor + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
     b_row = tl.load(rows + batch * rows_stride + 1 + o_slot, mask=m_slot, other=-1)
     num_rows = tl.maximum(tl.sum((b_row >= 0).to(tl.int32), 0), 1).to(tl.float32)
-    # the sums of rows not taken are 0, whatever their block
+    # rows not taken sum to 0
     b_own = ((tl.load(rows + batch * rows_stride) + tl.maximum(b_row, 0)) // BLOCK_SIZE)[None, :]
     return b_base, b_factor, b_own, num_rows
 
@@ -82,13 +81,13 @@ def key_block_shares(sums, b_base, b_factor, head, o_kv, num_kv_blocks, BLOCK_SI
 @triton.jit
 def diagonal_sums(
     sums,
-    held,  # (batch, num_heads, num_kv_blocks) int8: key blocks whose attention does not count, read if LEAVES_OUT
+    held,  # (batch, num_heads, num_kv_blocks) int8: key blocks that do not count, read if LEAVES_OUT
     b_base,
     b_factor,
     b_own,
     head,
     o_diagonal,  # (TILE, 1)
-    near,  # of a row's nearest so many key blocks all attention counts
+    near,  # a row's nearest key blocks, which always count
     num_kv_blocks,
     BLOCK_SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
@@ -96,7 +95,7 @@ def diagonal_sums(
 ):
     """Attention of all rows to block diagonals, (TILE,).
 
-    Key block own - diagonal lies on the diagonal; part of the one after it and of the one before it counts for it too.
+    On diagonal d lie key block own - d, and part of the one after and of the one before it.
     """
     o_slot = tl.arange(0, PADDED_SIZE)[None, :]
     b_shares = tl.zeros_like((b_own - o_diagonal).to(tl.float32))
@@ -117,7 +116,7 @@ def diagonal_sums(
         else:
             b_part = tl.load(p_sums + 3, mask=m_sums, other=0.0)
         b_shares += b_part * b_weight
-    # a difference: what rounding leaves of nothing may be negative; NaN stays, which a maximum drops
+    # rounding may leave less than 0; unlike a maximum, this keeps NaN
     b_total = tl.sum(b_shares, 1)
     return tl.where(b_total < 0, 0.0, b_total)
 
@@ -127,9 +126,9 @@ def _lines_kernel(
     sums,
     base,
     factor,
-    rows,  # (batch or 1, 1 + block_size) int32, from packed_rows
+    rows,
     candidates,  # (2, batch or 1, num_kv_blocks) int32
-    lines,  # (2, batch, num_heads, num_kv_blocks) float32
+    lines,  # float32
     rows_stride,
     candidates_stride,
     candidates_stride_batch,
@@ -160,10 +159,9 @@ def _lines_kernel(
 
 
 def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor) -> Tensor:
-    """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32 (see `flexmask.plain.vertical_slash`).
+    """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32 (`flexmask.plain.vertical_slash`).
 
-    `candidates` is (2, batch or 1, num_kv_blocks) int32: nonzero for key blocks and block diagonals that some row sees; others
-    get -1.
+    `candidates` is (2, batch or 1, num_kv_blocks) int32; lines where it is 0 get -1.
     """
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
@@ -191,7 +189,7 @@ class RepresentativeMass(NamedTuple):
     """The attention of the representative rows, and its sums."""
 
     rows: RepresentativeRows
-    packed: Tensor  # the rows as kernels read them, of `packed_rows`
+    packed: Tensor  # from `packed_rows`
     sums: BlockSums
     norms: RowNorms
 
@@ -206,7 +204,7 @@ def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass
 
 
 def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> Tensor:
-    """True attention of the representative rows that the kept blocks of their query blocks hold, (batch, num_heads) float32."""
+    """As `flexmask.plain.representative.coverage`."""
     rows, sums, norms = mass.rows, mass.sums, mass.norms
     q_block = (rows.row // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Block edges as kernels read them, and which blocks see which: the Triton side of `flexmask.base.visibility`."""
+"""Block edges as kernels read them, and which blocks see which."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class PackedEdges(NamedTuple):
     """`BlockEdges` in two int32 tensors; the size after the planes is batch, or 1 where all rows agree."""
 
     rows: Tensor  # (6, batch or 1, num_q_blocks), in the order of `row_edges`
-    # (5, batch or 1, num_kv_blocks): last_valid_key, whether the block is whole, number of valid keys; whether the key block, and
-    # whether the block diagonal of that number, hold a visible block
+    # (5, batch or 1, num_kv_blocks): last_valid_key, keys_whole, valid_keys, then candidate_lines
     keys: Tensor
 
     @property
@@ -38,7 +37,7 @@ class PackedEdges(NamedTuple):
 
 
 def edges_of(tokens: Tokens, block_size: int, window: int | None) -> PackedEdges:
-    """The edges of all blocks; ``last_whole_key`` is the position up to which key blocks are full, -1 where none is."""
+    """The edges of all blocks; ``last_whole_key`` is the position up to which key blocks are full, -1 if none is."""
     edges = block_edges(tokens, block_size)
     last_whole_key = torch.where(edges.rows_whole, edges.first_row, -1)
     rows = (edges.last_row, edges.first_row, edges.first_valid_row, edges.own_first, edges.own_last, last_whole_key)

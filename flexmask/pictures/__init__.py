@@ -1,1 +1,1 @@
-"""The pictures of `flexmask.plot`, one concept a file. Matplotlib is imported when something is drawn."""
+"""The pictures of `flexmask.plot`; matplotlib is imported when something is drawn."""

@@ -1,4 +1,4 @@
-"""A head's true attention, pooled to blocks: all of it, through its mask, or what the mask leaves out."""
+"""A head's true attention, pooled to blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexmask.pictures.style import HIDDEN, LEFT_OUT, attention_colours, draw_bl
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LEAST_MASS = 1e-4  # of a row's attention; what is less looks like it
+_LEAST_MASS = 1e-4  # of a row's attention
 PARTS = ("all", "kept", "left out")
 
 
@@ -25,25 +25,25 @@ def plot_attention(
     *,
     lengths: tuple[int, int] | None = None,
 ) -> Axes:
-    """Draw a head's attention pooled to blocks, all of it, through its mask, or what the mask leaves out.
+    """Draw a head's attention pooled to blocks: all of it, through its mask, or what the mask leaves out.
 
-    Colours are logarithmic, from 1e-4 of a row's attention to all of it; less than that has the colour of 1e-4.
+    Colours are logarithmic, from 1e-4 of a row's attention to all of it.
 
     Parameters
     ----------
     mass
-        (num_q_blocks, num_kv_blocks): attention of the query block's rows to the key block, mean over rows; rows sum to 1. NaN
-        and blocks above the causal line are not drawn.
+        (num_q_blocks, num_kv_blocks): attention of the query block's rows to the key block, mean over rows. NaN and blocks above
+        the causal line are not drawn.
     block_size
-        Tokens in a block.
+        Tokens per block.
     kept
         (num_q_blocks, num_kv_blocks) bool, for the last two parts. Default None.
     part
-        ``"all"`` (default), ``"kept"`` or ``"left out"``: what is not of the part is grey.
+        ``"all"`` (default), ``"kept"`` or ``"left out"``; the rest is grey.
     axes
         Where to draw. Default: a new figure of pyplot.
     lengths
-        q_len and kv_len. Default None: the blocks are whole.
+        q_len and kv_len. Default None: whole blocks.
 
     Returns
     -------

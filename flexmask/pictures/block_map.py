@@ -45,32 +45,32 @@ def plot_block_mask(
 ) -> Axes | list[Axes]:
     """Draw which blocks one head keeps, or several heads side by side.
 
-    Blocks kept whole and blocks kept in part (their mask_mod still hides some pairs) differ in colour; grey blocks are those
-    that only dense causal attention would compute. The line is causality, with the last query at the last key.
+    Blocks kept whole and blocks kept in part (by their mask_mod) differ in colour; grey blocks are those that only dense causal
+    attention computes. The line is causality, with the last query at the last key.
 
     Parameters
     ----------
     block_mask
-        Of shape (batch, num_heads, q_len, kv_len), on any device. Read on the host, so it waits for the device. Or one mask per
-        head, all of the same lengths and block size.
+        Of shape (batch, num_heads, q_len, kv_len), on any device; read on the host. Or one mask per head, of equal lengths and
+        block size.
     heads
-        A head, or heads, at least one; each in [0, num_heads).
+        A head, or heads, each in [0, num_heads).
     titles
         One line per head, to which the density is added. Default None: ``head 3``.
     batch
         Batch row. Default 0.
     axes
-        Where to draw: one Axes for one head, else one per head. Default None: a new figure of pyplot, with a legend.
+        One Axes per head. Default None: a new figure of pyplot, with a legend.
 
     Returns
     -------
     matplotlib.axes.Axes or list
-        One Axes for one head that is given as an int, else a list.
+        One Axes for an int, else a list.
 
     Raises
     ------
     ValueError
-        For a head or batch row that the mask does not have, and for masks, titles or axes that are not one per head.
+        For a head or batch row out of range, and for masks, titles or axes that are not one per head.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def _new_row(kinds: Tensor, number: int) -> list[Axes]:
     """A new figure with its legend, and axes side by side."""
     import matplotlib.pyplot as plt
 
-    # one block is at least two dots wide, so that a lone one can be seen
+    # at least two dots per block
     dots = max(110, 2 * max(kinds.shape) / (0.85 * _INCHES))
     figure = plt.figure(figsize=(_INCHES * number + 0.4, _INCHES + 0.8), dpi=dots, layout="constrained")
     drawn = list(figure.subplots(1, number, squeeze=False, sharey=True)[0])
@@ -120,7 +120,7 @@ def _new_row(kinds: Tensor, number: int) -> list[Axes]:
 
 
 def mask_legend() -> list[Any]:
-    """Patches that say what the colours of a block mask stand for."""
+    """Patches for the colours of a block mask."""
     from matplotlib.patches import Patch
 
     names = ((WHOLE, "kept whole"), (IN_PART, "kept in part"), (LEFT_OUT, "left out"))
@@ -128,22 +128,12 @@ def mask_legend() -> list[Any]:
 
 
 def block_kinds(block_mask: BlockMask, head: int, batch: int = 0) -> Tensor:
-    """Classify every block of one head.
-
-    Parameters
-    ----------
-    block_mask, head, batch
-        As in `plot_block_mask`.
+    """Classify every block of one head; arguments and errors as in `plot_block_mask`.
 
     Returns
     -------
     Tensor
         (num_q_blocks, num_kv_blocks) int64 on the CPU: 0 hidden by causality, 1 left out, 2 kept in part, 3 kept whole.
-
-    Raises
-    ------
-    ValueError
-        For a head or batch row that the mask does not have.
     """
     num_batch, num_heads, q_len, kv_len = block_mask.shape
     for name, index, count in (("head", head, num_heads), ("batch", batch, num_batch)):
@@ -161,7 +151,7 @@ def block_kinds(block_mask: BlockMask, head: int, batch: int = 0) -> Tensor:
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """A (num_q_blocks, num_kv_blocks) bool map on the CPU of the first `counts` entries of each row of `indices`."""
+    """A (num_q_blocks, num_kv_blocks) bool map of the first `counts` entries of each row of `indices`, on the CPU."""
     counts, indices = counts.cpu(), indices.cpu().long()
     rows, columns = torch.nonzero(torch.arange(indices.shape[-1], device="cpu") < counts[:, None], as_tuple=True)
     kept = torch.zeros_like(indices, dtype=torch.bool)

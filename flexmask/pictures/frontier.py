@@ -1,4 +1,4 @@
-"""Error or loss by density, a line a method."""
+"""Error or loss by density, one line per method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexmask.pictures.style import LINES, own_axes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_POINTS = 24  # of a line that is drawn with a marker at each
+_MOST_POINTS = 24  # with a marker each
 
 
 def plot_frontier(
@@ -26,24 +26,24 @@ def plot_frontier(
     Parameters
     ----------
     methods
-        By name: (density, error) pairs, in any order, at least one. Of a result of `tune`: ``{"a gamma for every head":
-        result.curve, "one gamma": [(density, error) for _, density, error in result.uniform]}``.
+        By name: (density, error) pairs in any order, at least one. From a result of `tune`: ``{"per head": result.curve,
+        "one gamma": [(density, error) for _, density, error in result.uniform]}``.
     axes
         Where to draw. Default: a new figure of pyplot.
     error
         The name of the vertical axis.
     log
-        Draw errors on a logarithmic axis, where they must be > 0. Default False.
+        Draw errors, which must be > 0, on a logarithmic axis. Default False.
 
     Returns
     -------
     matplotlib.axes.Axes
-        One line a method, labelled with it, its points by density.
+        One labelled line per method.
 
     Raises
     ------
     TypeError, ValueError
-        For methods that are none, a method without points, points that are no pairs, and errors <= 0 with `log`.
+        For no methods, a method without pairs, and errors <= 0 with `log`.
 
     Examples
     --------

@@ -9,24 +9,16 @@ _PATTERNS = ("vertical-slash", "query-aware")
 
 
 class HeadMap(NamedTuple):
-    """One value a layer and head; NaN where a head has none."""
+    """One value per layer and head; NaN where a head has none."""
 
     layers: list[int]
     values: list[list[float]]  # by layer, by head
-    dense: list[list[bool]]  # by layer, by head: dense in every call
-    missing: list[list[bool]]  # by layer, by head: layers may differ in their number of heads
+    dense: list[list[bool]]  # in every call
+    missing: list[list[bool]]  # layers may differ in their number of heads
 
 
 def rows_of(source: Any) -> list[Mapping[str, Any]]:
-    """The rows of a run or of a tuning result, or rows as they are.
-
-    Raises
-    ------
-    TypeError
-        For what neither has rows nor is an iterable of dicts with ``layer`` and ``head``.
-    ValueError
-        For no rows at all.
-    """
+    """The rows of a run or of a tuning result, or rows as they are; TypeError for anything else, ValueError for no rows."""
     rows = source.rows() if callable(getattr(source, "rows", None)) else source
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes, Mapping)):
         raise TypeError(f"source must have rows(), as a run has, or be such rows; got {type(source).__name__}")
@@ -39,7 +31,7 @@ def rows_of(source: Any) -> list[Mapping[str, Any]]:
 
 
 def head_map(source: Any, name: str) -> HeadMap:
-    """The mean of `name` by layer and head over calls and batch rows; over those that ran sparse where some did."""
+    """The mean of `name` by layer and head over calls and batch rows, over sparse ones if there are any."""
     rows = rows_of(source)
     if not all(name in row for row in rows):
         raise ValueError(f"source must have {name} in every row; got {', '.join(map(str, rows[0]))}")
@@ -74,7 +66,7 @@ def pattern_shares(source: Any) -> tuple[list[int], dict[str, list[float]]]:
         raise ValueError("source must have the pattern in every row, as those of a run have")
     layers = sorted({row["layer"] for row in rows})
     found = {row["pattern"] for row in rows}
-    # patterns of heads first, then a method without them, dense last
+    # a method without patterns, then dense, last
     order = (*_PATTERNS, *sorted(found - {*_PATTERNS, "dense"}), "dense")
     counts = {pattern: dict.fromkeys(layers, 0) for pattern in order if pattern in found}
     for row in rows:

@@ -16,15 +16,13 @@ _LARGEST_DISTANCE = math.sqrt(math.log(2))
 
 
 def plot_density(source: Any, axes: Axes | None = None) -> Axes:
-    """Draw the share of its visible blocks that each head keeps: a row a layer, a column a head.
-
-    Layers that ran dense are hatched.
+    """Draw the density of each head, one row per layer; layers that ran dense are hatched.
 
     Parameters
     ----------
     source
-        A run (`PrefillRun`) or the result of `tune`; or their rows, dicts with ``layer``, ``head`` and ``density``. Values
-        are means over batch rows and over the prefill calls that ran sparse, if any did.
+        A run (`PrefillRun`), the result of `tune`, or their rows, dicts with ``layer``, ``head`` and ``density``. Values are
+        means over batch rows and over calls that ran sparse, if any did.
     axes
         Where to draw. Default: a new figure of pyplot.
 
@@ -50,20 +48,7 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
 def plot_coverage(source: Any, axes: Axes | None = None) -> Axes:
     """Draw how much of the representative rows' true attention the kept blocks of each head hold.
 
-    Parameters
-    ----------
-    source, axes
-        As in `plot_density`, with ``coverage`` in the rows.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-        As `plot_density`. The colours begin at the lowest value, rounded down to a tenth.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `plot_density`.
+    As `plot_density`, with ``coverage`` in the rows. Colours begin at the lowest value, rounded down to a tenth.
     """
     values = head_map(source, "coverage")
     known = [value for row in values.values for value in row if not math.isnan(value)]
@@ -72,26 +57,10 @@ def plot_coverage(source: Any, axes: Axes | None = None) -> Axes:
 
 
 def plot_distances(source: Any, axes: Axes | None = None, *, tau: float | None = None) -> Axes:
-    """Draw the Jensen-Shannon distance of each head's pooled estimate to its true attention.
+    """Draw the Jensen-Shannon distance of each head's pooled estimate to its true attention; a dot marks query-aware heads.
 
-    Heads nearer than tau are query-aware; a dot marks them.
-
-    Parameters
-    ----------
-    source, axes
-        As in `plot_density`, with ``js_distance`` in the rows, and ``pattern`` for the dots.
-    tau
-        Written into the title. Default None: the title names none.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-        As `plot_density`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `plot_density`, and for rows without a single distance: `flexprefill` and `published` compute them.
+    As `plot_density`, with ``js_distance`` in the rows and ``pattern`` for the dots; `tau` is written into the title. Also raises
+    ValueError for rows without a distance: `flexprefill` and `published` compute them.
     """
     rows = rows_of(source)
     values = head_map(rows, "js_distance")
@@ -101,7 +70,7 @@ def plot_distances(source: Any, axes: Axes | None = None, *, tau: float | None =
     axes = _draw(values, axes, (0.0, _LARGEST_DISTANCE), f"Jensen-Shannon distance{limit}")
     places = [(head, values.layers.index(layer)) for layer, head in query_aware_heads(rows)]
     if places:
-        # in a corner, where the numbers are not
+        # in a corner, off the numbers
         x, y = [head + 0.3 for head, _ in places], [number - 0.28 for _, number in places]
         axes.scatter(x, y, s=14, c="#ffffff", edgecolors="#000000", linewidths=0.7)
     return axes
@@ -154,7 +123,7 @@ def _draw(found: HeadMap, axes: Axes | None, limits: tuple[float, float], title:
 
 
 def _hatch(axes: Axes, places: list[Any], any_dense: bool) -> None:
-    """Hatch the cells without a value, (layer, head) by their place in the map."""
+    """Hatch the cells (layer, head) without a value."""
     from matplotlib.patches import Patch, Rectangle
 
     style: dict[str, Any] = {"facecolor": LEFT_OUT, "edgecolor": "#8a8a92", "hatch": "///", "linewidth": 0}

@@ -1,4 +1,4 @@
-"""Bars by layer: which share of the heads follows which pattern."""
+"""Bars by layer: the share of the heads by pattern."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ def plot_pattern_share(source: Any, axes: Axes | None = None) -> Axes:
     Parameters
     ----------
     source
-        A run (`PrefillRun`), or its rows, dicts with ``layer``, ``head`` and ``pattern``. All prefill calls and batch rows
-        count alike.
+        A run (`PrefillRun`), or its rows, dicts with ``layer``, ``head`` and ``pattern``; all calls and batch rows count.
     axes
         Where to draw. Default: a new figure of pyplot.
 
     Returns
     -------
     matplotlib.axes.Axes
-        One container of bars per pattern, labelled with it.
+        One labelled container of bars per pattern.
 
     Raises
     ------

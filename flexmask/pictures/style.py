@@ -1,4 +1,4 @@
-"""Colours and axes that the pictures share: lightness alone tells the colours apart, so that each picture reads in grey."""
+"""Colours and axes that the pictures share; colours differ in lightness, so each picture reads in grey."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 HIDDEN, LEFT_OUT, IN_PART, WHOLE = "#ffffff", "#e9e9ed", "#f0a02f", "#1f5fa8"
 EDGE = "#444444"
 
-# by pattern: face, and a hatch for where colours do not show
+# face and hatch
 PATTERNS: dict[str, tuple[str, str]] = {
     "vertical-slash": ("#1f5fa8", ""),
     "query-aware": ("#f0a02f", ".."),
@@ -33,14 +33,14 @@ LINES: tuple[tuple[str, str, str], ...] = (
 
 
 def attention_colours() -> Colormap:
-    """Light blue to near black; its lightest entry is darker than `LEFT_OUT`, also in grey."""
+    """Light blue to near black; the lightest is darker than `LEFT_OUT`, in grey too."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("attention", ["#bcd2ea", "#5b8fc9", "#1f4f91", "#0a1b38"])
 
 
 def own_axes(axes: Axes | None, width: float, height: float) -> Axes:
-    """`axes`, or those of a new figure of pyplot, so that notebooks show it."""
+    """`axes`, or those of a new figure of pyplot, which notebooks show."""
     if axes is not None:
         return axes
     import matplotlib.pyplot as plt
@@ -56,7 +56,7 @@ def whole_numbers(axis: Any, labels: Sequence[int], most: int = 20) -> None:
 
 
 def legend_below(axes: Axes, handles: Sequence[Any] | None = None, *, points: float = 34, **style: Any) -> None:
-    """A legend in one line under the axis' name, `points` below the axes whatever their size."""
+    """A legend in one line, `points` below the axes whatever their size."""
     from matplotlib.transforms import ScaledTranslation
 
     figure = axes.figure
@@ -75,7 +75,7 @@ def legend_below(axes: Axes, handles: Sequence[Any] | None = None, *, points: fl
 
 
 def draw_blocks(axes: Axes, values: Any, size: tuple[int, int, int, int], colours: dict[str, Any]) -> Any:
-    """Draw one value a block, and the causal line; `size` is q_len, kv_len and the tokens of a block by query and key."""
+    """Draw one value per block, and the causal line; `size` is q_len, kv_len and the tokens per block of query and key."""
     q_len, kv_len, q_block, kv_block = size
     extent = (0, values.shape[1] * kv_block, values.shape[0] * q_block, 0)
     image = axes.imshow(values, interpolation="nearest", extent=extent, aspect="equal", **colours)

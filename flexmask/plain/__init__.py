@@ -1,4 +1,4 @@
-"""The steps of selections in PyTorch; those of `flexmask.kernels` are their twins, under the same names."""
+"""The steps of selections in PyTorch; `flexmask.kernels` has the same names."""
 
 from flexmask.plain.block_lists import kept_blocks as kept_blocks
 from flexmask.plain.last_rows import last_rows_lines as last_rows_lines
@@ -14,4 +14,4 @@ from flexmask.plain.row_evidence import row_evidence as row_evidence
 
 
 def edges_of(*_: object) -> None:
-    """Nothing: the plain steps read `BlockProblem.seen`, the kernels its edges."""
+    """None: only the kernels read edges."""

@@ -17,7 +17,7 @@ class Blocks(NamedTuple):
     """Blocks that rows choose, (batch, num_heads, num_q_blocks, num_kv_blocks) bool."""
 
     chosen: Tensor
-    lines: Tensor | None = None  # where kept lines count; None: everywhere
+    lines: Tensor | None = None  # where lines count
 
 
 def kept_blocks(
@@ -29,14 +29,13 @@ def kept_blocks(
 ) -> tuple[BlockLists, Tensor]:
     """Steps 4 and 5: the lists of the kept lines and `blocks` with the blocks kept always, and the map of kept blocks.
 
-    Every query block keeps its nearest blocks, the first number of `nearest`; those that hold rows of `last` the second number,
-    and all of their lines.
+    Every query block keeps its ``nearest[0]`` nearest blocks; those with rows of `last` keep ``nearest[1]`` and all lines.
     """
     seen = problem.seen
     keep, always = extended_lines(lines.vertical, lines.slash, seen), blocks_kept_always(seen)
     if last is not None:
         holds = _holds_rows(problem, last)
-        # a block on two diagonals is near if the nearer of them is
+        # of two diagonals, the nearer
         distance = seen.first_diagonal.unsqueeze(-1) - torch.arange(keep.shape[-1], device=keep.device)
         always = always | (distance < torch.where(holds, nearest[1], nearest[0]))
         if blocks is not None and blocks.lines is not None:
@@ -48,7 +47,7 @@ def kept_blocks(
 
 
 def _holds_rows(problem: BlockProblem, last: RepresentativeMass) -> Tensor:
-    """True for the query blocks that hold rows of `last`, (batch or 1, num_q_blocks, 1)."""
+    """The query blocks that hold rows of `last`, (batch or 1, num_q_blocks, 1)."""
     rows = last.rows
     q_block = torch.arange(problem.seen.visible.shape[1], device=rows.row.device)
     holds = ((rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & rows.taken.unsqueeze(1)
@@ -56,15 +55,7 @@ def _holds_rows(problem: BlockProblem, last: RepresentativeMass) -> Tensor:
 
 
 def block_lists(keep: Tensor, full: Tensor) -> BlockLists:
-    """Index lists of the kept blocks, split into partial and full ones.
-
-    Parameters
-    ----------
-    keep
-        (batch, num_heads, num_q_blocks, num_kv_blocks) bool.
-    full
-        (batch or 1, num_q_blocks, num_kv_blocks) bool: every existing entry of the block is visible.
-    """
+    """Lists of the kept blocks, (batch, num_heads, num_q_blocks, num_kv_blocks) bool, split by `full`, without the heads."""
     full = full[:, None]
     return BlockLists(*ascending_indices(keep & ~full), *ascending_indices(keep & full))
 
@@ -74,7 +65,7 @@ def ascending_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
     columns = torch.arange(keep.shape[-1], device=keep.device, dtype=torch.int32)
     count = keep.sum(-1, dtype=torch.int32)
     kept_before = keep.cumsum(-1, dtype=torch.int32) - keep.int()
-    # kept entries go to the front in order, the others behind them: a permutation, so no two writes meet
+    # a permutation, kept entries first: no two writes collide
     place = torch.where(keep, kept_before, count.unsqueeze(-1) + columns - kept_before)
     indices = torch.zeros_like(kept_before).scatter(-1, place.long(), torch.where(keep, columns, 0))
     return count, indices

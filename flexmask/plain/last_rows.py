@@ -1,4 +1,4 @@
-"""The lines of hybrid selection: key blocks and block diagonals to which the representative rows give much."""
+"""The lines of hybrid selection: key blocks and block diagonals that the representative rows attend to."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def last_rows_lines(
 ) -> Lines:
     """Key blocks and block diagonals that the representative rows keep.
 
-    Key blocks to which one of the rows gives at least the threshold `of_key_block`. Block diagonals to which they give at least
-    `of_diagonal` on average of the attention that no kept key block holds already, except one of a row's `near` nearest.
-    Thresholds are (batch or 1, num_heads); NaN reaches them.
+    Key blocks to which a row gives at least `of_key_block`; block diagonals to which the rows give at least `of_diagonal` on
+    average, without attention to kept key blocks beyond a row's `near` nearest. Thresholds are (batch or 1, num_heads); NaN
+    reaches them.
     """
     in_vertical, in_slash = candidate_lines(problem.tokens, problem.block_size, problem.inputs.window).unsqueeze(2).unbind(0)
     rows = last.rows

@@ -42,7 +42,7 @@ def estimated_attention(
 def jensen_shannon_distance(estimated: Tensor, true: Tensor) -> Tensor:
     """Square root of the Jensen-Shannon divergence of two distributions over the last dimension (the paper's D_JS).
 
-    Natural logarithms and 0 * log 0 = 0, so it lies in [0, sqrt(ln 2)] up to rounding. NaN in either gives NaN.
+    Natural logarithms and 0 * log 0 = 0: in [0, sqrt(ln 2)] up to rounding.
 
     Differs from the paper's published code: there a probability that underflows to 0 gives NaN.
     """
@@ -73,18 +73,8 @@ def pattern_and_lines(
 ) -> Pattern:
     """Steps 2 and 3a: each head's kind, and the lines it keeps; a query-aware head keeps the floor only.
 
-    Parameters
-    ----------
-    problem
-        The problem.
-    pattern, index
-        The rows that decide the kind, and those that the lines are read from.
-    key_means
-        (batch, num_kv_heads, num_kv_blocks, head_dim) float32.
-    shares
-        Gamma, (num_heads,), and tau, 0-d or the number 0.
-    budget
-        Floor and cap of either family, in lines.
+    `pattern` are the rows that decide the kind, `index` those that the lines are read from. `shares` are gamma, (num_heads,), and
+    tau, 0-d or the number 0; `budget` the floor and cap of either family, in lines.
     """
     gamma, tau = shares
     tokens, size = problem.tokens, problem.block_size

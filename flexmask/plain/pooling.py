@@ -11,21 +11,10 @@ from flexmask.base.visibility import in_blocks, whole_blocks
 
 
 def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
-    """Mean of every block's valid tokens, zero where it has none.
+    """Mean of every block's valid tokens, (batch, heads, num_blocks, head_dim) float32; zero without any.
 
-    Parameters
-    ----------
-    x
-        (batch, heads, length, head_dim), float32, float16 or bfloat16.
-    valid
-        (batch or 1, length) bool, or None where all tokens are. What invalid tokens hold does not matter, NaN included.
-    block_size
-        Tokens in a block.
-
-    Returns
-    -------
-    Tensor
-        (batch, heads, num_blocks, head_dim) float32.
+    `x` is (batch, heads, length, head_dim), `valid` (batch or 1, length) bool, or None if all are. NaN in invalid tokens is
+    ignored.
     """
     values = x.float()
     if valid is None:
@@ -37,7 +26,7 @@ def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
 
 
 def key_means(problem: BlockProblem) -> Tensor:
-    """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 where it has none."""
+    """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32."""
     tokens = problem.tokens
     return block_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, problem.block_size)
 
@@ -45,23 +34,8 @@ def key_means(problem: BlockProblem) -> Tensor:
 def pooled_scores(query_means: Tensor, key_means: Tensor, key_counts: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Scores of pooled queries with pooled keys, plus the log of each key block's number of valid keys.
 
-    The log term lets a short or padded block weigh as much as the keys it holds.
-
-    Parameters
-    ----------
-    query_means
-        (batch, num_heads, rows, head_dim) float32.
-    key_means
-        (batch, num_kv_heads, num_kv_blocks, head_dim) float32.
-    key_counts
-        (batch or 1, num_kv_blocks) integer: valid keys in each block; a block without any scores -inf.
-    scale, softcap
-        As in attention: ``softcap * tanh(scale * score / softcap)``.
-
-    Returns
-    -------
-    Tensor
-        (batch, num_heads, rows, num_kv_blocks) float32.
+    The log term lets a short or padded block weigh as much as its keys; a block without any scores -inf. `query_means` is
+    (batch, num_heads, rows, head_dim) float32, `key_counts` (batch or 1, num_kv_blocks).
     """
     scores = capped(grouped_scores(query_means * scale, key_means), softcap)
     return scores + key_counts.float().log()[:, None, None, :]

@@ -2,11 +2,11 @@
 
 Source: github.com/bytedance/FlexPrefill, described in our own words by what it keeps. It differs from the default selection:
 
-- budgets count sorted *tokens* and are turned into blocks by ``// 128 + 1``, whatever the block size;
-- a slash counts for one block diagonal only, that of its offset's block;
+- budgets count sorted *tokens* and become blocks by ``// 128 + 1``, whatever the block size;
+- a slash counts only for the block diagonal of its offset's block;
 - a probability that underflows to 0 makes the distance NaN, hence the head vertical-slash;
-- a query-aware head keeps the flattened blocks whose running sum stays at or under gamma, leaving out the one that crosses;
-- the pooled scores know nothing of short blocks (there are none: it takes whole multiples of the block only).
+- a query-aware head keeps the flattened blocks whose running sum stays at or under gamma, without the one that crosses;
+- pooled scores have no term for short blocks.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def published_selection(
     attention
         (batch, num_heads, block_size, kv_len) float32: softmax attention of the last block_size rows.
     estimated
-        (batch, num_heads, num_blocks) float32: softmax over key blocks of the pooled last block (no log term).
+        (batch, num_heads, num_blocks) float32: attention of the pooled last block.
     pooled
-        (batch, num_heads, num_blocks, num_blocks) float32: causal softmax of the pooled scores (no log term).
+        (batch, num_heads, num_blocks, num_blocks) float32: causal attention of all pooled blocks.
     shares
-        Gamma, (num_heads,), in whose dtype the sums are, and tau, 0-d or the number 0.
+        Gamma, (num_heads,), of the sums' dtype, and tau, 0-d or the number 0.
     budget
         Floor and cap of the two counts, in blocks.
     """
@@ -69,7 +69,7 @@ def published_selection(
     flat = pooled.flatten(2)
     ordered, order = flat.sort(dim=-1, descending=True, stable=True)
     share = gamma.unsqueeze(-1)
-    # every sum goes back to its block before it meets gamma: Inductor 2.11 cannot fuse the comparison into a long running sum
+    # scatter before comparing: Inductor 2.11 cannot fuse the comparison into a long running sum
     sums = running_sums(ordered, gamma.dtype)
     sums = torch.zeros_like(sums).scatter(-1, order, sums)
     # at gamma 1 rounding must not decide
@@ -102,7 +102,7 @@ def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:
 
 
 def _top(values: Tensor, count: Tensor) -> Tensor:
-    """The `count` largest entries, the first one always; it takes a place in the count."""
+    """The `count` largest entries, with the first one always among them."""
     values = values.clone()
     values[..., 0] = float("inf")
     order = values.sort(dim=-1, descending=True, stable=True).indices
@@ -112,7 +112,7 @@ def _top(values: Tensor, count: Tensor) -> Tensor:
 
 
 def _distance_with_nan(estimated: Tensor, true: Tensor) -> Tensor:
-    """Jensen-Shannon distance where 0 * log 0 is NaN, but the root of a rounding error below 0 is not."""
+    """Jensen-Shannon distance where 0 * log 0 is NaN."""
     middle = (estimated + true) / 2
     divergence = (estimated * (estimated / middle).log()).sum(-1) + (true * (true / middle).log()).sum(-1)
     return (divergence / 2).clamp(min=0).sqrt()

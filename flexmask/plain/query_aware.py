@@ -17,20 +17,14 @@ from flexmask.plain.top_p import ranks, top_p
 def pooled_map(
     inputs: AttentionInputs, key_means: Tensor, key_counts: Tensor, tokens: Tokens, seen: BlockVisibility, block_size: int
 ) -> Tensor:
-    """Attention of each query block's mean to the key blocks it sees, (batch, num_heads, num_q_blocks, num_kv_blocks) float32.
-
-    `key_means` is (batch, num_kv_heads, num_kv_blocks, head_dim) float32, `key_counts` (batch or 1, num_kv_blocks) valid keys.
-    """
+    """Attention of each query block's mean to the key blocks it sees, (batch, num_heads, num_q_blocks, num_kv_blocks) float32."""
     query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, block_size)
     scores = pooled_scores(query_means, key_means, key_counts, inputs.scale, inputs.softcap)
     return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
 
 
 def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, rule: str, max_blocks: int | None) -> Tensor:
-    """The fewest blocks that hold gamma of a head's map, capped in each row; by the rule "per_query" of each row of it; bool.
-
-    `values` is (batch, num_heads, num_q_blocks, num_kv_blocks), `gamma` (num_heads,).
-    """
+    """The fewest blocks that hold gamma of a head's map, or by the rule "per_query" of each row, capped per row; bool."""
     if rule == "per_query":
         kept = top_p(values, visible, gamma.unsqueeze(-1))
     else:
@@ -43,7 +37,7 @@ def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, rule: str, max_
 def query_aware_blocks(
     problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
 ) -> Blocks:
-    """Step 3b: what query-aware heads keep of their pooled map."""
+    """Step 3b: the blocks that query-aware heads keep of their pooled map."""
     tokens, size, seen = problem.tokens, problem.block_size, problem.seen
     values = pooled_map(problem.inputs, key_means, valid_keys(tokens, size), tokens, seen, size)
     kept = top_p_blocks(values, seen.visible[:, None], gamma, rule, max_blocks)

@@ -16,17 +16,14 @@ from flexmask.plain.vertical_slash import LineMass, line_mass, row_mass
 
 
 def take_rows(query: Tensor, rows: RepresentativeRows) -> Tensor:
-    """The representative rows of query, (batch, num_heads, block_size, head_dim); zero where a slot is not taken."""
+    """The representative rows of query, (batch, num_heads, block_size, head_dim); zero where not taken."""
     batch, num_heads, _, head_dim = query.shape
     index = rows.row[:, None, :, None].expand(batch, num_heads, -1, head_dim)
     return query.gather(2, index).masked_fill(~rows.taken[:, None, :, None], 0)
 
 
 def representative_attention(inputs: AttentionInputs, rows: RepresentativeRows, tokens: Tokens) -> Tensor:
-    """Softmax attention of the representative rows to all keys they see, (batch, num_heads, block_size, kv_len) float32.
-
-    Slots that are not taken hold no meaning.
-    """
+    """Softmax attention of the representative rows, (batch, num_heads, block_size, kv_len) float32; arbitrary where not taken."""
     position, column = rows.position.unsqueeze(-1), torch.arange(inputs.key.shape[2], device=inputs.key.device)
     visible = tokens.key_valid.unsqueeze(-2) & rows.taken.unsqueeze(-1) & (column <= position)
     if inputs.window is not None:
@@ -36,7 +33,7 @@ def representative_attention(inputs: AttentionInputs, rows: RepresentativeRows, 
 
 
 class RepresentativeMass(NamedTuple):
-    """The attention of the representative rows, and what it sums to."""
+    """The attention of the representative rows, and its sums."""
 
     rows: RepresentativeRows
     attention: Tensor  # (batch, num_heads, block_size, kv_len) float32

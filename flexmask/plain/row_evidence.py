@@ -1,7 +1,6 @@
-"""Row evidence: the attention of all query rows to the means of the key blocks, by query block (hybrid selection).
+"""Row evidence: attention of all query rows to key means, by query block, for hybrid selection.
 
-FlexPrefill's representative rows stand at the end of the prompt. What earlier rows attend to is estimated here: exactly on the
-side of the queries, by block means on the side of the keys, which costs ``1 / (block_size * row_stride)`` of the attention.
+It estimates what rows before the representative ones attend to, at ``1 / (block_size * row_stride)`` of the cost of attention.
 """
 
 from __future__ import annotations
@@ -19,20 +18,16 @@ from flexmask.plain.pooling import pooled_scores
 
 
 class RowEvidence(NamedTuple):
-    """Attention of the sampled rows to the means of the key blocks, (batch, num_heads, num_q_blocks, num_kv_blocks) float32.
+    """Attention of the sampled rows to key means, (batch, num_heads, num_q_blocks, num_kv_blocks) float32; 0 without any."""
 
-    Both are 0 in query blocks of which no row is sampled.
-    """
-
-    root_mean_square: Tensor  # R: over the rows of a query block
+    root_mean_square: Tensor  # R, over the rows of a query block
     mean: Tensor
 
 
 def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
-    """The attention of every `row_stride`-th valid row of each query block to the means of the key blocks it sees.
+    """Attention of every `row_stride`-th row of each query block to the means of the key blocks it sees.
 
-    The rows are those at a multiple of `row_stride` from the start of their block. It goes through them one row of every block at
-    a time: the scores take no more memory than the result.
+    One row of every block at a time: the scores take no more memory than the result.
     """
     inputs, tokens, block_size = problem.inputs, problem.tokens, problem.block_size
     key_means, key_counts = problem.key_means(), valid_keys(tokens, block_size)
@@ -54,9 +49,9 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
 
 
 def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float) -> Blocks:
-    """The key blocks whose evidence reaches the threshold of their query block, and those where it reaches `of_lines` times that.
+    """The key blocks whose evidence reaches `thresholds` (batch or 1, num_heads, num_q_blocks), and `of_lines` times that.
 
-    NaN reaches both: it drops nothing. `thresholds` are (batch or 1, num_heads, num_q_blocks).
+    NaN reaches both.
     """
     found, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
     return Blocks(~(found < thresholds.float()), ~(found < (of_lines * thresholds).float()))
@@ -64,5 +59,5 @@ def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor,
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> Tensor:
     """Evidence that the kept blocks hold, mean over the query blocks with rows, (batch, num_heads) float32."""
-    with_evidence = (evidence.mean.sum(-1) != 0).sum(-1)  # NaN, if there are none, or in the evidence
+    with_evidence = (evidence.mean.sum(-1) != 0).sum(-1)
     return torch.where(keep, evidence.mean, 0.0).sum((-2, -1)) / with_evidence

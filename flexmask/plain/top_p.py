@@ -9,9 +9,9 @@ from flexmask.base.running_sums import running_sums
 
 
 def ranks(values: Tensor, candidates: Tensor) -> Tensor:
-    """Place of every entry in descending order over the last dimension, int64 from 0.
+    """Place of every entry >= 0 in descending order over the last dimension, int64 from 0.
 
-    Equal values rank by lower index; entries that are no candidates rank after all that are. Values must be >= 0.
+    Equal values rank by lower index, candidates before all others.
     """
     order = torch.where(candidates, values, -1.0).sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(order).scatter(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
@@ -20,27 +20,19 @@ def ranks(values: Tensor, candidates: Tensor) -> Tensor:
 def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
     """Count the heaviest candidates whose sum reaches gamma times the sum of all candidates; every candidate at gamma 1.
 
-    `values` (..., n) float32 >= 0, `candidates` bool, `gamma` broadcasts to (...,), in its dtype are the sums. Returns (...,)
-    int64.
+    `values` is (..., n) float32 >= 0; `gamma` broadcasts to (...,), in the sums' dtype.
     """
     ordered = torch.where(candidates, values, 0.0).sort(dim=-1, descending=True).values
     running = running_sums(ordered, gamma.dtype)
     count = (running - ordered < gamma.unsqueeze(-1) * running[..., -1:]).sum(-1)
-    # not by sums, which rounding may let reach the total early, and which weightless candidates do not add to
+    # at 1 neither rounding nor weightless candidates may decide
     return torch.where(gamma >= 1, candidates.sum(-1), count)
 
 
 def top_p(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
-    """The fewest candidates whose sum reaches gamma times the sum of all, as a bool tensor.
+    """The fewest candidates whose sum reaches gamma times the sum of all, as a bool tensor; every candidate at gamma 1.
 
-    Parameters
-    ----------
-    values
-        (..., n) float32 >= 0; NaN counts as 0.
-    candidates
-        Bool, broadcasts to it.
-    gamma
-        Broadcasts to (...,); in its dtype are the sums (`running_sums`). 1 keeps every candidate.
+    `values` is (..., n) float32 >= 0, NaN counts as 0; `candidates` broadcast to it, `gamma` to (...,), in the sums' dtype.
     """
     values = torch.where(candidates, values.nan_to_num(0.0), -1.0)
     ordered, order = values.sort(dim=-1, descending=True, stable=True)

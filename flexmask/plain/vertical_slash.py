@@ -1,16 +1,15 @@
 """The vertical-slash index: mass by key block and by block diagonal, and which of them are kept (paper, section 3.3).
 
-The paper sums the representative attention ``p[i, k]`` along every vertical line (key) and every slash line (offset
-``position(i) - k``). Selection here is by block, so only two pooled sums are needed:
+The paper sums the representative attention ``p[i, k]`` along vertical lines (keys) and slash lines (offsets
+``position(i) - k``). Selection by block needs only two pooled sums:
 
 - ``V[j]``, the attention to key block j;
-- ``S[c]``, where a slash at offset ``o = cB + x`` counts for block diagonal c by ``1 - x/B`` and for c+1 by ``x/B``: the
-  share of its rows in which it lies on that diagonal.
+- ``S[c]``, where a slash at offset ``o = cB + x`` counts for block diagonal c by ``1 - x/B`` and for c+1 by ``x/B``, the
+  share of its rows on that diagonal.
 
-Both are linear in p. Inside one key block, a row at phase ``r`` of its own block P and a key at phase ``y`` of block j have
-offset ``(P - j)B + r - y``, so the key's share goes to diagonals P-j, P-j+1 and P-j-1 by ``1 - |r - y|/B``,
-``max(0, r - y)/B`` and ``max(0, y - r)/B``. S is therefore three weighted sums by (row, key block), shifted by P; no sum along
-single diagonals is ever formed.
+Inside key block j, a row at phase ``r`` of its block P and a key at phase ``y`` have offset ``(P - j)B + r - y``, so the key's
+share goes to diagonals P-j, P-j+1 and P-j-1 by ``1 - |r - y|/B``, ``max(0, r - y)/B`` and ``max(0, y - r)/B``. S is therefore
+three weighted sums by (row, key block), shifted by P.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from flexmask.plain.top_p import ranks, top_p_count
 
 
 class RowMass(NamedTuple):
-    """Per-row attention mass by key block and its share by diagonal, (batch, num_heads, block_size, num_kv_blocks) float32."""
+    """Attention mass by row and key block, and its share by diagonal, (batch, num_heads, block_size, num_kv_blocks) float32."""
 
-    block: Tensor  # to the key block itself
+    block: Tensor  # to the key block
     after: Tensor  # of that, to block diagonal P-j+1
     before: Tensor  # of that, to block diagonal P-j-1; the rest goes to P-j
 
@@ -36,16 +35,16 @@ class RowMass(NamedTuple):
 class LineMass(NamedTuple):
     """The representative attention, pooled; V and S are means over the rows taken."""
 
-    vertical: Tensor  # (batch, num_heads, num_kv_blocks) float32: V, sums to 1
-    slash: Tensor  # (batch, num_heads, num_kv_blocks) float32: S by block diagonal, those past the last left out
-    by_row: Tensor  # (batch, num_heads, block_size, num_kv_blocks) float32: each row's attention to each key block
+    vertical: Tensor  # V, (batch, num_heads, num_kv_blocks) float32
+    slash: Tensor  # S, the same shape
+    by_row: Tensor  # (batch, num_heads, block_size, num_kv_blocks) float32
 
 
 def row_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> RowMass:
     """Sums of the representative attention by row and key block; rows not taken are 0."""
     attention = whole_blocks(attention, 3, block_size)
     row_phase = (rows.position % block_size).unsqueeze(-1)
-    # float32 by name: a quotient of integers has the program's default dtype
+    # a quotient of integers has the default dtype
     lead = (row_phase - torch.arange(block_size, device=attention.device)).float() / block_size
     weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)
     weights = torch.where(rows.taken[..., None, None], weights, 0.0)
@@ -53,7 +52,7 @@ def row_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> Ro
 
 
 def line_mass(sums: RowMass, rows: RepresentativeRows, block_size: int) -> LineMass:
-    """Means over the representative rows by key block and by block diagonal (derived at the top of this file)."""
+    """Means over the representative rows by key block and by block diagonal."""
     own_block = rows.position // block_size
     slash = _by_diagonal(sums.block - sums.after - sums.before, own_block)
     slash = slash + _by_diagonal(sums.after, own_block + 1) + _by_diagonal(sums.before, own_block - 1)
@@ -62,10 +61,7 @@ def line_mass(sums: RowMass, rows: RepresentativeRows, block_size: int) -> LineM
 
 
 def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
-    """Sum by block diagonal: each row contributes its key block ``last_block - c`` to diagonal c.
-
-    `sums` is (batch, num_heads, rows, num_kv_blocks), `last_block` (batch or 1, rows); returns (batch, num_heads, num_kv_blocks).
-    """
+    """Sum by block diagonal: each row contributes its key block ``last_block - c`` to diagonal c."""
     blocks = sums.shape[-1]
     kv_block = last_block.unsqueeze(-1) - torch.arange(blocks, device=sums.device)
     exists = (kv_block >= 0) & (kv_block < blocks)
@@ -76,23 +72,10 @@ def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
 def line_counts(
     values: Tensor, candidates: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Count the lines of one family that a vertical-slash head keeps, and a query-aware head (its floor).
+    """Count the lines of one family that a vertical-slash head keeps, and a query-aware head (its floor), int64.
 
-    Parameters
-    ----------
-    values
-        (batch, num_heads, num_lines) float32: V by key block or S by block diagonal.
-    candidates
-        (batch or 1, 1, num_lines) bool.
-    gamma
-        (num_heads,).
-    min_blocks, max_blocks
-        Floor and cap, in lines; the floor comes last. Both end at the number of candidates.
-
-    Returns
-    -------
-    tuple of Tensor
-        Two (batch or 1, num_heads or 1) int64 counts.
+    `values` are (.., batch, num_heads, num_lines) float32 by line, `candidates` broadcast to them. Floor and cap are in lines;
+    the floor comes last.
     """
     available = candidates.sum(-1)
     count = top_p_count(values, candidates, gamma)
@@ -107,8 +90,8 @@ def kept_lines(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Key blocks and block diagonals to keep: top-p of each family, within floor and cap; query-aware heads keep the floor.
 
-    `candidates` is (2, batch or 1, num_kv_blocks) bool, of `candidate_lines`. Returns two (batch, num_heads, num_kv_blocks) bool
-    and the counts, (2, batch, num_heads) int64.
+    `candidates` are from `candidate_lines`. Returns two (batch, num_heads, num_kv_blocks) bool and the counts, (2, batch,
+    num_heads) int64.
     """
     lines = torch.stack([mass.vertical, mass.slash])
     candidates = candidates.unsqueeze(2)
@@ -123,14 +106,13 @@ class Lines(NamedTuple):
 
     vertical: Tensor  # (batch, num_heads, num_kv_blocks) bool: key blocks
     slash: Tensor  # (batch, num_heads, num_kv_blocks) bool: block diagonals
-    number: Tensor  # (2, batch, num_heads) int64: how many of either
+    number: Tensor  # (2, batch, num_heads) int64
 
 
 def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Tensor:
-    """Extend kept key blocks and block diagonals over the whole map.
+    """Extend kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool, over the whole map.
 
-    `vertical` and `slash` are (batch, num_heads, num_kv_blocks) bool; the result is (batch, num_heads, num_q_blocks,
-    num_kv_blocks), not yet limited to visible blocks. A query block whose rows stand in two key blocks lies on two diagonals.
+    A query block whose rows stand in two key blocks lies on two diagonals.
     """
     kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
     kept = vertical.unsqueeze(-2)

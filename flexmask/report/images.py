@@ -17,7 +17,7 @@ _PARTS = (("all", "attention"), ("kept", "kept"), ("left out", "left-out"))
 
 
 class Image(NamedTuple):
-    """One picture: its file name without ``.png``, its text for those who cannot see it, and its bytes."""
+    """One picture: its file name without ``.png``, its alternative text, and its bytes."""
 
     name: str
     alt: str
@@ -71,7 +71,7 @@ def shown_head_images(shown: ShownHead) -> list[Image]:
 
 
 def _image(name: str, alt: str, size: tuple[float, float], draw: Callable[[Axes], object]) -> Image:
-    # not by pyplot, which would keep the figure
+    # pyplot would keep the figure
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=130, layout="constrained")

@@ -13,19 +13,7 @@ from flexmask.report.style import STYLE
 
 
 def page(found: Inspection, overview: Sequence[Image], shown: Sequence[Sequence[Image]], model: str, prompt: str) -> str:
-    """The whole page.
-
-    Parameters
-    ----------
-    found
-        The inspection.
-    overview, shown
-        Its pictures: of all heads, and of each head shown.
-    model
-        The model's name.
-    prompt
-        The prompt's text; its beginning and end are shown.
-    """
+    """The whole page; `overview` are pictures of all heads, `shown` of each head shown."""
     title = escape(f"Sparse prefill in {model}")
     heads = "".join(_shown(head, images) for head, images in zip(found.heads, shown, strict=True))
     rule = RULE if any(head.why != NAMED for head in found.heads) else ""

@@ -11,9 +11,9 @@ from flexmask.report.page import page
 
 
 def write_report(found: Inspection, folder: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
-    """Write ``report.html``, its pictures as PNG and ``inspection.json`` into a folder, which is made if need be.
+    """Write ``report.html``, its pictures as PNG and ``inspection.json`` into a folder, which is created if need be.
 
-    The page is one file without scripts that loads nothing, not from the folder either. Nothing is written before all is drawn.
+    The page is one file without scripts that loads nothing. Nothing is written before all is drawn.
 
     Parameters
     ----------
@@ -22,9 +22,9 @@ def write_report(found: Inspection, folder: str | Path, *, model: str | None = N
     folder
         Where to write; files of these names are replaced.
     model
-        The model's name. Default: that of its class.
+        The model's name. Default: its class's.
     prompt
-        The prompt's text; the page shows its beginning and end. Default: none.
+        The prompt's text; the page shows its beginning and end.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def write_report(found: Inspection, folder: str | Path, *, model: str | None = N
     shown = [shown_head_images(head) for head in found.heads]
     files = {f"{image.name}.png": image.png for image in [*overview, *(image for images in shown for image in images)]}
     text = page(found, overview, shown, model or str(found.about["model"]), prompt)
-    # a tokenizer may decode half of a character pair, which UTF-8 does not have
+    # a tokenizer may decode half of a surrogate pair
     files["report.html"] = text.encode("utf-8", errors="backslashreplace")
     files["inspection.json"] = json.dumps(found.to_dict(), indent=1, allow_nan=False).encode()
     folder.mkdir(parents=True, exist_ok=True)

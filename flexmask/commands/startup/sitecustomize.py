@@ -1,8 +1,7 @@
 """Registers "flexmask" with transformers in a Python that starts with this folder on PYTHONPATH, and in its children.
 
-``flexmask run`` puts it there. Python imports `sitecustomize` when it starts; nothing else happens until the program imports
-transformers. Then the name is registered; FLEXMASK_SETTINGS, a JSON object or a file of one, gives every model its settings, and
-FLEXMASK_NAME another name to stand behind.
+``flexmask run`` puts it there. The name is registered when the program has imported transformers. FLEXMASK_SETTINGS, a JSON
+object or a file of one, sets every model's settings, FLEXMASK_NAME another name.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 _SETTINGS, _NAME = "FLEXMASK_SETTINGS", "FLEXMASK_NAME"
-# once it is imported the name can be registered
 _AWAITED = "transformers.modeling_utils"
 
 
 class _Watch:
-    """A finder that lets others find transformers and flexmask, and registers the name when their outermost import has ended.
+    """A finder that registers the name when the outermost import of transformers or flexmask has ended.
 
-    Not sooner: flexmask imports parts of transformers, and neither must be half imported then.
+    Not sooner: flexmask imports parts of transformers, and neither must be half imported.
     """
 
     def __init__(self) -> None:
         self.imports = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The spec that the other finders have, its loader watched."""
+        """The other finders' spec, its loader watched."""
         if name.partition(".")[0] not in ("transformers", "flexmask"):
             return None
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
@@ -57,7 +55,7 @@ class _Watch:
 
 
 def _register() -> None:
-    """Register the name; the program goes on without where that fails."""
+    """Register the name; if that fails, the program continues without."""
     try:
         _import_own_flexmask()
         from flexmask.integrations.huggingface import PrefillSettings, register
@@ -70,7 +68,7 @@ def _register() -> None:
 
 
 def _import_own_flexmask() -> None:
-    """Import the package that this file belongs to: another one may be installed, or none."""
+    """Import the package of this file, whatever is installed."""
     folder = _HERE.parents[1]
     if "flexmask" not in sys.modules:
         spec = importlib.util.spec_from_file_location(
