@@ -7,14 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask import flexprefill_mask
-from flexmask.base.visibility import blocks_seen_by_rows, token_validity
-from flexmask.block_masks import causal_mask
 from tests.attention_calls import padding
 from tests.cases import mask_function, structured_inputs
 from tests.comparisons import assert_honest, same_values
 from tests.compile_support import assert_same_lists
-from tests.expected import by_block, seen_pairs
 
 WINDOWS = (96, 192, 2**63 - 1)
 PADDINGS: dict[str, dict[str, Any]] = {
@@ -45,24 +41,3 @@ def test_window_of_all_tokens_or_more_is_none(options, where, window):
     assert_honest(mask, (query.shape[2], 96))
     for name, value in vars(none_stats).items():
         assert same_values(torch.as_tensor(getattr(stats, name)), torch.as_tensor(value)), name
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-def test_padding_is_not_kept_under_any_window(window):
-    query, is_token = torch.randn(1, 2, 96, 16), padding(96, ("left", 48))
-    visible = by_block(seen_pairs(96, torch.zeros(1, dtype=torch.int64), is_token != 0, window), 16)
-    for make in (flexprefill_mask, causal_mask):
-        options = {"gamma": 1.0} if make is flexprefill_mask else {}
-        mask = make(query, query.clone(), block_size=16, window=window, attention_mask=is_token, **options)
-        assert torch.equal(mask.to_dense().bool(), visible[:, None].expand(mask.shape[0], mask.shape[1], -1, -1))
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("where", [("left", 48), ("holes", 7), ("all", 0)], ids=str)
-def test_rows_see_no_padding_under_any_window(where, window):
-    offset, is_token = torch.tensor([20]), padding(96, where)
-    tokens = token_validity(76, 96, offset, is_token, is_token)
-    found = blocks_seen_by_rows(20 + torch.arange(76)[None], tokens, 16, window)
-    expected = by_block(seen_pairs(76, offset, is_token != 0, window).repeat_interleave(16, 1), 16)
-    # only that of valid rows is defined
-    assert torch.equal(found[tokens.row_valid], expected[tokens.row_valid])

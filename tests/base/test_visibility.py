@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmask.base.visibility import block_visibility, blocks_seen_by_rows, in_blocks, num_blocks, token_validity
+from flexmask.base.visibility import block_visibility, blocks_seen_by_rows, token_validity
 from tests.expected import by_block, seen_pairs
 
 
@@ -71,22 +71,9 @@ def test_offsets_out_of_range_are_clamped(dtype):
     assert tokens.key_valid.sum(-1).tolist() == [6, 9, 10]
 
 
-def test_keys_behind_the_last_row_are_not_there():
-    attention_mask = torch.tensor([[0, 1, 2, 1, 1, 1, 1, 1]])
-    tokens = token_validity(3, 8, torch.tensor(2), attention_mask, key_of_length(8))
-    assert tokens.key_valid.tolist() == [[False, True, True, True, True, False, False, False]]
-    assert tokens.row_valid.tolist() == [[True, True, True]]
-    assert tokens.padded
-
-
 @pytest.mark.parametrize(("first", "last"), [(16, 16), (17, 32)])
 def test_diagonals_are_the_key_blocks_of_first_and_last_row(first, last):
     tokens = token_validity(16, 64, torch.tensor([first]), None, key_of_length(64))
     seen = block_visibility(tokens, 16, None)
     assert seen.first_diagonal.tolist() == [[1]]
     assert seen.last_diagonal.tolist() == [[last // 16]]
-
-
-def test_blocks_of_a_length():
-    assert [num_blocks(length, 16) for length in (1, 15, 16, 17, 32)] == [1, 1, 1, 2, 2]
-    assert in_blocks(torch.arange(5), 2, -1).tolist() == [[0, 1], [2, 3], [4, -1]]

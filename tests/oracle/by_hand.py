@@ -1,6 +1,5 @@
 """Oracle calls small enough to work out by hand."""
 
-import itertools
 from typing import Any
 
 import torch
@@ -45,15 +44,6 @@ def causal_blocks(num_blocks):
 def lines(num_blocks, key_blocks, diagonals):
     """Causal blocks in the key blocks, on the diagonals, or kept always."""
     return {(r, j) for r, j in causal_blocks(num_blocks) if j in key_blocks or r - j in diagonals or j in (0, r)}
-
-
-def fewest_by_enumeration(values: list[float], gamma: float) -> int:
-    """Size of the smallest subset that holds gamma of the sum."""
-    for size in range(len(values) + 1):
-        for subset in itertools.combinations(values, size):
-            if sum(subset) >= gamma * sum(values):
-                return size
-    raise AssertionError
 
 
 def block_scores(*rows):

@@ -41,29 +41,6 @@ from tests.oracle.steps import (
 from tests.oracle.visibility import Block, Visibility
 
 
-def check_published(
-    shape: tuple[int, int, int],
-    options: Options,
-    *,
-    softcap: float | None,
-    window: int | None,
-    attention_mask: Tensor | None,
-    q_offset: int | Tensor | None,
-) -> None:
-    """Refuse what the published code cannot do; `shape` is (q_len, kv_len, block_size)."""
-    q_len, kv_len, block_size = shape
-    for possible, needed in (
-        (q_len == kv_len and q_len % block_size == 0, "q_len == kv_len, a multiple of block_size"),
-        (options.query_aware == "flatten", 'query_aware="flatten"'),
-        (options.pattern_queries == options.index_queries == "last", 'pattern_queries="last" and index_queries="last"'),
-        (softcap is None and window is None, "softcap=None and window=None"),
-        (attention_mask is None, "attention_mask=None"),
-        (q_offset is None or (isinstance(q_offset, int) and q_offset == 0), "q_offset=None"),
-    ):
-        if not possible:
-            raise ValueError(f'method="published" needs {needed}')
-
-
 def published_selection(head: AttentionHead, seen: Visibility, options: Options) -> Head:
     """Decide one head as the published code does."""
     rows = representative_rows("last", seen)

@@ -26,35 +26,6 @@ def test_row_of_padding_keeps_nothing():
     assert torch.equal(result.margin[1:], alone.margin)
 
 
-@pytest.mark.parametrize("tau", [0.0, 1.0])
-def test_left_padding_by_whole_blocks_shifts_the_mask(tau):
-    query, key = random_inputs(7, 96, 96, num_heads=2)
-    options: dict[str, Any] = {"gamma": 0.4, "tau": tau, "block_size": BLOCK, "min_budget": 0}
-    plain = reference_flexprefill(query, key, **options)
-    junk, junk_key = random_inputs(8, 32, 32, num_heads=2)
-    attention_mask = torch.tensor([[0] * 32 + [1] * 96])
-    padded = reference_flexprefill(
-        torch.cat([junk, query], 2),
-        torch.cat([junk_key, key], 2),
-        attention_mask=attention_mask,
-        **options,
-    )
-    assert torch.equal(padded.keep[..., 2:, 2:], plain.keep)
-    assert padded.keep.sum() == plain.keep.sum()
-    assert torch.allclose(padded.js_distance, plain.js_distance)
-    assert torch.allclose(padded.coverage, plain.coverage)
-    assert (plain.density < 1).all()
-
-
-def test_last_chunk_on_a_boundary_equals_the_whole():
-    query, key = random_inputs(9, 150, 150, num_heads=2)
-    options: dict[str, Any] = {"gamma": 0.6, "tau": 0.0, "block_size": BLOCK, "min_budget": 0}
-    whole = reference_flexprefill(query, key, **options)
-    chunk = reference_flexprefill(query[:, :, 96:], key, **options)
-    assert torch.equal(chunk.keep, whole.keep[:, :, 6:])
-    assert torch.equal(chunk.full, whole.full[:, :, 6:])
-
-
 def test_chunk_inside_a_block_lies_on_two_diagonals():
     # Rows at positions 40 to 71: query block 0 spans key blocks 2 and 3, query block 1 spans 3 and 4.
     scores = torch.full((32, 72), NEVER)
@@ -79,12 +50,3 @@ def test_unfilled_keys_do_not_exist(q_offset):
         assert torch.equal(result.keep[b, :, :, :num_kv_blocks], shorter.keep[0])
         assert not result.keep[b, :, :, num_kv_blocks:].any()
         assert torch.allclose(result.js_distance[b], shorter.js_distance[0], rtol=1e-12)
-
-
-def test_offset_out_of_range():
-    query, key = random_inputs(0, 40, 64)
-    with pytest.raises(ValueError, match="q_offset"):
-        reference_flexprefill(query, key, q_offset=25)
-    options: dict[str, Any] = {"gamma": 0.5, "block_size": BLOCK, "min_budget": 0}
-    clamped = reference_flexprefill(query, key, q_offset=torch.tensor(99), **options)
-    assert torch.equal(clamped.keep, reference_flexprefill(query, key, **options).keep)

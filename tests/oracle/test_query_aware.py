@@ -1,6 +1,5 @@
 """The oracle's query-aware heads: the pooled map and its top-p blocks."""
 
-import pytest
 import torch
 
 from tests.oracle.by_hand import (
@@ -10,11 +9,8 @@ from tests.oracle.by_hand import (
     blocks,
     causal_blocks,
     decide,
-    fewest_by_enumeration,
     lines,
-    random_inputs,
 )
-from tests.oracle.flexprefill import reference_flexprefill
 
 
 def test_pooled_map_is_block_softmax():
@@ -39,23 +35,6 @@ def test_equal_pooled_values_take_the_lower_flat_index():
     result = decide(torch.zeros(80, 80), gamma=0.68, tau=1.0)
     assert blocks(result) == lines(5, {}, {}) | {(2, 1), (3, 1)}
     assert result.query_aware_margin.item() < 1e-9
-
-
-@pytest.mark.parametrize("query_aware", ["flatten", "per_query"])
-@pytest.mark.parametrize("gamma", [0.5, 0.8])
-def test_pooled_selection_is_minimal(query_aware, gamma):
-    query, key = random_inputs(3, 64, 64)
-    query = query * 4
-    result = reference_flexprefill(query, key, gamma, 1.0, block_size=BLOCK, min_budget=0, query_aware=query_aware)
-    pooled = result.pooled[0, 0]
-    groups = list(pooled) if query_aware == "per_query" else [pooled.flatten()]
-    chosen = set()
-    for number, group in enumerate(groups):
-        values = group[group > 0].tolist()
-        kept = group.topk(fewest_by_enumeration(values, gamma)).indices + number * len(pooled)
-        chosen |= {(index // 4, index % 4) for index in kept.tolist()}
-    assert len(chosen) < 10
-    assert blocks(result) == chosen | lines(4, {}, {})
 
 
 def test_row_budget_keeps_the_heaviest():

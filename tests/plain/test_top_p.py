@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from flexmask.plain.top_p import ranks, top_p, top_p_count
 
-GAMMA = torch.tensor(0.5, dtype=torch.float64)
-
 
 def gamma_of(value):
     return torch.tensor(value, dtype=torch.float64)
@@ -47,19 +45,6 @@ def test_ranks_order_candidates_first_and_equals_by_index(entries):
     assert [places.index(place) for place in range(len(entries))] == order
 
 
-def test_the_one_that_crosses_is_kept():
-    values, candidates = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.ones(1, 4).bool()
-    for gamma, count in ((0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4)):
-        assert top_p_count(values, candidates, gamma_of(gamma)).tolist() == [count]
-        assert top_p(values, candidates, gamma_of(gamma)).tolist() == [[i < count for i in range(4)]]
-
-
-def test_reaching_exactly_is_enough():
-    values, candidates = torch.tensor([[0.25, 0.5, 0.25]]), torch.ones(1, 3).bool()
-    assert top_p_count(values, candidates, GAMMA).tolist() == [1]
-    assert top_p(values, candidates, GAMMA).tolist() == [[False, True, False]]
-
-
 def test_rows_do_not_look_at_each_other():
     values = torch.rand(3, 4, 50, generator=torch.Generator().manual_seed(0))
     candidates = torch.rand(3, 1, 50, generator=torch.Generator().manual_seed(1)) < 0.7
@@ -86,8 +71,3 @@ def test_a_large_map_reaches_gamma(gamma):
 def test_nan_counts_as_nothing():
     values = torch.tensor([[float("nan"), 0.5, 0.3, 0.2]])
     assert top_p(values, torch.ones(1, 4).bool(), gamma_of(0.7)).tolist() == [[False, True, True, False]]
-
-
-def test_without_candidates_nothing_is_kept():
-    assert not top_p(torch.rand(2, 5), torch.zeros(2, 5).bool(), GAMMA).any()
-    assert top_p_count(torch.rand(2, 5), torch.zeros(2, 5).bool(), GAMMA).tolist() == [0, 0]
