@@ -60,7 +60,7 @@ class PrefillMask(BlockMask):
         tokens: int | None = None,
         segments: Segments | None = None,
     ) -> None:
-        # not BlockMask's: there are no lists
+        # without BlockMask.__init__, which needs lists
         self._shape = shape
         self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal

@@ -30,7 +30,6 @@ class SavedRun(NamedTuple):
 
 
 def save_run(path: Path, run: SavedRun) -> None:
-    """Write a run atomically."""
     saved = {
         "format": _FORMAT,
         "settings": run.settings.to_dict(),
@@ -42,6 +41,11 @@ def save_run(path: Path, run: SavedRun) -> None:
         "tokens": {str(layer): number for layer, number in run.tokens.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, saved)
+
+
+def write_json(path: Path, saved: Any) -> None:
+    """An interruption leaves the former file."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(saved, allow_nan=False), encoding="utf-8")
     os.replace(part, path)

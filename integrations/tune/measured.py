@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flexmask.integrations.record.files import write_json
 from flexmask.integrations.tune.allocation import Choice
 from flexmask.integrations.tune.head_errors import HeadErrors
 
@@ -57,38 +57,33 @@ class MeasuredErrors:
             return
         errors = [{str(layer): list(each) for layer, each in layers.items()} for layers in self.by_prompt]
         saved = {"format": _FORMAT, "made_of": self.made_of, "complete": self.complete, "dense": self.dense, "errors": errors}
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps(saved), encoding="utf-8")
-        os.replace(part, self.path)
+        write_json(self.path, saved)
 
     def choices(self) -> dict[tuple[int, int], list[Choice]]:
         """By layer and head: share of all blocks and error at each gamma, means over prompts."""
-        layers = sorted(self.by_prompt[0])
-        all_blocks = [sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt]
-        number = len(self.by_prompt)
+        prompts = list(zip(self.by_prompt, self._all_blocks(), strict=True))
         return {
             (layer, head): [
                 Choice(
                     gamma,
-                    sum(
-                        errors[layer].density[head][at] * errors[layer].visible / blocks
-                        for errors, blocks in zip(self.by_prompt, all_blocks, strict=True)
-                    )
-                    / number,
-                    sum(errors[layer].error[head][at] for errors in self.by_prompt) / number,
+                    sum(errors[layer].density[head][at] * errors[layer].visible / blocks for errors, blocks in prompts)
+                    / len(prompts),
+                    sum(errors[layer].error[head][at] for errors, _ in prompts) / len(prompts),
                 )
                 for at, gamma in enumerate(self.gammas)
             ]
-            for layer in layers
+            for layer in sorted(self.by_prompt[0])
             for head in range(len(self.by_prompt[0][layer].density))
         }
 
     def share_of(self, layer: int) -> float:
         """The share of all blocks that one head of a layer sees."""
-        shares = [
-            errors[layer].visible / sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt
-        ]
+        shares = [errors[layer].visible / blocks for errors, blocks in zip(self.by_prompt, self._all_blocks(), strict=True)]
         return sum(shares) / len(shares)
+
+    def _all_blocks(self) -> list[int]:
+        """The blocks that all heads see, by prompt."""
+        return [sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt]
 
 
 def digest(parts: Sequence[Tensor] | Mapping[str, Any]) -> str:
