@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
@@ -80,7 +79,7 @@ def _of_config(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     config = load_config(model, "MODEL")
-    from flexmask.commands.gain_model import settings_of, weights_per_token
+    from flexmask.commands.gain_model import row_of, settings_of, weights_per_token
     from flexmask.commands.gain_times import matmul_speed, model_times
     from flexmask.integrations.huggingface.layer_plan import layer_plan
 
@@ -94,7 +93,7 @@ def _of_config(
         speed, weights = matmul_speed(max(lengths), text.hidden_size, device, dtype), weights_per_token(config)
         for length in lengths:
             plan = layer_plan(config, used, tokens=length, device=device, dtype=dtype)
-            row = _row(length, ((each.plan, each.reason) for each in plan), 2 * weights * length / speed)
+            row = row_of(length, (each.plan for each in plan), (each.reason for each in plan), 2 * weights * length / speed)
             if row["layers"].get("sparse", 0):
                 times = model_times(plan, length, densities, used.selector(), used.run_options, speed, device, dtype)
                 row = _with_first_tokens(row | times)
@@ -137,19 +136,6 @@ def _about(model: str, name: str, settings: PrefillSettings, device: torch.devic
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "settings": {"method": settings.method, **settings.to_dict()},
-    }
-
-
-def _row(tokens: int, plan: Iterable[tuple[str, str]], rest: float) -> dict[str, Any]:
-    """A length: its layers by plan and the reasons for dense ones, without times."""
-    plans = [*plan]
-    return {
-        "tokens": tokens,
-        "layers": dict(Counter(kind for kind, _ in plans)),
-        "reasons": dict(Counter(reason for _, reason in plans if reason)),
-        "rest_seconds": rest,
-        "dense": None,
-        "sparse": [],
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,18 @@ def weights_per_token(config: Any) -> int:
     return int(found)
 
 
+def row_of(tokens: int, plans: Iterable[str], reasons: Iterable[str], rest: float = 0.0) -> dict[str, Any]:
+    """A length: its layers by plan and by reason for not running sparse, without times."""
+    return {
+        "tokens": tokens,
+        "layers": dict(Counter(plans)),
+        "reasons": dict(Counter(filter(None, reasons))),
+        "rest_seconds": rest,
+        "dense": None,
+        "sparse": [],
+    }
+
+
 def settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings:
     """The chosen settings, else those in the config, else the defaults; checked for the model."""
     text = config.get_text_config()
@@ -63,12 +76,8 @@ def prompt_gain(
         sparse = log_probs(model, ids)
     progress(1, 3)
     summary = run.summary()
-    reasons = {reason for layer in summary.layers for reason in layer.reasons}
-    row: dict[str, Any] = {"tokens": ids.shape[1], "layers": {}, "reasons": {}, "dense": None, "sparse": [], "rest_seconds": 0.0}
-    for layer in summary.layers:
-        kind = "dense" if layer.ran == "dense" else "sparse"
-        row["layers"][kind] = row["layers"].get(kind, 0) + 1
-    row["reasons"] = {each: sum(each in layer.reasons for layer in summary.layers) for each in sorted(reasons)}
+    plans = ("dense" if layer.ran == "dense" else "sparse" for layer in summary.layers)
+    row = row_of(ids.shape[1], plans, sorted(reason for layer in summary.layers for reason in layer.reasons))
     if not row["layers"].get("sparse"):
         return row, None
     dense = log_probs(model, ids)
