@@ -70,10 +70,8 @@ def layer_plan(
 
     Raises
     ------
-    NotImplementedError
-        For a model that `sparse_prefill` refuses.
-    RuntimeError
-        For a model whose forward needs values, not only shapes.
+    NotImplementedError, RuntimeError
+        For a model that `sparse_prefill` refuses; for one whose forward needs values, not only shapes.
     ValueError
         For a config without a causal model, and `settings` for layers that the model lacks.
 

@@ -37,8 +37,6 @@ class PrefillMask(BlockMask):
         Position of the first row among the keys: int, or a 0-d integer tensor where only the device has it.
     attention_mask
         (batch, kv_len) bool, True = token; None without padding.
-    window, refusal
-        Sliding window in tokens, and why attention cannot serve the mask; or None.
     prefill
         Number shared by the masks of one mask-function call; None in compiled forwards.
     segments

@@ -20,10 +20,9 @@ Segments = tuple[Segment, ...]
 
 
 def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
-    """The sequences of a batch whose rows are concatenated; None where each row is one sequence.
+    """The sequences of a concatenated batch by (batch or 1, q_len) integer ids; None where each row is one sequence.
 
-    `ids`, (batch or 1, q_len) integer, are equal within a sequence. Waits for the device once per forward, as transformers does
-    from release 5 on.
+    Waits for the device once per forward, as transformers does from release 5 on.
     """
     length = ids.shape[1]
     begins = (ids[:, 1:] != ids[:, :-1]).cpu()

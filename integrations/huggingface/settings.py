@@ -160,15 +160,7 @@ class PrefillSettings:
 
     @classmethod
     def load(cls, path: str | Path) -> PrefillSettings:
-        """The settings that `save` wrote, or those in a model's ``config.json``.
-
-        Raises
-        ------
-        OSError
-            If there is no such file.
-        ValueError
-            If it is not a regular file, exceeds 16 MiB, or holds something else.
-        """
+        """The settings that `save` wrote, or those in a model's ``config.json``; ValueError for other files, and above 16 MiB."""
         path = Path(path)
         size = path.stat().st_size
         if not path.is_file():

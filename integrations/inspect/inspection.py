@@ -29,16 +29,10 @@ MOST_LOST = 0.1
 
 @dataclass(frozen=True)
 class ShownHead:
-    """One head, its true attention and its mask.
+    """One head, with its reason to be shown, its row of ``run.rows()``, its true attention and its mask.
 
-    Attributes
-    ----------
-    why
-        The reason to show it.
-    mass, kept
-        (num_q_blocks, num_kv_blocks): float32 attention of a query block's rows to a key block, mean over rows; bool.
-    row
-        Its row of ``run.rows()``.
+    `mass`, float32, is the attention of a query block's rows to a key block, mean over rows; `kept` is bool. Both are
+    (num_q_blocks, num_kv_blocks).
     """
 
     layer: int
@@ -62,8 +56,6 @@ class Inspection:
     ----------
     run, times
         Statistics of the first of two prefills, seconds of the second.
-    heads
-        The heads shown.
     held
         By sparse layer and quarter of the prompt: share of the true attention of eight rows that the kept blocks hold, mean over
         rows and heads.

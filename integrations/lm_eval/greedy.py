@@ -63,10 +63,9 @@ def decode(
     is_done: Callable[[list[int]], bool],
     prefill: AbstractContextManager[Any],
 ) -> list[list[int]]:
-    """Continue each prompt, (length,) token ids on the model's device, by its most likely tokens; returns the new ones.
+    """Continue prompts, (length,) token ids on the model's device, by their most likely tokens; returns the new ones.
 
-    At most `limit` >= 1 tokens, until `is_done` of the new tokens is True. `prefill` is the block in which the prompts are read;
-    decoding runs outside.
+    Stops at `limit` >= 1 tokens, or when `is_done` of the new tokens is True. Only reading the prompts runs in `prefill`.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1 token; got {limit}: a prompt is as long as max_length")

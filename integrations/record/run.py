@@ -68,9 +68,9 @@ class PrefillRun:
     prefills: dict[int, list[int]] = field(default_factory=dict)
     sizes: dict[int, list[CallSize]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
-    # by layer: the latest prefill's mask number, and the last sequence of its pack that is counted
+    # by layer: the number of the latest mask, and the last counted sequence of its pack
     _latest: dict[int, tuple[int | None, int]] = field(default_factory=dict)
-    # layers that were called, ran sparse, and ran dense by reason, for the log line
+    # layers, for the log line; the dense ones by reason
     _called: set[int] = field(default_factory=set)
     _sparse: set[int] = field(default_factory=set)
     _dense: dict[str, set[int]] = field(default_factory=dict)
