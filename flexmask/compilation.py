@@ -90,7 +90,7 @@ def run_compiled(
     where = (query.device.type, query.device.index, query.dtype)
     shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, rest[0])
     scores = (inputs.scale, inputs.softcap, inputs.window)
-    given = (*scores, *(x is None for x in (inputs.offset, inputs.attention_mask, *rest)))
+    given = (*scores[:2], *(x is None for x in (inputs.window, inputs.offset, inputs.attention_mask, *rest)))
     run = compiled(function, *variant, *where, *shape, *given, launched=by_kernels)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
     # drop unused fields to avoid recompilations

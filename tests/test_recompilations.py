@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import _torch, compilation, flexprefill_mask
+from flexmask import _torch, block_masks, compilation, flexprefill_mask
 from tests.attention_calls import flexprefill_attention
 from tests.compile_support import (
     KEY,
@@ -124,6 +124,20 @@ def test_windows_share_a_compilation(counting):
     for window in (60, 90, 140):
         flexprefill_attention(*inputs, **options, window=window)
     assert counting.frame_count == without + 1
+
+
+@pytest.mark.parametrize("method", ["flexprefill", "hybrid", "streaming_llm", "xattention"])
+def test_windows_share_the_compilations_of_a_selection(counting, monkeypatch, method):
+    mask_of, inputs = getattr(block_masks, f"{method}_mask"), cut(200)[:2]
+    windows = (60, 90, 140, 1000)
+    expected = [mask_of(*inputs, block_size=32, window=window) for window in windows]
+    monkeypatch.setattr(compilation, "runs_plain", lambda query: False)  # as on accelerators
+    compilations = []
+    for window, mask in zip(windows, expected, strict=True):
+        assert_same_lists(mask_of(*inputs, block_size=32, window=window), mask)
+        compilations.append(counting.frame_count)
+    # the second window makes it a symbol, which serves all
+    assert 1 <= compilations[0] and compilations[1] == compilations[-1] <= 2 * compilations[0]
 
 
 @pytest.mark.attention
