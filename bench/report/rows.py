@@ -36,7 +36,7 @@ def read(kind: str, folder: Path = FOLDER) -> pd.DataFrame:
 
 
 def usual(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of dense attention, and of settings that set only the option in `bench.fidelity.settings.ALL`."""
+    """Rows of dense attention, and of settings that set exactly the options in `bench.fidelity.settings.ALL`."""
     knobs = {method: set(settings[0]) for method, settings in ALL.items()} | {FIRST_RULE: {"gamma"}, "dense": set()}
     kept = [
         set(json.loads(options)) == knobs.get(method) for method, options in zip(rows["method"], rows["options"], strict=True)
