@@ -1,4 +1,4 @@
-"""The report of an inspection: a page that loads nothing, its pictures, and its numbers."""
+"""The report of an inspection: a self-contained page, pictures and numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS = torch.zeros(1, 3)
 
 
 def stats_of(method, layer):
-    """Of a layer of three heads; the third of layer 1 is served by dense attention."""
+    """Statistics of three heads; the third of layer 1 ran dense."""
     nan, some, counts = HEADS + torch.nan, HEADS + 0.9, torch.ones(1, 3, dtype=torch.int64)
     distance = torch.tensor([[0.05, 0.2, 0.3]]) if method == "flexprefill" else nan
     coverage = nan if method == "streaming_llm" else some
@@ -39,7 +39,7 @@ def stats_of(method, layer):
 
 
 def inspection(method="flexprefill", dense=False, why="lowest density", held=(0.9, 0.8, 0.8, 0.85)):
-    """Of three layers, of which the last one, or all, ran dense."""
+    """An inspection of three layers, of which the last, or all, ran dense."""
     run = PrefillRun(PrefillSettings(method))
     for layer in range(3):
         sparse = layer < 2 and not dense
@@ -55,7 +55,7 @@ def inspection(method="flexprefill", dense=False, why="lowest density", held=(0.
 
 
 class Page(HTMLParser):
-    """Tags of a page, its text, and what it opens without closing."""
+    """Tags, text and open elements of a page."""
 
     VOID = ("meta", "link", "img", "br")
 
@@ -83,7 +83,7 @@ class Page(HTMLParser):
 
 
 def words_of(found, prompt="prompt"):
-    """The text of a page whose pictures are not drawn."""
+    """The text of a page without its pictures."""
     blank = Image("density", "None.", bytes(24))
     return Page(page(found, [blank], [[blank] * 3 for _ in found.heads], "model", prompt)).words
 
