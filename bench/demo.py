@@ -96,17 +96,19 @@ def measure(model: PreTrainedModel, prompt: Prompt, options: dict[str, Any], bar
 
 def line(method: str, each: Measured, dense: Measured, right: Tensor) -> str:
     """One line of the result."""
-    asked = len(right)
+    total = len(right)
     correct = int((each.answers == right).all(-1).sum())
     name = f"{METHODS[method]:<26} prefill {each.seconds:6.2f} s"
     if not method:
-        return f"{name}   {correct} of {asked} answers right"
+        return f"{name}   {correct} of {total} answers right"
     ratio = dense.seconds / each.seconds
-    told = f"{max(ratio, 1 / ratio):.1f}"
-    speed = "as fast" if told == "1.0" else f"{told}x faster" if ratio > 1 else f"{told}x slower"
+    factor = f"{max(ratio, 1 / ratio):.1f}"
+    speed = "as fast" if factor == "1.0" else f"{factor}x faster" if ratio > 1 else f"{factor}x slower"
     same = int((each.answers == dense.answers).all(-1).sum())
-    said = f"the same {asked} answers" if same == asked else f"{correct} of {asked} answers right, {same} as with dense attention"
-    return f"{name}   {speed}, {said}, {each.density:.0%} of the blocks"
+    answers = (
+        f"the same {total} answers" if same == total else f"{correct} of {total} answers right, {same} as with dense attention"
+    )
+    return f"{name}   {speed}, {answers}, {each.density:.0%} of the blocks"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

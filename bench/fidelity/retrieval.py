@@ -50,7 +50,7 @@ def draw(bed: str, task: str, tokens: int, first: int, count: int, device: torch
     return drawn
 
 
-def asked(model: SparseModel, setting: Setting, drawn: Sequence[Prompts], chunk: int | None = None) -> dict[str, Any]:
+def score(model: SparseModel, setting: Setting, drawn: Sequence[Prompts], chunk: int | None = None) -> dict[str, Any]:
     """Right answers of a setting, and the density of its prefills."""
     counts, kept = [], []
     for prompts in drawn:
@@ -78,7 +78,7 @@ def measure(model: SparseModel, chosen: Sequence[Setting], options: argparse.Nam
             drawn = drawn or draw(options.bed, task, tokens, options.first, options.prompts, device)
             start = time.monotonic()
             try:
-                found = asked(model, setting, drawn, options.chunk)
+                found = score(model, setting, drawn, options.chunk)
             except Exception as error:  # one method that fails must not end the run
                 print(f"FAILED {setting}, {task}, {tokens:,} tokens: {error!r}"[:600], flush=True)
                 continue

@@ -102,20 +102,20 @@ def structured_prompt(
         for first in range(0, length, CHUNK):
             position = torch.arange(first, min(first + CHUNK, length), device=device)
             topic = group.topics[group.topic_of_segment[position // (2 * block_size)]]  # (chunk, topic_dims)
-            here = slice(first, first + len(position))
+            rows = slice(first, first + len(position))
 
             features = _noise(position, head_dim, generator)
             features[:, :_POSITION_DIMS] += _code(position, group.frequencies)
             features[:, _HEAVY_DIM] += torch.isin(position, group.heavy)
             features[:, _SINK_DIM] += position < 4
             features[:, -_TOPIC_DIMS:] += topic
-            key[0, kv_head, here] = features
-            value[0, kv_head, here] = _noise(position, head_dim, generator) * 50
+            key[0, kv_head, rows] = features
+            value[0, kv_head, rows] = _noise(position, head_dim, generator) * 50
 
             for member in range(per_group):
                 row = _noise(position, head_dim, generator)
                 _add_recipe(recipes[member % len(recipes)], row, position, topic, group)
-                query[0, kv_head * per_group + member, here] = row
+                query[0, kv_head * per_group + member, rows] = row
     return query, key, value
 
 

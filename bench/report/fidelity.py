@@ -85,8 +85,8 @@ def needle_rows(folder: Path) -> pd.DataFrame:
     rows = read("retrieval", folder)
     if rows.empty:
         return rows
-    asked = pd.MultiIndex.from_frame(rows[["task", "tokens"]]).isin(NEEDLES)
-    rows = usual(rows[asked & rows["chunk"].isna()]).drop_duplicates(["method", "options", "task", "tokens"], keep="last")
+    chosen = pd.MultiIndex.from_frame(rows[["task", "tokens"]]).isin(NEEDLES)
+    rows = usual(rows[chosen & rows["chunk"].isna()]).drop_duplicates(["method", "options", "task", "tokens"], keep="last")
     by = rows.groupby(["method", "options"]).agg(
         tasks=("task", "size"), n=("n", "sum"), right=("right", "sum"), density=("density", "mean")
     )
@@ -213,13 +213,13 @@ def _speeds(length: int, folder: Path) -> dict[str, tuple[float, float]]:
 def equal_error(folder: Path = FOLDER) -> list[str]:
     found = {length: _speeds(length, folder) for length in LENGTHS[1:]}
     methods = list(dict.fromkeys(method for each in found.values() for method in each))
-    # of one length there is nothing to compare
+    # one length gives no comparison
     if sum(map(bool, found.values())) < 2:
         return missing("make bench PART=latency")
     cells = []
     for method in methods:
-        told = (found[length].get(method) for length in LENGTHS[1:])
-        cells.append([NAMES[method], *("-" if each is None else f"{each[1]:.1f}x at {each[0]:.3f}" for each in told)])
+        points = (found[length].get(method) for length in LENGTHS[1:])
+        cells.append([NAMES[method], *("-" if each is None else f"{each[1]:.1f}x at {each[0]:.3f}" for each in points)])
     return markdown_table(["method", *map(thousands, LENGTHS[1:])], cells)
 
 

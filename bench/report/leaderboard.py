@@ -63,11 +63,11 @@ def needles_found(rows: pd.DataFrame, method: str) -> str:
 
 def table(folder: Path = FOLDER) -> list[str]:
     """Rows by error at a density of 20%, then 30%, 10%, then name."""
-    asked = read("retrieval", folder)
-    if asked.empty or read("lengths", folder).empty or read("speed", folder).empty:
+    tasks = read("retrieval", folder)
+    if tasks.empty or read("lengths", folder).empty or read("speed", folder).empty:
         return missing(LENGTHS_COMMAND)
     curves, needles, masks = errors(folder), needle_rows(folder), mask_times(folder)
-    asked = usual(asked[(asked["bed"] == "tasks") & (asked["tokens"] == TASK_TOKENS) & asked["each"].notna()])
+    tasks = usual(tasks[(tasks["bed"] == "tasks") & (tasks["tokens"] == TASK_TOKENS) & tasks["each"].notna()])
     found = {method: [curves.error_at(method, density) for density in DENSITIES] for method in methods()}
 
     def rank(method: str) -> tuple[float | str, ...]:
@@ -76,13 +76,13 @@ def table(folder: Path = FOLDER) -> list[str]:
 
     cells = []
     for method in sorted(found, key=rank):
-        told = [number(error) for error in found[method]]
+        figures = [number(error) for error in found[method]]
         low, high = curves.interval_at(method, DENSITIES[1])
-        told[1] += f" [{low:.2f}, {high:.2f}]" if math.isfinite(low) else ""
+        figures[1] += f" [{low:.2f}, {high:.2f}]" if math.isfinite(low) else ""
         times = [masks.get((method, tokens), "-") for tokens in MASK_TOKENS]
-        told.append(densities(curves, method))
-        found_at, points = needles_found(needles, method), against_dense(asked, method, ".0%")
-        cells.append([NAMES.get(method, method), *told, found_at, points, *times])
+        figures.append(densities(curves, method))
+        found_needles, points = needles_found(needles, method), against_dense(tasks, method, ".0%")
+        cells.append([NAMES.get(method, method), *figures, found_needles, points, *times])
     head = [
         "method",
         *(f"error at {density:.0%}" for density in DENSITIES),

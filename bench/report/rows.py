@@ -46,8 +46,8 @@ def usual(rows: pd.DataFrame) -> pd.DataFrame:
 
 def shown(rows: pd.DataFrame, most: int = 5) -> list[str]:
     """Methods of the main tables that have rows; hybrid's first rule if there are none of hybrid."""
-    there = set(rows["method"])
-    return [name for name in NAMES if name in there and not (name == FIRST_RULE and "hybrid" in there)][:most]
+    measured = set(rows["method"])
+    return [name for name in NAMES if name in measured and not (name == FIRST_RULE and "hybrid" in measured)][:most]
 
 
 class Curves:

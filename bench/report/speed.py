@@ -49,8 +49,8 @@ def calls(folder: Path = FOLDER) -> list[str]:
     cells = []
     for (device, tokens, method), own in rows.groupby(_AT):
         own = own.assign(density=own["density"].round(2)).drop_duplicates("density", keep="last").sort_values("density")
-        told = ", ".join(f"{1 / row.share:.1f}x at {row.density:.2f}" for row in own.itertuples())
-        cells.append([device, thousands(tokens), method, told])
+        points = ", ".join(f"{1 / row.share:.1f}x at {row.density:.2f}" for row in own.itertuples())
+        cells.append([device, thousands(tokens), method, points])
     return markdown_table(["device", "tokens", "whole call", "fastest dense kernel / call, at density"], cells)
 
 
@@ -62,8 +62,8 @@ def masks(folder: Path = FOLDER) -> list[str]:
     for key, row in plain.iterrows():
         device, tokens, method = key
         as_graph = graph.loc[key] if key in graph.index else None
-        told = "-" if as_graph is None else f"{milliseconds(as_graph['value'])} ({as_graph['share']:.1%})"
-        cells.append([device, thousands(tokens), method, f"{milliseconds(row['value'])} ({row['share']:.1%})", told])
+        graph_cell = "-" if as_graph is None else f"{milliseconds(as_graph['value'])} ({as_graph['share']:.1%})"
+        cells.append([device, thousands(tokens), method, f"{milliseconds(row['value'])} ({row['share']:.1%})", graph_cell])
     return markdown_table(["device", "tokens", "mask", "plain calls, ms (of dense)", "CUDA graphs, ms (of dense)"], cells)
 
 

@@ -90,10 +90,10 @@ class Trainer:
         weight = torch.cat([weight[:FIRST_VALUE].detach(), weight[FIRST_VALUE:]])
         logits = linear(hidden[rows, batch.positions], weight)  # (batch, num_questions, 4, vocab_size)
         losses = cross_entropy(logits.flatten(0, 2).float(), batch.targets.flatten(), reduction="none")
-        asked = batch.is_asked[..., None].expand_as(batch.targets)
-        loss = (losses.view_as(asked) * asked).sum() / asked.sum()
+        counted = batch.is_asked[..., None].expand_as(batch.targets)
+        loss = (losses.view_as(counted) * counted).sum() / counted.sum()
         right = logits.detach().argmax(-1) == batch.targets
-        accuracy = (right & asked).sum() / asked.sum()
+        accuracy = (right & counted).sum() / counted.sum()
         answer_accuracy = (right.all(-1) & batch.is_first).sum() / batch.is_first.sum()
         return loss, torch.stack([loss.detach(), accuracy, answer_accuracy])
 

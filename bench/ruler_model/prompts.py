@@ -106,11 +106,11 @@ def _lookups(task: str, num_tokens: int, count: int, generator: torch.Generator)
         halves = halves.gather(1, part[..., None, None].expand(-1, -1, *halves.shape[2:]))
         places = places[:, :1]
     slots.scatter_(1, places[..., None, None].expand_as(halves), halves)
-    asked = units.take(torch.zeros_like(part))
+    target = units.take(torch.zeros_like(part))
     if task == "multi_query":
-        question = long_questions(asked, generator)[:, 0]
+        question = long_questions(target, generator)[:, 0]
     else:
-        question = short_questions(asked, part, generator)[:, 0]
+        question = short_questions(target, part, generator)[:, 0]
     token_ids = torch.cat([beginning, slots.flatten(1), question[:, :question_tokens]], dim=1)
     return Prompts(task, token_ids, question[:, question_tokens:end])
 

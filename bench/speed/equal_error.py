@@ -64,12 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not times:
                 continue  # no graphs without a GPU
             fastest = min((key for key in times if key in named), key=lambda key: times[key])
-            beside = {"fastest": fastest, "fastest_value": times[fastest]}
+            reference = {"fastest": fastest, "fastest_value": times[fastest]}
             for (method, gamma), what in itertools.product(gammas.items(), ("mask", "call")):
                 row = {"input": "structured", "tokens": tokens, "what": what, "method": method, "backend": calls.BACKENDS[0]}
                 chosen = {"gamma": gamma, "error": round(errors[method], 4)}
                 kept = calls.density(tensors, method, {"gamma": gamma})
-                run.add(row, {measure: found[f"{what} {method}"]}, options=chosen, density=kept, **beside)
+                run.add(row, {measure: found[f"{what} {method}"]}, options=chosen, density=kept, **reference)
             print(tokens, measure, {key: times[key] for key in named if key in times}, flush=True)
         clock.free()
 

@@ -206,8 +206,8 @@ def _time(run: Run, where: dict[str, Any], wanted: Sequence[Variant], dense: dic
         taken = take({-1: kernel, **made})
         base = taken.pop(-1)
         for number, value in taken.items():
-            beside = {"fastest": fastest, "fastest_value": base} if isinstance(base, float) else {}
-            run.add({**where, **wanted[number].row}, {measure: value}, **beside, **fields[number])
+            reference = {"fastest": fastest, "fastest_value": base} if isinstance(base, float) else {}
+            run.add({**where, **wanted[number].row}, {measure: value}, **reference, **fields[number])
     made.clear()
     clock.free()
 
