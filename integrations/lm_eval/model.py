@@ -34,8 +34,7 @@ class FlexmaskLM(HFLM):
     """The harness's Hugging Face model with a sparse prefill; decoding is dense.
 
     Serves `loglikelihood`, `loglikelihood_rolling` and `generate_until`, with chat templates, `batch_size="auto"` and data
-    parallelism. The results' ``config`` hold ``flexmask``: version,
-    options, and mean density, also by prompt length.
+    parallelism. The results' ``config`` hold ``flexmask``: version, options, and mean density, also by prompt length.
 
     A prompt's scores do not depend on its batch, which `rows_alike` splits. Log-likelihood batches and greedy generation pad on
     the right, other generation on the left.
