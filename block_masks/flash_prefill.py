@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.options import check_count, check_share
-from flexmask.base.products import products
-from flexmask.base.scores import capped
+from flexmask.base.scores import capped, products
 from flexmask.base.visibility import in_blocks
 from flexmask.method import BlockProblem, method
 

@@ -46,11 +46,7 @@ def _head_bytes(
     index_queries: str,
     **_: Any,
 ) -> int:
-    """Bytes of one head's mask while it is made.
-
-    By kernels, per pair of blocks two int32 list entries and a byte of the map, with query-aware heads also a float32 of the
-    pooled map and a byte. Each representative row takes four float32 per key block.
-    """
+    """By kernels, per pair of blocks two int32 and a byte, for query-aware heads also a float32 and a byte; per row 16 bytes."""
     q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (problem.query, problem.key))
     subsets = 1 if pattern_queries == index_queries else 2
     if by_kernels:
@@ -62,8 +58,7 @@ def _head_bytes(
 def plain_bytes(problem: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
     """Bytes that the plain steps take for one head, uncompiled: the most that was measured, rounded up.
 
-    `by_pair` for each pair of blocks (sorts have int64 indices), `by_score` for each score of a representative row. Block means
-    copy queries and keys that are of half precision, padded or no whole blocks.
+    `by_pair` for each pair of blocks, `by_score` for each score of a representative row, and copies for block means.
     """
     (_, num_heads, q_len, head_dim), kv_len = problem.query.shape, problem.key.shape[2]
     groups = num_heads // problem.key.shape[1]
@@ -90,10 +85,9 @@ def flexprefill_mask(
 ) -> Selection:
     """FlexPrefill's block mask: the key blocks that each query block attends to, per head and input.
 
-    The last block of queries decides per head whether block means predict its attention (Jensen-Shannon distance < `tau`). If
-    so, the head keeps the fewest blocks of its pooled map that reach `gamma`; else the fewest key blocks (verticals) and the
-    fewest block diagonals (slashes). Every query block also keeps its first visible key block and its diagonal, every head the
-    `min_budget` heaviest lines.
+    If block means predict the attention of a head's last query block (Jensen-Shannon distance < `tau`), the head keeps the fewest
+    blocks of its pooled map that reach `gamma`; else the fewest key blocks (verticals) and the fewest block diagonals (slashes).
+    Every query block also keeps its first visible key block and its diagonal, every head the `min_budget` heaviest lines.
 
     Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 3, algorithms "Sparse Attention", "Sparse Pattern Search",
     "Vertical Slash Index Search" and "Query Aware Index Search".
@@ -106,14 +100,14 @@ def flexprefill_mask(
     query
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA) and
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA),
         q_len <= kv_len. Lengths need not be multiples of the block.
     gamma
-        Share of the estimated attention that the kept blocks hold. Range (0, 1]; 1 keeps every visible block. Default 0.95 (the
-        paper's for Llama-3.1 and GLM-4). Per head: a sequence of num_heads numbers, or a (num_heads,) floating tensor on query's
-        device, which is not read on the host but clamped to (0, 1], NaN to 1.
+        Share of the estimated attention to keep. Range (0, 1]; 1 keeps every visible block. Default 0.95 (the paper's for
+        Llama-3.1 and GLM-4). Per head: a sequence of num_heads numbers, or a (num_heads,) floating tensor on query's device, not
+        read on the host but clamped to (0, 1], NaN to 1.
     tau
-        Jensen-Shannon distance below which a head is query-aware. Range [0, 1]; 0: no head is. Default 0.1 (the paper's).
+        Jensen-Shannon distance below which a head is query-aware. Range [0, 1]; 0: none is. Default 0.1 (the paper's).
     block_size
         Tokens per block of queries and of keys: a multiple of 16 from 16 to 256, default 128 (the paper's).
     scale, softcap, window, attention_mask, q_offset
@@ -121,46 +115,44 @@ def flexprefill_mask(
     return_stats
         Also return `SelectionStats`, which takes extra time.
     min_budget
-        Tokens' worth of key blocks, and of block diagonals, that every head keeps at least. Range >= 0, default 1024 (the
-        paper's).
+        Tokens' worth of key blocks, and of block diagonals, to keep at least. Range >= 0, default 1024 (the paper's).
     max_budget
-        Tokens' worth of key blocks, of block diagonals and, per row of a query-aware head, of blocks kept at most; applies before
-        the floor and the blocks kept always, and overrides gamma. Range >= max(1, min_budget), or None (default, as the paper).
+        Tokens' worth of key blocks, of block diagonals and, per row of a query-aware head, of blocks to keep at most; overrides
+        gamma, but not the floor. Range >= max(1, min_budget), or None (default, as the paper).
     query_aware
         ``"flatten"`` (default, as the paper) selects over a query-aware head's whole pooled map, ``"per_query"`` inside each row
         of blocks (the paper's appendix on alternative index construction).
     pattern_queries, index_queries
-        Query rows that decide a head's pattern, and rows that the vertical-slash index is read from: ``"last"`` (default, as the
-        paper) or ``"middle"`` (the paper's appendix on the representative query subset).
+        Rows that decide a head's pattern, and rows of the vertical-slash index: ``"last"`` (default, as the paper) or
+        ``"middle"`` (the paper's appendix on the representative query subset).
 
     Returns
     -------
     BlockMask
         Of shape (batch, num_heads, q_len, kv_len). Its mask_mod holds the block choice too: ``to_dense()`` and uncompiled
-        flex_attention agree with the compiled kernel. It lacks the lists by key block that a backward pass needs; for gradients
-        use `flexmask.sparse_attention`. 9 bytes per pair of blocks (0.3 GB for 32 heads at 128k tokens); while it is made up to
-        14 on CUDA, elsewhere up to 80, plus 12 per representative row and key (18 with a soft cap). torch 2.5 rounds shape and
-        sparsity up to whole blocks. Pickle, ``torch.save``, ``copy.deepcopy`` and ``to`` take the mask_mod along (``torch.load``
-        with ``weights_only=False``), except for a mask made inside ``torch.compile``.
+        flex_attention agree with the compiled kernel. For gradients, which need lists by key block, use
+        `flexmask.sparse_attention`. 9 bytes per pair of blocks (0.3 GB for 32 heads at 128k tokens); while it is made up to 14
+        on CUDA, elsewhere 80, plus 12 per representative row and key (18 with a soft cap). torch 2.5 rounds its lengths up to
+        whole blocks. Pickle, ``torch.save``, ``copy.deepcopy`` and ``to`` take the mask_mod along (``torch.load`` with
+        ``weights_only=False``), except for a mask made inside ``torch.compile``.
     SelectionStats
         Only with `return_stats`.
 
     Raises
     ------
     TypeError, ValueError
-        For wrong types, shapes, dtypes, devices or ranges, for DTensors and tensors of ``torch.vmap`` or the meta device, and for
-        a mask that would take more than 16 GiB while it is made (32 heads at a million tokens on CUDA, at 200 thousand on a CPU;
-        `flexmask.sparse_attention` goes through the heads in groups). Values of tensors are not read: there is no host
-        synchronisation, and NaN affects only its own head.
+        For wrong types, shapes, dtypes, devices or ranges, DTensors, tensors of ``torch.vmap`` or the meta device, and masks that
+        take more than 16 GiB while they are made (32 heads at a million tokens on CUDA, 200 thousand on a CPU). Values of tensors
+        are not read: no host synchronisation, and NaN affects only its head.
 
     Notes
     -----
-    On accelerators it compiles on first use, once per head count, head_dim, dtype and options (on CUDA for each of three ranges
-    of map size); on CPUs it runs uncompiled, since a compilation takes a minute and gains little. It can be traced by
-    ``torch.compile(fullgraph=True)``. No gradients flow through a mask. Autocast, TF32 and the default dtype do not affect it.
+    On accelerators it compiles once per head count, head_dim, dtype and options, on CUDA for each of three ranges of map size; on
+    CPUs it runs uncompiled. ``torch.compile(fullgraph=True)`` can trace it. Gradients do not flow through a mask. Autocast, TF32
+    and the default dtype do not affect it.
 
-    CPU, compiled code and kernels sum in different orders: ties may resolve differently. In a query-aware head that attends
-    evenly, with gamma times the number of query blocks an integer, two of them may differ by a block.
+    CPU, compiled code and kernels may resolve ties differently: by a block in a query-aware head that attends evenly, with gamma
+    times the number of query blocks an integer.
 
     flex_attention multiplies hidden values within partial blocks by 0, which lets NaN through; `flexmask.sparse_attention`
     replaces them.

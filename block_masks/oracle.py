@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.forced_top_p import forced_top_p
 from flexmask.base.options import check_share
-from flexmask.base.products import products
-from flexmask.base.scores import capped, masked_softmax
-from flexmask.base.visibility import in_blocks
+from flexmask.base.scores import capped, masked_softmax, products
+from flexmask.base.visibility import in_blocks, visible_keys
 from flexmask.method import BlockProblem, method
+from flexmask.plain.top_p import top_p
 
 
 def _check(gamma: float, **_: object) -> None:
@@ -58,12 +57,8 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     True
     """
     inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
-    position, column = problem.row_positions().unsqueeze(-1), torch.arange(inputs.key.shape[2], device=inputs.key.device)
-    visible = tokens.key_valid.unsqueeze(-2) & tokens.row_valid.unsqueeze(-1) & (column <= position)
-    if inputs.window is not None:
-        visible = visible & (column > position - inputs.window)
-    visible = visible[:, None]
+    visible = visible_keys(problem.row_positions(), tokens.row_valid, tokens, inputs.window)[:, None]
     scores = capped(products(inputs.query, inputs.key) * inputs.scale, inputs.softcap)
     attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
     mass = in_blocks(in_blocks(attention, size, 0.0).sum(-1).mT, size, 0.0).sum(-1).mT
-    return forced_top_p(mass, torch.zeros_like(problem.visible), problem.visible, problem.as_tensor(gamma))
+    return top_p(mass, problem.visible, problem.as_tensor(gamma))

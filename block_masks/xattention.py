@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.forced_top_p import forced_top_p
 from flexmask.base.options import check_count, check_share
-from flexmask.base.products import products
-from flexmask.base.scores import capped, masked_softmax
+from flexmask.base.scores import capped, masked_softmax, products
 from flexmask.base.visibility import whole_blocks
 from flexmask.method import BlockProblem, method
+from flexmask.plain.top_p import top_p
 
 
 def _check(block_size: int, stride: int, threshold: float) -> None:
@@ -91,4 +90,4 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
     attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
     tiles = attention.unflatten(3, (-1, size // stride)).sum(4).unflatten(2, (-1, size // stride)).sum(3)
     forced = problem.sinks(1) | problem.own
-    return forced_top_p(tiles, forced, problem.visible, problem.as_tensor(threshold))
+    return top_p(tiles, problem.visible, problem.as_tensor(threshold), forced)

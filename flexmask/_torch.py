@@ -36,10 +36,9 @@ def is_under_vmap(tensor: Tensor) -> bool:
 
 
 def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
-    """A view of `tensor` whose size in `dim` torch.compile takes as symbolic from the first compilation on.
+    """A view of `tensor` whose size in `dim` is symbolic from the first compilation on; the others except the batch are numbers.
 
-    Its other sizes except the batch stay numbers. torch makes sizes symbolic that it saw change in any function of the same name,
-    and Inductor (2.11) fails on some graphs with symbolic heads.
+    torch makes sizes symbolic that it saw change in any function of the same name; Inductor (2.11) fails with symbolic heads.
     """
     view = tensor.detach()
     torch._dynamo.maybe_mark_dynamic(view, dim)
@@ -58,10 +57,9 @@ def computed_once(tensor: Tensor) -> Tensor:
 
 
 def options_for_launches() -> dict[str, Any] | None:
-    """Options of torch.compile for a function that launches our Triton kernels.
+    """Options of torch.compile for our Triton kernels: Inductor's launcher, which is faster than Triton's.
 
-    Inductor's own launcher is faster than Triton's. The option does not reach Inductor's compile processes (2.11), hence one
-    thread.
+    The option does not reach Inductor's compile processes (2.11), hence one thread.
     """
     import torch._inductor.config as inductor
 
@@ -96,10 +94,7 @@ _is_inductor: Callable[[], bool] = torch.compiler.assume_constant_result(_backen
 
 
 def ambient_state() -> Hashable:
-    """The program's state that torch.compile guards in addition to a function's arguments.
-
-    Grad and inference mode, default dtype and device, autocast, threads, TF32, deterministic algorithms.
-    """
+    """What torch.compile guards globally: grad and inference mode, default dtype, device, autocast, threads, TF32, determinism."""
     guarded = GlobalStateGuard()
     written = guarded.__getstate__() if hasattr(guarded, "__getstate__") else None
     if isinstance(written, str):

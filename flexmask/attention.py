@@ -49,18 +49,18 @@ def sparse_attention(
     query
         (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
     key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA) and
+        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA),
         q_len <= kv_len. Lengths need not be multiples of the block.
     value
-        (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 256 may differ from head_dim.
+        (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 256.
     method
         A name in `flexmask.METHODS`; a mask function of `flexmask.block_masks`; or a function of query and key with the keywords
-        block_size, window, attention_mask and q_offset, and scale and softcap if it has them, that returns a BlockMask in blocks
-        of `block_size` (batch and heads may be 1). Later positions, padding and keys outside the window are hidden from it.
-        Default ``"hybrid"``, which we recommend; ``"flexprefill"`` is the paper's.
+        block_size, window, attention_mask and q_offset (scale, softcap if it has them) that returns a BlockMask in blocks of
+        `block_size`, whose later positions, padding and keys outside the window are hidden. Default ``"hybrid"``, which we
+        recommend; ``"flexprefill"`` is the paper's.
     block_size
-        Tokens per block of queries and of keys: a multiple of 16 from 16 to 256, default 128 (FlexAttention's). Kernels need
-        tiles that divide the block: values that 64 does not divide run slowly on GPUs.
+        Tokens per block of queries and of keys: a multiple of 16 from 16 to 256, default 128 (FlexAttention's). Values that 64
+        does not divide run slowly on GPUs, whose tiles must divide the block.
     scale
         Factor of the scores, > 0. Default None: 1 / sqrt(head_dim).
     softcap
@@ -68,14 +68,14 @@ def sparse_attention(
     window
         Tokens, >= 1: a row sees itself and the ``window - 1`` positions before it. Default None: all before it.
     attention_mask
-        (batch, kv_len), bool or integer on key's device, nonzero = token; left, right or any padding. Padding does not affect the
-        selection; padded rows attend to nothing. Default None: all tokens.
+        (batch, kv_len), bool or integer on key's device, nonzero = token. Padding, on any side, does not affect the selection;
+        padded rows attend to nothing. Default None.
     q_offset
         Position of query row 0, in [0, kv_len - q_len]: an int (checked) or an integer tensor, 0-d or (batch,), on the same
         device (clamped there). Keys from ``q_offset + q_len`` on are absent. Default None: kv_len - q_len.
     sinks
-        (num_heads,) floating, on query's device: a logit per head in the softmax that brings no value (as in gpt-oss). The
-        selection does not use them. Default None.
+        (num_heads,) floating, on query's device: a logit per head in the softmax that brings no value (as in gpt-oss), unused by
+        the selection. Default None.
     backend
         ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, a Hopper GPU, block_size 128, head_dim
         <= 128, half precision; no softcap, gradients or log-sum-exp; untested on Blackwell, with a warning) or ``"auto"``
@@ -84,23 +84,22 @@ def sparse_attention(
         Tokens: calls with a smaller kv_len, or a single query row, run dense. Default None: 16384, the shortest length at which
         plain calls beat dense attention on every input measured (docs/performance.md). From there on, whole prompts without
         padding, window, soft cap, sinks, gradients or log-sum-exp run dense in key heads whose query heads keep every block, and
-        on CPUs in those that keep more than 66% of the blocks (float16: 51%, bfloat16: 43%), where SDPA is faster; the
-        statistics report it. 0 switches all of this off, except for a single row.
+        on CPUs more than 66% of them (float16: 51%, bfloat16: 43%). 0 switches all of this off, except for a single row.
     return_lse
         Also return each row's log-sum-exp (natural logarithm) over its keys without sinks, (batch, num_heads, q_len) float32;
         -inf for a row that sees nothing. Not on CPUs.
     return_stats
         Also return `SelectionStats`, which takes extra time.
     max_mask_bytes
-        Bytes, > 0, of masks at one time: if all heads need more, groups of heads run one after the other. Default 2**30. A single
-        head may exceed it (at a million tokens 0.9 GB on CUDA, 6 GB on a CPU). Does not bound what gradients keep.
+        Bytes, > 0, of masks at one time: larger calls run groups of heads one after the other. Default 2**30. A single head may
+        exceed it (at a million tokens 0.9 GB on CUDA, 6 GB on a CPU), and so may gradients.
     options
         The method's own, as in its mask function (`flexmask.hybrid_mask`, `flexmask.flexprefill_mask`, ...).
 
     Returns
     -------
     Tensor
-        (batch, num_heads, q_len, v_head_dim) in query's dtype, under autocast too; zero for padded rows.
+        (batch, num_heads, q_len, v_head_dim) in query's dtype; zero for padded rows.
     Tensor
         The log-sum-exp, only with `return_lse`.
     SelectionStats
@@ -109,8 +108,8 @@ def sparse_attention(
     Raises
     ------
     TypeError, ValueError
-        For wrong arguments, an unknown method or option, a function whose result is no BlockMask of this call; on CPUs for inputs
-        that require gradients while gradients are on, unless the call runs dense.
+        For wrong arguments, an unknown method or option, a function's result that is no BlockMask of this call; on CPUs for
+        inputs that require gradients while gradients are on, unless the call runs dense.
     NotImplementedError
         For `return_lse` on a CPU, a CPU with torch 2.5, and ``torch.export``, unless the call runs dense.
     RuntimeError

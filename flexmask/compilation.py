@@ -26,19 +26,11 @@ _log = logging.getLogger("flexmask")
 
 
 def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = False) -> Callable[..., Any]:
-    """`function` compiled with fullgraph, once per `variant`; inside a surrounding ``torch.compile`` the plain function.
+    """`function`, which can be traced whole, compiled with fullgraph, once per `variant`, the constants that its calls share.
 
-    Every variant and `ambient_state` has its own code object, since torch counts recompilations by code object. A size that
-    changes between calls is compiled again once, as symbolic. Running out of recompilations raises RuntimeError.
-
-    Parameters
-    ----------
-    function
-        A module-level function that can be traced whole.
-    variant
-        The constants that its calls share, apart from shapes.
-    launched
-        True if `function` launches our Triton kernels: torch then uses its own, faster launcher.
+    Every variant and `ambient_state` has its own code object, since torch counts recompilations by code object. A size or number
+    that changes between calls is compiled again once, as symbolic. Running out of recompilations raises RuntimeError. Inside a
+    surrounding ``torch.compile`` it is the plain function. `launched`: it launches our Triton kernels.
     """
     if torch.compiler.is_compiling():
         return function

@@ -28,12 +28,7 @@ class DensePlan(NamedTuple):
 class DensePolicy(NamedTuple):
     """When dense attention runs instead of a selection.
 
-    Attributes
-    ----------
-    dense_below
-        Tokens: shorter prompts run dense. 0 switches the policy off, except for calls of fewer rows than `least_rows`.
-    least_rows
-        Query rows that a call needs to run sparse.
+    `dense_below`, tokens: shorter prompts run dense; 0 switches the policy off, except for fewer rows than `least_rows`.
     """
 
     dense_below: int = DENSE_BELOW
@@ -50,8 +45,8 @@ class DensePolicy(NamedTuple):
     def plan(self, inputs: AttentionInputs, selector: Selector, return_lse: bool = False) -> DensePlan:
         """Decide for one call: dense with few tokens or rows, or where every head keeps every block; else by key head.
 
-        Comparing with `most_kept` reads the lists, which only a CPU does without a wait. A user's function may hide what dense
-        attention sees, and a surrounding compilation does not order lists that are emptied and read.
+        Comparing with `most_kept` reads the lists, without a wait only on a CPU. A user's function may hide what dense attention
+        sees.
         """
         num_heads, num_kv_heads = inputs.query.shape[1], inputs.key.shape[1]
         groups, keeps_all = num_heads // num_kv_heads, selector.keeps_all

@@ -1,4 +1,4 @@
-"""The decorator that makes a method: from a function that chooses blocks to a mask generator, and an entry of the table."""
+"""The decorator that makes a method: a mask generator and an entry of the table."""
 
 from __future__ import annotations
 
@@ -36,17 +36,15 @@ def method(
 ) -> Callable[..., Any]:
     """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
 
-    On accelerators the method is compiled, once per set of options that are not numbers.
-
     Parameters
     ----------
     choose
         From a `BlockProblem` to the kept blocks, bool, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks), or None for
         every visible block. Invisible blocks are dropped and each row's own block is added. Options annotated as float come as
         0-d tensors (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
-        tensors: other values need no compilation. A float of 0 stays a number; all other options are compile-time constants.
+        tensors; 0 stays a number. Other options are compile-time constants.
     row_numbers
-        For a method that writes out much for each query row, which then runs in slices of rows (`flexmask.row_slices`).
+        For a method that writes out much per query row, which then runs in slices of rows (`flexmask.row_slices`).
     plans
         By name of a PairsByHead option: a function of num_heads that replaces None.
     check, check_call, keeps_all, steps, head_bytes, shared

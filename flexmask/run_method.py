@@ -84,8 +84,7 @@ def _as_one_operator(
 ) -> Selected:
     """A selection by kernels as an operator that a surrounding compilation does not look into.
 
-    Traced into one graph with flex_attention, our kernels gave wrong results (torch 2.11, which apparently does not order what
-    flex_attention's template reads after the kernels that write it).
+    Traced into one graph with flex_attention, our kernels gave wrong results (torch 2.11 apparently does not order its reads).
     """
     fixed = {name: value for name, value in selector.options.items() if name not in numbers}
     words = ",".join(value for value in fixed.values() if isinstance(value, str))

@@ -41,11 +41,11 @@ class Method:
     floats, shares, pairs
         Options that are floats, shares by head and pairs by head; of pairs the function of num_heads that replaces None.
     check
-        Called with the options before anything is computed; raises for wrong ones.
+        Called with the options; raises for wrong ones.
     check_call
         Called with the inputs and the options; raises for inputs that it does not serve.
     keeps_all
-        From the options of one head to True if that head keeps all its blocks. None: never.
+        From one head's options to True if it keeps all its blocks. None: never.
     steps
         The modules of steps that it is written in: "plain", "kernels". None: it returns a map.
     head_bytes

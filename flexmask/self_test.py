@@ -26,21 +26,8 @@ _BLOCK_SIZE = 128
 class SelfTest(NamedTuple):
     """The outcome of one case.
 
-    Attributes
-    ----------
-    method, backend, dtype : str
-    density : float or None
-        Kept share of the visible blocks.
-    difference : float or None
-        Largest difference from dense attention under the expanded mask.
-    skipped : float or None
-        Largest difference from dense attention without the mask.
-    tolerance : float
-        Upper bound of `difference`, lower bound of `skipped`.
-    seconds : float
-        Compilation included.
-    error : str
-        The exception, else empty.
+    `density` is the kept share of the visible blocks, `difference` the largest from dense attention under the expanded mask,
+    `skipped` from dense attention without it; `tolerance` bounds the former from above and the latter from below.
     """
 
     method: str

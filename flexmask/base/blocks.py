@@ -23,8 +23,7 @@ class BlockProblem:
     Attributes
     ----------
     inputs
-        Checked query and key with scale, soft cap, window, padding and offset. For a method with `row_numbers` the query may be a
-        slice of whole blocks; the keys are always complete.
+        Checked query and key with scale, soft cap, window, padding and offset; of a method with `row_numbers` a slice of rows.
     block_size
         Tokens per block.
     tokens
@@ -32,11 +31,11 @@ class BlockProblem:
     seen
         Visible and full blocks, and the key blocks of each query block's first and last row.
     steps
-        The steps of methods: `flexmask.plain` or `flexmask.kernels`.
+        `flexmask.plain` or `flexmask.kernels`.
     with_map
         True if the map of kept blocks is needed.
     edges
-        `seen` as the kernels read it; None for the plain steps.
+        `seen` for the kernels.
     """
 
     inputs: AttentionInputs
@@ -49,18 +48,17 @@ class BlockProblem:
 
     @property
     def visible(self) -> Tensor:
-        """Blocks that hold a visible pair, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        """`seen.visible` with a dimension for heads."""
         return self.seen.visible[:, None]
 
     @property
     def own(self) -> Tensor:
-        """Key blocks of a query block's first and last row, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        """Key blocks of each query block's first and last row, shaped as `visible`."""
         first, last = self.seen.first_diagonal.unsqueeze(-1), self.seen.last_diagonal.unsqueeze(-1)
         return ((self.kv_block == first) | (self.kv_block == last))[:, None]
 
     @property
     def kv_block(self) -> Tensor:
-        """Numbers of the key blocks, (num_kv_blocks,) int64."""
         return torch.arange(self.seen.visible.shape[-1], device=self.seen.visible.device)
 
     @staticmethod
@@ -85,7 +83,7 @@ class BlockProblem:
         return in_blocks(torch.where(self.tokens.key_valid, position, -1), self.block_size, -1).amax(-1)
 
     def row_positions(self) -> Tensor:
-        """Positions of the query rows, (batch or 1, q_len) int64."""
+        """(batch or 1, q_len) int64."""
         rows = torch.arange(self.tokens.row_valid.shape[-1], device=self.tokens.offset.device)
         return self.tokens.offset.unsqueeze(-1) + rows
 
@@ -116,14 +114,11 @@ class BlockProblem:
         return ((before < count) & (valid > 0))[:, None, None]
 
     def diagonals(self, count: int | Tensor) -> Tensor:
-        """Blocks on the nearest `count` block diagonals, (batch or 1, 1 or num_heads, num_q_blocks, num_kv_blocks) bool.
-
-        A query block whose rows stand in two key blocks lies on two diagonals.
-        """
+        """Blocks on the nearest `count` block diagonals, (batch or 1, 1 or num_heads, num_q_blocks, num_kv_blocks) bool."""
         return self.seen.first_diagonal[:, None, :, None] - self.kv_block < count
 
     def window(self, count: int) -> Tensor:
-        """Blocks with a visible pair less than `count` tokens apart, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        """Blocks with a visible pair less than `count` tokens apart, shaped as `visible`."""
         limit = self.inputs.window
         limit = count if limit is None else min(count, limit)
         return block_visibility(self.tokens, self.block_size, limit).visible[:, None]

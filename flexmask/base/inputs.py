@@ -11,8 +11,6 @@ from flexmask.base.checks import check_inputs
 
 
 class HeadGroup(NamedTuple):
-    """Batch rows, query heads and key heads that are processed together."""
-
     batch: slice
     query: slice
     key: slice
@@ -45,7 +43,6 @@ class AttentionInputs(NamedTuple):
     needs_grad: bool = False
 
     def of_heads(self, group: HeadGroup) -> AttentionInputs:
-        """Views for a group of heads."""
         if group.is_whole(self.query):
             return self
         value, mask, offset, sinks = self.value, self.attention_mask, self.offset, self.sinks
@@ -59,11 +56,7 @@ class AttentionInputs(NamedTuple):
         )
 
     def prepared(self) -> AttentionInputs:
-        """Placed, detached unless gradients are needed, and zero where there is no token.
-
-        A weight of 0 does not hide NaN in padding or behind a chunk's last row: the forward pass multiplies by hidden values, the
-        backward pass by hidden keys.
-        """
+        """Placed, detached unless gradients are needed, and zero where there is no token: a weight of 0 does not hide NaN."""
         placed, mask = self.placed(), self.attention_mask
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
@@ -84,7 +77,7 @@ class AttentionInputs(NamedTuple):
         return placed.with_fields(query=query, key=key, value=value, sinks=sinks)
 
     def placed(self) -> AttentionInputs:
-        """With `offset` as a tensor wherever row 0 does not stand at position 0: another offset is not another compilation."""
+        """With `offset` as a tensor, unless row 0 stands at position 0: another offset is not another compilation."""
         batch, q_len, kv_len = self.query.shape[0], self.query.shape[2], self.key.shape[2]
         if self.offset is not None or q_len == kv_len:
             return self

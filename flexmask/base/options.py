@@ -14,30 +14,27 @@ from flexmask.base.floats import widest_float
 _LEAST_SHARE = 2.0**-30
 
 
-def check_block_size(block_size: object) -> None:
+def check_block_size(block_size: Any) -> None:
     check_int("block_size", block_size)
-    assert isinstance(block_size, int)
     if block_size % 16 != 0 or not 16 <= block_size <= 256:
         raise ValueError(f"block_size must be a multiple of 16 from 16 to 256; got {block_size}")
 
 
-def check_count(name: str, value: object, least: int, unit: str) -> None:
+def check_count(name: str, value: Any, least: int, unit: str) -> None:
     check_int(name, value)
-    assert isinstance(value, int)
     check_int64(name, value, unit)
     if value < least:
         raise ValueError(f"{name} must be >= {least} {unit}; got {value}")
 
 
-def check_share(name: str, value: object, zero: bool = False) -> None:
+def check_share(name: str, value: Any, zero: bool = False) -> None:
     """Raise unless `value` is in (0, 1], or in [0, 1] where `zero` is allowed."""
     check_real(name, value)
-    assert isinstance(value, (int, float))
     if not (0 <= value <= 1 if zero else 0 < value <= 1):
         raise ValueError(f"{name} must be in {'[' if zero else '('}0, 1]; got {value}")
 
 
-def check_shares(name: str, value: object) -> None:
+def check_shares(name: str, value: Any) -> None:
     """Raise unless `value` is a number in (0, 1], a tuple of them, or a tensor, whose values are not read."""
     if isinstance(value, Tensor):
         return
@@ -50,14 +47,12 @@ def check_shares(name: str, value: object) -> None:
         check_share(f"{name}[{head}]", share)
 
 
-def check_budgets(min_budget: object, max_budget: object = None) -> None:
+def check_budgets(min_budget: Any, max_budget: Any = None) -> None:
     """Raise unless the floor is >= 0 and the cap None or at least one token and the floor."""
     check_count("min_budget", min_budget, 0, "tokens")
     if max_budget is not None:
         check_int("max_budget", max_budget)
-        assert isinstance(max_budget, int)
         check_int64("max_budget", max_budget, "tokens")
-        assert isinstance(min_budget, int)
         if max_budget < max(1, min_budget):
             raise ValueError(f"max_budget must be at least 1 token and at least min_budget ({min_budget}); got {max_budget}")
 

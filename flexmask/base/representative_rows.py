@@ -11,7 +11,7 @@ from flexmask.base.visibility import Tokens
 
 
 class RepresentativeRows(NamedTuple):
-    """Up to block_size query rows; the leading size is batch, or 1 where all batch rows agree."""
+    """Up to block_size query rows; batch is 1 where all batch rows agree."""
 
     row: Tensor  # (batch or 1, block_size) int64; 0 where not taken
     taken: Tensor  # (batch or 1, block_size) bool; False past the number of valid rows

@@ -1,7 +1,7 @@
 """Visibility by token and by block: causality, padding, window and the chunk's offset.
 
 A pair (row, key) is visible iff both tokens are valid, ``0 <= position - k`` and, with a window, ``position - k < window``.
-Keys at positions ``>= offset + q_len`` are not filled yet, so not valid.
+Keys at positions ``>= offset + q_len`` are not valid. Leading sizes are batch, or 1 where all batch rows agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Positions of the query rows, and valid tokens; the leading size is batch, or 1 where all rows agree."""
+    """Positions of the query rows, and valid tokens."""
 
     offset: Tensor  # (batch or 1,) int64: position of query row 0
     key_valid: Tensor  # (batch or 1, kv_len) bool
@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
 
 
 class BlockEdges(NamedTuple):
-    """Edges that decide whether a pair of blocks is visible or full; the leading size is batch or 1, positions are int64.
+    """Edges that decide whether a pair of blocks is visible or full; positions are int64.
 
     A query block sees every key block that one of its valid rows stands in. Of an earlier key block its first valid row sees
     something iff the block's last valid key lies in that row's window; later rows see no more.
@@ -41,7 +41,7 @@ class BlockEdges(NamedTuple):
 
 
 class BlockVisibility(NamedTuple):
-    """Visible and full pairs of blocks; the leading size is batch, or 1 where all rows agree."""
+    """Visible and full pairs of blocks."""
 
     visible: Tensor  # (batch or 1, num_q_blocks, num_kv_blocks) bool: some pair is visible
     full: Tensor  # the same shape, bool: every existing pair is visible
@@ -54,11 +54,7 @@ def num_blocks(length: int, block_size: int) -> int:
 
 
 def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mask: Tensor | None, key: Tensor) -> Tokens:
-    """Positions and validity of every token.
-
-    `offset`, None for bottom-right alignment, else integer, 0-d or (batch,), is clamped to [0, kv_len - q_len]. `attention_mask`
-    is (batch, kv_len) or None.
-    """
+    """Positions and validity of every token; `offset` (None: bottom-right alignment) is clamped to [0, kv_len - q_len]."""
     filled = offset is None and attention_mask is None
     if offset is None:
         offset = torch.full((1,), kv_len - q_len, dtype=torch.int64, device=key.device)
@@ -135,6 +131,13 @@ def blocks_seen_by_rows(positions: Tensor, tokens: Tokens, block_size: int, wind
     return (kv_block == own) | ((kv_block < own) & reaches)
 
 
+def visible_keys(positions: Tensor, row_valid: Tensor, tokens: Tokens, window: int | None) -> Tensor:
+    """Keys visible to rows at `positions`, (batch or 1, rows, kv_len) bool; `row_valid` is (batch or 1, rows)."""
+    key, positions = torch.arange(tokens.key_valid.shape[1], device=positions.device), positions.unsqueeze(-1)
+    visible = tokens.key_valid.unsqueeze(-2) & row_valid.unsqueeze(-1) & (key <= positions)
+    return visible if window is None else visible & (key > positions - window)
+
+
 def valid_keys(tokens: Tokens, block_size: int) -> Tensor:
     """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""
     if tokens.padded:
@@ -153,7 +156,6 @@ def last_valid_keys(tokens: Tokens, block_size: int) -> Tensor:
 
 
 def _first_keys(tokens: Tokens, block_size: int) -> Tensor:
-    """Position of each key block's first key, (num_kv_blocks,)."""
     return torch.arange(num_blocks(tokens.key_valid.shape[1], block_size), device=tokens.offset.device) * block_size
 
 

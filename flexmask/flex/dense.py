@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.visibility import token_validity
+from flexmask.base.visibility import token_validity, visible_keys
 from flexmask.flex.visible import attention_to_visible, is_written_out, sdpa
 
 _MOST_SCORES = 2**28  # float32
@@ -25,14 +25,12 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
     (batch, num_heads, q_len, _), kv_len = query.shape, key.shape[2]
-    if not sdpa_serves(inputs, return_lse):
-        tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
-    else:
+    if sdpa_serves(inputs, return_lse):
         # a single row sees every key
         return sdpa(query, key, value, inputs.scale, is_causal=q_len > 1), None
 
+    tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
     row = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
-    column = torch.arange(kv_len, device=key.device)
     rows = q_len
     if not torch.compiler.is_compiling():
         most = _MOST_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MOST_VISIBLE // batch
@@ -40,9 +38,7 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
     hidden = None if tokens.filled else ~tokens.key_valid
     outs, lses = [], []
     for part, position, row_valid in zip(query.split(rows, 2), row.split(rows, 1), tokens.row_valid.split(rows, 1), strict=True):
-        visible = (column <= position.unsqueeze(-1)) & tokens.key_valid.unsqueeze(-2) & row_valid.unsqueeze(-1)
-        if inputs.window is not None:
-            visible = visible & (column > position.unsqueeze(-1) - inputs.window)
+        visible = visible_keys(position, row_valid, tokens, inputs.window)
         out, lse = attention_to_visible(inputs, part, visible[:, None], hidden, return_lse)
         outs.append(out)
         lses.append(lse)

@@ -65,12 +65,11 @@ def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
 def captured(tensor: Tensor) -> Tensor:
     """`tensor` in a form that a mask_mod may capture: itself on accelerators, one that torch can compile on CPUs.
 
-    FlexAttention's C++ template (2.8.0, 2.13.0) replaces text in generated code: ``ks1`` becomes ``cur_qSplitSize``, so the
-    symbolic size ``ks12`` becomes ``cur_qSplitSize2``, which nothing declares. Unbacked sizes are named ``ku0`` and stay as they
-    are. A size of 1 is never symbolic.
+    FlexAttention's C++ template (2.8.0, 2.13.0) replaces ``ks1`` by ``cur_qSplitSize`` in generated code, hence the symbolic size
+    ``ks12`` by the undeclared ``cur_qSplitSize2``. Unbacked sizes are named ``ku0`` and stay. A size of 1 is never symbolic.
 
-    In a surrounding compilation nothing can be marked, and symbolic sizes may still fail. There the kernel needs captured tensors
-    in memory, where as_strided puts them; indexing with a range keeps Inductor from treating a constant as such.
+    In a surrounding compilation nothing can be marked, and symbolic sizes may still fail. There as_strided puts captured tensors
+    into memory, and indexing with a range keeps Inductor from treating a constant as such.
     """
     if tensor.device.type != "cpu":
         return tensor

@@ -50,11 +50,9 @@ def dense_attention_packed(
 ) -> list[Result]:
     """Dense attention of each segment to itself, (1, num_heads, q_len, v_head_dim), and its log-sum-exp if requested.
 
-    On CPUs SDPA serves them one by one (docs/packed.md). On GPUs one call per short sequence is launch-bound: sequences of
-    several rows share FlexAttention calls, unless one has a call to itself that SDPA takes without a copy.
-
-    `inputs` is the pack, (1, num_heads, total tokens, head_dim), without padding and offset. `segments` have at least one row.
-    The "auto" `backend` is Triton's kernel.
+    On CPUs SDPA serves them one by one (docs/packed.md). On GPUs, where a call per short sequence is launch-bound, sequences of
+    several rows share FlexAttention calls, unless one has a call to itself that SDPA takes without a copy. `inputs` is the pack,
+    without padding and offset; "auto" is Triton's kernel.
     """
     query, value = inputs.query, inputs.value
     assert value is not None
@@ -76,8 +74,7 @@ def attention_in_one_call(
 ) -> list[Result]:
     """Dense attention of all segments by one FlexAttention call under a block-diagonal mask.
 
-    Every sequence is copied to begin at its own block: a weight of 0 would not hide NaN in another sequence's values. One small
-    table of sizes goes to the device without a wait.
+    Every sequence is copied to begin at its own block: a weight of 0 would not hide NaN in another sequence's values.
     """
     value = inputs.value
     assert value is not None

@@ -17,16 +17,8 @@ def attention_to_visible(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention under a map of visible keys; rows that see nothing give zero and a log-sum-exp of -inf.
 
-    Parameters
-    ----------
-    inputs
-        Keys, values, scale, soft cap and sinks; `visible` holds the rest.
-    query
-        Query rows, (batch, num_heads, q_len, head_dim).
-    visible
-        (batch or 1, num_heads or 1, q_len, kv_len) bool.
-    hidden
-        (batch or 1, kv_len) bool: keys that no row sees, NaN allowed.
+    `query` are some rows, `visible` (batch or 1, num_heads or 1, q_len, kv_len) bool, `hidden` (batch or 1, kv_len) bool the keys
+    that no row sees, which may hold NaN. Window, padding and offset of `inputs` are not read.
     """
     key, value, sinks = inputs.key, inputs.value, inputs.sinks
     assert value is not None

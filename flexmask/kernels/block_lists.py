@@ -159,7 +159,6 @@ def kept_blocks(
     partial_count, full_count = (kept.new_empty(shape, dtype=torch.int32) for _ in range(2))
     partial_indices, full_indices = (kept.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
     keep = kept.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
-    shared = edges.rows.shape[1] == 1
     codes, active = (None, None) if blocks is None else (blocks.codes, blocks.active)
     last_rows = None if last is None else last.packed
     _lists_kernel[(num_q_blocks, batch * num_heads)](
@@ -174,10 +173,7 @@ def kept_blocks(
         full_count,
         full_indices,
         full_count if keep is None else keep,
-        edges.rows.stride(0),
-        edges.keys.stride(0),
-        0 if shared else num_q_blocks,
-        0 if shared else num_kv_blocks,
+        *edges.strides,
         batch * num_heads * num_kv_blocks,
         0 if last_rows is None or last_rows.shape[0] == 1 else 1 + block_size,
         *(min(blocks, MOST_BLOCKS) for blocks in nearest),

@@ -144,7 +144,6 @@ def pooled_map(
     batch, num_heads, num_q_blocks, head_dim = q_means.shape
     num_kv_heads, num_kv_blocks = k_means.shape[1], k_means.shape[2]
     values = q_means.new_empty((batch, num_heads, num_q_blocks, num_kv_blocks))
-    shared = edges.rows.shape[1] == 1
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     _pooled_map_kernel[(triton.cdiv(num_q_blocks, _ROWS), batch * num_heads)](
         q_means,
@@ -153,10 +152,7 @@ def pooled_map(
         edges.rows,
         edges.keys,
         values,
-        edges.rows.stride(0),
-        edges.keys.stride(0),
-        0 if shared else num_q_blocks,
-        0 if shared else num_kv_blocks,
+        *edges.strides,
         num_heads,
         num_q_blocks,
         num_kv_blocks,

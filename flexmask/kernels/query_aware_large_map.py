@@ -1,7 +1,7 @@
 """Triton kernels for top-p over a pooled map too large for one program: one launch per digit (`flexmask.kernels.top_p`).
 
-Each pass has many programs per head, each for a chunk of the rows; the next pass picks the digit from the chunks' sums. Sums are
-float32 within a group of rows and float64 beyond, in a fixed order, without atomics.
+Each pass has many programs per head, one per chunk of rows; the next pass picks the digit from the chunks' sums: float32 within
+a group of rows and float64 beyond, in a fixed order, without atomics.
 """
 
 from __future__ import annotations

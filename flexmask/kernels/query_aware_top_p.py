@@ -1,7 +1,6 @@
 """Triton kernels for top-p over the pooled map, of a head's whole map or of each row, without a sort (`flexmask.kernels.top_p`).
 
-One program per head holds a small map; a larger map takes the passes of `flexmask.kernels.query_aware_large_map`. Programs of
-heads that are not query-aware return at once.
+One program per head holds a small map; a larger one takes the passes of `flexmask.kernels.query_aware_large_map`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Triton kernel for the representative attention: one pass over the keys, nothing of size [rows, kv_len] written.
 
-For each representative row and key block it writes the peak score and three sums of ``exp2(score - peak)``: plain, and
-weighted by how far the row's phase leads or trails the key's (derived in `flexmask.plain.vertical_slash`). No atomics: the same
-inputs give the same bits.
+Per row and key block it writes the peak score and three sums of ``exp2(score - peak)``: plain, and weighted by how far the
+row's phase leads or trails the key's (derived in `flexmask.plain.vertical_slash`). Without atomics.
 """
 
 from __future__ import annotations

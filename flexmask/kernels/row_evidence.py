@@ -1,7 +1,7 @@
 """Triton kernel for the row evidence of hybrid selection, with its threshold.
 
-A program takes a few neighbouring query blocks and the query heads of one key head, which share the key means. It goes over the
-means twice, for the softmax of its rows and for their sums, and writes only the decision.
+A program takes neighbouring query blocks and the query heads of one key head, which share the key means. It reads the means
+twice, for the softmax of its rows and for their sums, and writes only the decision.
 """
 
 from __future__ import annotations
@@ -249,7 +249,6 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
     heads = min(triton.next_power_of_2(groups), max(1, most // samples))
     q_blocks = max(1, min(_Q_BLOCKS, most // (samples * heads)))
     rows = max(samples, 16 // (heads * q_blocks))
-    shared = edges.rows.shape[1] == 1
     any_tensor = edges.rows  # for arguments that a variant does not read
     _evidence_kernel[(triton.cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * triton.cdiv(groups, heads))](
         query,
@@ -262,10 +261,7 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
         written.get("keep", any_tensor),
         written.get("held", any_tensor),
         *query.stride(),
-        edges.rows.stride(0),
-        edges.keys.stride(0),
-        0 if shared else num_q_blocks,
-        0 if shared else num_kv_blocks,
+        *edges.strides,
         num_heads * num_q_blocks if "thresholds" in written and written["thresholds"].shape[0] > 1 else 0,
         num_kv_heads,
         q_len,

@@ -21,6 +21,13 @@ class PackedEdges(NamedTuple):
     keys: Tensor
 
     @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Of rows and keys between planes, then between batch rows: 0 where all agree."""
+        shared = self.rows.shape[1] == 1
+        batch = (0, 0) if shared else (self.rows.shape[2], self.keys.shape[2])
+        return self.rows.stride(0), self.keys.stride(0), *batch
+
+    @property
     def last_valid_key(self) -> Tensor:
         """(batch or 1, num_kv_blocks)."""
         return self.keys[0]

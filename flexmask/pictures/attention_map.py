@@ -25,9 +25,7 @@ def plot_attention(
     *,
     lengths: tuple[int, int] | None = None,
 ) -> Axes:
-    """Draw a head's attention pooled to blocks: all of it, through its mask, or what the mask leaves out.
-
-    Colours are logarithmic, from 1e-4 of a row's attention to all of it.
+    """Draw a head's attention pooled to blocks, in logarithmic colours from 1e-4 of a row's attention to all of it.
 
     Parameters
     ----------
@@ -39,7 +37,7 @@ def plot_attention(
     kept
         (num_q_blocks, num_kv_blocks) bool, for the last two parts. Default None.
     part
-        ``"all"`` (default), ``"kept"`` or ``"left out"``; the rest is grey.
+        ``"all"`` (default), ``"kept"`` or ``"left out"`` by the mask; the rest is grey.
     axes
         Where to draw. Default: a new figure of pyplot.
     lengths

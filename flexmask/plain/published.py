@@ -23,12 +23,12 @@ class PublishedSelection(NamedTuple):
     """The published code's selection for each head, before the blocks that every row keeps."""
 
     vertical: Tensor  # (batch, num_heads, num_blocks) bool
-    slash: Tensor  # (batch, num_heads, num_blocks) bool, by block diagonal
-    query_aware: Tensor  # (batch, num_heads, num_blocks, num_blocks) bool, False in vertical-slash heads
-    is_query_aware: Tensor  # (batch, num_heads) bool
-    distance: Tensor  # (batch, num_heads) float32, NaN included
-    num_vertical: Tensor  # (batch, num_heads) int64
-    num_slash: Tensor  # (batch, num_heads) int64
+    slash: Tensor  # the same shape
+    query_aware: Tensor  # (batch, num_heads, num_blocks, num_blocks) bool
+    is_query_aware: Tensor  # (batch, num_heads)
+    distance: Tensor
+    num_vertical: Tensor
+    num_slash: Tensor
 
 
 def published_selection(
@@ -36,18 +36,9 @@ def published_selection(
 ) -> PublishedSelection:
     """Select as the published code does.
 
-    Parameters
-    ----------
-    attention
-        (batch, num_heads, block_size, kv_len) float32: softmax attention of the last block_size rows.
-    estimated
-        (batch, num_heads, num_blocks) float32: attention of the pooled last block.
-    pooled
-        (batch, num_heads, num_blocks, num_blocks) float32: causal attention of all pooled blocks.
-    shares
-        Gamma, (num_heads,), of the sums' dtype, and tau, 0-d or the number 0.
-    budget
-        Floor and cap of the two counts, in blocks.
+    `attention`, (batch, num_heads, block_size, kv_len) float32, is that of the last rows; `estimated`, (batch, num_heads,
+    num_blocks), that of the pooled last block, `pooled` of all pooled blocks. `shares` are gamma, (num_heads,), and tau, 0-d or
+    the number 0; `budget` floor and cap of the two counts, in blocks.
     """
     gamma, tau = shares
     min_blocks, max_blocks = budget

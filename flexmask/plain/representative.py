@@ -11,7 +11,7 @@ from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows, representative_rows
 from flexmask.base.scores import capped, grouped_scores, masked_softmax
-from flexmask.base.visibility import Tokens
+from flexmask.base.visibility import Tokens, visible_keys
 from flexmask.plain.vertical_slash import LineMass, line_mass, row_mass
 
 
@@ -24,10 +24,7 @@ def take_rows(query: Tensor, rows: RepresentativeRows) -> Tensor:
 
 def representative_attention(inputs: AttentionInputs, rows: RepresentativeRows, tokens: Tokens) -> Tensor:
     """Softmax attention of the representative rows, (batch, num_heads, block_size, kv_len) float32; arbitrary where not taken."""
-    position, column = rows.position.unsqueeze(-1), torch.arange(inputs.key.shape[2], device=inputs.key.device)
-    visible = tokens.key_valid.unsqueeze(-2) & rows.taken.unsqueeze(-1) & (column <= position)
-    if inputs.window is not None:
-        visible = visible & (column > position - inputs.window)
+    visible = visible_keys(rows.position, rows.taken, tokens, inputs.window)
     query = take_rows(inputs.query, rows).float() * inputs.scale
     return masked_softmax(capped(grouped_scores(query, inputs.key), inputs.softcap), visible[:, None])
 

@@ -29,15 +29,18 @@ def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
     return torch.where(gamma >= 1, candidates.sum(-1), count)
 
 
-def top_p(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
+def top_p(values: Tensor, candidates: Tensor, gamma: Tensor, forced: Tensor | None = None) -> Tensor:
     """The fewest candidates whose sum reaches gamma times the sum of all, as a bool tensor; every candidate at gamma 1.
 
     `values` is (..., n) float32 >= 0, NaN counts as 0; `candidates` broadcast to it, `gamma` to (...,), in the sums' dtype.
+    `forced` candidates are kept in any case and count first.
     """
-    values = torch.where(candidates, values.nan_to_num(0.0), -1.0)
-    ordered, order = values.sort(dim=-1, descending=True, stable=True)
-    weights = ordered.clamp(min=0)
+    values = torch.where(candidates, values.nan_to_num(0.0), 0.0)
+    first = values if forced is None else torch.where(forced, float("inf"), values)
+    order = torch.where(candidates, first, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    weights = values.gather(-1, order)
     running = running_sums(weights, gamma.dtype)
     gamma = gamma.unsqueeze(-1)
-    kept = ((running - weights < gamma * running[..., -1:]) | (gamma >= 1)) & (ordered >= 0)
-    return torch.zeros_like(kept).scatter(-1, order, kept)
+    kept = (running - weights < gamma * running[..., -1:]) | (gamma >= 1)
+    kept = torch.zeros_like(kept).scatter(-1, order, kept)
+    return (kept if forced is None else kept | forced) & candidates

@@ -1,15 +1,12 @@
 """The vertical-slash index: mass by key block and by block diagonal, and which of them are kept (paper, section 3.3).
 
 The paper sums the representative attention ``p[i, k]`` along vertical lines (keys) and slash lines (offsets
-``position(i) - k``). Selection by block needs only two pooled sums:
-
-- ``V[j]``, the attention to key block j;
-- ``S[c]``, where a slash at offset ``o = cB + x`` counts for block diagonal c by ``1 - x/B`` and for c+1 by ``x/B``, the
-  share of its rows on that diagonal.
+``position(i) - k``). Selection by block needs two pooled sums: ``V[j]``, the attention to key block j, and ``S[c]``, where a
+slash at offset ``o = cB + x`` counts for block diagonal c by ``1 - x/B`` and for c+1 by ``x/B``, the share of its rows there.
 
 Inside key block j, a row at phase ``r`` of its block P and a key at phase ``y`` have offset ``(P - j)B + r - y``, so the key's
-share goes to diagonals P-j, P-j+1 and P-j-1 by ``1 - |r - y|/B``, ``max(0, r - y)/B`` and ``max(0, y - r)/B``. S is therefore
-three weighted sums by (row, key block), shifted by P.
+share goes to diagonals P-j, P-j+1 and P-j-1 by ``1 - |r - y|/B``, ``max(0, r - y)/B`` and ``max(0, y - r)/B``: S is three
+weighted sums by (row, key block), shifted by P.
 """
 
 from __future__ import annotations
