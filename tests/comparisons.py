@@ -1,7 +1,5 @@
 """Comparisons that the tests share, and counts of what was compared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,13 @@ from tests.oracle.flexprefill import ReferenceResult
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Equal shapes, dtypes and values; NaN equals NaN."""
     return one.dtype == other.dtype and one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def assert_same_stats(found: object, expected: object) -> None:
+    """Every statistic is the same to the bit, on the same device."""
+    for name, value in vars(expected).items():
+        got, wanted = torch.as_tensor(getattr(found, name)), torch.as_tensor(value)
+        assert got.device == wanted.device and same_values(got, wanted), name
 
 
 def kept_by_lists(result: Chosen) -> tuple[Tensor, Tensor]:

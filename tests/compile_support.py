@@ -1,7 +1,5 @@
 """Shared by the tests of compilation, most of which trace with a backend that compiles nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options of a call that hypothesis draws: paddings, offsets, scale, soft cap and window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

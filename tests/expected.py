@@ -1,7 +1,5 @@
 """Results of a call by definition, pair by pair of tokens."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Packed sequences for tests, and attention to one sequence at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

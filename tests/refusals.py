@@ -1,7 +1,5 @@
 """Arguments that are accepted, and lists of changes to them that are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -15,7 +15,7 @@ from flexmask.precision import without_tf32
 from flexmask.selector import selector_of
 from tests.attention_calls import SINKS, call, flexprefill_attention, padding
 from tests.cases import mask_function, structured_inputs
-from tests.comparisons import same_values
+from tests.comparisons import assert_same_stats
 from tests.compile_support import assert_same_lists, cut, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 
@@ -85,13 +85,6 @@ def test_dense_attention_and_its_statistics_stay_the_same(state, keywords):
         assert got.dtype == torch.float32
         assert torch.equal(got, wanted)
     assert_same_stats(found_stats, stats)
-
-
-def assert_same_stats(found, expected):
-    for name, wanted in vars(expected).items():
-        if isinstance(wanted, torch.Tensor):
-            got = getattr(found, name)
-            assert got.device == wanted.device and same_values(got, wanted), name
 
 
 @pytest.mark.attention

@@ -1,7 +1,5 @@
 """Refusals of attention: values, backends, and calls that a CPU cannot run."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """bench: rows on disk, workloads, the speed driver, reports."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

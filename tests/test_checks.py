@@ -1,7 +1,5 @@
 """Wrong arguments are refused by name; the ends of ranges are accepted."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -19,47 +17,38 @@ WHOLE_PROMPT = "method 'published' needs a whole prompt of a multiple of block_s
 NO_OTHER = "method 'published' takes no {}; use method 'flexprefill'"
 
 REFUSED: Refusals = [
-    # ranks
+    # ranks and types
     ({"query": zeros(4, 64, 32)}, ValueError, f"query must be {LAYOUT['query']}; got shape (4, 64, 32)"),
-    ({"query": zeros(1, 2, 4, 64, 32)}, ValueError, f"query must be {LAYOUT['query']}; got shape (1, 2, 4, 64, 32)"),
     ({"key": zeros(2, 96, 32)}, ValueError, f"key must be {LAYOUT['key']}; got shape (2, 96, 32)"),
-    ({"query": zeros()}, ValueError, f"query must be {LAYOUT['query']}; got shape ()"),
-    # no tensors
     ({"query": None}, TypeError, f"query must be a tensor {LAYOUT['query']}; got NoneType"),
     ({"key": [[1.0]]}, TypeError, f"key must be a tensor {LAYOUT['key']}; got list"),
-    # empty
-    *(
-        ({"query": zeros(*shape)}, ValueError, f"query must not be empty; got shape {shape}")
-        for shape in ((0, 4, 64, 32), (2, 0, 64, 32), (2, 4, 0, 32), (2, 4, 64, 0))
-    ),
+    # sizes
+    ({"query": zeros(0, 4, 64, 32)}, ValueError, "query must not be empty; got shape (0, 4, 64, 32)"),
     ({"key": zeros(2, 0, 96, 32)}, ValueError, "key must not be empty; got shape (2, 0, 96, 32)"),
-    ({"key": zeros(2, 2, 0, 32)}, ValueError, "key must not be empty; got shape (2, 2, 0, 32)"),
-    # sizes against each other
     ({"key": zeros(3, 2, 96, 32)}, ValueError, "key must have query's batch size 2; got 3"),
-    ({"key": zeros(1, 2, 96, 32)}, ValueError, "key must have query's batch size 2; got 1"),
     ({"key": zeros(2, 2, 96, 64)}, ValueError, "key must have query's head_dim 32; got 64"),
     ({"key": zeros(2, 3, 96, 32)}, ValueError, "query's num_heads must be a multiple of key's num_kv_heads 3; got 4"),
-    ({"key": zeros(2, 8, 96, 32)}, ValueError, "query's num_heads must be a multiple of key's num_kv_heads 8; got 4"),
     ({"query": zeros(2, 4, 97, 32)}, ValueError, "query's q_len must be at most key's kv_len 96; got 97"),
     *(
         (
-            {"query": zeros(2, 4, 64, size), "key": zeros(2, 2, 96, size)},
+            {"query": zeros(2, 4, 64, n), "key": zeros(2, 2, 96, n)},
             ValueError,
-            f"query must have a head_dim from 16 to 256; got {size}",
+            f"query must have a head_dim from 16 to 256; got {n}",
         )
-        for size in (8, 15, 257)
+        for n in (15, 257)
     ),
     # dtypes and devices
     *(
         ({"query": zeros(2, 4, 64, 32, dtype=dtype)}, TypeError, f"query must be float32, float16 or bfloat16; got {dtype}")
-        for dtype in (torch.float64, torch.int64, torch.bool, torch.complex64)
+        for dtype in (torch.float64, torch.int64, torch.complex64)
     ),
-    (
-        {"key": zeros(2, 2, 96, 32, dtype=torch.bfloat16)},
-        TypeError,
-        "key must have query's dtype torch.float32; got torch.bfloat16",
-    ),
+    ({"key": zeros(2, 2, 96, 32).half()}, TypeError, "key must have query's dtype torch.float32; got torch.float16"),
     ({"key": zeros(2, 2, 96, 32, device="meta")}, ValueError, "key must be on query's device cpu; got meta"),
+    (
+        {"query": zeros(2, 4, 64, 32, device="meta"), "key": zeros(2, 2, 96, 32, device="meta")},
+        ValueError,
+        "query must hold values; got a tensor on the meta device",
+    ),
     # scores
     *(({n: x}, ValueError, f"{n} must be > 0; got {x}") for n in ("scale", "softcap") for x in (0, 0.0, -1.5)),
     *(
@@ -76,12 +65,6 @@ REFUSED: Refusals = [
     *(({"window": x}, TypeError, f"window must be an int; got {type(x).__name__}") for x in (64.0, True, torch.tensor(64))),
     ({"window": 2**70}, ValueError, f"window must be < 2**63 tokens; got {2**70}"),
     ({"scale": 10**400}, ValueError, "scale must be a number that a float can hold; got one of 401 digits"),
-    # tensors without values of their own
-    (
-        {"query": zeros(2, 4, 64, 32, device="meta"), "key": zeros(2, 2, 96, 32, device="meta")},
-        ValueError,
-        "query must hold values; got a tensor on the meta device",
-    ),
     # attention_mask
     *(
         (
@@ -89,7 +72,7 @@ REFUSED: Refusals = [
             ValueError,
             f"attention_mask must be (batch, kv_len) = (2, 96); got {shape}",
         )
-        for shape in ((96,), (2, 64), (1, 96), (2, 1, 64, 96), ())
+        for shape in ((96,), (2, 64), (2, 1, 64, 96))
     ),
     *(
         (
@@ -97,11 +80,11 @@ REFUSED: Refusals = [
             TypeError,
             f"attention_mask must be bool or integer, 1 = token; got {dtype}",
         )
-        for dtype in (torch.float32, torch.bfloat16, torch.complex64)
+        for dtype in (torch.float32, torch.complex64)
     ),
     ({"attention_mask": [[1] * 96] * 2}, TypeError, "attention_mask must be a tensor or None; got list"),
     (
-        {"attention_mask": torch.ones(2, 96, dtype=torch.bool, device="meta")},
+        {"attention_mask": torch.ones(2, 96, device="meta").bool()},
         ValueError,
         "attention_mask must be on key's device cpu; got meta",
     ),
@@ -120,13 +103,8 @@ REFUSED: Refusals = [
         ({"q_offset": torch.zeros(2, dtype=dtype)}, TypeError, f"q_offset must be an integer tensor; got {dtype}")
         for dtype in (torch.float32, torch.bool, torch.complex64)
     ),
-    (
-        {"q_offset": torch.zeros(2, dtype=torch.int64, device="meta")},
-        ValueError,
-        "q_offset must be on key's device cpu; got meta",
-    ),
-    # options: tests/test_selector.py has the others
-    # gamma by head
+    ({"q_offset": torch.zeros(2, device="meta").long()}, ValueError, "q_offset must be on key's device cpu; got meta"),
+    # gamma by head; tests/test_selector.py has the other options
     *(
         ({"gamma": [0.5] * n}, ValueError, f"gamma must hold one number for each of query's 4 heads; got {n} numbers")
         for n in (1, 2, 3, 8)

@@ -1,7 +1,5 @@
 """Traced whole, never uncompiled without an error, unchanged by a refused call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ from flexmask.block_masks import causal_mask
 from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import flexprefill_attention
 from tests.cases import mask_function
-from tests.comparisons import same_values
+from tests.comparisons import assert_same_stats
 from tests.compile_support import KEY, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 
@@ -52,8 +50,7 @@ def test_mask_and_statistics_are_traced_whole(options):
     run, counter = traced(lambda query, key: make(query, key, **options))
     (mask, stats), (expected, expected_stats) = run(query, key), make(query, key, **options)
     assert_same_lists(mask, expected)
-    for name, value in vars(expected_stats).items():
-        assert same_values(torch.as_tensor(getattr(stats, name)), torch.as_tensor(value)), name
+    assert_same_stats(stats, expected_stats)
     assert counter.frame_count == 1
 
 

@@ -1,11 +1,5 @@
 """The demo's lines, the order of its prefills, and a run on a model that answers nothing."""
 
-from __future__ import annotations
-
-import re
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -14,10 +8,8 @@ pytest.importorskip("tqdm")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench import demo
 from bench.demo import METHODS, NEXT, Measured, line, main
 from bench.retriever.vocabulary import TOKENS
-from flexmask.dense_policy import DENSE_BELOW
 from tests.documents import wrong_commands
 
 RIGHT = torch.arange(12).view(3, 4)
@@ -45,35 +37,6 @@ def test_a_line_says_it_in_plain_words(seconds, answers, said):
     written = line("hybrid", Measured(seconds, answers, 0.25), DENSE, RIGHT)
     assert written.startswith("hybrid ") and said in written
     assert line("", Measured(2.0, other(0), 1.0), DENSE, RIGHT).endswith("2 of 3 answers right")
-
-
-def test_kernels_compile_before_the_timed_prefills(monkeypatch, capsys):
-    calls, seconds = [], [0.0]
-    run = SimpleNamespace(stats={0: [SimpleNamespace(density=torch.tensor([0.25]))]})
-
-    def prefill(model, prompt):
-        calls.append((model.method, len(prompt.token_ids)))
-        # the second round is faster
-        seconds[0] += 9.0 if len(calls) <= 7 else 2.0
-        return torch.zeros(1), None
-
-    def attention(model, method, **options):
-        model.method = method
-        return nullcontext(run)
-
-    monkeypatch.setattr(demo, "ROUNDS", 2)
-    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
-    monkeypatch.setattr(demo, "prefill", prefill)
-    monkeypatch.setattr(demo, "attention", attention)
-    monkeypatch.setattr(demo, "decode_answers", lambda model, prompt, logits, cache: prompt.answers)
-    monkeypatch.setattr(demo, "load_model", lambda path, device: SimpleNamespace(num_parameters=lambda: 5e6))
-    main(["--device", "cpu", "--prompt-tokens", str(DENSE_BELOW)])
-    short = [(method, tokens) for method in ("hybrid", "flexprefill") for tokens in demo.WARM_UP]
-    assert calls == short + [(method, DENSE_BELOW) for method in METHODS] * 2
-    printed = capsys.readouterr().out
-    assert "with 16 needles in them and is asked for 8" in printed
-    # the fastest prefill counts, not the first
-    assert [float(each) for each in re.findall(r"prefill +([\d.]+) s", printed)] == [2.0] * 3
 
 
 def test_a_short_prompt_says_that_it_runs_dense(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """bench/fidelity: the sparse model, and each benchmark end to end on small models."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +13,7 @@ import pandas as pd
 
 from bench.fidelity import heads, lengths, long_texts, retrieval, settings, smollm, texts
 from bench.fidelity.settings import Setting
-from bench.fidelity.sparse_model import SparseModel, sparse_attention
+from bench.fidelity.sparse_model import SparseModel
 from bench.ruler_model.prompts import make_prompts
 from flexmask.base.inputs import attention_inputs
 
@@ -72,13 +70,6 @@ def test_chunks_choose_for_themselves(model):
     assert model.density() == pytest.approx((1 + 2 + 1 + 4) / 10)
     changed = (whole - chunked).abs()
     assert changed[:128].max() < 1e-5 and changed[128:256].max() > 1e-4
-
-
-def test_every_setting_is_one_of_its_method():
-    for table in (settings.FEW, settings.ALL):
-        for method, options in table.items():
-            for each in options:
-                assert Setting(method, each).selector().method.name == method
 
 
 def test_an_option_of_another_method_is_refused(tmp_path):
@@ -210,16 +201,6 @@ def test_a_prompt_goes_by_its_number(bed, task):
     assert torch.equal(whole, torch.cat([drawn(0, 3), drawn(3, 3)]))
     if bed == "tasks":
         assert torch.equal(whole[:4], make_prompts("single", 32768, 4, 90_000).token_ids)
-
-
-def test_attention_of_a_chunk_is_to_the_blocks_of_its_own_rows():
-    query = torch.randn(1, 2, 256, 16, generator=torch.Generator().manual_seed(0))
-    inputs = attention_inputs(query[:, :, 128:], query, query)
-    out, selected = sparse_attention(inputs, WINDOW)
-    assert selected.lists.kv_num_blocks.shape == (1, 1, 1)
-    torch.testing.assert_close(
-        out, torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)[:, :, 128:]
-    )
 
 
 def test_long_texts_are_token_ids_that_the_benchmark_reads(tmp_path, monkeypatch):

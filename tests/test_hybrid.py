@@ -1,7 +1,5 @@
 """method="hybrid": plain code and kernels against the oracle; its thresholds."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any

@@ -4,8 +4,6 @@ Attention is even, over more key blocks than any threshold lets pass: a query bl
 floor, and the nearest four if it holds a representative row.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """`import flexmask` needs torch alone and changes nothing around it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

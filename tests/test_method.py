@@ -1,7 +1,5 @@
 """The decorator `method`: a function that keeps blocks becomes a mask generator in METHODS."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

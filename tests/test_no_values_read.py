@@ -1,7 +1,5 @@
 """Checks, search and attention read no value of a tensor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

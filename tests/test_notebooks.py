@@ -1,7 +1,5 @@
 """The notebooks run from first to last cell and become pages of the site."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -101,27 +99,3 @@ def test_names_and_keywords_of_notebooks_exist(name):
     names: dict[str, object] = {}
     for at, source in notebook.code_cells(notebook.load(FOLDER / name)):
         assert unknown_names(source, names) == [], f"cell {at + 1}"
-
-
-def cells(*sources):
-    """A notebook of cells: Markdown where the text begins with a #."""
-    made = []
-    for text in sources:
-        code = {"execution_count": None, "outputs": []} if text[0] != "#" else {}
-        made.append({"cell_type": "code" if code else "markdown", "source": [text], **code})
-    return {"cells": made}
-
-
-def test_output_is_kept_by_cell_and_shown_on_the_page(checkout):
-    draw = "import matplotlib.pyplot as plt\nplt.subplots()\nplt.subplots()\nprint('drawn');"
-    found = cells("# Title", "x = 1\nprint('one')", draw, "print(x + 1)")
-    assert notebook.run(found)["x"] == 1
-    assert [notebook.printed(cell) for cell in found["cells"][1:]] == ["one\n", "drawn\n", "2\n"]
-    assert [len(notebook.pictures(cell)) for cell in found["cells"][1:]] == [0, 2, 0]
-    text, pictures = notebook.page(found, "name")
-    assert list(pictures) == ["name-1.png", "name-2.png"] and pictures["name-1.png"].startswith(b"\x89PNG")
-    assert text.startswith("# Title\n\n```python\nx = 1\nprint('one')\n```\n\n```text\none\n```\n\n```python\nimport matplotlib")
-    assert text.index("drawn\n```") < text.index("(name-1.png)") < text.index("(name-2.png)") < text.index("print(x + 1)")
-    before = json.dumps(found)
-    notebook.run(found)
-    assert json.dumps(found) == before  # the same pictures, and no output twice

@@ -1,7 +1,5 @@
 """Public names, what they return, and their docstrings."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Workflows call targets that exist, and all files name the same versions."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

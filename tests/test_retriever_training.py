@@ -1,7 +1,5 @@
 """An interrupted training resumes, and transformers reads the model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from types import SimpleNamespace

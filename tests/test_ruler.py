@@ -3,8 +3,6 @@
 `make test-eval` runs what needs lm-evaluation-harness or SmolLM2.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

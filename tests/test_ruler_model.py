@@ -1,7 +1,5 @@
 """bench/ruler_model: prompts hold their answers; the committed model answers; evaluation resumes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Options of the methods: ranges and refusals, and how a method is named."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,6 @@
 """The benchmark of serving: table, options, profiles."""
 
-from __future__ import annotations
-
+import csv
 import json
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from bench.serving import packed_call, prefill_profile, table
-from bench.serving.first_token import ALL_SHAPES, described, parse, shape_folder
+from bench.serving.first_token import ALL_SHAPES, shape_folder
 from flexmask.attend import attend
 from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.huggingface.settings import PrefillSettings
@@ -41,15 +40,12 @@ def test_table_compares_with_the_stock_backend_at_the_same_length(tmp_path, caps
     assert "| 4 x 32k, 8 more each | stock | 1,000 | - | - | - |" in written
 
 
-def test_options_are_those_under_flexmask():
-    given = ["--model", "m", "--json", "out"]
-    options = parse([*given, "--settings", '{"method": "random_blocks", "density": 0.2, "dense_below": 16384}'])
-    assert options.settings == {"method": "random_blocks", "density": 0.2, "dense_below": 16384}
-    assert described(options) == "random_blocks, density 0.2"
-    assert described(parse([*given, "--settings", '{"gamma": 0.9}'])) == "hybrid, gamma 0.9"
-    assert described(parse([*given, "--stock"])) == "stock"
-    with pytest.raises(SystemExit):
-        parse([*given, "--stock", "--settings", "{}"])
+def test_table_compares_sglang_s_engines_by_prompt():
+    head = "model,kernel,attention,prompts,prompt_tokens,new_tokens,device,sglang,seconds,density,rounds,chunk"
+    lines = ["m,fa3,stock,1,32768,1,GPU,0.5.16,3.0,,2,8192", "m,fa3,hybrid,1,32768,1,GPU,0.5.16,2.0,0.2,2,8192"]
+    written = "\n".join(table.sglang(list(csv.DictReader([head, *lines]))))
+    assert "| 1 x 32k in chunks of 8k, 1 new | hybrid | 0.200 | 2.000 s | 1.50x | 2 |" in written
+    assert "| stock | - | 3.000 s | - | 2 |" in written
 
 
 @pytest.mark.usefixtures("without_kernel")

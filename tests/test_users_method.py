@@ -1,7 +1,5 @@
 """A user's mask function in sparse_attention: wrong masks are refused by name, others limited to what the call shows."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """sparse_attention_varlen: each packed sequence gets what it gets alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,9 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexmask import compilation
 from flexmask.flex.packed import Segment
-from flexmask.stats import SelectionStats
 from flexmask.varlen import segments_of
 from tests.attention_calls import flexprefill_attention_varlen
+from tests.comparisons import assert_same_stats
 from tests.packs import K_LENS, LONG, Q_LENS, SINKS, SPARSE, alone, assert_close, one_call, pack
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,25 +60,6 @@ def test_dense_sequences_get_what_they_get_alone(name):
     expected = [x[0] for x in alone(inputs, q_bounds, k_bounds, **keywords) if x is not None]
     assert_close(out, torch.cat(expected, 2)[0].transpose(0, 1))
     assert all(each.dense for each in stats)
-
-
-def assert_same_stats(found: SelectionStats, expected: SelectionStats) -> None:
-    for name, tensor in vars(expected).items():
-        if isinstance(tensor, Tensor):
-            torch.testing.assert_close(getattr(found, name), tensor, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert getattr(found, name) == tensor
-
-
-@pytest.mark.parametrize("wrong", ["all rows as one sequence", "bounds off by a block"])
-def test_comparison_notices_rows_of_another_sequence(wrong):
-    inputs, q_bounds, _ = pack(Q_LENS[:2], Q_LENS[:2])
-    bounds = [0, q_bounds[-1]] if wrong.startswith("all") else [0, q_bounds[1] - 32, q_bounds[-1]]
-    with torch.no_grad():
-        first = alone(inputs, q_bounds, q_bounds, **SPARSE, dense_below=10**6)
-        out = flexprefill_attention_varlen(*inputs, bounds, bounds, **SPARSE, dense_below=10**6)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_close(out[slice(*q_bounds[1:])].transpose(0, 1)[None], first[1])
 
 
 @pytest.mark.attention

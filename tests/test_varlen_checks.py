@@ -1,7 +1,5 @@
 """sparse_attention_varlen refuses wrong bounds and arguments by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -27,7 +25,6 @@ BOUNDS_REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "text": ("0", TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got str"),
     "meta": (torch.tensor([0, 30, 50]).to("meta"), ValueError, r"cu_seqlens_q must hold values; got a tensor on the meta device"),
-    "one sequence of nothing": ([0, 0], ValueError, r"cu_seqlens_q must end at total_q = 50; got 0"),
     "none": (None, TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got NoneType"),
 }
 
@@ -68,7 +65,6 @@ def test_longest_sequences_are_upper_bounds(most):
     ("changes", "error", "message"),
     [
         ({"query": torch.randn(1, 50, 4, 16)}, ValueError, r"query must be \(total_q, num_heads, head_dim\); got shape"),
-        ({"query": torch.randn(0, 4, 16)}, ValueError, r"query must not be empty"),
         ({"key": [1]}, TypeError, r"key must be a tensor \(total_k"),
         (
             {"value": torch.randn(50, 2, 16)},
@@ -76,17 +72,11 @@ def test_longest_sequences_are_upper_bounds(most):
             r"value must have key's total_k and num_kv_heads \(60, 2\); got \(50, 2\)",
         ),
         ({"key": torch.randn(60, 2, 16).half()}, TypeError, r"key must have query's dtype"),
-        ({"query": torch.randn(50, 3, 16)}, ValueError, r"num_heads must be a multiple"),
         ({"max_seqlen_q": 29}, ValueError, r"max_seqlen_q must be at least the longest sequence, 30 tokens; got 29"),
         ({"max_seqlen_k": 29}, ValueError, r"max_seqlen_k must be at least the longest sequence, 30 tokens; got 29"),
         ({"max_seqlen_k": torch.tensor(30)}, TypeError, r"max_seqlen_k must be an int; got Tensor"),
-        ({"max_seqlen_k": 30.5}, TypeError, r"max_seqlen_k must be an int"),
         ({"attention_mask": torch.ones(60)}, TypeError, r"attention_mask"),
-        ({"q_offset": 3}, TypeError, r"q_offset"),
         ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(num_heads,\) = \(4,\)"),
-        ({"gamma": [0.5, 0.5]}, ValueError, r"gamma must hold one number for each of query's 4 heads"),
-        ({"dense_below": -1}, ValueError, r"dense_below"),
-        ({"max_mask_bytes": 0}, ValueError, r"max_mask_bytes"),
         ({"backend": "triton"}, ValueError, r'backend="triton" needs a GPU'),
         ({"method": "published", "block_size": 16}, ValueError, r"method 'published' needs a whole prompt"),
         ({"method": "hybrid", "tau": 0.1}, TypeError, r"method 'hybrid' takes the options .*; got 'tau'"),

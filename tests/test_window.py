@@ -1,7 +1,5 @@
 """A window of all tokens or more is none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 from tests.attention_calls import padding
 from tests.cases import mask_function, structured_inputs
-from tests.comparisons import assert_honest, same_values
+from tests.comparisons import assert_honest, assert_same_stats
 from tests.compile_support import assert_same_lists
 
 WINDOWS = (96, 192, 2**63 - 1)
@@ -39,5 +37,4 @@ def test_window_of_all_tokens_or_more_is_none(options, where, window):
     (mask, stats), (none, none_stats) = (make(query, key, window=each, **given) for each in (window, None))
     assert_same_lists(mask, none)
     assert_honest(mask, (query.shape[2], 96))
-    for name, value in vars(none_stats).items():
-        assert same_values(torch.as_tensor(getattr(stats, name)), torch.as_tensor(value)), name
+    assert_same_stats(stats, none_stats)

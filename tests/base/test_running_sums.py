@@ -61,13 +61,3 @@ def test_selection_needs_no_float64(monkeypatch):
 
     run()
     tally.check()
-
-
-def test_selection_is_seen_to_use_float64_elsewhere():
-    @settings(max_examples=1)
-    @given(cases(max_budget=None))
-    def run(case):
-        with pytest.raises(TypeError, match="gave float64"), NoFloat64():
-            case.search()
-
-    run()

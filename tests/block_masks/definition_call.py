@@ -1,7 +1,5 @@
 """One problem written out: tokens, blocks and scores, and choices with their margins."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

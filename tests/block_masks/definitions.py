@@ -5,8 +5,6 @@ num_kv_blocks) bool, before own blocks are added and invisible ones dropped, and
 distance of its closest decision from the other side. Only rows with a margin must agree with float32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """One matrix over the methods: every mask in every setting."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple

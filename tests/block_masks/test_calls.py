@@ -1,7 +1,5 @@
 """Calls of every mask: no value is read, the call traces whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

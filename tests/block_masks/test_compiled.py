@@ -1,7 +1,5 @@
 """Methods compiled as on accelerators: one compilation for all lengths and values of a float."""
 
-from __future__ import annotations
-
 import functools
 import types
 

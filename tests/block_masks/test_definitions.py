@@ -1,7 +1,5 @@
 """Every method equals its definition: whole, in chunks, in slices, next to heads that are not finite."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every mask: honest lists, nothing hidden, every row's own position, dense where everything is kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo

@@ -1,7 +1,5 @@
 """No method allocates a tensor of the order of tokens squared, at 128k fake tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

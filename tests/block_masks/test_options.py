@@ -1,7 +1,5 @@
 """Options of the gallery's methods: refusals by name, defaults as documented."""
 
-from __future__ import annotations
-
 import inspect
 import re
 
@@ -87,12 +85,3 @@ def test_docstring_states_the_defaults_and_the_difference(name):
         stated = re.search(number + r"|``\"(\w+)\"``\s+\(default\b|(None)\s+\(default\b", entry)
         assert stated is not None, f"{option} has no default"
         assert str(default) == next(filter(None, stated.groups())), option
-
-
-def test_plans_by_head_give_each_head_its_own():
-    query, key = torch.randn(1, 4, 512, 32), torch.randn(1, 2, 512, 32)
-    plan = ((16, 0.0), (64, 0.0), (0, 0.5), (0, 1.0))
-    density = MASKS["moa"](query, key, block_size=16, plan=plan).to_dense().sum((-2, -1))[0]
-    assert (density.diff() > 0).all()
-    each = [MASKS["moa"](query, key, block_size=16, plan=pair).to_dense()[0, 0] for pair in plan]
-    assert torch.equal(torch.stack(each), MASKS["moa"](query, key, block_size=16, plan=plan).to_dense()[0])

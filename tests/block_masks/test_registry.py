@@ -1,7 +1,5 @@
 """The table of methods, exports, files, README and signatures agree."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

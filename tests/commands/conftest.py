@@ -1,7 +1,5 @@
 """The program in this process, and a tiny random model with a tokenizer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

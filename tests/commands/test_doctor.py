@@ -1,7 +1,5 @@
 """`flexmask doctor`: self-test, backends, problems, layers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

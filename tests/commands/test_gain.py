@@ -1,7 +1,5 @@
 """`flexmask gain` on a tiny random model; never the times."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``flexmask inspect`` on a tiny model."""
 
-from __future__ import annotations
-
 import json
 import re
 

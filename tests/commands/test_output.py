@@ -1,7 +1,5 @@
 """Text is printed as it is, tables are not folded, JSON is ASCII."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The program: entry point, exit codes, errors in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -39,12 +37,6 @@ def test_every_command_is_documented_with_its_options(flexmask):
         assert {option for option in options if option not in section + shared} == set(), command
 
 
-def test_list_of_commands_is_whole_on_a_narrow_terminal(flexmask):
-    shown = flexmask("--help", env={"COLUMNS": "80"}).stdout.partition("Commands")[2]
-    assert "doctor" in shown
-    assert "..." not in shown
-
-
 def test_exit_codes_are_documented():
     text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     codes = {value for name, value in vars(exit_codes).items() if name.isupper()}
@@ -62,31 +54,19 @@ def test_without_typer_one_line_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == "flexmask: the command line needs typer: pip install 'flexmask[cli]'\n"
 
 
-def test_another_missing_module_is_not_taken_for_typer(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flexmask.commands.app", None)
-    with pytest.raises(ModuleNotFoundError, match=r"flexmask\.commands\.app"):
-        main.main()
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["nothing"], "No such command 'nothing'"),
-        (["generate", "--prompt", "x"], "Missing option '--model'"),
         (["gain"], "Missing argument 'MODEL'"),
         (["generate", "--model", "x", "--prompt", "x", "--gama", "1"], "--gama"),
         (["doctor", "--device", "nowhere"], "'--device': no such device"),
         (["doctor", "--dtype", "int8"], "'--dtype': must be one of float32, bfloat16, float16; got 'int8'"),
         (["doctor", "--gamma", "1.5"], "'--gamma': gamma must be in (0, 1]; got 1.5"),
-        (["doctor", "--min-budget", "-1"], "'--min-budget': min_budget must be >= 0 tokens; got -1"),
         (["doctor", "--method", "best"], "'--method': method must be one of"),
-        (["doctor", "--dense-below", "-1"], "'--dense-below': dense_below must be >= 0 tokens; got -1"),
-        (["doctor", "--method", "flexprefill", "--option", "tau=2"], "'--option': tau must be in [0, 1]; got 2"),
         (["doctor", "--option", "tau"], "'--option': must be NAME=VALUE; got 'tau'"),
         (["doctor", "--gamma", ".9", "--option", "gamma=.8"], "'--option': gamma is given twice"),
-        (["doctor", "--option", "tau=0.1"], "method 'hybrid' takes the options gamma"),
         (["doctor", "--option", "tau=0.1"], "got 'tau', an option of flexprefill"),
-        (["doctor", "--option", "taw=1"], "got 'taw'"),
         (["doctor", "--settings", "nowhere.json"], "'--settings': cannot read nowhere.json: No such file"),
     ],
 )
@@ -97,7 +77,7 @@ def test_wrong_usage_names_the_option(flexmask, words, said):
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"gamma": 3}', '{"gama": 0.5}', '{"layers": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"gamma": 3}'])
 def test_a_settings_file_of_something_else_is_refused(flexmask, tmp_path, text):
     path = tmp_path / "settings.json"
     path.write_text(text)

@@ -6,7 +6,6 @@ import torch
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.visible import attention_to_visible
 from tests.attention_calls import CPP_ERROR, SINKS, call, flexprefill_attention, padding
-from tests.comparisons import assert_same_attention
 
 NAN = float("nan")
 PROBLEMS = {
@@ -94,22 +93,3 @@ def test_gradients_of_dense_attention_do_not_see_them():
         gradients.append([x.grad for x in tensors])
     for clean, found in zip(*gradients, strict=True):
         torch.testing.assert_close(found, clean, atol=1e-6, rtol=1e-6)
-
-
-def test_what_is_there_is_left_as_it_is():
-    it = call(**PROBLEMS["padding"])
-    inputs = attention_inputs(it.case.query, it.case.key, it.value, **it.case.keywords())
-    tokens = it.case.attention_mask.bool()[:, None, :, None]
-    without = inputs.with_fields(needs_grad=True).prepared()
-    assert torch.equal(without.key, it.case.key * tokens)
-    assert torch.equal(without.value, it.value * tokens)
-    # only the backward pass multiplies by hidden keys
-    assert inputs.prepared().key.data_ptr() == it.case.key.data_ptr()
-    whole = attention_inputs(it.case.query, it.case.key, it.value).prepared()
-    assert (whole.key.data_ptr(), whole.value.data_ptr()) == (it.case.key.data_ptr(), it.value.data_ptr())
-    chunk = call(**PROBLEMS["behind a chunk"])
-    inputs = attention_inputs(chunk.case.query, chunk.case.key, chunk.value, **chunk.case.keywords()).prepared()
-    assert_same_attention(inputs.value[0, :, :170], chunk.value[0, :, :170].double())
-    assert inputs.value[0, :, 169].any()
-    assert not inputs.value[0, :, 170:].any()
-    assert not inputs.value[1, :, 103:].any()

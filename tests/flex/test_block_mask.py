@@ -1,7 +1,5 @@
 """Masks that are saved, loaded, copied, moved and joined."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Heads that dense attention serves because it is faster, and those that stay under their mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -135,15 +133,12 @@ def test_lists_are_not_read_of_a_users_mask():
 )
 def test_only_whole_plain_prompts_have_dense_heads(without_kernel, options):
     assert has_causal_kernel(attention_inputs(*inputs()))
+    query, key, value = inputs()
+    assert plan_of(tensors=(query[:, :, 100:], key, value), gamma=GAMMAS) == (None, [False, False], None)
     assert plan_of(fields=options, gamma=GAMMAS) == (None, [False, False], None)
     assert plan_of(fields=options, gamma=1.0) == (None, [False, False], None)
     _, stats = flexprefill_attention(*inputs(), gamma=GAMMAS, **OPTIONS, **options)
     assert not stats.is_dense.any() and len(without_kernel) == 1
-
-
-def test_a_chunk_has_no_dense_heads():
-    query, key, value = inputs()
-    assert plan_of(tensors=(query[:, :, 100:], key, value), gamma=GAMMAS) == (None, [False, False], None)
 
 
 @pytest.mark.attention

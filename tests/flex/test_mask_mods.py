@@ -1,7 +1,5 @@
 """Values that mask_mods capture: later calls with others break nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import noop_mask

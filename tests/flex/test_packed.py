@@ -1,7 +1,5 @@
 """Dense attention of packed sequences in one FlexAttention call."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -11,9 +9,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.flex.packed import Segment, _calls, _mask, _shared_calls, _table, attention_in_one_call, dense_attention_packed
+from flexmask.flex.packed import Segment, _mask, _shared_calls, _table, attention_in_one_call, dense_attention_packed
 from flexmask.varlen import segments_of
-from tests.packs import K_LENS, Q_LENS, SINKS, alone, assert_close, bounds_of, one_call, pack
+from tests.packs import SINKS, alone, assert_close, bounds_of, one_call, pack
 
 
 @pytest.mark.parametrize("window", [None, 70, 270])
@@ -56,16 +54,6 @@ def test_one_call_for_all_dense_sequences_is_dense_attention(device, scores):
         expected = [x for x in alone(inputs, q_bounds, k_bounds, **scores, dense_below=10**6) if x is not None]
         out = one_call(inputs, q_bounds, k_bounds, **scores)
     assert_close(out, torch.cat(expected, 2)[0].transpose(0, 1))
-
-
-def test_calls_are_cut_where_their_copies_would_grow(monkeypatch):
-    monkeypatch.setattr("flexmask.flex.packed._MOST_BLOCKS", 7)
-    segments = [each for each in segments_of(bounds_of(Q_LENS), bounds_of(K_LENS), sum(Q_LENS), sum(K_LENS)) if each.q_len]
-    calls = _calls(segments)
-    assert [segment for call in calls for segment in call] == segments
-    for call in calls:
-        assert sum(-(-length // 128) for each in call for length in (each.q_len, each.kv_len)) <= 7 or len(call) == 1
-    assert [len(call) for call in calls] == [1, 1, 1, 2, 1]
 
 
 def test_sequences_with_a_call_to_themselves_are_not_copied_where_sdpa_takes_them():

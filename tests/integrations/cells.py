@@ -1,7 +1,5 @@
 """The cells of the support table: what they are, and how each is run."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Shared by the tests of the adapter for transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random models of every family, with heads of one shape, which share kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

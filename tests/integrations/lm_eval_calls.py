@@ -1,7 +1,5 @@
 """Calls of lm-evaluation-harness's models with the retriever."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lm_eval.api.instance import Instance

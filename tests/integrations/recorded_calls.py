@@ -1,7 +1,5 @@
 """Recorded calls of a run, without a model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

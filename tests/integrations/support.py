@@ -1,7 +1,5 @@
 """The committed support table, from the results of all cells."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ must not::
 Nothing is compiled: attention is written out under the block lists and the mask_mod (sweep_attention.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -143,12 +141,6 @@ def read(results: Path) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     return lines[0], {line["type"]: line for line in lines[1:]}
 
 
-def forget(results: Path, verdicts: list[str]) -> None:
-    heading, found = read(results)
-    left = [heading, *(each for each in found.values() if each["verdict"] not in verdicts)]
-    results.write_text("".join(json.dumps(each) + "\n" for each in left), encoding="utf-8")
-
-
 def run_all(results: Path, only: list[str]) -> None:
     """Try the types that have no result yet, 25 per process; a type that ends the process is noted."""
     if not results.exists():
@@ -173,7 +165,6 @@ def main() -> None:
     command = commands.add_parser("run")
     command.add_argument("--results", type=Path, required=True)
     command.add_argument("--types", nargs="*", default=[])
-    command.add_argument("--again", nargs="*", default=[], help="verdicts whose types are tried again")
     command = commands.add_parser("work")
     command.add_argument("results", type=Path)
     command.add_argument("types", nargs="+")
@@ -181,8 +172,6 @@ def main() -> None:
     command.add_argument("results", type=Path, nargs="+")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        if arguments.again:
-            forget(arguments.results, arguments.again)
         run_all(arguments.results, arguments.types)
     elif arguments.command == "work":
         work(arguments.results, arguments.types)

@@ -1,7 +1,5 @@
 """FlexAttention written out, for the sweep: compiling 189 shapes would take hours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

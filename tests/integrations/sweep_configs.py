@@ -1,7 +1,5 @@
 """Tiny configurations of every causal-LM type, shrunk from the default."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

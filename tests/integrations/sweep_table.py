@@ -1,7 +1,5 @@
 """The table of integrations/huggingface/MODELS.md, from the results of sweep.py."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """One process of test_tensor_parallel.py, run by torchrun with a model's folder, a file of tokens and the results' file."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """A compiled model in the block: one compilation per shape."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Everyday use: generate, batch, pipelines, threads, compiled decoding, offloading."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -19,19 +17,6 @@ from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, SPARSE, ma
 from tests.integrations.families import VOCABULARY
 
 pytestmark = MARKS
-
-
-def test_settings_of_two_generations(model, tokens):
-    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens[:, :500])}
-    expected = model.generate(tokens[:, :500], **options)
-    short = model.generate(tokens[:, :310], **{**options, "attention_mask": None})
-    with flexmask_hf.sparse_prefill(model, **SPARSE) as sparse:
-        model.generate(tokens[:, :500], **options)
-    with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as whole:
-        assert torch.equal(model.generate(tokens[:, :500], **options), expected)
-        assert torch.equal(model.generate(tokens[:, :310], **{**options, "attention_mask": None}), short)
-    assert sparse.stats[0][0].density.max() < 1
-    assert [len(whole.stats[0]), len(sparse.stats[0])] == [2, 1]
 
 
 def test_ragged_batch_is_its_prompts_one_by_one(model, tokens):

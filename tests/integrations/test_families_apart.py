@@ -1,7 +1,5 @@
 """Models that call attention in other ways: twice per layer, by cycles, with other head sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

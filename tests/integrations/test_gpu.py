@@ -1,7 +1,5 @@
 """The adapter on GPUs: every family, decoding that transformers compiles, models over two devices."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

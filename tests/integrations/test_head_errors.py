@@ -1,7 +1,5 @@
 """Errors of heads at each gamma against float64; the greedy choice of gammas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Inspecting a prefill: attention by blocks, the heads shown, refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -177,16 +175,6 @@ def test_inspection_warns_where_the_end_holds_less(inspected):
 
 
 @pytest.mark.attention
-def test_times_add_up(inspected):
-    _, _, found, _ = inspected
-    dense, sparse = found.times.layers
-    assert (dense.layer, dense.selection, sparse.layer) == (0, 0.0, 1)
-    assert min(dense.call, sparse.call, sparse.selection) > 0
-    assert all(seconds >= 0 for seconds in found.times.stages.values())
-    assert sum(found.times.stages.values()) <= found.times.total + 1e-6 or sparse.selection > sparse.call
-
-
-@pytest.mark.attention
 def test_method_without_a_map_holds_everything():
     found = inspect_prefill(make_model(), torch.arange(LENGTH) % VOCABULARY, method="causal", block_size=32, dense_below=0)
     assert found.held_by_quarter == pytest.approx([1.0] * 4, abs=1e-5)
@@ -225,13 +213,11 @@ def test_dense_prompt_shows_no_head():
         ({"input_ids": [1, 2]}, TypeError, "input_ids must be a tensor"),
         ({"input_ids": torch.ones(2, 30, dtype=torch.int64)}, ValueError, r"one prompt of at least two tokens; got \(2, 30\)"),
         ({"input_ids": torch.ones(30)}, ValueError, "integer"),
-        ({"input_ids": torch.ones(1, dtype=torch.int64)}, ValueError, "at least two"),
         ({"heads": [0]}, ValueError, "heads must come with layers"),
         ({"layers": [2]}, ValueError, r"layers must be in \[0, 2\); got 2"),
         ({"layers": [0], "heads": [-1]}, ValueError, "heads must be >= 0; got -1"),
         ({"layers": [0], "heads": [0]}, ValueError, "layer 0 ran dense"),
         ({"layers": []}, ValueError, "layers must name at least one"),
-        ({"layers": ["0"]}, TypeError, "layers must be an int"),
         ({"method": lambda query, key: None}, ValueError, "method must be a name to be inspected"),
         ({"gamm": 0.9}, TypeError, "gamm"),
     ],

@@ -1,7 +1,5 @@
 """`layer_plan` says what the adapter does, before anything is loaded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

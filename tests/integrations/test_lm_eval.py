@@ -1,7 +1,5 @@
 """The model "flexmask" of lm-evaluation-harness: scores and results. `make test-eval` runs them."""
 
-from __future__ import annotations
-
 import json
 import logging
 

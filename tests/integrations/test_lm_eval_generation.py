@@ -1,7 +1,5 @@
 """Generation by the model "flexmask" of lm-evaluation-harness. `make test-eval` runs them."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Options of the model "flexmask" of lm-evaluation-harness. `make test-eval` runs them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Every family with every kind of cache, padding and prefill, against dense attention and under its masks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

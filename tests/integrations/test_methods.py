@@ -1,7 +1,5 @@
 """Every method in the adapter, and users' own."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts that the adapter reads without waiting for the device, on a GPU and a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Blocks on one model that overlap: in one thread, in several, and in asyncio tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

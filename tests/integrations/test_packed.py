@@ -1,7 +1,5 @@
 """Packed prompts in the adapter: each sequence runs as it does alone."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

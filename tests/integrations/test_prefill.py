@@ -1,7 +1,5 @@
 """The adapter's prefill on a tiny random model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

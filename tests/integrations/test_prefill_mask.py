@@ -1,7 +1,5 @@
 """The mask that transformers carries to attention."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

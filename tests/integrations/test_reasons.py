@@ -1,7 +1,5 @@
 """A block says what did not run sparse, and why."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 

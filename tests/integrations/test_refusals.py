@@ -1,7 +1,5 @@
 """Models and calls that the adapter refuses by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

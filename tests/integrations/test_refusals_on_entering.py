@@ -1,7 +1,5 @@
 """Models that cannot be served are refused when a block opens, and left as they were."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

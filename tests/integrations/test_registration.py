@@ -1,7 +1,5 @@
 """Names registered with transformers, and the state after a block."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -11,12 +9,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface import compat
 from flexmask.integrations.huggingface.session import Session
-from tests.integrations.common import KEEP_ALL, MARKS, SPARSE, make_model
+from tests.integrations.common import MARKS, SPARSE
 
 pytestmark = MARKS
 
@@ -45,22 +42,6 @@ def test_is_undone_on_exit(model, tokens, error):
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(tokens).logits, expected)
     assert not Session.of(model).blocks
-
-
-@pytest.mark.parametrize("shares_config", [False, True])
-def test_two_models_do_not_mix(model, tokens, shares_config):
-    other = make_model(seed=1)
-    if shares_config:
-        other = LlamaForCausalLM(model.config).eval()
-    expected = model(tokens).logits
-    with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run, flexmask_hf.sparse_prefill(other, **SPARSE) as other_run:
-        other(tokens)
-        logits = model(tokens).logits
-    assert (logits - expected).abs().max() < 1e-4
-    assert run.stats[0][0].density.min() == 1
-    assert other_run.stats[0][0].density.max() < 1
-    assert [len(each.stats[0]) for each in (run, other_run)] == [1, 1]
-    assert model.config._attn_implementation == other.config._attn_implementation == "sdpa"
 
 
 def test_name_alone_runs_with_the_defaults(model, tokens):

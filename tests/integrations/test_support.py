@@ -1,7 +1,5 @@
 """The committed support table, and the cells that run by default."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A model over two processes by transformers' tp_plan gives the results of one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`tune`: settings, targets, padding, saving, refusals."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -198,28 +196,22 @@ def test_layers_are_let_go_of_one_by_one(model, prompt, monkeypatch):
     ("options", "error", "message"),
     [
         ({"density": None}, ValueError, "density or error must be given, and not both"),
-        ({"error": 0.1, "density": 0.5}, ValueError, "density or error must be given, and not both"),
         ({"density": 0.0}, ValueError, r"density must be in \(0, 1\]; got 0.0"),
-        ({"density": 1.5}, ValueError, r"density must be in \(0, 1\]; got 1.5"),
         ({"density": "half"}, TypeError, "density must be a number"),
         ({"density": None, "error": -1}, ValueError, "error must be >= 0; got -1"),
         ({"density": None, "error": float("nan")}, ValueError, "error must be finite"),
         ({"density": 0.01}, ValueError, "density must be at least 0.*, that of the lowest gammas in every head; got 0.01"),
         ({"density": None, "error": 1e-9, "gammas": (0.3, 0.5)}, ValueError, "error must be at least .*; got 1e-09"),
         ({"gammas": ()}, TypeError, "gammas must be a sequence of numbers, at least one"),
-        ({"gammas": 0.5}, TypeError, "gammas must be a sequence"),
         ({"gammas": (0.5, 1.5)}, ValueError, r"gammas\[1\] must be in \(0, 1\]; got 1.5"),
         ({"gammas": (0.5, "a")}, TypeError, r"gammas\[1\] must be a number"),
         ({"method": "causal"}, ValueError, "method must be .*hybrid.*; got 'causal'"),
         ({"selection": "hybrid"}, TypeError, "takes the options .*; got 'selection'"),
         ({"gamma": 0.9}, TypeError, "options must be without gamma, which tune finds"),
         ({"layers": {0: {"gamma": 0.9}}}, TypeError, "options must be without layers"),
-        ({"block_size": 7}, ValueError, "block_size"),
-        ({"dense_layers": (2,)}, ValueError, "dense_layers"),
         ({"dense_layers": (0, 1)}, ValueError, "model must have a layer to tune; got LlamaForCausalLM: in dense_layers"),
         ({"model": torch.nn.Linear(2, 2)}, TypeError, "model must be a transformers PreTrainedModel"),
         ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be a tensor"),
-        ({"input_ids": "text"}, TypeError, "input_ids must be a tensor.* got str"),
         ({"input_ids": torch.zeros(1, 40)}, ValueError, "input_ids must be .* integer"),
         ({"input_ids": torch.ones(1, 16, dtype=torch.int64)}, ValueError, r"more than block_size \(16\) tokens a prompt; got 16"),
         ({"input_ids": torch.ones(0, 64, dtype=torch.int64)}, ValueError, "input_ids must hold a prompt"),

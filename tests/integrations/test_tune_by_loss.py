@@ -1,7 +1,5 @@
 """`tune(gradient=True)`: errors weighed by the gradient of the loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """`tune(resume=...)`: interrupted, resumed, refused; progress."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Models in PEFT's wrappers, compiled, in pipelines; what a block leaves in the config."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

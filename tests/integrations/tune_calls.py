@@ -1,7 +1,5 @@
 """Short calls of `tune` for tests."""
 
-from __future__ import annotations
-
 import flexmask.integrations.huggingface as flexmask_hf
 
 GAMMAS = (0.2, 0.5, 0.8, 1.0)

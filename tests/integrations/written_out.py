@@ -1,7 +1,5 @@
 """Attention of transformers written out in float64, under given maps of visible keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

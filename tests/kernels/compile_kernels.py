@@ -5,8 +5,6 @@ for a few problems, "tight" those that hold tiles of keys near their limits, "al
 line of JSON per kernel and set of constants.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Tensors for tests of single kernels, on the GPU or for Triton's interpreter, which has no bfloat16 arithmetic."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

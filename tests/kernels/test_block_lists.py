@@ -1,7 +1,5 @@
 """Index lists by the kernel against the plain step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The lines of the last rows by the kernel against the plain step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

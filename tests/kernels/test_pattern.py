@@ -1,7 +1,5 @@
 """Estimate, pattern and kept lines by kernels against the plain steps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

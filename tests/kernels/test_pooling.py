@@ -1,7 +1,5 @@
 """Block means by the kernel against the plain step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

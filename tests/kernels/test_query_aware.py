@@ -1,7 +1,5 @@
 """The pooled map and its top-p blocks by kernels against the plain steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

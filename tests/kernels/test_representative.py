@@ -1,7 +1,5 @@
 """The representative attention by kernels, and V and S from it, against the plain steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The blocks of each query block's own rows by the kernel against the plain steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Methods by Triton kernels against the oracle, in the interpreter."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -16,7 +14,7 @@ from flexmask.numbers import numbers_of
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import padding
 from tests.cases import Case, Config, by_kernels, configs, drawn_inputs, sparse_cases, structured_inputs
-from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed, same_values
+from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_same_stats, assert_well_formed
 from tests.compile_support import assert_same_lists, traced
 from tests.drawn_options import attention_masks, q_offsets, score_options
 
@@ -100,7 +98,7 @@ def test_window_of_all_tokens_or_more_is_none(method, window):
             Case(query, key, config, scores, mask, torch.tensor([20, 3])).search() for scores in ({"window": window}, {})
         )
     assert all(torch.equal(*pair) for pair in zip(one.lists, none.lists, strict=True))
-    assert all(same_values(value, vars(none.stats)[name]) for name, value in vars(one.stats).items())
+    assert_same_stats(one.stats, none.stats)
 
 
 @poisoned
@@ -160,7 +158,7 @@ def test_the_default_dtype_changes_nothing(method):
     finally:
         torch.set_default_dtype(before)
     assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
-    assert all(same_values(value, vars(expected.stats)[name]) for name, value in vars(found.stats).items())
+    assert_same_stats(found.stats, expected.stats)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +246,6 @@ def test_operator_gives_the_mask_inside_a_compilation(options):
     with by_kernels():
         (found, stats), (expected, expected_stats) = run(query, key), mask(query, key)
     assert operators == ["flexmask.select.default"] and counter.frame_count == 1
-    for name, value in vars(expected_stats).items():
-        assert same_values(torch.as_tensor(getattr(stats, name)), torch.as_tensor(value)), name
+    assert_same_stats(stats, expected_stats)
     assert_same_lists(found, expected)
     assert torch.equal(found.to_dense(), expected.to_dense())

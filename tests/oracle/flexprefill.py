@@ -5,8 +5,6 @@ It shares no code with the fast paths: `tests.oracle.steps` computes every quant
 "Sparse Pattern Search", "Vertical Slash Index Search" and "Query Aware Index Search". Inputs are assumed finite.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ query block r of a head keeps
 - the blocks that every selection keeps.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

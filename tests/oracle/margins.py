@@ -3,8 +3,6 @@
 Float32 code must decide alike where a margin is wide; where it is tiny, either side is right.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 

@@ -10,8 +10,6 @@ Source: github.com/bytedance/FlexPrefill. Differs from the default selection:
 - the pooled scores carry no log count.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 from typing import NamedTuple

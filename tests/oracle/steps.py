@@ -3,8 +3,6 @@
 Shapes are those of one head: ``query`` is (q_len, head_dim), ``key`` (kv_len, head_dim), everything float64.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 from typing import NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Visible pairs of one batch row, and the blocks and block diagonals that follow from them."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -82,23 +82,3 @@ def test_counts_stay_between_floor_and_cap(min_blocks, max_blocks, counts, floor
     got, got_floor = line_counts(VALUES, torch.ones(1, 1, 4).bool(), GAMMA, min_blocks, max_blocks)
     assert got.tolist() == [counts]
     assert (got_floor == floor).all()
-
-
-def test_counts_end_at_the_candidates():
-    candidates = torch.tensor([[[True, False, True, False]]])
-    got, floor = line_counts(VALUES, candidates, GAMMA, 3, None)
-    assert got.tolist() == [[2, 2]]
-    assert (floor == 2).all()
-
-
-def test_gamma_one_takes_every_candidate_even_without_attention():
-    values = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
-    one = torch.ones(1, dtype=torch.float64)
-    assert line_counts(values, torch.ones(1, 1, 4).bool(), one, 0, None)[0].item() == 4
-    assert line_counts(values, torch.ones(1, 1, 4).bool(), one, 0, 2)[0].item() == 2
-
-
-def test_every_head_has_its_own_gamma():
-    values = VALUES[:, :1].expand(1, 3, 4)
-    gammas = torch.tensor([0.3, 0.6, 1.0], dtype=torch.float64)
-    assert line_counts(values, torch.ones(1, 1, 4).bool(), gammas, 0, None)[0].tolist() == [[1, 2, 4]]

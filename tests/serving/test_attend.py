@@ -1,7 +1,5 @@
 """One request's chunk: the core's own attention in the engine's layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

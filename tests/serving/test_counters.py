@@ -1,7 +1,5 @@
 """Counts of prefill tokens, density, and when they are logged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

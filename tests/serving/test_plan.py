@@ -1,7 +1,5 @@
 """The plan of a step: every row in exactly one place."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The gate of releases of both engines, and the releases that the extras install."""
 
-from __future__ import annotations
-
 import pytest
 
 from flexmask.integrations.serving.versions import absent_names, check_release, release_of, wrong_arguments

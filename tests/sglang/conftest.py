@@ -1,7 +1,5 @@
 """The place of SGLang's kernels on a CPU; engines that several tests compare."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Steps of SGLang's own ForwardBatch, layer, pools and torch_native backend."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The plug-in in SGLang on a CPU, in float32, against the stock backend and the adapter. `make test-sglang` runs it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.vllm.agreement import distance, summary

@@ -1,7 +1,5 @@
 """The options of SGLang's plug-in."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -35,16 +33,6 @@ def test_the_variable_may_name_a_file(of, tmp_path):
     path.write_text('{"gamma": 0.7, "count_density": false}', encoding="utf-8")
     options = of(str(path))
     assert (options.settings.options["gamma"], options.count_density) == (0.7, False)
-
-
-def test_the_model_s_config_counts_where_nothing_else_is_given(of, monkeypatch):
-    for text in ("", "  ", {}, {"kernel": "fa3"}):
-        options = of(text, MODEL)
-        assert (options.settings.options["gamma"], options.source) == (0.8, "the model's config.json")
-    assert of({"gamma": 0.7}, MODEL).settings.options["gamma"] == 0.7
-    monkeypatch.delenv(VARIABLE)
-    assert serving_options("triton", MODEL).settings.options["gamma"] == 0.8
-    assert serving_options("triton").source == "defaults"
 
 
 @pytest.mark.parametrize(

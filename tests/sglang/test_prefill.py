@@ -1,7 +1,5 @@
 """Refused servers, the kernel for everything else, and the largest call."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan of one step, the batch that stays stock, and slots in the cache."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Interfaces that are compared before an SGLang starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from flexmask.integrations.sglang.versions import interface_faults

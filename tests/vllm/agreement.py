@@ -3,8 +3,6 @@
 FOLDER holds what `engine_run` and `adapter_run` wrote: ``stock.json``, ``adapter.json``, ...
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines that several tests compare, each run once."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 vLLM reads its environment at import, and an engine lives as long as its process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The engines that tests start: options, models, environment and arguments of vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

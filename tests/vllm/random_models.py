@@ -1,7 +1,5 @@
 """Small random models with windows, soft caps, sinks or latent attention."""
 
-from __future__ import annotations
-
 import json
 import random
 

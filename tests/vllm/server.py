@@ -1,7 +1,5 @@
 """A vLLM server in its own process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

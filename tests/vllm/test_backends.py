@@ -1,7 +1,5 @@
 """The classes that vLLM loads: names, promises, and the gate of releases."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The plug-in in vLLM on a CPU, in float32, against the stock backend and the adapter. `make test-vllm` runs it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.vllm.agreement import SAME, answers, differences, distance, summary
@@ -31,19 +29,21 @@ def adapter(written):
     return written("adapter_run")
 
 
+def assert_same_answers(stock, ours):
+    assert [each["tokens"] for each in answers(stock)] == [each["tokens"] for each in answers(ours)]
+    assert distance(stock, ours) < NEAR
+
+
 @pytest.mark.parametrize("asked", SAME)
 def test_gamma_one_gives_the_stock_backend_s_answers(asked, stock, keep_all):
-    tokens = [[each["tokens"] for each in answers(run[asked])] for run in (stock, keep_all)]
-    assert tokens[0] == tokens[1]
-    assert distance(stock[asked], keep_all[asked]) < NEAR
+    assert_same_answers(stock[asked], keep_all[asked])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", SAME)
 def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written):
     compiled = written("engine_run", "compiled")
-    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(compiled[asked])]
-    assert distance(stock[asked], compiled[asked]) < NEAR
+    assert_same_answers(stock[asked], compiled[asked])
     assert compiled["compiled_by_requests"] == stock["compiled_by_requests"]
 
 
@@ -52,8 +52,7 @@ def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written
 @pytest.mark.parametrize("name", ["windows", "sinks"])
 def test_windows_soft_caps_and_sinks_are_the_stock_backend_s(name, asked, written):
     stock, ours = written("engine_run", f"{name}_stock"), written("engine_run", name)
-    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(ours[asked])]
-    assert distance(stock[asked], ours[asked]) < NEAR
+    assert_same_answers(stock[asked], ours[asked])
     assert [role["window"] for role in ours["roles"].values()] == [200, None] * 2
     kinds = {(role["softcap"], role["sinks"]) for role in ours["roles"].values()}
     assert kinds == {(5.0, False) if name == "windows" else (None, True)}
@@ -124,8 +123,7 @@ def latent():
 def test_latent_attention_is_the_stock_backend_s(asked, written):
     """Long and short prompts, and decoding rows beside chunks."""
     stock, ours = written("engine_run", "latent_stock"), written("engine_run", "latent")
-    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(ours[asked])]
-    assert distance(stock[asked], ours[asked]) < NEAR
+    assert_same_answers(stock[asked], ours[asked])
     assert ours["backends"] == ["SparseCPULatentAttention"]
     # 1,500, 700 and 800 tokens, two again in chunks; 40 and 30 tokens, and 40 again
     assert (ours["counters"]["sparse"], ours["counters"]["dense"]) == (5200, 110)
@@ -156,8 +154,7 @@ def test_two_ranks_share_heads_and_gammas(written):
 @pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
 def test_two_ranks_give_the_stock_backend_s_answers_at_gamma_one(asked, stock, written):
     two = written("engine_run", "keep_all_on_two")
-    assert [each["tokens"] for each in answers(stock[asked])] == [each["tokens"] for each in answers(two[asked])]
-    assert distance(stock[asked], two[asked]) < NEAR
+    assert_same_answers(stock[asked], two[asked])
     assert "4 of 4 attention layers prefill sparse" in two["log"]
 
 

@@ -4,8 +4,6 @@ The bound is what the stock engine's own answers differ by when the same prompt 
 it is what the two stock engines differ by.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

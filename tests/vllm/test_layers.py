@@ -1,7 +1,5 @@
 """Roles of layers: sparse with this rank's options, or stock for a reason."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The options of vLLM's plug-in."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

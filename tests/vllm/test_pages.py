@@ -1,7 +1,5 @@
 """Keys and values gathered from pages, in any order in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -97,10 +95,3 @@ def test_a_cache_that_loses_elements_is_refused():
 
     with pytest.raises(RuntimeError, match="in an order that flexmask cannot read"):
         order_of_cache(PAGE, DIM, torch.float32, forgetful)
-
-
-def test_a_page_of_another_request_is_seen():
-    cache = torch.randn(PAGES, HEADS, PAGE, 2 * DIM)
-    wrong = TABLE.clone()
-    wrong[1] = 3
-    assert not torch.equal(gathered(cache, Places(TABLE, 34), DIM)[0], gathered(cache, Places(wrong, 34), DIM)[0])

@@ -1,7 +1,5 @@
 """What the layers of one engine process share, and the steps before the first request."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

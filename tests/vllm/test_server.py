@@ -1,7 +1,5 @@
 """The plug-in in vLLM's HTTP server: answers, refusals, a soak."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

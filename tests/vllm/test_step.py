@@ -1,7 +1,5 @@
 """Builder and implementation around a written-out stock backend, with the cache of FLASH_ATTN and vLLM's own splitting."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

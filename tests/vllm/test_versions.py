@@ -1,7 +1,5 @@
 """Interfaces that are compared before a vLLM starts; the entry point."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
