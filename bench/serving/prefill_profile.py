@@ -40,7 +40,7 @@ from bench.speed.clock import device_name, synchronize
 from flexmask.block_masks.hybrid import NEAREST
 
 # of hybrid at gamma 0.9 on SmolLM2 (bench/FIDELITY.md), by tokens; shorter and longer prompts take the nearest length's
-OWN_DENSITY = {8192: 0.262, 16384: 0.231, 32768: 0.167, 65536: 0.12}
+OWN_DENSITY = {8192: 0.257, 16384: 0.232, 32768: 0.170, 65536: 0.121}
 BLOCK = 128
 STOCK, HYBRID, RANDOM = "stock", "hybrid", "random_blocks"
 IDENTITY = ("kind", "model", "layers", "attention", "prompts", "prompt_tokens", "chunk", "part", "kv_cache", "device", "vllm")

@@ -1,7 +1,8 @@
 """SERVING.md from the lines in ``bench/results``: ``python -m bench.serving.table > bench/SERVING.md``.
 
 ``serving-*.jsonl`` holds the rows of `bench.serving.first_token`, ``step-*.csv`` those of `bench.serving.prefill_profile`,
-``agreement-*.jsonl`` those of ``tests.vllm.agreement``. Of rows with the same key the last one counts.
+``sglang-*.csv`` those of `bench.serving.sglang_first_token`, ``agreement-*.jsonl`` those of ``tests.vllm.agreement``. Of rows
+with the same key the last one counts.
 """
 
 from __future__ import annotations
@@ -136,14 +137,32 @@ def steps(rows: Sequence[Row]) -> list[str]:
     return lines + (markdown_table([*named, *_KINDS, "idle", "host"], parts) if parts else [])
 
 
-def agreement(rows: Sequence[Row]) -> list[str]:
+def sglang(rows: Sequence[Row]) -> list[str]:
+    """SGLang's first tokens and throughput, stock and with the plug-in."""
+    names = ("device", "sglang", "model", "kernel", "prompts", "prompt_tokens", "new_tokens", "chunk")
+    stock = {tuple(row[name] for name in names): float(row["seconds"]) for row in rows if row["attention"] == "stock"}
+    cells = []
+    for row in rows:
+        device, release, model, kernel, prompts, tokens, new, chunk = key = tuple(row[name] for name in names)
+        size = f"{prompts} x {thousands(int(tokens))} in chunks of {thousands(int(chunk))}, {new} new"
+        gain = "-" if row["attention"] == "stock" else f"{stock[key] / float(row['seconds']):.2f}x"
+        density = f"{float(row['density']):.3f}" if row["density"] else "-"
+        seconds = f"{float(row['seconds']):.3f} s"
+        cells.append(
+            [f"{device}, SGLang {release}", model, kernel, size, row["attention"], density, seconds, gain, row["rounds"]]
+        )
+    head = ["run on", "shape", "stock kernel", "prompts", "attention", "density", "all done", "stock / this", "rounds"]
+    return ["## SGLang", "", *markdown_table(head, cells)] if cells else []
+
+
+def agreement(rows: Sequence[Row], engine: str) -> list[str]:
     """Differences between the engines' answers."""
     cells = []
     for row in rows:
         numbers = [f"{row[name]:.1e}" for name in ("mean", "p99", "most")]
         cells.append([row["compared"], row["asked"].replace("_", " "), f"{row['tokens_alike']} of {row['tokens']}", *numbers])
     head = ["compared", "asked", "tokens alike", "log-probabilities: mean", "99%", "most"]
-    return ["## Answers in bfloat16", "", *markdown_table(head, cells)[1:]] if cells else []
+    return [f"## Answers in bfloat16{engine}", "", *markdown_table(head, cells)[1:]] if cells else []
 
 
 def report(folder: Path) -> str:
@@ -161,7 +180,9 @@ def report(folder: Path) -> str:
         lines += throughput([row for row in own if "tokens_per_second" in row])
         lines += kernels([row for row in own if "kernels_ms" in row])
     lines += steps([row for path in sorted(folder.glob("step-*.csv")) for row in csv.DictReader(whole_lines(path))])
-    lines += agreement([row for path in sorted(folder.glob("agreement-*.jsonl")) for row in read_rows(path)])
+    lines += sglang([row for path in sorted(folder.glob("sglang-*.csv")) for row in csv.DictReader(whole_lines(path))])
+    for path in sorted(folder.glob("agreement-*.jsonl")):
+        lines += agreement(read_rows(path), ", SGLang" if path.name.startswith("agreement-sglang-") else "")
     return HEAD + "\n" + "\n".join(lines).replace("\n\n\n", "\n\n").strip()
 
 

@@ -1,0 +1,149 @@
+"""SGLang's times, stock and with the plug-in: ``python -m bench.serving.sglang_first_token --shape NAME --csv FILE``.
+
+Two engines share the device and answer in turns, with SGLang's defaults except for the prefix cache, which is off. Random weights
+have no density worth a figure: `settings_of` gives hybrid's own at a prompt's length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.prompts.models import SHAPES
+from bench.rows import Sheet
+from bench.serving import first_token
+from bench.serving.prefill_profile import HYBRID, STOCK, settings_of
+from bench.speed.clock import device_name
+
+IDENTITY = ("model", "layers", "kernel", "attention", "prompts", "prompt_tokens", "new_tokens", "device", "sglang")
+COLUMNS = (*IDENTITY, "seconds", "density", "rounds", "chunk", "settings", "torch")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="folder of a model")
+    which.add_argument("--shape", choices=sorted(SHAPES), help="this model's shape, with random weights")
+    parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
+    parser.add_argument("--prompt-tokens", type=int, default=32768)
+    parser.add_argument("--at-once", type=int, default=0, help="also measure throughput with so many prompts at a time")
+    parser.add_argument("--new-tokens", type=int, default=32, help="tokens per prompt in the measurement of throughput")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that a median is taken over, after the first")
+    parser.add_argument("--kernel", default="fa3", help="SGLang's attention backend, the stock one")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--csv", type=Path, required=True)
+    return parser.parse_args(arguments)
+
+
+@contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Send what this process and those that it starts inside print to a file."""
+    former = os.dup(1), os.dup(2)
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(former[0], 1)
+        os.dup2(former[1], 2)
+
+
+def density(log: Path) -> float | None:
+    """The mean density that the plug-in logged last."""
+    found = re.findall(r"mean density ([\d.]+)", log.read_text(encoding="utf-8", errors="replace"))
+    return float(found[-1]) if found else None
+
+
+def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any]) -> Any:
+    """Start an engine: the plug-in under `settings`, stock without any."""
+    os.environ["FLEXMASK_SGLANG"] = json.dumps({**settings, "dense_below": 0, "log_every": 5.0})
+    import sglang
+
+    prompts, on_cpu = max(options.at_once, 1), options.device == "cpu"
+    return sglang.Engine(
+        model_path=model,
+        load_format="dummy" if options.shape else "auto",
+        skip_tokenizer_init=True,
+        device=options.device,
+        dtype="float32" if on_cpu else "bfloat16",
+        attention_backend=options.kernel,
+        prefill_attention_backend="flexmask" if settings else options.kernel,
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_radix_cache=True,
+        disable_cuda_graph=on_cpu,
+        context_length=options.prompt_tokens + options.new_tokens + 64,
+        max_total_tokens=prompts * (options.prompt_tokens + options.new_tokens + 64),
+        max_running_requests=max(prompts, 2),
+        # of what is free: the pool has the size given above
+        mem_fraction_static=0.5 if on_cpu else 0.9,
+        random_seed=0,
+        log_level="info",
+    )
+
+
+def generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> float:
+    """Seconds until all prompts have their new tokens."""
+    start = time.perf_counter()
+    engine.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True})
+    return time.perf_counter() - start
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Start both engines and measure them in turns."""
+    options = parse(arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    tokens = options.prompt_tokens
+    model = first_token.shape_folder(options.shape, Path(tempfile.mkdtemp()), options.layers) if options.shape else options.model
+    settings = {attention: settings_of(attention, tokens) for attention in (STOCK, HYBRID)}
+    logs = {attention: Path(tempfile.mkstemp(".log")[1]) for attention in settings}
+    engines = {}
+    for attention, own in settings.items():
+        try:
+            with output_to(logs[attention]):
+                engines[attention] = make_engine(options, model, own)
+        except BaseException:
+            print(logs[attention].read_text(errors="replace")[-8000:])
+            raise
+    import sglang
+
+    chunk = next(iter(engines.values())).tokenizer_manager.server_args.chunked_prefill_size
+    common = {"model": options.model or options.shape, "layers": options.layers, "kernel": options.kernel, "chunk": chunk}
+    common |= {"device": device_name(), "sglang": sglang.__version__, "torch": torch.__version__, "rounds": options.rounds}
+    sheet = Sheet(options.csv, COLUMNS, IDENTITY)
+    for number, new_tokens in [(1, 1), *([(options.at_once, options.new_tokens)] if options.at_once else [])]:
+        prompts = first_token.prompts(options, tokens, number)
+        rounds = [
+            {name: generate(engine, prompts, new_tokens) for name, engine in engines.items()} for _ in range(options.rounds + 1)
+        ]
+        for attention in engines:
+            seconds = statistics.median(each[attention] for each in rounds[1:])
+            row = {
+                "attention": attention,
+                "prompts": number,
+                "prompt_tokens": tokens,
+                "new_tokens": new_tokens,
+                "seconds": seconds,
+            }
+            row |= {"settings": settings[attention], "density": density(logs[attention])}
+            sheet.add(**common, **row)
+            print({**common, **row}, flush=True)
+    for engine in engines.values():
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()
