@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flexmask.base.checks import check_real, check_word
 from flexmask.base.inputs import AttentionInputs
@@ -46,7 +47,7 @@ def _head_bytes(
     index_queries: str,
     **_: Any,
 ) -> int:
-    """By kernels, per pair of blocks two int32 and a byte, for query-aware heads also a float32 and a byte; per row 16 bytes."""
+    """Kernels take 9 bytes per pair of blocks, 14 with query-aware heads, and 16 per key block and representative row."""
     q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (problem.query, problem.key))
     subsets = 1 if pattern_queries == index_queries else 2
     if by_kernels:
@@ -177,7 +178,7 @@ def flexprefill_mask(
 
     # step 3b: blocks of the pooled map
     blocks = None
-    if not problem.is_zero(tau):
+    if isinstance(tau, Tensor):  # 0 stays a number
         blocks = steps.query_aware_blocks(problem, key_means, kinds.is_query_aware, gamma, query_aware, cap)
 
     # step 4: blocks kept always; step 5: lists

@@ -94,7 +94,7 @@ _is_inductor: Callable[[], bool] = torch.compiler.assume_constant_result(_backen
 
 
 def ambient_state() -> Hashable:
-    """What torch.compile guards globally: grad and inference mode, default dtype, device, autocast, threads, TF32, determinism."""
+    """What torch.compile guards globally: grad and inference mode, dtype, device, autocast, threads, TF32, determinism."""
     guarded = GlobalStateGuard()
     written = guarded.__getstate__() if hasattr(guarded, "__getstate__") else None
     if isinstance(written, str):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -54,7 +54,9 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
 
     def call(*arguments: Any) -> Any:
         try:
-            return compiled_in((ambient_state(), _inference_tensors(arguments)))(*arguments)
+            # torch guards by tensor whether it was made in inference mode
+            made_in_inference = tuple(x.is_inference() for x in arguments if isinstance(x, Tensor))
+            return compiled_in((ambient_state(), made_in_inference))(*arguments)
         except Exception as error:
             if not ran_out_of_recompilations(error):
                 raise
@@ -64,11 +66,6 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
             ) from error
 
     return call
-
-
-def _inference_tensors(arguments: Iterable[Any]) -> tuple[bool, ...]:
-    """For each tensor among the arguments: made in inference mode, which torch guards."""
-    return tuple(x.is_inference() for x in arguments if isinstance(x, Tensor))
 
 
 def run_compiled(

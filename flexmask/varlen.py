@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmask.attend import MAX_MASK_BYTES, Attended, attend, run_options
 from flexmask.attention import RECOMMENDED
-from flexmask.base.checks import check_int, check_plain
+from flexmask.base.checks import check_int, check_plain, check_shape
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
@@ -111,7 +111,7 @@ def sparse_attention_varlen(
         ("key", key, "(total_k, num_kv_heads, head_dim)"),
         ("value", value, "(total_k, num_kv_heads, v_head_dim)"),
     ):
-        _check_packed(name, tensor, layout)
+        check_shape(name, tensor, layout)
     if value.shape[:2] != key.shape[:2]:
         raise ValueError(f"value must have key's total_k and num_kv_heads {tuple(key.shape[:2])}; got {tuple(value.shape[:2])}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -220,12 +220,3 @@ def _check_longest(name: str, most: int | None, lengths: list[int]) -> None:
     check_int(name, most)
     if most < max(lengths):
         raise ValueError(f"{name} must be at least the longest sequence, {max(lengths)} tokens; got {most}")
-
-
-def _check_packed(name: str, tensor: Tensor, layout: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor {layout}; got {type(tensor).__name__}")
-    if tensor.dim() != 3:
-        raise ValueError(f"{name} must be {layout}; got shape {tuple(tensor.shape)}")
-    if 0 in tensor.shape:
-        raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")

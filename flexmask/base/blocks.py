@@ -61,11 +61,6 @@ class BlockProblem:
     def kv_block(self) -> Tensor:
         return torch.arange(self.seen.visible.shape[-1], device=self.seen.visible.device)
 
-    @staticmethod
-    def is_zero(option: object) -> bool:
-        """True for a float option of 0, which stays a number."""
-        return not isinstance(option, Tensor)
-
     def as_tensor(self, option: object) -> Tensor:
         """A float or per-head option as a tensor."""
         if isinstance(option, Tensor):

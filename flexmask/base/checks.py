@@ -45,10 +45,10 @@ def check_word(name: str, value: object, words: tuple[str | None, ...]) -> None:
 
 
 def check_shape(name: str, tensor: Tensor, layout: str) -> None:
-    """Raise unless `tensor` is a tensor of four nonempty dimensions; `layout` names them."""
+    """Raise unless `tensor` is a tensor of nonempty dimensions, as many as `layout` names."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor {layout}; got {type(tensor).__name__}")
-    if tensor.dim() != 4:
+    if tensor.dim() != layout.count(",") + 1:
         raise ValueError(f"{name} must be {layout}; got shape {tuple(tensor.shape)}")
     if 0 in tensor.shape:
         raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")

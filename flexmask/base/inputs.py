@@ -19,10 +19,6 @@ class HeadGroup(NamedTuple):
     def of_all(inputs: AttentionInputs) -> HeadGroup:
         return HeadGroup(slice(0, inputs.query.shape[0]), slice(0, inputs.query.shape[1]), slice(0, inputs.key.shape[1]))
 
-    def is_whole(self, query: Tensor) -> bool:
-        sizes = (self.batch.stop - self.batch.start, self.query.stop - self.query.start)
-        return sizes == (query.shape[0], query.shape[1])
-
 
 class AttentionInputs(NamedTuple):
     """The tensors and numbers of one causal attention call, from `attention_inputs`.
@@ -43,7 +39,8 @@ class AttentionInputs(NamedTuple):
     needs_grad: bool = False
 
     def of_heads(self, group: HeadGroup) -> AttentionInputs:
-        if group.is_whole(self.query):
+        sizes = (group.batch.stop - group.batch.start, group.query.stop - group.query.start)
+        if sizes == (self.query.shape[0], self.query.shape[1]):
             return self
         value, mask, offset, sinks = self.value, self.attention_mask, self.offset, self.sinks
         return self.with_fields(

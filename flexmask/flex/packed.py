@@ -57,7 +57,9 @@ def dense_attention_packed(
     query, value = inputs.query, inputs.value
     assert value is not None
     served = query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS
-    together = query.is_cuda and served and not _is_recorded()
+    # a compiled or captured graph would replay the copy of a freed table
+    is_recorded = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
+    together = query.is_cuda and served and not is_recorded
     done: dict[int, Result] = {}
     for numbers in _shared_calls(inputs, segments, return_lse) if together else ():
         part = [segments[number] for number in numbers]
@@ -100,11 +102,6 @@ def _own_rows(lengths: list[int], device: torch.device) -> Tensor:
     table = _on_device([filled_before, lengths], device)
     total = sum(lengths)
     return torch.arange(total, device=device) + table[0].repeat_interleave(table[1], output_size=total)
-
-
-def _is_recorded() -> bool:
-    """True while calls are compiled or captured: a graph would replay the copy of a freed table."""
-    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
 
 
 class _Blocks(NamedTuple):

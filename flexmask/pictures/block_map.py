@@ -110,21 +110,16 @@ def plot_block_mask(
 def _new_row(kinds: Tensor, number: int) -> list[Axes]:
     """A new figure with its legend, and axes side by side."""
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
     # at least two dots per block
     dots = max(110, 2 * max(kinds.shape) / (0.85 * _INCHES))
     figure = plt.figure(figsize=(_INCHES * number + 0.4, _INCHES + 0.8), dpi=dots, layout="constrained")
     drawn = list(figure.subplots(1, number, squeeze=False, sharey=True)[0])
-    figure.legend(handles=mask_legend(), loc="outside lower center", ncols=3, frameon=False, fontsize=10)
-    return drawn
-
-
-def mask_legend() -> list[Any]:
-    """Patches for the colours of a block mask."""
-    from matplotlib.patches import Patch
-
     names = ((WHOLE, "kept whole"), (IN_PART, "kept in part"), (LEFT_OUT, "left out"))
-    return [Patch(facecolor=colour, edgecolor="#999999", label=name) for colour, name in names]
+    handles = [Patch(facecolor=colour, edgecolor="#999999", label=name) for colour, name in names]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    return drawn
 
 
 def block_kinds(block_mask: BlockMask, head: int, batch: int = 0) -> Tensor:

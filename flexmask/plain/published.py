@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.running_sums import running_sums
+from flexmask.plain.top_p import ranks
 
 
 class PublishedSelection(NamedTuple):
@@ -96,10 +97,7 @@ def _top(values: Tensor, count: Tensor) -> Tensor:
     """The `count` largest entries, with the first one always among them."""
     values = values.clone()
     values[..., 0] = float("inf")
-    order = values.sort(dim=-1, descending=True, stable=True).indices
-    place = torch.arange(values.shape[-1], device=values.device)
-    kept = (place < count.unsqueeze(-1)) | (place == 0)
-    return torch.zeros_like(values, dtype=torch.bool).scatter(-1, order, kept)
+    return ranks(values, torch.ones_like(values, dtype=torch.bool)) < count.clamp(min=1).unsqueeze(-1)
 
 
 def _distance_with_nan(estimated: Tensor, true: Tensor) -> Tensor:
