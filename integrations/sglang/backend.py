@@ -1,4 +1,4 @@
-"""SGLang's attention backend "flexmask": a stock backend, with the long prompts of sparse layers taken out of its steps."""
+"""SGLang's attention backend "flexmask": a stock backend whose long prompts run sparse."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ _log = logging.getLogger("sglang.flexmask")
 
 
 def make_backend(runner: Any) -> Any:
-    """The backend of one of SGLang's ModelRunners: what the registry of attention backends calls.
-
-    A draft model gets the stock backend.
+    """Make the backend of one of SGLang's ModelRunners; a draft model gets the stock backend.
 
     Raises
     ------
     ImportError
-        For a release whose interfaces are others, or that is older than those that were run.
+        For a release with other interfaces, or older than those that were run.
     TypeError, ValueError
-        For wrong options, and for servers and models that cannot be served at all, by name.
+        For wrong options, and for servers and models that are not served.
     """
     import sglang
     from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -59,7 +57,7 @@ def make_backend(runner: Any) -> Any:
 
 
 def stock_kernel(server_args: Any, device: str) -> str:
-    """The stock backend's name unless the options have one: that of decoding where it is among `KERNELS`."""
+    """The stock backend's name unless the options have one: the decode backend's if it is in `KERNELS`."""
     decoding = server_args.get_attention_backends()[1]
     if decoding in KERNELS:
         return str(decoding)
@@ -73,10 +71,9 @@ def largest_call(server_args: Any, context_len: int) -> tuple[int, int]:
 
 
 def sparse(stock: Any, others: Any, prefill: Prefill) -> Any:
-    """Make `stock` serve long prompts sparse, with `others`, a second one, for the rest of such steps.
+    """Make `stock` serve long prompts sparse; `others`, a second stock backend, serves the rest of such steps.
 
-    The object stays, since parts of a backend refer to it. What is not overridden here is the stock backend's: decoding, CUDA
-    graphs, verification.
+    The object stays, because parts of a backend refer to it.
     """
     own = type(stock)
     overridden = {name: function for name, function in vars(SparsePrefill).items() if name in _OVERRIDDEN and hasattr(own, name)}
@@ -87,7 +84,7 @@ def sparse(stock: Any, others: Any, prefill: Prefill) -> Any:
 
 
 class SparsePrefill:
-    """The functions that a class derived from a stock backend's overrides."""
+    """What is overridden in a stock backend's class."""
 
     flexmask: Prefill
     flexmask_stock: Any
@@ -95,7 +92,7 @@ class SparsePrefill:
     flexmask_step: Step | None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Metadata of all rows, for layers that run stock, and the plan of the step."""
+        """Plan the step, and make the metadata of all rows for layers that run stock."""
         self.flexmask_stock.init_forward_metadata(self, forward_batch)
         step = self.flexmask.step(forward_batch)
         if step is not None and step.stock_batch is not None:

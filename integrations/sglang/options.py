@@ -10,30 +10,18 @@ from typing import Any
 from flexmask.integrations.serving.options import ServingOptions, read_options
 
 NAME = "flexmask"
-"""Of the backend, as SGLang's arguments have it"""
+"""The backend's name in SGLang's arguments"""
 VARIABLE = "FLEXMASK_SGLANG"
 KERNELS = ("fa3", "flashinfer", "triton", "torch_native")
-"""SGLang's backends that may serve everything that is not sparse"""
-KERNELS_RUN = ("torch_native",)
-"""Those of them that the plug-in was run with"""
+"""SGLang's backends that may serve everything else"""
+KERNELS_RUN = ("fa3", "triton", "torch_native")
+"""The backends that the plug-in was run with: the first two on one H200, the last on CPUs"""
 
 
 def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:
-    """Read and check the options, before the first request.
+    """Read the options from the variable, which holds JSON or the path of a JSON file; see `read_options`.
 
-    The variable holds the JSON itself, or the path of a file with it; `read_options` says what may stand there.
-
-    Parameters
-    ----------
-    kernel
-        SGLang's name of the backend for everything else, unless the options name one.
-    model_config
-        The model's own, of transformers: its ``flexmask_config`` counts where the variable holds no settings.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For what is neither JSON nor a file, and as `read_options` does.
+    `kernel` is SGLang's name of the backend for everything else, unless the options name one.
     """
     return read_options(_given(os.environ.get(VARIABLE, "")), VARIABLE, VARIABLE, KERNELS, kernel, model_config)
 

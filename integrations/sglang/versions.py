@@ -1,4 +1,4 @@
-"""The releases of SGLang that were run with the plug-in, and the check of another one's interfaces at start-up."""
+"""The releases of SGLang that were run, and the interfaces that the plug-in needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexmask.integrations.serving.versions import absent_names, fields_of, wron
 from flexmask.integrations.sglang.prefill import ONE, REFUSED
 
 RUN: dict[tuple[int, ...], str] = {
-    (0, 5, 16): "CPUs",
+    (0, 5, 16): "one H200 and CPUs",
 }
 """By release: where tests/sglang ran on it"""
 _OF_A_STEP = {
