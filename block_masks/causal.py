@@ -10,7 +10,7 @@ def causal_mask(problem: BlockProblem) -> None:
     """The mask of dense causal attention, the same for every head.
 
     Row t stands at position ``q_offset + t`` and sees the valid keys with ``0 <= position - k < window``. Every other mask is a
-    subset. Computed block by block, without a map of rows by keys.
+    subset.
 
     Parameters
     ----------

@@ -35,11 +35,10 @@ def flash_prefill_mask(
     query block i keeps key block j iff ``E[i, j] >= alpha * max over j of E[i, j]``, or ``j - first < sink_blocks``, or
     ``i - j < window_blocks``, or i is one of the last `last_blocks` query blocks with a valid row.
 
-    Source: FlashPrefill (https://arxiv.org/abs/2603.06199), block scores and threshold; details from its published code, which
-    also rounds means to the input's dtype.
+    Source: FlashPrefill (https://arxiv.org/abs/2603.06199), block scores and threshold, as its published code computes them.
 
-    Differs from the paper: the second version's correction (https://arxiv.org/abs/2608.19758), a mean token in place of every
-    dropped block, is no mask and is left out. In a chunk the last query blocks are the chunk's.
+    Differs from the paper: the second version's correction (https://arxiv.org/abs/2608.19758), a mean token per dropped block, is
+    no mask and is left out.
 
     Parameters
     ----------

@@ -30,15 +30,14 @@ def hip_mask(
 ) -> Tensor:
     """HiP-block: HiP's hierarchical top-k descent over each row's keys, stopped at single blocks.
 
-    Keeps sinks and window as `streaming_llm_mask`. Query block i cuts the key blocks between them into k = `topk_blocks` chunks,
-    then halves every chunk, scores the halves and keeps the best k, until each chunk is one block. A chunk's score is the
-    largest score of its representative key, the middle valid one of its middle block, with every `query_stride`-th row of the
-    query block. Of equal scores the earlier half wins.
+    Keeps sinks and window. The key blocks between them are cut into k = `topk_blocks` chunks; every chunk is halved and the best
+    k halves stay, until each is one block. A chunk scores the largest product of the middle valid key of its middle block with
+    every `query_stride`-th row of the query block. Of equal scores the earlier half wins.
 
     Source: HiP (https://arxiv.org/abs/2406.09827), algorithm "Mask estimation".
 
-    Differs from the paper: its descent goes on to chunks of two keys, which may lie in k blocks each; k whole blocks take their
-    place. All representative keys are scored at once: the same descent at a cost of rows times blocks instead of n log n.
+    Differs from the paper: its descent goes on to chunks of two keys; here k whole blocks are kept. All representative keys are
+    scored at once, at a cost of rows times blocks instead of n log n.
 
     Parameters
     ----------

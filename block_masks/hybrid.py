@@ -76,17 +76,16 @@ def _head_bytes(problem: AttentionInputs, block_size: int, by_kernels: bool, **_
 def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8) -> Selection:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
-    Not from the paper: FlexPrefill reads only its last block of queries, which may miss what earlier rows attend to; a mean over
-    all rows dilutes what only the last ones seek. With n the key blocks that query block r sees, N the largest n,
-    ``n0 = 16384 / block_size`` and ``e = (1 - gamma) min(2, n0/N)``, a head keeps in r
+    Not from the paper: FlexPrefill's last block of queries may miss what earlier rows attend to; a mean over all rows dilutes
+    what only the last ones seek. With n the key blocks that query block r sees, N the largest n, ``n0 = 16384 / block_size`` and
+    ``e = (1 - gamma) min(2, n0/N)``, a head keeps in r
 
     - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, n0/2n)^3)^p``: R is the root mean square, over every
-      `row_stride`-th row of r, of the row's softmax attention to the means of the visible key blocks, weighted by their number
-      of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
+      `row_stride`-th row of r, of the row's softmax attention to the means of visible key blocks, weighted by their number of
+      keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;
-    - each block diagonal to which those rows give ``>= e/5`` on average, not counting what those key blocks hold beyond the
-      nearest blocks;
-    - the previous two apply only where ``R[r, j] >= t[r]/16``, or where r holds one of those rows;
+    - each block diagonal to which those rows give ``>= e/5`` on average, without those key blocks beyond the nearest blocks;
+    - the previous two only where ``R[r, j] >= t[r]/16``, or where r holds one of those rows;
     - its nearest `min_budget` tokens' worth of blocks, eight times as many if it holds one of those rows;
     - its first visible key block and its diagonal.
 

@@ -30,9 +30,8 @@ def infllm_mask(
 
     Source: InfLLM (https://arxiv.org/abs/2402.04617), section 3, context memory and memory lookup.
 
-    Differs from the paper: InfLLM gives all keys outside the window one distance, which a mask cannot; keys keep their position,
-    and the lookup compares rotated queries and keys. A unit is represented by its mean key instead of the four keys with the
-    most local attention. Its figures do not carry over.
+    Differs from the paper: InfLLM gives all keys outside the window one distance, which a mask cannot; the lookup compares
+    rotated queries and keys. A unit is represented by its mean key instead of the four keys with the most local attention.
 
     Parameters
     ----------

@@ -43,10 +43,9 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
 
     Source: MInference (https://arxiv.org/abs/2407.02490), section 3.2, algorithm "Vertical-Slash Head".
 
-    Differs from the paper: its kernel reads single columns, which a BlockMask cannot. "pooled" is a coarser mask of the same
-    budget; "covering" is a superset of the paper's for comparisons of accuracy, nearly dense where columns scatter. Pooled
-    slashes count for both block diagonals that they cross. The paper's other patterns are `tri_shape_mask` and
-    `streaming_llm_mask` (A-shape). Short prompts do not run dense.
+    Differs from the paper: its kernel reads single columns. "pooled" is a coarser mask of the same budget, whose slashes count
+    for both block diagonals that they cross; "covering" is a superset, nearly dense where columns scatter. The paper's other
+    patterns are `tri_shape_mask` and `streaming_llm_mask` (A-shape). Short prompts do not run dense.
 
     Parameters
     ----------

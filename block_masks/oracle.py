@@ -24,9 +24,9 @@ def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
 def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     """The fewest blocks of each query block that hold a share of its true attention; for measuring only.
 
-    With p the softmax attention of all rows, ``M[i, j]`` is its mass on block j, averaged over the valid rows of query block i,
-    which keeps the fewest j, heaviest first, that reach `gamma` times the sum of its row. Slower than dense attention. No
-    selection holds more attention in as few blocks, yet its outputs need not be the best: see `docs/algorithm.md`.
+    ``M[i, j]`` is the softmax attention to block j, averaged over the valid rows of query block i, which keeps the fewest j,
+    heaviest first, that reach `gamma` times the sum of its row. Slower than dense attention. No selection holds more attention in
+    as few blocks, yet its outputs need not be the best: see `docs/algorithm.md`.
 
     Source: none; the mass that the other methods estimate.
 

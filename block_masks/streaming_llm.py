@@ -18,8 +18,7 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_block
     """StreamingLLM's sinks and sliding window, the same for every head and input.
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks``, where i is the block of the
-    position and ``first`` the block of the first valid key. A row sees ``(window_blocks - 1) * block_size + 1`` to
-    ``window_blocks * block_size`` tokens of the window.
+    position and ``first`` the block of the first valid key.
 
     Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2, as the baseline of FlexPrefill
     (https://arxiv.org/abs/2502.20766), section 4.1.

@@ -37,9 +37,8 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
 
     Source: XAttention (https://arxiv.org/abs/2503.16428), section 2.
 
-    Differs from the paper: the published code divides by s even where a group is short or padded, here the mean is over existing
-    pairs; its per-head thresholds for one model are left out. The published flag for the sink forces query row 0; here key column
-    0's block is kept, as in the paper.
+    Differs from the paper: the mean is over existing pairs, where the published code divides by s; its per-head thresholds for
+    one model are left out. The sink is key column 0, as in the paper; the published flag forces query row 0.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HAS_FLASH_BACKEND = RELEASE >= (2, 10)
 HAS_CPU_KERNEL = RELEASE >= (2, 6)
-# FlexAttention's C++ template takes tensors with unbacked sizes: 2.13.0 does, 2.8.0 does not, others were not tried
+# in FlexAttention's C++ template: 2.13.0 does, 2.8.0 does not, others were not tried
 CPU_TAKES_UNBACKED_SIZES = RELEASE >= (2, 13)
 HAS_BMM_TO_FLOAT32 = RELEASE >= (2, 8)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -52,7 +52,7 @@ def keep_static(tensor: Tensor) -> None:
 
 
 def computed_once(tensor: Tensor) -> Tensor:
-    """`tensor`, written to memory: Inductor (2.11) recomputes what only our Triton kernels read, once for each of them."""
+    """`tensor`, written to memory: Inductor (2.11) recomputes it for each of our Triton kernels that reads it."""
     return tensor.as_strided(tensor.shape, tensor.stride())
 
 
@@ -123,8 +123,5 @@ def recompile_limit() -> str:
 
 
 def ran_out_of_recompilations(error: Exception) -> bool:
-    """True for the error of ``torch.compile(fullgraph=True)`` for a function that has used up its recompilations.
-
-    torch 2.8 and 2.13 raise the first, 2.6 the second, 2.5 the third.
-    """
+    """For ``torch.compile(fullgraph=True)``: torch 2.8 and 2.13 raise the first error, 2.6 the second, 2.5 the third."""
     return type(error).__name__ in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit", "CacheLimitExceeded")

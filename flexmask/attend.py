@@ -21,8 +21,6 @@ MAX_MASK_BYTES = 2**30
 
 
 class RunOptions(NamedTuple):
-    """Checked options of how a call runs."""
-
     backend: str = "auto"
     policy: DensePolicy = DensePolicy()
     max_mask_bytes: int = MAX_MASK_BYTES
@@ -56,14 +54,8 @@ def attend(
 ) -> Attended:
     """`sparse_attention` of checked inputs, not necessarily placed. Autocast must be off.
 
-    Parameters
-    ----------
-    selector
-        From `Selector.for_inputs`.
-    statistics
-        Names of `flexmask.stats.STATISTICS` to compute.
-    with_maps
-        Also return the selections with their maps of kept blocks, for pictures.
+    `selector` is from `Selector.for_inputs`, `statistics` names of `flexmask.stats.STATISTICS`; `with_maps` also returns the
+    selections with their maps of kept blocks, for pictures.
     """
     plan = run.policy.plan(inputs, selector, return_lse)
     # a named backend that cannot run is refused at every length

@@ -23,7 +23,7 @@ class Filled(NamedTuple):
 def numbers_of(selector: Selector, query: Tensor, heads: slice | None) -> dict[str, Tensor]:
     """The options that are numbers, in `widest_float`: floats except 0 are 0-d, shares (num_heads,), pairs (.., 2).
 
-    Those by head are for the heads of `query`, `heads` of the call. On CUDA those of earlier calls are reused.
+    Those by head are for `heads` of the call. On CUDA those of earlier calls are reused.
     """
     device, method, options = query.device, selector.method, selector.options
     if heads is not None:

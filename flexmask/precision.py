@@ -35,8 +35,7 @@ class _Tf32:
 def without_tf32() -> Iterator[None]:
     """Float32 matmuls at full precision on CUDA; the program's setting is put back.
 
-    The setting belongs to the process: of overlapping blocks the first switches TF32 off, the last restores it, and other
-    threads' matmuls meanwhile run at full precision too.
+    The setting belongs to the process: of overlapping blocks the first switches TF32 off, the last restores it.
     """
     matmul = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")

@@ -22,8 +22,7 @@ MOST_NUMBERS = 2**27
 def in_row_slices(choose: Callable[..., Tensor], name: str, numbers: Callable[..., int]) -> Callable[..., Selection]:
     """`choose` over slices of rows, if a query block's choice depends only on its own rows and the keys.
 
-    `numbers` computes, from kv_len, block_size and the options, the float32 numbers that `choose` writes out per query row and
-    head.
+    `numbers` computes the float32 numbers that `choose` writes out per query row and head.
     """
 
     def choose_by_rows(problem: BlockProblem, **options: Any) -> Selection:

@@ -121,11 +121,7 @@ def selection_operator(
     with_map: bool,
     statistics: str,
 ) -> list[Tensor]:
-    """`run_method` as an operator, which takes only tensors, numbers and words.
-
-    `names` are those of the options in `numbers`; the others follow in the method's order: words in `words`, the rest in
-    `integers` after block_size, -1 for None.
-    """
+    """`run_method` as an operator: `names` are the options in `numbers`, the rest stands in `words` and `integers` (-1: None)."""
     by_name = dict(zip(filter(None, names.split(",")), numbers, strict=True))
     found_words, found_integers = iter(words.split(",")), iter(integers)
     block_size = next(found_integers)

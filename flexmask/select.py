@@ -28,8 +28,8 @@ def select_blocks(
 ) -> Selected:
     """Choose the blocks of every head, outside of autograd. Autocast must be off.
 
-    `selector` is from `Selector.for_inputs` of the whole call, `inputs` are placed, `heads` are those of the call that they hold
-    (default: all), `statistics` names of `flexmask.stats.STATISTICS`.
+    `selector` is from `Selector.for_inputs` of the whole call, `heads` are those of the call that the placed `inputs` hold
+    (default: all).
     """
     with torch.no_grad():
         numbers = numbers_of(selector, inputs.query, heads)

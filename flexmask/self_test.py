@@ -51,9 +51,7 @@ class SelfTest(NamedTuple):
 
 
 def self_test(device: torch.device | str) -> Iterator[SelfTest]:
-    """Run both methods of `METHODS` on each backend of `device`, and yield the outcomes; raises nothing.
-
-    The first case compiles: up to a minute.
+    """Run both methods on each backend of `device`, and yield the outcomes; raises nothing. The first case compiles.
 
     Examples
     --------

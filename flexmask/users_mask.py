@@ -19,10 +19,10 @@ from flexmask.plain.block_lists import ascending_indices
 
 
 def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Selection]:
-    """The `choose` of a method that calls `function`, and drops the blocks that causality, window and padding hide.
+    """The `choose` of a method that calls `function` and drops the blocks that causality, window and padding hide.
 
-    Full blocks with hidden pairs become partial. Lists are rebuilt ascending, contiguous and int32, without reading values on the
-    host. Raises TypeError or ValueError for anything but a mask of the call in blocks of its size.
+    Full blocks with hidden pairs become partial; lists are rebuilt without reading values on the host. Raises TypeError or
+    ValueError for anything but a mask of the call in blocks of its size.
     """
 
     def choose(problem: BlockProblem, **options: Any) -> Selection:

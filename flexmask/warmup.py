@@ -34,32 +34,32 @@ def warmup(
     Compiled code is kept for the process and serves all lengths. It is compiled again for
 
     * other numbers of heads, head_dim, dtype, batch size, device or memory layout (here: contiguous),
-    * another method, or another value of an option of it that is no float (floats: gamma, tau),
+    * another method, or another value of an option that is no float,
     * another scale or softcap, on accelerators once for a second window,
     * calls with padding, an offset or a window after calls without: a server of chunks and whole prompts warms up both ways,
     * another state of the program: gradients (here off), inference mode, autocast, default dtype and device, number of threads,
       deterministic algorithms, TF32,
-    * other sizes of groups of heads, into which prompts are cut from about 190k tokens with 32 heads (`max_mask_bytes`).
+    * other sizes of groups of heads (`max_mask_bytes`), from about 190k tokens with 32 heads.
 
-    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call has 370 blocks, 47 thousand tokens in
-    blocks of 128.
+    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call has 47 thousand tokens in blocks of
+    128.
 
     Parameters
     ----------
     num_heads, num_kv_heads, head_dim
-        Of the model's attention, as in `sparse_attention`.
+        Of the model's attention.
     dtype, device
         Of query, key and value.
     v_head_dim
         Default None: head_dim.
     batch
-        Batch size of the calls to come, >= 1. Default 1.
+        Batch size, >= 1. Default 1.
     chunked
         Warm up for chunks (``q_len < kv_len``) instead of whole prompts. Default False.
     padded
         Warm up for calls with an attention mask. Default False.
     **options
-        Other keywords of `sparse_attention` of the calls to come, such as method, gamma, window or backend; not attention_mask,
+        Other keywords of `sparse_attention` of later calls, such as method, gamma, window or backend; not attention_mask,
         q_offset and return_stats. `dense_below` is ignored.
 
     Returns

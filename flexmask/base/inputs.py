@@ -101,7 +101,7 @@ def attention_inputs(
     q_offset: int | Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> AttentionInputs:
-    """Check the arguments of a public function (`check_inputs`) and fill in their defaults."""
+    """Check the arguments of a public function and fill in their defaults."""
     check_inputs(query, key, value, {"scale": scale, "softcap": softcap}, window, attention_mask, q_offset, sinks)
     batch, most, offset = query.shape[0], key.shape[2] - query.shape[2], None
     # int32 as the indices of a mask_mod: the FLASH backend refuses a mixture

@@ -16,10 +16,10 @@ from torch import Tensor
 class Tokens(NamedTuple):
     """Positions of the query rows, and valid tokens."""
 
-    offset: Tensor  # (batch or 1,) int64: position of query row 0
-    key_valid: Tensor  # (batch or 1, kv_len) bool
-    row_valid: Tensor  # (batch or 1, q_len) bool
-    padded: bool  # an attention mask was given; without one every query row is valid
+    offset: Tensor  # (..,) int64: position of query row 0
+    key_valid: Tensor  # (.., kv_len) bool
+    row_valid: Tensor  # (.., q_len) bool
+    padded: bool  # without an attention mask every query row is valid
     filled: bool  # every key is valid: neither padding nor an offset
 
 
@@ -43,10 +43,10 @@ class BlockEdges(NamedTuple):
 class BlockVisibility(NamedTuple):
     """Visible and full pairs of blocks."""
 
-    visible: Tensor  # (batch or 1, num_q_blocks, num_kv_blocks) bool: some pair is visible
-    full: Tensor  # the same shape, bool: every existing pair is visible
-    first_diagonal: Tensor  # (batch or 1, num_q_blocks) int64: key block of the first row's position
-    last_diagonal: Tensor  # the same for the last row
+    visible: Tensor  # (.., num_q_blocks, num_kv_blocks) bool: some pair is visible
+    full: Tensor  # every existing pair is visible
+    first_diagonal: Tensor  # (.., num_q_blocks) int64: key block of the first row's position
+    last_diagonal: Tensor  # of the last row's
 
 
 def num_blocks(length: int, block_size: int) -> int:
@@ -118,10 +118,7 @@ def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> Blo
 
 
 def blocks_seen_by_rows(positions: Tensor, tokens: Tokens, block_size: int, window: int | None) -> Tensor:
-    """Key blocks that hold a key visible to a valid row at each of `positions` (batch or 1, rows).
-
-    Returns (batch or 1, rows, num_kv_blocks) bool; the rule is that of `block_visibility` for a single row.
-    """
+    """Key blocks with a key visible to a valid row at each of `positions`, (batch or 1, rows, num_kv_blocks) bool."""
     kv_len = tokens.key_valid.shape[1]
     kv_block = torch.arange(num_blocks(kv_len, block_size), device=positions.device)
     last_valid_key = last_valid_keys(tokens, block_size).unsqueeze(-2)
@@ -139,14 +136,14 @@ def visible_keys(positions: Tensor, row_valid: Tensor, tokens: Tokens, window: i
 
 
 def valid_keys(tokens: Tokens, block_size: int) -> Tensor:
-    """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""
+    """Valid keys per key block, int64."""
     if tokens.padded:
         return in_blocks(tokens.key_valid, block_size, False).sum(-1)
     return (_last_filled(tokens, block_size) + 1 - _first_keys(tokens, block_size)).clamp(min=0)
 
 
 def last_valid_keys(tokens: Tokens, block_size: int) -> Tensor:
-    """Position of each key block's last valid key, (batch or 1, num_kv_blocks) int64; -kv_len without any."""
+    """Position of each key block's last valid key, int64; -kv_len without any."""
     first, none = _first_keys(tokens, block_size), -tokens.key_valid.shape[1]
     if tokens.padded:
         position = first.unsqueeze(-1) + torch.arange(block_size, device=first.device)
@@ -160,7 +157,7 @@ def _first_keys(tokens: Tokens, block_size: int) -> Tensor:
 
 
 def _last_filled(tokens: Tokens, block_size: int) -> Tensor:
-    """Position of each key block's last filled key, (batch or 1, num_kv_blocks); before the block without any."""
+    """Position of each key block's last filled key; before the block without any."""
     kv_len, q_len = tokens.key_valid.shape[1], tokens.row_valid.shape[1]
     filled = (tokens.offset + q_len).clamp(max=kv_len).unsqueeze(-1)
     return torch.minimum(_first_keys(tokens, block_size) + block_size, filled) - 1

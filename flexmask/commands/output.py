@@ -21,7 +21,7 @@ Advance = Callable[[int, int], None]  # done, total
 
 
 class Output:
-    """The two streams of one command; with `as_json` the result is JSON and progress silent."""
+    """The two streams of one command."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json

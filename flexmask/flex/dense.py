@@ -16,11 +16,8 @@ _MOST_VISIBLE = 2**26  # bool, and SDPA's copy
 def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention to every visible key: SDPA where it can, else written out in float32. Autocast must be off.
 
-    Rows that see nothing give zero and a log-sum-exp of -inf. Calls with a map of visible keys go through the query rows in
-    parts of 64 MiB of map or a GiB of scores, in a surrounding compilation at once.
-
-    Returns (batch, num_heads, q_len, v_head_dim) in query's dtype, and with `return_lse` (batch, num_heads, q_len) float32, of
-    the keys without the sinks.
+    Rows that see nothing give zero and a log-sum-exp of -inf, which leaves out sinks. Calls with a map of visible keys go through
+    the rows in parts, in a surrounding compilation at once.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None

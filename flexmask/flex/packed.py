@@ -159,7 +159,7 @@ def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
 
 
 def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
-    """Numbers of sequences by call, without single rows and calls of one sequence that SDPA takes without a copy."""
+    """Numbers of sequences by call; single rows, and single sequences that SDPA takes without a copy, are left out."""
     shared = [number for number, segment in enumerate(segments) if segment.q_len > 1]
     if len(shared) < 2:
         return []

@@ -19,10 +19,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def with_sink_block(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask]:
-    """Copies of key, value and mask with one more block in front, whose first key, of value 0, stands for the sinks.
-
-    For kernels without a log-sum-exp, whose score_mod gives that key the sinks as scores.
-    """
+    """Copies of key, value and mask with one more block in front, whose first key, of value 0, stands for the sinks."""
     block_size = block_mask.BLOCK_SIZE[1]
     side = captured_number(block_size, key.shape[0], key.device)
     visible = block_mask.mask_mod

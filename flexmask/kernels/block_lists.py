@@ -22,8 +22,8 @@ MOST_BLOCKS = 2**30  # a floor of any size stays within int32
 class Blocks(NamedTuple):
     """Blocks that rows choose."""
 
-    codes: Tensor  # map, int8: nonzero where a block is kept; `gated`: bit 1 keeps a block, bit 0 lets lines count there
-    active: Tensor | None = None  # (batch, num_heads) bool: heads that choose blocks
+    codes: Tensor  # int8: nonzero where a block is kept; `gated`: bit 1 keeps a block, bit 0 lets lines count there
+    active: Tensor | None = None  # heads that choose blocks
     gated: bool = False
 
 

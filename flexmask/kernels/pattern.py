@@ -83,10 +83,7 @@ def _estimate_kernel(
 
 
 def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> Tensor:
-    """Unscaled scores of the mean representative row with `key_means`, (batch, num_heads, num_kv_blocks) float32.
-
-    -inf for key blocks of which no representative row sees anything. `rows` are from `packed_rows`.
-    """
+    """Unscaled scores of the mean representative row with `key_means`, (batch, num_heads, num_kv_blocks); -inf if unseen."""
     inputs, block_size, last_valid_key = problem.inputs, problem.block_size, problem.edges.last_valid_key
     query, kv_len, window = inputs.query, inputs.key.shape[2], inputs.window
     batch, num_heads, _, head_dim = query.shape
@@ -116,7 +113,7 @@ def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> 
 
 @triton.jit
 def _weighted_scores(scores, key_count, o_kv, num_kv_blocks, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Pooled scores of key blocks, -inf for those that no row sees."""
+    """Pooled scores of key blocks, -inf if unseen."""
     m_kv = o_kv < num_kv_blocks
     b_raw = tl.load(scores + o_kv, mask=m_kv, other=float("-inf"))
     b_count = tl.load(key_count + o_kv, mask=m_kv, other=0)

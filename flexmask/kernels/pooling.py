@@ -85,10 +85,7 @@ def key_means(problem: BlockProblem) -> Tensor:
 
 
 def split_means(x: Tensor, valid: Tensor | None, block_size: int) -> tuple[Tensor, Tensor]:
-    """Block means for the row evidence: in half precision the sum of first digits and the rest, which hold twice the digits.
-
-    In float32 both tensors are the means. The arguments are those of `block_means`.
-    """
+    """Block means for the row evidence: in half precision first digits and the rest, in float32 twice the means."""
     if x.dtype == torch.float32:
         means = block_means(x, valid, None, block_size)
         return means, means

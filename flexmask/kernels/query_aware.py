@@ -134,11 +134,10 @@ def pooled_map(
     inputs: AttentionInputs,
     block_size: int,
 ) -> Tensor:
-    """Pooled attention of every query block to the key blocks it sees, for active heads.
+    """Pooled attention of every query block to the key blocks it sees, for `active` heads, from float32 means.
 
-    `q_means` is (batch, num_heads, num_q_blocks, head_dim) and `k_means` (batch, num_kv_heads, num_kv_blocks, head_dim), float32;
-    `active` (batch, num_heads) bool. Returns the map in float32, -1 where nothing is visible, NaN replaced by 0; unwritten in
-    inactive heads, and in each row past the key block of the query block's last row.
+    Returns float32, -1 where nothing is visible, NaN replaced by 0; unwritten in inactive heads, and in each row past the key
+    block of the query block's last row.
     """
     kv_len, scale, softcap, window = inputs.key.shape[2], inputs.scale, inputs.softcap, inputs.window
     batch, num_heads, num_q_blocks, head_dim = q_means.shape

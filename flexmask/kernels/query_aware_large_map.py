@@ -19,10 +19,7 @@ TILE = 256
 
 @triton.jit
 def _chosen_digit(sums, share, head, step, is_first, DIGITS: tl.constexpr, CHUNKS: tl.constexpr):
-    """The threshold after the pass that wrote `sums`, the goal, and the sum of the entries above the threshold's digit.
-
-    The first pass has no threshold before it; the sum at its lowest, 0, is the total.
-    """
+    """The threshold after the pass that wrote `sums`, the goal, and the sum of the entries above the threshold's digit."""
     o_chunk = tl.arange(0, CHUNKS)
     o_digit = tl.arange(0, DIGITS)
     p_sums = sums + head * (CHUNKS + 1) * DIGITS

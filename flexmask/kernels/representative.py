@@ -175,9 +175,9 @@ def _block_sums_kernel(
 
 
 def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int) -> int:
-    """Stages of the loop over key blocks: three, or as many as fit into shared memory. Changes no result.
+    """Stages of the loop over key blocks, as many as fit into shared memory; changes no result.
 
-    The loop over a key block's tiles is unrolled, and Triton buffers each load: every stage but one takes a whole block of keys.
+    Triton buffers each load of the unrolled loop: every stage but one takes a whole block of keys.
     """
     if torch.version.hip is not None:
         return 1  # 64 KiB of shared memory

@@ -14,11 +14,10 @@ BITS = 30  # values up to 1.0 have the bit pattern 0x3F800000, below 2**30
 
 @triton.jit
 def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
-    """Keep the heaviest candidates of a row up to `share` of its sum, at most `cap`, at least `floor` entries.
+    """Keep and count the heaviest candidates of a row up to `share` of its sum, at most `cap`, at least `floor` entries.
 
     `values` points to `size` float32: negative is no candidate, NaN counts as 0, of equal values the lower index goes first.
-    `kept` points to `size` int8 to write. A `share` of 1 keeps every candidate up to the cap; the floor comes last. Returns the
-    number of kept entries, int32.
+    `kept` points to `size` int8. A `share` of 1 keeps every candidate up to the cap; the floor comes last.
     """
     DIGIT_BITS: tl.constexpr = 5  # of BITS
     PASSES: tl.constexpr = 6
@@ -79,13 +78,13 @@ def _entries(values, o_entry, size):
 
 @triton.jit
 def share_of_sum(total, share):
-    """`share` of the total; more than any sum for a share of 1, which keeps every candidate."""
+    """A share of 1 is more than any sum, which keeps every candidate."""
     return tl.where(share >= 1, 1e300, total * share)
 
 
 @triton.jit
 def missing_entries(bits, gap):
-    """Count the entries of one bit pattern that fill a gap: 0 without a gap, a huge number for entries of value 0."""
+    """Count the entries of one bit pattern that fill a gap; a huge number for entries of value 0."""
     value = bits.to(tl.float32, bitcast=True).to(tl.float64)
     number = tl.where(value > 0, tl.ceil(gap / tl.where(value > 0, value, 1.0)), 1e9)
     number = tl.where(gap <= 0, 0.0, number)

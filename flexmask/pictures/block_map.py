@@ -45,14 +45,13 @@ def plot_block_mask(
 ) -> Axes | list[Axes]:
     """Draw which blocks one head keeps, or several heads side by side.
 
-    Blocks kept whole and blocks kept in part (by their mask_mod) differ in colour; grey blocks are those that only dense causal
-    attention computes. The line is causality, with the last query at the last key.
+    Blocks kept whole and in part (by their mask_mod) differ in colour; grey blocks are those that only dense causal attention
+    computes. The line is causality, with the last query at the last key.
 
     Parameters
     ----------
     block_mask
-        Of shape (batch, num_heads, q_len, kv_len), on any device; read on the host. Or one mask per head, of equal lengths and
-        block size.
+        Of shape (batch, num_heads, q_len, kv_len), read on the host; or one mask per head, of equal lengths and block size.
     heads
         A head, or heads, each in [0, num_heads).
     titles

@@ -18,7 +18,7 @@ class HeadMap(NamedTuple):
 
 
 def rows_of(source: Any) -> list[Mapping[str, Any]]:
-    """The rows of a run or of a tuning result, or rows as they are; TypeError for anything else, ValueError for no rows."""
+    """The rows of a run or of a tuning result, or rows as they are, at least one."""
     rows = source.rows() if callable(getattr(source, "rows", None)) else source
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes, Mapping)):
         raise TypeError(f"source must have rows(), as a run has, or be such rows; got {type(source).__name__}")

@@ -46,7 +46,7 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
 
 
 def plot_coverage(source: Any, axes: Axes | None = None) -> Axes:
-    """Draw how much of the representative rows' true attention the kept blocks of each head hold.
+    """Draw how much of the representative rows' true attention each head's kept blocks hold.
 
     As `plot_density`, with ``coverage`` in the rows. Colours begin at the lowest value, rounded down to a tenth.
     """
@@ -59,8 +59,8 @@ def plot_coverage(source: Any, axes: Axes | None = None) -> Axes:
 def plot_distances(source: Any, axes: Axes | None = None, *, tau: float | None = None) -> Axes:
     """Draw the Jensen-Shannon distance of each head's pooled estimate to its true attention; a dot marks query-aware heads.
 
-    As `plot_density`, with ``js_distance`` in the rows and ``pattern`` for the dots; `tau` is written into the title. Also raises
-    ValueError for rows without a distance: `flexprefill` and `published` compute them.
+    As `plot_density`, with ``js_distance`` and ``pattern`` in the rows; the title has `tau`. ValueError for rows without a
+    distance: `flexprefill` and `published` compute them.
     """
     rows = rows_of(source)
     values = head_map(rows, "js_distance")
@@ -77,7 +77,7 @@ def plot_distances(source: Any, axes: Axes | None = None, *, tau: float | None =
 
 
 def plot_run(source: Any, tau: float | None = None) -> list[Axes]:
-    """Draw density, pattern share and, where a head has one, Jensen-Shannon distance, side by side in a new figure of pyplot."""
+    """Draw density, pattern share and, where a head has one, Jensen-Shannon distance, side by side in a new figure."""
     import matplotlib.pyplot as plt
 
     rows = rows_of(source)

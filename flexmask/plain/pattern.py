@@ -26,10 +26,9 @@ def estimated_attention(
     tokens: Tokens,
     block_size: int,
 ) -> Tensor:
-    """Attention of the mean representative row to each key block's mean (the paper's a-bar).
+    """Attention of the mean representative row to each key block's mean (the paper's a-bar), (batch, num_heads, num_kv_blocks).
 
-    `key_means` is (batch, num_kv_heads, num_kv_blocks, head_dim) float32, `key_counts` (batch or 1, num_kv_blocks) valid keys.
-    Returns (batch, num_heads, num_kv_blocks) float32, 0 for key blocks of which no row sees anything.
+    `key_counts` are the valid keys, (batch or 1, num_kv_blocks). 0 for key blocks of which no row sees anything.
     """
     taken = rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
     query_mean = take_rows(inputs.query, rows).float().sum(2, keepdim=True) / taken
@@ -73,8 +72,8 @@ def pattern_and_lines(
 ) -> Pattern:
     """Steps 2 and 3a: each head's kind, and the lines it keeps; a query-aware head keeps the floor only.
 
-    `pattern` are the rows that decide the kind, `index` those that the lines are read from. `shares` are gamma, (num_heads,), and
-    tau, 0-d or the number 0; `budget` the floor and cap of either family, in lines.
+    `pattern` decides the kind, `index` the lines. `shares` are gamma, (num_heads,), and tau, 0-d or the number 0; `budget` the
+    floor and cap of either family, in lines.
     """
     gamma, tau = shares
     tokens, size = problem.tokens, problem.block_size

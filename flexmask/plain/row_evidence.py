@@ -1,7 +1,4 @@
-"""Row evidence: attention of all query rows to key means, by query block, for hybrid selection.
-
-It estimates what rows before the representative ones attend to, at ``1 / (block_size * row_stride)`` of the cost of attention.
-"""
+"""Row evidence for hybrid selection: attention of query rows to key means, at ``1 / (block_size * row_stride)`` of its cost."""
 
 from __future__ import annotations
 

@@ -18,10 +18,7 @@ def ranks(values: Tensor, candidates: Tensor) -> Tensor:
 
 
 def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
-    """Count the heaviest candidates whose sum reaches gamma times the sum of all candidates; every candidate at gamma 1.
-
-    `values` is (..., n) float32 >= 0; `gamma` broadcasts to (...,), in the sums' dtype.
-    """
+    """Count the heaviest candidates whose sum reaches gamma times the sum of all candidates; every candidate at gamma 1."""
     ordered = torch.where(candidates, values, 0.0).sort(dim=-1, descending=True).values
     running = running_sums(ordered, gamma.dtype)
     count = (running - ordered < gamma.unsqueeze(-1) * running[..., -1:]).sum(-1)
@@ -32,8 +29,8 @@ def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
 def top_p(values: Tensor, candidates: Tensor, gamma: Tensor, forced: Tensor | None = None) -> Tensor:
     """The fewest candidates whose sum reaches gamma times the sum of all, as a bool tensor; every candidate at gamma 1.
 
-    `values` is (..., n) float32 >= 0, NaN counts as 0; `candidates` broadcast to it, `gamma` to (...,), in the sums' dtype.
-    `forced` candidates are kept in any case and count first.
+    `values` is (..., n) float32 >= 0, NaN counts as 0; `gamma` broadcasts to (...,), in the sums' dtype. `forced` candidates are
+    kept in any case and count first.
     """
     values = torch.where(candidates, values.nan_to_num(0.0), 0.0)
     first = values if forced is None else torch.where(forced, float("inf"), values)

@@ -58,7 +58,7 @@ def line_mass(sums: RowMass, rows: RepresentativeRows, block_size: int) -> LineM
 
 
 def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
-    """Sum by block diagonal: each row contributes its key block ``last_block - c`` to diagonal c."""
+    """Each row contributes its key block ``last_block - c`` to diagonal c."""
     blocks = sums.shape[-1]
     kv_block = last_block.unsqueeze(-1) - torch.arange(blocks, device=sums.device)
     exists = (kv_block >= 0) & (kv_block < blocks)
@@ -71,8 +71,7 @@ def line_counts(
 ) -> tuple[Tensor, Tensor]:
     """Count the lines of one family that a vertical-slash head keeps, and a query-aware head (its floor), int64.
 
-    `values` are (.., batch, num_heads, num_lines) float32 by line, `candidates` broadcast to them. Floor and cap are in lines;
-    the floor comes last.
+    The floor comes last.
     """
     available = candidates.sum(-1)
     count = top_p_count(values, candidates, gamma)
@@ -85,11 +84,7 @@ def line_counts(
 def kept_lines(
     mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Key blocks and block diagonals to keep: top-p of each family, within floor and cap; query-aware heads keep the floor.
-
-    `candidates` are from `candidate_lines`. Returns two (batch, num_heads, num_kv_blocks) bool and the counts, (2, batch,
-    num_heads) int64.
-    """
+    """Key blocks and block diagonals to keep: top-p of each family, within floor and cap; query-aware heads keep the floor."""
     lines = torch.stack([mass.vertical, mass.slash])
     candidates = candidates.unsqueeze(2)
     count, floor = line_counts(lines, candidates, gamma, min_blocks, max_blocks)

@@ -13,7 +13,7 @@ from flexmask.report.page import page
 def write_report(found: Inspection, folder: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
     """Write ``report.html``, its pictures as PNG and ``inspection.json`` into a folder, which is created if need be.
 
-    The page is one file without scripts that loads nothing. Nothing is written before all is drawn.
+    The page is one file that loads nothing. Nothing is written before all is drawn. Needs matplotlib.
 
     Parameters
     ----------
@@ -30,11 +30,6 @@ def write_report(found: Inspection, folder: str | Path, *, model: str | None = N
     -------
     Path
         The page.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is missing.
     """
     folder = Path(folder)
     overview = head_images(found)

@@ -1,7 +1,6 @@
-"""Registers "flexmask" with transformers in a Python that starts with this folder on PYTHONPATH, and in its children.
+"""Registers "flexmask" with transformers in a Python that starts with this folder on PYTHONPATH, as ``flexmask run`` puts it.
 
-``flexmask run`` puts it there. The name is registered when the program has imported transformers. FLEXMASK_SETTINGS, a JSON
-object or a file of one, sets every model's settings, FLEXMASK_NAME another name.
+FLEXMASK_SETTINGS, a JSON object or a file of one, sets every model's settings, FLEXMASK_NAME another name.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ _AWAITED = "transformers.modeling_utils"
 
 
 class _Watch:
-    """A finder that registers the name when the outermost import of transformers or flexmask has ended.
-
-    Not sooner: flexmask imports parts of transformers, and neither must be half imported.
-    """
+    """Registers the name when the outermost import of transformers or flexmask has ended, when neither is half imported."""
 
     def __init__(self) -> None:
         self.imports = threading.local()
