@@ -73,23 +73,10 @@ def last_rows_lines(
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family, thresholds in enumerate((of_key_block, of_diagonal)):
         _line_kernel[(triton.cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-            last.sums.blocks,
-            last.norms.base,
-            last.norms.factor,
-            last.packed,
-            candidates[family],
-            thresholds,
-            kept,
-            1 + block_size if last.packed.shape[0] > 1 else 0,
-            blocks if candidates.shape[1] > 1 else 0,
-            num_heads if thresholds.shape[0] > 1 else 0,
-            batch * num_heads * blocks,
-            num_heads,
-            blocks,
-            min(near, MOST_BLOCKS),
-            OF_DIAGONALS=family == 1,
-            BLOCK_SIZE=block_size,
-            PADDED_SIZE=triton.next_power_of_2(block_size),
+            last.sums.blocks, last.norms.base, last.norms.factor, last.packed, candidates[family], thresholds, kept,
+            1 + block_size if last.packed.shape[0] > 1 else 0, blocks if candidates.shape[1] > 1 else 0,
+            num_heads if thresholds.shape[0] > 1 else 0, batch * num_heads * blocks, num_heads, blocks, min(near, MOST_BLOCKS),
+            OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=triton.next_power_of_2(block_size),
             TILE=LINES_PER_PROGRAM,
-        )
+        )  # fmt: skip
     return Lines(kept, kept.sum(-1))

@@ -90,24 +90,12 @@ def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> 
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
     estimate = key_means.new_empty((batch, num_heads, blocks))
     _estimate_kernel[(triton.cdiv(blocks, 32), batch * num_heads)](
-        query,
-        key_means,
-        rows,
-        last_valid_key,
-        estimate,
-        1 + block_size if rows.shape[0] > 1 else 0,
-        blocks if last_valid_key.shape[0] > 1 else 0,
-        *query.stride(),
-        num_heads,
-        blocks,
+        query, key_means, rows, last_valid_key, estimate, 1 + block_size if rows.shape[0] > 1 else 0,
+        blocks if last_valid_key.shape[0] > 1 else 0, *query.stride(), num_heads, blocks,
         kv_len if window is None else min(window, kv_len),
-        HEAD_DIM=head_dim,
-        PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_SIZE=block_size,
-        ROWS=min(64, block_size & -block_size),
-        GROUPS=num_heads // num_kv_heads,
-        TILE=32,
-    )
+        HEAD_DIM=head_dim, PADDED_DIM=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
+        ROWS=min(64, block_size & -block_size), GROUPS=num_heads // num_kv_heads, TILE=32,
+    )  # fmt: skip
     return estimate
 
 
@@ -224,30 +212,11 @@ def pattern_and_lines(
     kept = lines.new_empty(lines.shape, dtype=torch.int8)
     count = lines.new_empty((2, batch, num_heads), dtype=torch.int64)
     _pattern_kernel[(2, heads)](
-        estimate,
-        vertical,
-        rows,
-        key_count,
-        lines,
-        gamma,
-        tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]),
-        is_query_aware,
-        distance,
-        kept,
-        count,
-        1 + block_size if rows.shape[0] > 1 else 0,
-        blocks if key_count.shape[0] > 1 else 0,
-        heads,
-        num_heads,
-        blocks,
-        blocks + 1 if cap is None else cap,
-        floor,
-        inputs.scale,
-        1.0 if inputs.softcap is None else inputs.softcap,
-        HAS_SOFTCAP=inputs.softcap is not None,
-        BLOCK_SIZE=block_size,
-        PADDED_SIZE=triton.next_power_of_2(block_size),
-        TILE=64,
+        estimate, vertical, rows, key_count, lines, gamma, tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]),
+        is_query_aware, distance, kept, count, 1 + block_size if rows.shape[0] > 1 else 0,
+        blocks if key_count.shape[0] > 1 else 0, heads, num_heads, blocks, blocks + 1 if cap is None else cap, floor,
+        inputs.scale, 1.0 if inputs.softcap is None else inputs.softcap,
+        HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=triton.next_power_of_2(block_size), TILE=64,
         num_warps=8,
-    )
+    )  # fmt: skip
     return Pattern(is_query_aware, distance, Lines(kept, count))

@@ -102,23 +102,10 @@ def _launch(
     batch, heads, blocks, head_dim = means.shape
     length = x.shape[2]
     _means_kernel[(blocks, batch * heads)](
-        x,
-        means if valid is None else valid.to(torch.int8).contiguous(),
-        means if wanted is None else wanted,
-        means,
-        means if low_means is None else low_means,
-        *x.stride(),
-        0 if valid is None or valid.shape[0] == 1 else length,
-        heads,
-        length,
-        blocks,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_SIZE=block_size,
-        TILE=min(32, block_size & -block_size),
-        HAS_VALID=valid is not None,
-        HAS_WANTED=wanted is not None,
-        SPLIT=low_means is not None,
-        FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1),
-        num_warps=1,
-    )
+        x, means if valid is None else valid.to(torch.int8).contiguous(), means if wanted is None else wanted, means,
+        means if low_means is None else low_means, *x.stride(), 0 if valid is None or valid.shape[0] == 1 else length, heads,
+        length, blocks,
+        HEAD_DIM=head_dim, PADDED_DIM=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
+        TILE=min(32, block_size & -block_size), HAS_VALID=valid is not None, HAS_WANTED=wanted is not None,
+        SPLIT=low_means is not None, FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1), num_warps=1,
+    )  # fmt: skip

@@ -141,17 +141,8 @@ def top_p_rows(
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     chosen = values.new_empty(values.shape, dtype=torch.int8)
     _rows_kernel[(num_q_blocks, batch * num_heads)](
-        values,
-        active,
-        edges.rows,
-        share,
-        chosen,
-        num_q_blocks if edges.rows.shape[1] > 1 else 0,
-        num_heads,
-        num_q_blocks,
-        num_kv_blocks,
-        num_kv_blocks + 1 if max_blocks is None else max_blocks,
-        BLOCK_SIZE=block_size,
-        TILE=TILE,
-    )
+        values, active, edges.rows, share, chosen, num_q_blocks if edges.rows.shape[1] > 1 else 0, num_heads, num_q_blocks,
+        num_kv_blocks, num_kv_blocks + 1 if max_blocks is None else max_blocks,
+        BLOCK_SIZE=block_size, TILE=TILE,
+    )  # fmt: skip
     return chosen

@@ -166,22 +166,10 @@ def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
     _lines_kernel[(triton.cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        sums.blocks,
-        norms.base,
-        norms.factor,
-        rows,
-        candidates,
-        lines,
-        1 + block_size if rows.shape[0] > 1 else 0,
-        candidates.shape[1] * blocks,
-        blocks if candidates.shape[1] > 1 else 0,
-        num_heads,
-        blocks,
-        batch * num_heads * blocks,
-        BLOCK_SIZE=block_size,
-        PADDED_SIZE=triton.next_power_of_2(block_size),
-        TILE=LINES_PER_PROGRAM,
-    )
+        sums.blocks, norms.base, norms.factor, rows, candidates, lines, 1 + block_size if rows.shape[0] > 1 else 0,
+        candidates.shape[1] * blocks, blocks if candidates.shape[1] > 1 else 0, num_heads, blocks, batch * num_heads * blocks,
+        BLOCK_SIZE=block_size, PADDED_SIZE=triton.next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
+    )  # fmt: skip
     return lines
 
 
