@@ -20,7 +20,7 @@ class Counters:
         self.sparse_tokens = 0
         self.dense_tokens = 0
         self._density: Tensor | None = None
-        self._density_rows = 0
+        self._density_pairs = 0
         self._metric: Any = None
         self._log: Callable[[str, str], None] | None = None
         self._log_every = 0.0
@@ -29,7 +29,7 @@ class Counters:
     def reset(self) -> None:
         """Count from zero; the exported metric goes on."""
         with self._lock:
-            self.steps = self.sparse_tokens = self.dense_tokens = self._density_rows = 0
+            self.steps = self.sparse_tokens = self.dense_tokens = self._density_pairs = 0
             self._density = None
 
     def add_step(self, sparse: int, dense: int) -> None:
@@ -45,17 +45,18 @@ class Counters:
             self._logged = time.monotonic()
             self.log()
 
-    def add_density(self, density: Tensor, rows: int) -> None:
-        """Add a call's mean density, weighted by rows, without waiting."""
+    def add_density(self, density: Tensor, rows: int, tokens: int) -> None:
+        """Add the density of a call's last `rows` of `tokens`, weighted by their query-key pairs, without waiting."""
+        pairs = rows * (2 * tokens - rows + 1) // 2
         with self._lock:
-            weighted = density.detach().double() * rows
+            weighted = density.detach().double() * pairs
             self._density = weighted if self._density is None else self._density + weighted
-            self._density_rows += rows
+            self._density_pairs += pairs
 
     @property
     def density(self) -> float | None:
-        """Mean over sparse calls, weighted by rows. Waits for the device."""
-        return None if self._density is None else self._density.item() / self._density_rows
+        """Kept share over all sparse calls. Waits for the device."""
+        return None if self._density is None else self._density.item() / self._density_pairs
 
     def report(self) -> str:
         density = self.density

@@ -169,6 +169,6 @@ def attend_by_plan(
             keys, values = (gathered(buffer, slots) for buffer in buffers)
         by_head[own], density = attend(role, query[own], keys, values, None, counted)
         if density is not None and not prefill.is_dummy:
-            prefill.counters.add_density(density, each.stop - each.start)
+            prefill.counters.add_density(density, each.stop - each.start, each.tokens)
     by_head[step.rows :] = 0  # padding
     return out

@@ -56,7 +56,7 @@ class FindsItsRole:
         assert isinstance(self._role, SparseLayer)
         out, density = attend(self._role, query, key, value, sinks, self._engine.options.count_density)
         if density is not None:
-            self._engine.counters.add_density(density, query.shape[0])
+            self._engine.counters.add_density(density, query.shape[0], key.shape[1])
         return out
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:

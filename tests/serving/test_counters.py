@@ -6,16 +6,17 @@ import torch
 from flexmask.integrations.serving.counters import Counters
 
 
-def test_densities_are_weighed_by_rows():
+def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
     counters = Counters()
     assert counters.density is None
     assert "mean density none" in counters.report()
     counters.add_step(100, 40)
     counters.add_step(0, 2)
-    counters.add_density(torch.tensor(0.5), 100)
-    counters.add_density(torch.tensor(0.2), 200)
-    assert counters.density == pytest.approx(0.3)
-    assert counters.report() == "flexmask served 100 prefill tokens sparse in 1 steps, 42 dense; mean density 0.300"
+    # 100 rows see 5,050 keys in all, the 100 after them 15,050
+    counters.add_density(torch.tensor(0.5), 100, 100)
+    counters.add_density(torch.tensor(0.2), 100, 200)
+    assert counters.density == pytest.approx((0.5 * 5050 + 0.2 * 15050) / 20100)
+    assert counters.report() == "flexmask served 100 prefill tokens sparse in 1 steps, 42 dense; mean density 0.275"
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, 2), (60.0, 0)])
