@@ -24,8 +24,7 @@ padding, blocks of 16, the default cache, `dense_below=0`, attention written out
 weights, other options of a type, images and sound were not run. [SUPPORT.md](SUPPORT.md) has caches, padding and generation
 through the compiled kernels, for fewer families.
 
-Run: {run}.
-Other releases were not run. `python -m tests.integrations.sweep` writes this file.
+Run: {run}. `python -m tests.integrations.sweep` writes this file.
 
 | | {heads} | |
 {lines}|---|
@@ -35,7 +34,7 @@ Other releases were not run. `python -m tests.integrations.sweep` writes this fi
 
 `-`: not in this release. Numbers refer to the notes below.
 
-| type | {heads} |
+| {heads} | types |
 {lines}|
 {rows}
 
@@ -48,12 +47,12 @@ Results = tuple[dict[str, str], dict[str, dict[str, str]]]
 
 def table(releases: list[Results]) -> str:
     """The whole document, from the heading and results of each release."""
-    names = sorted({name for _, found in releases for name in found})
     notes: dict[str, int] = {}
-    rows = []
-    for name in names:
-        cells = [_cell(found.get(name), notes) for _, found in releases]
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    types: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted({name for _, found in releases for name in found}):
+        cells = tuple(_cell(found.get(name), notes) for _, found in releases)
+        types.setdefault(cells, []).append(f"`{name}`")
+    rows = [f"| {' | '.join(cells)} | {', '.join(each)} |" for cells, each in sorted(types.items(), key=_by_verdict)]
     heads = [f"transformers {heading['transformers']}" for heading, _ in releases]
     counts = [Counter(result["verdict"] for result in found.values()) for _, found in releases]
     totals = [f"| {verdict} | " + " | ".join(str(count[verdict]) for count in counts) + f" | {MEANINGS[verdict]} |"
@@ -71,9 +70,17 @@ def table(releases: list[Results]) -> str:
     )
 
 
+def _by_verdict(row: tuple[tuple[str, ...], list[str]]) -> list[int]:
+    """Rows in the order of `MEANINGS`, by the newest release that has the types."""
+    order = [*MEANINGS, "-"]
+    return [order.index(cell.partition(" (")[0]) for cell in row[0]]
+
+
 def _cell(result: dict[str, str] | None, notes: dict[str, int]) -> str:
     if result is None:
         return "-"
+    if result["verdict"] == "cannot be built here":
+        return result["verdict"]
     note = re.sub(r"; got \w+, which does not$|^\w+Error: (?=flexmask)|^MaskNotServed: ", "", result.get("note", ""))
     note = (
         re.sub(r"does not serve \w+(?:LM|Generation|Model), ", "does not serve ", note).replace("|", "\\|").replace("<", "&lt;")
