@@ -17,8 +17,6 @@ from flexmask.plain.top_p import ranks
 from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
 
 LAST_ROWS = 64
-# bytes per score of one of them: float32 twice, and the map of visible keys
-_SCORE_BYTES = 12
 SINK_TOKENS = 30
 NEAR_OFFSETS = 100
 LINES = ("pooled", "covering")
@@ -29,7 +27,7 @@ def _check(lines: str, **_: object) -> None:
 
 
 def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: object) -> int:
-    return map_bytes(inputs, block_size) + _SCORE_BYTES * LAST_ROWS * inputs.key.shape[2]
+    return map_bytes(inputs, block_size, LAST_ROWS)
 
 
 @method(check=_check, head_bytes=_head_bytes)

@@ -15,9 +15,6 @@ from flexmask.plain.representative import representative_attention
 from flexmask.plain.top_p import ranks
 from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
 
-# bytes per score of a representative row: float32 twice, and the map of visible keys
-_SCORE_BYTES = 12
-
 
 def _check(vertical_size: int, slash_size: int, **_: object) -> None:
     check_count("vertical_size", vertical_size, 0, "tokens")
@@ -25,7 +22,7 @@ def _check(vertical_size: int, slash_size: int, **_: object) -> None:
 
 
 def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: object) -> int:
-    return map_bytes(inputs, block_size) + _SCORE_BYTES * block_size * inputs.key.shape[2]
+    return map_bytes(inputs, block_size, block_size)
 
 
 @method(check=_check, head_bytes=_head_bytes)

@@ -14,6 +14,7 @@ from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, 
 
 # per pair of blocks while lists are made, uncompiled: int64 places, int32 sums and lists, bool maps
 _PAIR_BYTES = 40
+_SCORE_BYTES = 12  # float32 twice, and the map of visible keys
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def cut_into_blocks(
     return BlockProblem(inputs, block_size, tokens, seen, steps, with_map, edges)
 
 
-def map_bytes(inputs: AttentionInputs, block_size: int) -> int:
-    """Bytes of one head's map in one batch row while its lists are made."""
-    return _PAIR_BYTES * num_blocks(inputs.query.shape[2], block_size) * num_blocks(inputs.key.shape[2], block_size)
+def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
+    """Bytes of one head's map in one batch row while its lists are made, and of the scores of `rows` representative rows."""
+    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
+    return _PAIR_BYTES * num_blocks(q_len, block_size) * num_blocks(kv_len, block_size) + _SCORE_BYTES * rows * kv_len
