@@ -31,8 +31,8 @@ def hip_mask(
     """HiP-block: HiP's hierarchical top-k descent over each row's keys, stopped at single blocks.
 
     Keeps sinks and window. The key blocks between them are cut into k = `topk_blocks` chunks; every chunk is halved and the best
-    k halves stay, until each is one block. A chunk scores the largest product of the middle valid key of its middle block with
-    every `query_stride`-th row of the query block. Of equal scores the earlier half wins.
+    k halves stay, until each is one block. A chunk's score is the largest of the middle valid key of its middle block with every
+    `query_stride`-th row of the query block. Of equal scores the earlier half wins.
 
     Source: HiP (https://arxiv.org/abs/2406.09827), algorithm "Mask estimation".
 

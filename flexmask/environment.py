@@ -19,7 +19,7 @@ PACKAGES = ("flexmask", "torch", "triton", "flash-attn-4", "transformers", "acce
 
 
 class BackendReport(NamedTuple):
-    """One backend of FlexAttention: whether it can run, whether ``"auto"`` takes it, and why not."""
+    """A backend of FlexAttention: whether it can run, whether ``"auto"`` takes it, and why not."""
 
     name: str
     usable: bool
@@ -28,7 +28,7 @@ class BackendReport(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something that fails here (`severity` ``"error"``) or may fail (``"warning"``), and the remedy."""
+    """Something that fails (`severity` ``"error"``) or may fail (``"warning"``), and the remedy."""
 
     severity: str
     what: str

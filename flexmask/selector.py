@@ -40,17 +40,14 @@ class Method:
         Its name in the table.
     floats, shares, pairs
         Options that are floats, shares by head and pairs by head; of pairs the function of num_heads that replaces None.
-    check
-        Called with the options; raises for wrong ones.
-    check_call
-        Called with the inputs and the options; raises for inputs that it does not serve.
+    check, check_call
+        Called with the options, and with inputs and options; raise for those that it does not serve.
     keeps_all
         From one head's options to True if it keeps all its blocks. None: never.
     steps
         The modules of steps that it is written in: "plain", "kernels". None: it returns a map.
     head_bytes
         From the inputs, block_size, whether kernels serve it, and the options to the bytes of one head's mask while it is made.
-        None: `map_bytes`.
     shared
         True if the heads decide together.
     compiled

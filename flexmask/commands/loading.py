@@ -22,7 +22,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_config(model: str, option: str = "--model") -> Any:
-    """The config of a model, without its weights."""
     model = _expanded(model)
     auto, local = _transformers(), _local(model, option)
     try:
@@ -73,7 +72,7 @@ def chosen_device(device: str | None) -> str:
 
 
 def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
-    """The dtype of an option, checked. Default: float32 on a CPU, where it is faster, else bfloat16."""
+    """The dtype of an option, checked. Default: float32 on a CPU, else bfloat16."""
     if dtype is None:
         return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in DTYPES:

@@ -26,10 +26,10 @@ def attend_heads(
     kernel: str,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None, list[bool]]:
-    """Attention over the selected blocks, dense in some key heads: output, log-sum-exp or None, and the key heads that ran dense.
+    """Output, log-sum-exp or None, and the key heads that ran dense.
 
-    `inputs` are placed; of a whole prompt without anything special where only some heads are dense. `selected` is None if every
-    key head is dense, as `dense` says by key head. `most_kept` is the density above which others run dense too.
+    `inputs` are placed; of a whole prompt without anything special where only some key heads are `dense`. `selected` is None if
+    all are. `most_kept` is the density above which others run dense too.
     """
     if selected is not None and most_kept is not None:
         more = _keeps_more(selected.lists, len(dense), most_kept)

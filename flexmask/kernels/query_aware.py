@@ -25,7 +25,7 @@ def _scores(
     scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
-    """Pooled scores of a tile in powers of two; -inf where the query block sees nothing of the key block."""
+    """Pooled scores of a tile in powers of two; -inf where nothing is visible."""
     m_kv = o_kv < num_kv_blocks
     b_k = tl.load(
         k_means + o_kv[None, :] * HEAD_DIM + o_dim[:, None], mask=m_kv[None, :] & (o_dim < HEAD_DIM)[:, None], other=0.0

@@ -34,7 +34,7 @@ def _scores(
 ):  # fmt: skip
     """Scores of rows with key means in powers of two, weighted by the number of keys; -inf where a row sees nothing.
 
-    Most tiles are not `is_edge`: every row sees all of their key blocks, which are whole.
+    Most tiles are not `is_edge`: every row sees all of their keys.
     """
     m_kv = o_kv < num_kv_blocks
     o_mean = o_kv[None, :] * HEAD_DIM + o_dim[:, None]

@@ -183,7 +183,6 @@ class RepresentativeMass(NamedTuple):
 
 
 def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    """Step 1: the attention of the "last" or the "middle" rows, summed by row and key block."""
     tokens = problem.tokens
     rows = representative_rows(which, tokens, problem.block_size)
     packed = packed_rows(rows, tokens.offset)

@@ -26,8 +26,7 @@ def plot_frontier(
     Parameters
     ----------
     methods
-        By name: (density, error) pairs in any order, at least one. From a result of `tune`: ``{"per head": result.curve,
-        "one gamma": [(density, error) for _, density, error in result.uniform]}``.
+        By name: (density, error) pairs in any order, such as ``result.curve`` of a result of `tune`.
     axes
         Where to draw. Default: a new figure of pyplot.
     error

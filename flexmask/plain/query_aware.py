@@ -17,7 +17,7 @@ from flexmask.plain.top_p import ranks, top_p
 def pooled_map(
     inputs: AttentionInputs, key_means: Tensor, key_counts: Tensor, tokens: Tokens, seen: BlockVisibility, block_size: int
 ) -> Tensor:
-    """Attention of each query block's mean to the key blocks it sees, (batch, num_heads, num_q_blocks, num_kv_blocks) float32."""
+    """Attention of each query block's mean to the key blocks it sees, shaped as the map of blocks."""
     query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, block_size)
     scores = pooled_scores(query_means, key_means, key_counts, inputs.scale, inputs.softcap)
     return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)

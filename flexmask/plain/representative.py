@@ -30,15 +30,13 @@ def representative_attention(inputs: AttentionInputs, rows: RepresentativeRows, 
 
 
 class RepresentativeMass(NamedTuple):
-    """The attention of the representative rows, and its sums."""
-
     rows: RepresentativeRows
     attention: Tensor  # (batch, num_heads, block_size, kv_len) float32
     mass: LineMass  # by key block (V) and by block diagonal (S)
 
 
 def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    """Step 1: the attention of the "last" or the "middle" rows, and its mass by key block and by block diagonal."""
+    """Step 1: the attention of the "last" or the "middle" rows, and its mass by line."""
     rows = representative_rows(which, problem.tokens, problem.block_size)
     attention = representative_attention(problem.inputs, rows, problem.tokens)
     return RepresentativeMass(rows, attention, line_mass(row_mass(attention, rows, problem.block_size), rows, problem.block_size))
