@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from bench.fidelity.lengths import ranges
-from bench.intervals import density_at, of_mean, wilson
+from bench.intervals import density_at, of_mean, over_files, wilson
 from bench.report.rows import FOLDER, NAMES, Curves, number, read, shown, usual
 from bench.tables import markdown_table, thousands
 from flexmask.plot import plot_frontier
@@ -171,10 +171,36 @@ def by_length(folder: Path = FOLDER) -> list[str]:
         own = [found[(found["method"] == method) & (found["options"] == options)] for found in rows.values()]
         setting = options.strip("{}").replace('"', "").replace(":", "")
         if all(len(each) for each in own):
-            cells.append(
-                [f"{method}, {setting}", *(f"{each['abs_d'].mean():.2f} at {each['density'].mean():.3f}" for each in own)]
-            )
+            cells.append([f"{method}, {setting}", *map(_change, own)])
     return markdown_table(["method", *map(thousands, LENGTHS)], cells)
+
+
+def _change(rows: pd.DataFrame) -> str:
+    errors = rows["abs_d"].to_numpy()
+    low, high = over_files(list(rows["text"]), lambda weights: float(weights @ errors))
+    return f"{errors.mean():.2f} [{low:.2f}, {high:.2f}] at {rows['density'].mean():.3f}"
+
+
+def at_equal_density(folder: Path = FOLDER) -> list[str]:
+    """How much less hybrid changes than others, over the densities at which both were measured."""
+    cells = []
+    for other in ("flexprefill", "xattention"):
+        curves = [Curves(language_model(length, folder), "abs_d") for length in LENGTHS]
+        cells.append([f"against {other}", *(_less(each, other) for each in curves)])
+    return markdown_table(["hybrid's change at equal density", *map(thousands, LENGTHS)], cells)
+
+
+def _less(curves: Curves, other: str) -> str:
+    def less(weights: np.ndarray | None = None) -> float:
+        both = [curves.settings(method, weights)[:, 0] for method in ("hybrid", other)]
+        if not all(len(each) for each in both):
+            return float("nan")
+        densities = np.linspace(max(each[0] for each in both), min(each[-1] for each in both), 20)[1:-1]
+        ratios = [curves.error_at("hybrid", each, weights) / curves.error_at(other, each, weights) for each in densities]
+        return 1 - float(np.mean(ratios))
+
+    low, high = over_files(curves.texts, less)
+    return "-" if np.isnan(less()) else f"{less():.0%} less [{low:.0%}, {high:.0%}]"
 
 
 def draw_by_position(axes: Any, folder: Path = FOLDER) -> bool:
@@ -208,19 +234,6 @@ def _speeds(length: int, folder: Path) -> dict[str, tuple[float, float]]:
         share = np.interp(density, own["density"], own["value"].astype(float) / own["fastest_value"].astype(float))
         found[method] = (density, 1 / float(share))
     return found
-
-
-def equal_error(folder: Path = FOLDER) -> list[str]:
-    found = {length: _speeds(length, folder) for length in LENGTHS[1:]}
-    methods = list(dict.fromkeys(method for each in found.values() for method in each))
-    # one length gives no comparison
-    if sum(map(bool, found.values())) < 2:
-        return missing("make bench PART=latency")
-    cells = []
-    for method in methods:
-        points = (found[length].get(method) for length in LENGTHS[1:])
-        cells.append([NAMES[method], *("-" if each is None else f"{each[1]:.1f}x at {each[0]:.3f}" for each in points)])
-    return markdown_table(["method", *map(thousands, LENGTHS[1:])], cells)
 
 
 def draw_equal_error(axes: Any, folder: Path = FOLDER) -> bool:
@@ -285,7 +298,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "by-density": by_density,
     "needles": needles,
     "by-length": by_length,
-    "equal-error": equal_error,
+    "at-equal-density": at_equal_density,
 }
 FIGURES: dict[str, Callable[[Any, Path], bool]] = {
     "fidelity-by-density": draw_by_density,
