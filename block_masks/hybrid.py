@@ -17,11 +17,11 @@ from flexmask.method import BlockProblem, ByHead, method
 # docs/design.md, "Why these constants", has how they were chosen.
 # prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
 LENGTH = 16384
-# of one representative row's attention, to a key block
+# share of one representative row's attention that keeps a key block
 KEY_BLOCK = 0.5
-# of their mean attention outside the kept key blocks, to a block diagonal
+# share of their mean attention, outside those key blocks, that keeps a block diagonal
 DIAGONAL = 0.2
-# of a query block's attention to key means, root mean square over its rows, to a key block
+# root mean square share of a query block's attention to key means that keeps a key block
 ROWS = 0.2
 # the threshold of a query block that sees n of N key blocks is (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
 EARLIER_ROWS = 0.6

@@ -78,12 +78,14 @@ def run_compiled(
     batch, num_heads, q_len, head_dim = query.shape
     where = (query.device.type, query.device.index, query.dtype)
     shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, rest[0])
-    scores = (inputs.scale, inputs.softcap, inputs.window)
-    given = (*scores[:2], *(x is None for x in (inputs.window, inputs.offset, inputs.attention_mask, *rest)))
+    # a wider window hides nothing more, and may not fit into the int32 of a symbol
+    window = None if inputs.window is None else min(inputs.window, key.shape[2])
+    given = (inputs.scale, inputs.softcap, *(x is None for x in (window, inputs.offset, inputs.attention_mask, *rest)))
     run = compiled(function, *variant, *where, *shape, *given, launched=by_kernels)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
     # drop unused fields to avoid recompilations
-    dynamic = AttentionInputs(with_dynamic(query, 2), with_dynamic(key, 2), None, *scores, mask, inputs.offset)
+    given_query, given_key = with_dynamic(query, 2), with_dynamic(key, 2)
+    dynamic = AttentionInputs(given_query, given_key, None, inputs.scale, inputs.softcap, window, mask, inputs.offset)
     # Triton launches on the current device; TF32 does not affect our kernels
     surroundings: contextlib.AbstractContextManager[Any] = (
         torch.cuda.device(query.device) if by_kernels else without_tf32() if query.is_cuda else contextlib.nullcontext()
