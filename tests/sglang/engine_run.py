@@ -1,7 +1,7 @@
-"""One engine and everything that is asked of it: ``python -m tests.sglang.engine_run ENGINE OUT``.
+"""One engine and its answers: ``python -m tests.sglang.engine_run ENGINE [fa3 | triton] OUT``.
 
-SGLang runs models in processes of their own, on a CPU with torch's own operators in the place of its kernels. A test starts this
-program for each engine that it needs and compares what they write.
+SGLang starts processes for its models. Without a backend's name the engine runs on a CPU, with torch's operators as the stock
+kernel; with one on a GPU. A test starts this program for each engine and compares the files.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/sglang/names_only")]),
 }
 CHUNK = 777
-_STOCK: dict[str, Any] = {"attention_backend": "torch_native"}
-_OURS: dict[str, Any] = {**_STOCK, "prefill_attention_backend": "flexmask"}
+_OURS = {"prefill_attention_backend": "flexmask"}
+_ON_CPU = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
+# several engines share the GPU, and the ports around this one
+_ON_GPU = {"device": "cuda", "dtype": "bfloat16", "sampling_backend": "pytorch", "port": 20000 + 2 * (os.getpid() % 10000)}
 
 
 class Engine(NamedTuple):
-    """Options of flexmask (None: the variable is not set), SGLang's arguments, and the questions."""
+    """Options of flexmask (None: the variable is not set), SGLang's arguments, the questions, and a fault to `plant`."""
 
     options: dict[str, Any] | None
     arguments: Mapping[str, Any]
     asks: tuple[str, ...] = ("odd_chunks", "mixed", "short", "prefix_hits")
+    fault: str | None = None
 
 
 ENGINES = {
-    "stock": Engine(None, _STOCK),
+    "stock": Engine(None, {}),
     "keep_all": Engine({**KEEP_ALL, "log_every": 0.001}, {**_OURS, "enable_metrics": True}),
     "sparse": Engine({**SPARSE, "log_every": 0.001}, _OURS, ("odd_chunks",)),
     "by_head": Engine(BY_HEAD, _OURS, ("odd_chunks",)),
@@ -46,22 +49,45 @@ ENGINES = {
     # the retriever's config.json holds its own gammas, for prompts from 16,384 tokens on
     "its_config": Engine(None, _OURS, ("odd_chunks",)),
     "wrong": Engine({"gama": 0.9}, _OURS, ()),
+    **{f"fault_{name}": Engine(KEEP_ALL, _OURS, ("odd_chunks",), name) for name in ("slots", "rows")},
 }
+FAULT = "FLEXMASK_TESTS_FAULT"
 
 
-def main(name: str, out: str) -> None:
+def plant(fault: str) -> None:
+    """Make the plug-in wrong in this process: later chunks read keys one slot off, or queries are those of the row before."""
+    from flexmask.integrations.sglang import backend
+
+    gathered, attend = backend.gathered, backend.attend
+    if fault == "slots":
+        backend.gathered = lambda buffer, slots: gathered(buffer, slots.roll(1))
+    else:
+        backend.attend = lambda role, query, *rest: attend(role, query.roll(1, 0), *rest)
+
+
+# SGLang's processes import this module, under another name
+if os.environ.get(FAULT):
+    plant(os.environ[FAULT])
+
+
+def main(name: str, *backend_and_out: str) -> None:
+    *kernel, out = backend_and_out
     engine = ENGINES[name]
+    if engine.fault:
+        os.environ[FAULT] = engine.fault
     os.environ.pop("FLEXMASK_SGLANG", None)
-    if "tp_size" in engine.arguments:
+    if "tp_size" in engine.arguments and not kernel:
         # a core for each rank, which SGLang does not choose where there is one memory node
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     if engine.options is not None:
         os.environ["FLEXMASK_SGLANG"] = json.dumps(engine.options)
     import sglang
 
-    common = {"model_path": MODEL, "device": "cpu", "dtype": "float32", "random_seed": 0, "skip_tokenizer_init": True}
-    common |= {"context_length": 8192, "max_total_tokens": 20000, "max_running_requests": 8, "mem_fraction_static": 0.5}
-    common |= {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True, "disable_cuda_graph": True, "log_level": "info"}
+    common = {"model_path": MODEL, "random_seed": 0, "skip_tokenizer_init": True, "log_level": "info"}
+    common |= {"context_length": 8192, "max_total_tokens": 20000, "max_running_requests": 8}
+    common |= {"mem_fraction_static": 0.9 if kernel else 0.5}
+    common |= {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
+    common |= {**_ON_GPU, "attention_backend": kernel[0]} if kernel else _ON_CPU
     asked = Asked(sglang.Engine(**common, **engine.arguments))
     results = {each: getattr(asked, each)() for each in engine.asks}
     if "enable_metrics" in engine.arguments:

@@ -68,6 +68,11 @@ def test_the_log_says_what_runs_and_what_ran(run):
     assert not any("compiling" in line for line in lines[ready:])
 
 
+@pytest.mark.parametrize("fault", ["slots", "rows"])
+def test_planted_faults_are_found(fault, run):
+    assert distance(run("stock")["odd_chunks"], run(f"fault_{fault}")["odd_chunks"]) > 100 * NEAR
+
+
 def test_the_model_s_own_config_is_read(run):
     ours = run("its_config")
     assert any(

@@ -65,10 +65,11 @@ def rows(runs):
 
     def compare(ours, theirs, questions, name=None):
         if ours in runs and theirs in runs:
-            made.extend(row(name or f"{ours} and {theirs}", each, runs[ours][each], runs[theirs][each]) for each in questions)
+            shared = [each for each in questions if each in runs[ours] and each in runs[theirs]]
+            made.extend(row(name or f"{ours} and {theirs}", each, runs[ours][each], runs[theirs][each]) for each in shared)
 
     for name in ("stock", "triton_stock"):
-        if name in runs:
+        if "rechunked" in runs.get(name, {}):
             made.append(row(f"{name} in other chunks", "chunks", runs[name]["chunks"], runs[name]["rechunked"]))
     for name, stock in _EVERYTHING.items():
         compare(name, stock, SAME)
@@ -88,6 +89,9 @@ def rows(runs):
     compare("stock_on_two", "stock", ("odd_chunks", "mixed"))
     compare("keep_all_on_two", "stock", ("mixed",))
     compare("two_ranks", "by_head", ("whole",))
+    # SGLang's
+    for fault in ("fault_slots", "fault_rows"):
+        compare(fault, "stock", ("odd_chunks",), f"planted {fault} and stock")
     for name in _SPARSE:
         compare(name, "stock", ("whole", "chunks", "odd_chunks"))
     compare("graphs_sparse", "sparse", ("whole", "chunks", "odd_chunks", "mixed"))
@@ -97,7 +101,7 @@ def rows(runs):
 def _adapter_rows(runs):
     made = []
     for engine, questions in (*((each, ("whole", "chunks", "odd_chunks")) for each in _SPARSE), ("by_head", ("whole",))):
-        for asked in questions if "adapter" in runs and engine in runs else ():
+        for asked in [each for each in questions if "adapter" in runs and each in runs.get(engine, {})]:
             ours, theirs = runs[engine][asked][0], runs["adapter"][engine.removeprefix("graphs_")][asked]
             alike = int(ours["tokens"][0] == theirs["token"])
             found = [abs(a - b) for a, b in zip(ours["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)]
