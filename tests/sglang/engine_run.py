@@ -6,6 +6,7 @@ kernel; with one on a GPU. A test starts this program for each engine and compar
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -56,8 +57,7 @@ FAULT = "FLEXMASK_TESTS_FAULT"
 
 def plant(fault: str) -> None:
     """Make the plug-in wrong in this process: later chunks read keys one slot off, or queries are those of the row before."""
-    from flexmask.integrations.sglang import backend
-
+    backend: Any = importlib.import_module("flexmask.integrations.sglang.backend")
     gathered, attend = backend.gathered, backend.attend
     if fault == "slots":
         backend.gathered = lambda buffer, slots: gathered(buffer, slots.roll(1))
