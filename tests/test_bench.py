@@ -21,7 +21,7 @@ from bench.report.__main__ import FIGURES, TABLES, filled
 from bench.report.__main__ import main as write_reports
 from bench.report.rows import Curves
 from bench.rows import Sheet, append_row, read_rows
-from bench.speed import calls, clock, run
+from bench.speed import calls, run
 from tests.repository import ROOT
 
 SMALL: Any = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32}
@@ -93,17 +93,6 @@ def test_every_kernel_of_ours_has_a_stage():
     assert len(kernels) > 5
     assert [name for name in kernels if run.stage_of(name) in (run.REST, "attention")] == []
     assert [run.stage_of(name) for name in ("triton_tem_fused_flex_attention", "triton_poi_fused_add")] == ["attention", run.REST]
-
-
-def test_calls_take_turns_and_errors_are_kept():
-    made = []
-
-    def fails():
-        raise RuntimeError("planted")
-
-    found = clock.in_turns({"a": lambda: made.append("a"), "b": lambda: made.append("b"), "c": fails}, rounds=3)
-    assert found["c"] == "RuntimeError: planted" and all(isinstance(found[name], float) for name in "ab")
-    assert made[4:] == ["a", "b"] * 3  # after two warm-up calls each
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a run on the GPU is what make bench is for")

@@ -14,7 +14,6 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.mask import PrefillMask
 from tests.integrations.cells import RELEASE, static_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, SPARSE, make_model, padded
-from tests.integrations.families import VOCABULARY
 
 pytestmark = MARKS
 
@@ -29,26 +28,6 @@ def test_ragged_batch_is_its_prompts_one_by_one(model, tokens):
             together = model.generate(tokens * mask, attention_mask=mask, **options)[:, -4:]
             alone = [model.generate(tokens[row : row + 1, LENGTH - lengths[row] :], **options)[0, -4:] for row in range(2)]
         assert torch.equal(together[:rows], torch.stack(alone[:rows]))
-
-
-def test_pipeline(model):
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers import PreTrainedTokenizerFast, pipeline
-
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", padding_side="left")
-    pipe = pipeline("text-generation", model=model, tokenizer=wrapped)
-    generator = torch.Generator().manual_seed(3)
-    prompts = [
-        " ".join(f"w{number}" for number in torch.randint(2, VOCABULARY, (length,), generator=generator)) for length in (400, 300)
-    ]
-    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "batch_size": 2, "return_full_text": False}
-    expected = pipe(prompts, **options)
-    with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run:
-        assert pipe(prompts, **options) == expected
-    assert not run.stats[0][0].dense
 
 
 def test_two_models_generate_in_two_threads(tokens):

@@ -53,18 +53,6 @@ def everything(b, h, q_idx, kv_idx):
     return q_idx >= 0
 
 
-@pytest.mark.attention
-def test_mask_of_a_method_is_limited_to_what_the_model_shows(model, tokens):
-    def both_ways(query, key, *, block_size, **visibility):
-        return create_block_mask(everything, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block_size)
-
-    mask = padded(tokens)
-    expected = model(tokens, attention_mask=mask).logits
-    with flexmask_hf.sparse_prefill(model, method=both_ways, block_size=32, dense_below=0):
-        logits = model(tokens, attention_mask=mask).logits
-    assert (logits - expected)[mask != 0].abs().max() < 1e-4
-
-
 @pytest.mark.usefixtures("without_kernel")
 def test_masks_of_a_method_that_gives_one_head_have_every_head(model, tokens):
     def of_one_head(query, key, *, block_size, **visibility):

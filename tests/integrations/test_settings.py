@@ -30,20 +30,6 @@ def test_layers_have_options_of_their_own(model, tokens):
     assert not run.stats[1][0].dense
 
 
-def test_heads_have_gammas_of_their_own(model, tokens):
-    by_head, options = [1.0, 0.3, 0.6, 0.6], {**SPARSE, "tau": 0.0}
-    densities = []
-    for gamma in (by_head, 0.3, 0.6):
-        with flexmask_hf.sparse_prefill(model, **options, layers={1: {"gamma": gamma}}) as run:
-            model(tokens)
-        densities.append(run.stats[1][0].density)
-    mixed, low, high = densities
-    assert torch.equal(mixed[:, 0], torch.ones(len(tokens)))
-    assert torch.equal(mixed[:, 1], low[:, 1])
-    assert torch.equal(mixed[:, 2:], high[:, 2:])
-    assert (low < high).any()
-
-
 def test_heads_at_gamma_one_are_dense_above_the_break_even(model, tokens):
     settings = {**SPARSE, "dense_below": 100, "tau": 0.0}
     with flexmask_hf.sparse_prefill(model, **settings, layers={0: {"gamma": 1.0}, 1: {"gamma": [0.2, 0.2, 1.0, 1.0]}}) as run:

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import weakref
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 import flexmask.integrations.tune.probe as head_probe
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.tune.head_errors import head_errors
 from tests.integrations.common import MARKS, make_model, padded
 from tests.integrations.tune_calls import GAMMAS, OPTIONS, tuned
@@ -150,17 +147,6 @@ def test_half_precision_and_open_blocks(model, prompt):
     half = tuned(model.bfloat16(), prompt)
     for (_, *one), (_, *other) in zip(half.uniform, exact.uniform, strict=True):
         assert one == pytest.approx(other, abs=0.05)
-
-
-def test_settings_are_saved_with_the_model(model, prompt, tmp_path):
-    result = tuned(model, prompt)
-    assert flexmask_hf.configure(model, settings=result.settings) == result.settings
-    model.save_pretrained(tmp_path)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert PrefillSettings.from_dict(loaded.config.flexmask_config) == result.settings
-    assert PrefillSettings.from_dict(json.loads(json.dumps(result.settings.to_dict()))) == result.settings
-    with pytest.raises(ValueError, match="settings must come without a method and options"):
-        flexmask_hf.configure(model, settings=result.settings, dense_below=0)
 
 
 def test_the_model_is_left_as_it_was(model, prompt):
