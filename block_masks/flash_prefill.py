@@ -38,7 +38,8 @@ def flash_prefill_mask(
     Source: FlashPrefill (https://arxiv.org/abs/2603.06199), block scores and threshold, as its published code computes them.
 
     Differs from the paper: the second version's correction (https://arxiv.org/abs/2608.19758), a mean token per dropped block, is
-    no mask and is left out.
+    no mask and is left out. Means are rounded to the input's dtype as in the published code. In a chunk the last query blocks are
+    those of the chunk.
 
     Parameters
     ----------

@@ -118,8 +118,9 @@ def flexprefill_mask(
     min_budget
         Tokens' worth of key blocks, and of block diagonals, to keep at least. Range >= 0, default 1024 (the paper's).
     max_budget
-        Tokens' worth of key blocks, of block diagonals and, per row of a query-aware head, of blocks to keep at most; overrides
-        gamma, but not the floor. Range >= max(1, min_budget), or None (default, as the paper).
+        Tokens' worth of key blocks, of block diagonals and, per row of a query-aware head, of blocks to keep at most, before
+        the floor and the blocks that are always kept; overrides gamma. Range >= max(1, min_budget), or None (default, as the
+        paper).
     query_aware
         ``"flatten"`` (default, as the paper) selects over a query-aware head's whole pooled map, ``"per_query"`` inside each row
         of blocks (the paper's appendix on alternative index construction).
@@ -144,7 +145,7 @@ def flexprefill_mask(
     TypeError, ValueError
         For wrong types, shapes, dtypes, devices or ranges, DTensors, tensors of ``torch.vmap`` or the meta device, and masks that
         take more than 16 GiB while they are made (32 heads at a million tokens on CUDA, 200 thousand on a CPU). Values of tensors
-        are not read: no host synchronisation, and NaN affects only its head.
+        are not read: no host synchronisation, and NaN or infinity affects only its head.
 
     Notes
     -----

@@ -43,7 +43,8 @@ def sparge_mask(
     Source: SpargeAttn (https://arxiv.org/abs/2502.18137), selective token compression for sparse prediction.
 
     Differs from the paper: the second stage, inside the kernel, and the quantised products are left out. Key blocks are as long
-    as query blocks (published: 64 keys to 128 rows). Each row's own block is kept. The mean key is that of all filled keys.
+    as query blocks (published: 64 keys to 128 rows). Each row's own block is kept. The mean key is that of all filled keys, hence
+    another in each chunk.
 
     Parameters
     ----------

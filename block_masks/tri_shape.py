@@ -25,7 +25,8 @@ def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: i
     (https://arxiv.org/abs/2412.10319).
 
     Differs from the paper: whole blocks, where the published code has 8 sink tokens, a window of 512 and 100 last rows. Layers
-    that the paper leaves dense (0 to 15 of Llama-3.1-8B in its code) go into the adapter's ``dense_layers``.
+    that the paper leaves dense (0 to 15 of Llama-3.1-8B in its code) go into the adapter's ``dense_layers``. In a
+    chunk the last rows are those of the chunk.
 
     Parameters
     ----------

@@ -42,7 +42,9 @@ def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
     """
     view = tensor.detach()
     torch._dynamo.maybe_mark_dynamic(view, dim)
-    torch._dynamo.mark_static(view, [other for other in range(1, view.dim()) if other != dim])
+    for other in range(1, view.dim()):
+        if other != dim:
+            torch._dynamo.mark_static(view, other)
     return view
 
 

@@ -78,8 +78,8 @@ def run_compiled(
     batch, num_heads, q_len, head_dim = query.shape
     where = (query.device.type, query.device.index, query.dtype)
     shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, rest[0])
-    # a wider window hides nothing more, and may not fit into the int32 of a symbol
-    window = None if inputs.window is None else min(inputs.window, key.shape[2])
+    # a wider window may not fit into the int32 of a symbol
+    window = None if inputs.window is None else min(inputs.window, 2**30)
     given = (inputs.scale, inputs.softcap, *(x is None for x in (window, inputs.offset, inputs.attention_mask, *rest)))
     run = compiled(function, *variant, *where, *shape, *given, launched=by_kernels)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)

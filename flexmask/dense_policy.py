@@ -56,6 +56,7 @@ class DensePolicy(NamedTuple):
             reason = self.by_selection(keeps_all)
         if reason is not None:
             return DensePlan(reason, [True] * num_kv_heads, None)
+        # in a surrounding compilation nothing orders what empties lists before what reads them
         if not fits or inputs.needs_grad or torch.compiler.is_compiling():
             return DensePlan(None, [False] * num_kv_heads, None)
         reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users

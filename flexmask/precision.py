@@ -36,6 +36,7 @@ def without_tf32() -> Iterator[None]:
     """Float32 matmuls at full precision on CUDA; the program's setting is put back.
 
     The setting belongs to the process: of overlapping blocks the first switches TF32 off, the last restores it.
+    Other threads run at full precision meanwhile, and may switch TF32 on again.
     """
     matmul = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")

@@ -41,7 +41,7 @@ class SelectionStats:
     is_query_aware
         bool: the head follows its pooled map, else it is vertical-slash (flexprefill, published).
     js_distance
-        float32: Jensen-Shannon distance of the pooled estimate to the true attention, at most sqrt(ln 2) (of the same methods).
+        float32: Jensen-Shannon distance of the pooled estimate to the true attention, in [0, sqrt(ln 2)] (of the same methods).
     density
         float32: kept blocks / visible blocks; 1 in dense calls.
     num_vertical_blocks, num_slash_blocks

@@ -61,8 +61,9 @@ def sparse_attention_varlen(
     cu_seqlens_q, cu_seqlens_k
         (num_sequences + 1,) integers from 0 to total_q and total_k: sequence i has the rows
         ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and the keys ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``; its rows, perhaps none, are
-        the last of its keys. A list or a tensor on the CPU: the host waits for a copy from a GPU. Inside ``torch.compile`` only
-        sequences of ints, in a captured CUDA graph no tensor on a GPU. Default of cu_seqlens_k: cu_seqlens_q.
+        the last of its keys. A list or a tensor on the CPU; for one on a GPU the host waits for all work before it. Inside
+        ``torch.compile`` only sequences of ints, in a captured CUDA graph no tensor on a GPU. Default of cu_seqlens_k:
+        cu_seqlens_q.
     max_seqlen_q, max_seqlen_k
         Tokens: upper bounds of the lengths, as in flash-attn; checked, not needed. Default None.
     method, block_size, options

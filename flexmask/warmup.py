@@ -35,7 +35,7 @@ def warmup(
 
     * other numbers of heads, head_dim, dtype, batch size, device or memory layout (here: contiguous),
     * another method, or another value of an option that is no float,
-    * another scale or softcap, on accelerators once for a second window,
+    * another scale or softcap, on accelerators once for a second window (with ``torch._dynamo.config.automatic_dynamic_shapes``),
     * calls with padding, an offset or a window after calls without: a server of chunks and whole prompts warms up both ways,
     * another state of the program: gradients (here off), inference mode, autocast, default dtype and device, number of threads,
       deterministic algorithms, TF32,

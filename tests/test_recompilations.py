@@ -140,6 +140,14 @@ def test_windows_share_the_compilations_of_a_selection(counting, monkeypatch, me
     assert 1 <= compilations[0] and compilations[1] == compilations[-1] <= 2 * compilations[0]
 
 
+@pytest.mark.parametrize("window", [60, 4096])
+def test_prompts_shorter_than_a_window_are_not_compiled_each(counting, monkeypatch, window):
+    monkeypatch.setattr(compilation, "runs_plain", lambda query: False)
+    for length in (200, 300, 400, 50):
+        block_masks.hybrid_mask(*cut(length)[:2], block_size=32, window=window)
+    assert counting.frame_count == 1
+
+
 @pytest.mark.attention
 def test_one_model_does_not_use_up_the_compilations_of_another(counting):
     with torch._dynamo.config.patch({_torch.recompile_limit(): 2}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -85,7 +86,8 @@ def prompt_gain(
     timed = _Timed(model.device)
     start = time.perf_counter()
     with opened(model, PrefillRun(settings, collect_stats=False), timed):
-        logits_of(model, ids[0], torch.tensor([ids.shape[1] - 1], device=ids.device))
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        model(input_ids=ids, use_cache=False, **last)
     wait(model.device)
     row["rest_seconds"] = max(0.0, time.perf_counter() - start - timed.spent)
     progress(3, 3)

@@ -71,7 +71,7 @@ def chosen_backend(
         if not flash_available():
             raise ValueError('backend="flash" needs torch >= 2.10 and the package flash-attn-4, which is not installed')
         if capability in _BLACKWELL and not torch.compiler.is_compiling():
-            # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212
+            # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program
             warnings.warn(
                 f'backend="flash" is untested on compute capability {capability}, where flash-attn-4 is said to take query '
                 'blocks of 256 tokens, and ours have 128; backend="triton" does not depend on that',

@@ -163,6 +163,7 @@ def prefill_mask(
             local_size=local_size,
             **arguments,
         )
+    # a first row on a device is not waited for
     known_first = int_if_known(first)
     if attention_mask is not None and isinstance(known_first, int) and not torch.compiler.is_compiling():
         expected = (batch_size, known_first + q_len)

@@ -28,9 +28,10 @@ class sparse_prefill(ContextDecorator):
     Calls `register`, whose names stay. In a model with ``config.text_config`` only the text part is switched. An object can be
     entered again, also while it is open; each time gives a new run.
 
-    Blocks on one model may nest or overlap, across threads and asyncio tasks. A call uses the block that its thread or task
-    entered last, else the one entered last of all. While a block is open, the model's config holds its options
-    (``flexmask_config``) for ``save_pretrained`` and copies, unless `method` is a function.
+    Blocks on one model may nest or overlap, across threads and asyncio tasks; the model gets its own attention back when the last
+    one closes. A call uses the block that its thread or task entered last, else the one entered last of all. While blocks are
+    open, the model's config holds the options of the one entered last (``flexmask_config``) for ``save_pretrained`` and copies,
+    unless `method` is a function.
 
     Parameters
     ----------

@@ -160,7 +160,7 @@ class PrefillSettings:
 
     @classmethod
     def load(cls, path: str | Path) -> PrefillSettings:
-        """The settings that `save` wrote, or those in a model's ``config.json``; ValueError for other files, and above 16 MiB."""
+        """The settings that `save` wrote, or those in a model's ``config.json``; OSError without one, ValueError for others."""
         path = Path(path)
         size = path.stat().st_size
         if not path.is_file():

@@ -17,7 +17,7 @@ from flexmask.stats import TENSORS, SelectionStats
 MOST_REASONS = 8
 OTHER_REASONS = "other reasons"
 DENSE_HEAD = "dense attention is faster for the heads of its key head"
-# over the heads and batch rows of sparse calls
+# over the heads and batch rows of sparse calls; NaN, without a pattern, does not count
 _SUMS = ("pairs", "coverage", "query-aware", "vertical-slash", "served densely")
 NUM_SUMS = len(_SUMS)
 
