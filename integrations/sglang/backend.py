@@ -158,15 +158,20 @@ def attend_by_plan(
         rows = step.stock_rows
         given = (x[rows] for x in (q, k, v))
         by_head[rows] = others.forward_extend(*given, layer, step.stock_batch, True).view(-1, *query.shape[1:])
-    pool, counted = prefill.pool, prefill.options.count_density
+    pool, counted, scales = prefill.pool, prefill.options.count_density, prefill.scales(layer)
     for each, slots in zip(step.plan.sparse, step.slots, strict=True):
         own = slice(each.start, each.stop)
-        pool.set_kv_buffer(layer, forward_batch.out_cache_loc[own], key[own], value[own])
+        if scales is None:
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc[own], key[own], value[own])
+        else:  # the pool divides in place
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc[own], key[own].clone(), value[own].clone(), *scales)
         if each.tokens == each.stop - each.start:  # the first chunk: the step's own rows are all there is
             keys, values = (x[own].transpose(0, 1).contiguous() for x in (key, value))
         else:
             buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
-            keys, values = (gathered(buffer, slots) for buffer in buffers)
+            keys, values = (
+                gathered(buffer, slots, q.dtype, scale) for buffer, scale in zip(buffers, scales or (None, None), strict=True)
+            )
         by_head[own], density = attend(role, query[own], keys, values, None, counted)
         if density is not None and not prefill.is_dummy:
             prefill.counters.add_density(density, each.stop - each.start, each.tokens)

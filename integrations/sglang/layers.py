@@ -11,6 +11,7 @@ from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_o
 
 # pools of keys and values that are written and read row by row
 POOLS = ("MHATokenToKVPool",)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def role_of_layer(
@@ -44,7 +45,9 @@ def _reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
         return "cross attention"
     if type(pool).__name__ not in POOLS:
         return f"a cache of type {type(pool).__name__}"
-    if pool.dtype != dtype or pool.store_dtype != dtype:
+    if getattr(pool, "is_quantized_kv_cache", False):
+        return "a quantized cache"
+    if pool.dtype not in (dtype, *FP8):
         return f"a cache of {str(pool.dtype).removeprefix('torch.')}"
     if getattr(pool, "use_hnd", False):
         return "a cache with heads before tokens"

@@ -12,7 +12,7 @@ from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
-from flexmask.integrations.sglang.layers import role_of_layer
+from flexmask.integrations.sglang.layers import FP8, role_of_layer
 from flexmask.integrations.sglang.options import NAME
 from flexmask.integrations.sglang.step import Step, plan_batch, step_of
 
@@ -122,6 +122,13 @@ class Prefill:
         self.is_dummy = forward_batch.rids is None
         self.uncounted = None if self.is_dummy else plan
         return step_of(forward_batch, plan, self.req_to_token) if plan is not None and plan.sparse else None
+
+    def scales(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What the stock kernel divides a layer's keys and values by in an FP8 cache; None: nothing."""
+        if self.pool.dtype not in FP8 or self.options.kernel == "torch_native":
+            return None
+        scales = (layer.k_scale, layer.v_scale)
+        return None if any(each is None for each in scales) else scales
 
     def count(self, is_sparse: bool) -> None:
         """Count the prompts of a step, by its plan or all of them as dense; to be called by every layer, the first counts."""

@@ -73,9 +73,15 @@ def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, token
     return req_to_token[:, :tokens].index_select(0, req_pool_indices[request : request + 1].long())[0].long()
 
 
-def gathered(buffer: Tensor, slots: Tensor) -> Tensor:
-    """Keys or values of one request, (num_kv_heads, tokens, head_dim) and contiguous, from (slots, num_kv_heads, head_dim)."""
-    return buffer[slots].transpose(0, 1).contiguous()
+def gathered(buffer: Tensor, slots: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """Keys or values of one request, (num_kv_heads, tokens, head_dim) and contiguous, from (slots, num_kv_heads, head_dim).
+
+    An FP8 buffer holds them divided by `scale`, one number; they are rounded to `dtype` once.
+    """
+    if buffer.dtype == dtype:
+        return buffer[slots].transpose(0, 1).contiguous()
+    rows = buffer.view(torch.uint8)[slots].view(buffer.dtype).transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+    return rows if scale is None else rows.mul_(scale.to(dtype))
 
 
 def part_of(forward_batch: Any, requests: Sequence[int], rows: slice | Tensor) -> Any:

@@ -46,6 +46,8 @@ ENGINES = {
     "keep_all": Engine({**KEEP_ALL, "log_every": 0.001}, {**_OURS, "enable_metrics": True}),
     "sparse": Engine({**SPARSE, "log_every": 0.001}, _OURS, ("odd_chunks",)),
     "by_head": Engine(BY_HEAD, _OURS, ("odd_chunks",)),
+    "fp8_stock": Engine(None, {"kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
+    "fp8": Engine(KEEP_ALL, {**_OURS, "kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
     "two_ranks": Engine(BY_HEAD, {**_OURS, "tp_size": 2}, ("odd_chunks",)),
     # the retriever's config.json holds its own gammas, for prompts from 16,384 tokens on
     "its_config": Engine(None, _OURS, ("odd_chunks",)),
@@ -60,7 +62,7 @@ def plant(fault: str) -> None:
     backend: Any = importlib.import_module("flexmask.integrations.sglang.backend")
     gathered, attend = backend.gathered, backend.attend
     if fault == "slots":
-        backend.gathered = lambda buffer, slots: gathered(buffer, slots.roll(1))
+        backend.gathered = lambda buffer, slots, *rest: gathered(buffer, slots.roll(1), *rest)
     else:
         backend.attend = lambda role, query, *rest: attend(role, query.roll(1, 0), *rest)
 

@@ -45,10 +45,10 @@ class Model(torch.nn.Module):
 class Served:
     """One layer's cache, a backend over it, and requests in steps."""
 
-    def __init__(self, settings=None, count_density=True, **layer):
+    def __init__(self, settings=None, count_density=True, cache=torch.float32, kernel="torch_native", **layer):
         torch.manual_seed(0)
         self.model = Model(**layer)
-        self.pool = MHATokenToKVPool(SLOTS, 1, torch.float32, KV_HEADS, DIM, 1, "cpu", False)
+        self.pool = MHATokenToKVPool(SLOTS, 1, cache, KV_HEADS, DIM, 1, "cpu", False)
         self.requests = ReqToTokenPool(8, 2048, "cpu", False)
         self.runner = SimpleNamespace(
             device="cpu",
@@ -59,7 +59,7 @@ class Served:
         )
         self.backend = TorchNativeAttnBackend(self.runner)
         if settings is not None:
-            self.prefill = Prefill(self.runner, ServingOptions(settings, "torch_native", count_density))
+            self.prefill = Prefill(self.runner, ServingOptions(settings, kernel, count_density))
             self.backend = sparse(self.backend, TorchNativeAttnBackend(self.runner), self.prefill)
         # slots of requests are mixed in the cache
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
@@ -129,6 +129,35 @@ def test_gamma_one_gives_the_stock_backend_s_outputs_and_cache():
     assert counters.density == pytest.approx(1)
 
 
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_fp8_cache_is_read_by_later_chunks_only(cache):
+    stock, exact, ours = Served(cache=cache), Served(), Served(KEEP_ALL, cache=cache)
+    assert ours.prefill.sparse_layers
+    for number, (chunks, out, rounded, unrounded) in enumerate(zip(STEPS, *map(outputs, (ours, stock, exact)), strict=True)):
+        start = 0
+        for _, before, rows in chunks:
+            own = slice(start, start + rows)
+            is_first = before == 0 and rows >= KEEP_ALL.block_size
+            torch.testing.assert_close(out[own], (unrounded if is_first else rounded)[own], msg=f"step {number}")
+            start += rows
+    for read in ("get_key_buffer", "get_value_buffer"):
+        assert torch.equal(getattr(ours.pool, read)(0).float(), getattr(stock.pool, read)(0).float())
+
+
+def test_scales_of_an_fp8_cache():
+    ours = Served(KEEP_ALL, cache=torch.float8_e4m3fn, kernel="fa3")
+    ours.model.attn.k_scale, ours.model.attn.v_scale = torch.tensor(0.25), torch.tensor(0.5)
+    first, later = ours.step([(0, 0, 200)]), ours.step([(0, 200, 100)])
+    query, key, value = (ours.data(kind, 0)[:300].view(1, 300, -1, DIM).transpose(1, 2) for kind in ("query", "key", "value"))
+    # a first chunk has the step's own keys and values, which writing them must not change
+    heads = {"is_causal": True, "enable_gqa": True}
+    wanted = torch.nn.functional.scaled_dot_product_attention(query[:, :, :200], key[:, :, :200], value[:, :, :200], **heads)
+    torch.testing.assert_close(first.view(200, HEADS, DIM), wanted[0].transpose(0, 1))
+    key, value = ((x / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in ((key, 0.25), (value, 0.5)))
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, **heads)[:, :, 200:]
+    torch.testing.assert_close(later.view(100, HEADS, DIM), wanted[0].transpose(0, 1))
+
+
 def test_gamma_below_one_is_sparse_attention_of_the_same_chunks():
     ours = Served(SPARSE)
     for chunks, out in zip(STEPS, outputs(ours), strict=True):
@@ -180,7 +209,8 @@ def test_layers_that_are_not_served_have_a_reason(layer, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": torch.float8_e4m3fn}, "a cache of float8_e4m3fn"),
+        ({"dtype": torch.float16}, "a cache of float16"),
+        ({"__class__": type("MHATokenToKVPool", (MHATokenToKVPool,), {"is_quantized_kv_cache": True})}, "a quantized cache"),
         ({"__class__": type("MHATokenToKVPoolFP4", (MHATokenToKVPool,), {})}, "a cache of type MHATokenToKVPoolFP4"),
         ({"use_hnd": True}, "a cache with heads before tokens"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.vllm.agreement import distance, summary
+from tests.vllm.agreement import differences, distance, summary
 
 pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
 
@@ -66,6 +66,13 @@ def test_the_log_says_what_runs_and_what_ran(run):
     # kernels are compiled before the first request
     ready = next(place for place, line in enumerate(lines) if "kernels compiled in" in line)
     assert not any("compiling" in line for line in lines[ready:])
+
+
+@pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
+def test_an_fp8_cache_is_closer_to_an_unquantized_one_than_stock(asked, run):
+    exact = run("stock")[asked]
+    ours, stock = (summary(differences(exact, run(name)[asked]))["mean"] for name in ("fp8", "fp8_stock"))
+    assert 0 < ours < stock
 
 
 @pytest.mark.parametrize("fault", ["slots", "rows"])

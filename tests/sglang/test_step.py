@@ -101,9 +101,13 @@ def test_keys_are_gathered_from_the_request_s_slots():
     slots = slots_of(table, torch.tensor([2, 0, 3]), 2, 5)
     assert slots.tolist() == [30, 31, 32, 33, 34]
     buffer = torch.randn(40, 2, 8)
-    rows = gathered(buffer, slots)
+    rows = gathered(buffer, slots, torch.float32)
     assert rows.is_contiguous()
     assert torch.equal(rows, buffer[30:35].transpose(0, 1))
+    fp8 = (buffer / 0.5).to(torch.float8_e4m3fn)
+    rows = gathered(fp8, slots, torch.float32, torch.tensor(0.5))
+    assert rows.is_contiguous()
+    assert torch.equal(rows, fp8.float()[30:35].transpose(0, 1) * 0.5)
 
 
 def test_a_part_takes_requests_by_their_place():
