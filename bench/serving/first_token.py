@@ -1,8 +1,8 @@
 """Time to first token and throughput of a vLLM engine: ``python -m bench.serving.first_token --model FOLDER --json FILE``.
 
 One engine a process, with the stock backend (``--stock``) or with the plug-in, as vLLM runs it: compiled, with CUDA graphs.
-``--settings`` are those under "flexmask"; random weights have no density of their own worth a figure, so that with ``--shape``
-they name the method of `bench.speed.random_blocks`. Rows are appended to ``--json``; `bench.serving.table` compares them.
+``--settings`` are those under "flexmask". The density of random weights means nothing: with ``--shape`` name the method of
+`bench.speed.random_blocks`. Rows are appended to ``--json``; `bench.serving.table` compares them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from bench.prompts.models import SHAPES
 from bench.rows import append_row
 from bench.serving.latent_shapes import LATENT
-from bench.speed import random_blocks as random_blocks  # a method of its own
+from bench.speed import random_blocks as random_blocks  # registers its method
 from bench.speed.clock import device_name, kernels_of
 
 # vLLM reads them when it is imported
@@ -93,7 +93,7 @@ def shape_folder(shape: str, folder: Path, layers: int | None) -> str:
 def make_engine(options: argparse.Namespace, **others: Any) -> Any:
     """Start the engine that the command line describes; the whole of the longest prompt fits into one step.
 
-    `others` are arguments of ``vllm.LLM``, in the place of its own.
+    `others` are arguments of ``vllm.LLM``, which replace those above.
     """
     os.environ.update(ENVIRONMENT)
     if options.tensor_parallel == 1:
@@ -121,7 +121,7 @@ def make_engine(options: argparse.Namespace, **others: Any) -> Any:
         "max_model_len": most + options.new_tokens,
         "max_num_batched_tokens": most,
         "max_num_seqs": max(options.at_once, 2),
-        # each prompt is prefilled as often as it is asked
+        # every request prefills its prompt
         "enable_prefix_caching": False,
         # throughput comes with the times of every request
         "disable_log_stats": not options.at_once,
@@ -212,7 +212,7 @@ def profile(llm: Any, options: argparse.Namespace, tokens: int) -> dict[str, Any
 
 
 def rows(llm: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Everything that is wanted."""
+    """All rows, as the command line selects them."""
     longest = max(options.prompt_tokens)
     for tokens in options.prompt_tokens:
         yield measure(llm, options, tokens, None)

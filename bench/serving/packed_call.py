@@ -38,7 +38,7 @@ def selected(selector: Selector, prompts: Sequence[AttentionInputs]) -> list[Sel
 
 
 def separate(prompts: Sequence[AttentionInputs], kept: Sequence[Selected], kernel: str) -> list[Tensor]:
-    """Attention of each prompt in a call of its own, (1, num_heads, tokens, head_dim)."""
+    """Attention of each prompt by a separate call, (1, num_heads, tokens, head_dim)."""
     return [run_flex_attention(each, block_mask(each, blocks), kernel)[0] for each, blocks in zip(prompts, kept, strict=True)]
 
 

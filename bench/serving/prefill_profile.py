@@ -35,7 +35,7 @@ import torch
 from bench.rows import Sheet
 from bench.serving import first_token
 from bench.serving.table import kind_of
-from bench.speed import random_blocks as random_blocks  # a method of its own
+from bench.speed import random_blocks as random_blocks  # registers its method
 from bench.speed.clock import device_name, synchronize
 from flexmask.block_masks.hybrid import NEAREST
 

@@ -67,7 +67,7 @@ def first_tokens(rows: Sequence[Row]) -> list[str]:
         peak = "-" if row.get("peak_gb") is None else f"{row['peak_gb']:.1f} GB"
         if row.get("profiled_gb") and row.get("cache_gb"):
             peak = f"{row['peak_gb'] - row['cache_gb']:.1f} of {row['profiled_gb']:.1f} GB"
-        # what workers of their own compile is not seen
+        # compilations in separate worker processes are not counted
         first = f"{row['first_seconds']:.3f} s, {row['compiled_by_first'] if row['gpus'] == 1 else '-'}"
         cells.append(
             [thousands(row["prompt_tokens"]), chunk, row["method"], density, f"{row['seconds']:.3f} s", gain, first, peak]
