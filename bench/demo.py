@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shutil
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -25,16 +27,18 @@ from flexmask.dense_policy import DENSE_BELOW
 from flexmask.integrations.huggingface import sparse_prefill
 
 MOST_QUESTIONS = 8
-# timed prefills per method; the fastest counts
-ROUNDS = 1 if torch.get_num_threads() < 4 else 3
+# timed prefills per method, in turns; the fastest counts
+ROUNDS = 2 if torch.get_num_threads() < 4 else 3
 # tokens, on a CPU: torch compiles for all lengths at the second one
 WARM_UP = (1536, 2304)
 # by method: its name in the table
 METHODS = {"": "dense attention", "hybrid": "hybrid", "flexprefill": "the paper's (flexprefill)"}
-NEXT = """Try next:
-  python -m bench.demo --prompt-tokens 32768 --gamma 0.8     a longer prompt, and fewer blocks
-  python -m bench.report.pictures masks --out out            which blocks two of its heads keep
-  flexmask gain PATH_OR_NAME --tokens 32768                  what a model of yours would gain on this machine"""
+# commands to try, each with what it shows
+NEXT = {
+    "python -m bench.demo --prompt-tokens 32768 --gamma 0.8": "a longer prompt, and fewer blocks",
+    "python -m bench.report.pictures masks --out out": "which blocks two of its heads keep",
+    "python -m flexmask gain PATH_OR_NAME --tokens 32768": "what a model of yours would gain on this machine",
+}
 
 
 @dataclass
@@ -111,6 +115,21 @@ def line(method: str, each: Measured, dense: Measured, right: Tensor) -> str:
     return f"{name}   {speed}, {answers}, {each.density:.0%} of the blocks"
 
 
+def python() -> str:
+    """The name by which a shell in this folder finds this Python."""
+    if (found := shutil.which("python")) is not None and Path(found).absolute() == Path(sys.executable).absolute():
+        return "python"
+    here = Path.cwd()
+    return str(Path(sys.executable).relative_to(here)) if here in Path(sys.executable).parents else sys.executable
+
+
+def to_try(executable: str) -> str:
+    """The lines with commands to try next."""
+    commands = {command.replace("python", executable, 1): shown for command, shown in NEXT.items()}
+    width = max(map(len, commands))
+    return "\n".join(["Try next:", *(f"  {command:<{width}}   {shown}" for command, shown in commands.items())])
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-tokens", type=int, help="length of the prompt; default: 16384 on a CPU, 65536 elsewhere")
@@ -147,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = measure(model, prompt, given, bar)
     for method, each in found.items():
         print(line(method, each, found[""], prompt.answers))
-    print(f"\n{NEXT}")
+    print(f"\n{to_try(python())}")
 
 
 if __name__ == "__main__":

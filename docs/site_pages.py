@@ -26,6 +26,7 @@ PAGES = (
     "bench/README.md",
     "bench/REPORT.md",
     "bench/RULER.md",
+    "bench/results/README.md",
     "bench/retriever/README.md",
     "bench/ruler_model/README.md",
     "block_masks/README.md",
@@ -35,7 +36,7 @@ PAGES = (
 )
 # pages that the site writes from bench/results/, each with its module and function; git ignores them
 GENERATED = {
-    "bench/APPENDIX.md": ("bench.report.fidelity", "appendix"),
+    "bench/APPENDIX.md": ("bench.report.appendix", "appendix"),
     "bench/SERVING.md": ("bench.serving.table", "report"),
 }
 _FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)

@@ -17,9 +17,11 @@ import pandas as pd
 import flexmask
 from bench import intervals
 from bench.prompts.structured import structured_prompt
-from bench.report.__main__ import FIGURES, TABLES, filled
+from bench.report.__main__ import FIGURES, FILLED, TABLES, filled
 from bench.report.__main__ import main as write_reports
-from bench.report.rows import Curves
+from bench.report.appendix import appendix
+from bench.report.rows import Curves, newest, own_rows, shown
+from bench.report.speed import speed_up
 from bench.rows import Sheet, append_row, read_rows
 from bench.speed import calls, run
 from tests.repository import ROOT
@@ -161,20 +163,74 @@ def test_intervals_of_shares_and_means():
 
 def test_reports_are_filled_from_rows_and_from_none(tmp_path):
     text = "before\n<!-- table: calls -->\nstale\n<!-- end -->\nafter\n"
-    (tmp_path / "FIDELITY.md").write_text(text + "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in TABLES))
+    (tmp_path / "bench").mkdir()
+    report = tmp_path / "bench" / "FIDELITY.md"
+    report.write_text(text + "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in TABLES))
     write_reports(["--documents", str(tmp_path)])
-    written = (tmp_path / "FIDELITY.md").read_text()
-    assert written.startswith("before\n<!-- table: calls -->\n\n| device |") and "stale" not in written and "\nafter\n" in written
-    assert "| 128k | flexprefill | " in written and "| published (the authors' code) |" in written
-    assert "## Language modelling, 16,384 tokens" in (tmp_path / "APPENDIX.md").read_text()
-    drawn = {path.stem for path in (tmp_path / "results").iterdir()}
+    written = report.read_text()
+    assert written.startswith("before\n<!-- table: calls -->\n\n| tokens |") and "stale" not in written and "\nafter\n" in written
+    assert "| published (the authors' code) |" in written and "| hybrid (second rule) |" in written
+    drawn = {path.stem for path in (tmp_path / "bench/results").iterdir()}
     assert {"fidelity-by-density", "fidelity-needles", "speed-calls"} <= drawn <= set(FIGURES)
-    assert "Not measured yet" in filled(text.replace("calls", "by-density"), tmp_path / "none")
+    assert "Not measured yet" in filled(text.replace("calls", "settings"), tmp_path / "none")
     with pytest.raises(KeyError):
         filled(text.replace("calls", "nothing"), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["FIDELITY.md", "REPORT.md", "LEADERBOARD.md"])
+def test_the_appendix_has_every_setting_with_one_figure_per_cell():
+    text = appendix(ROOT / "bench/results")
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == len(re.findall("^## ", text, re.MULTILINE)) == 5
+    for head, _, *rows in tables:
+        assert len(rows) > 20 and all(row.count(" | ") == head.count(" | ") for row in rows)
+    assert any(row.startswith('| 8 | 65,536 | hybrid | ships | `{"gamma": 0.9}` | - | 4 | 12.1% | 0.344 |') for row in tables[0])
+    assert {row.split(" | ")[3] for row in tables[0][2:]} == {"ships", "second", "first", "-"}
+
+
+def test_a_later_measurement_of_the_same_replaces_an_earlier_one():
+    same = {"device": "GPU", "torch": "2", "part": "latency", "input": "structured", "tokens": 1, "what": "call", "measure": "ms"}
+    rows = [
+        {**same, "method": method, "wanted": wanted, "backend": "flash", "options": options, "density": density, "date": date}
+        for method, wanted, options, density, date in [
+            ("hybrid", 0.2, "{1}", 0.19, "2026-01-01"),
+            ("hybrid", 0.2, "{2}", 0.21, "2026-01-02"),
+            ("hybrid", 0.2, '{"block_size": 64}', 0.2, "2026-01-01"),
+            ("hybrid, first rule", 0.2, "{1}", 0.19, "2026-01-01"),
+            ("hybrid", np.nan, "{1}", 0.19, "2026-01-02"),
+            ("hybrid", np.nan, "{1}", 0.19, "2026-01-01"),
+            ("hybrid", np.nan, "{2}", 0.19, "2026-01-01"),
+        ]
+    ]
+    assert newest(pd.DataFrame(rows)).index.tolist() == [1, 2, 3, 4, 6]
+
+
+def test_hybrid_stands_for_its_newest_rule_with_enough_rows():
+    def counted(**counts):
+        return pd.DataFrame({"method": [name for name, count in counts.items() for _ in range(count)]})
+
+    both = counted(**{"hybrid": 1, "hybrid, first rule": 3, "xattention": 2})
+    assert [own_rows(both, "hybrid", least) for least in (1, 2, 9)] == ["hybrid", "hybrid, first rule", "hybrid"]
+    assert shown(both) == ["hybrid", "xattention"]
+    assert own_rows(both, "xattention", 9) == "xattention"
+
+
+def test_a_speed_up_is_read_between_the_calls_measured():
+    rows = pd.DataFrame({"density": [0.1, 0.3], "share": [0.2, 0.4]})
+    assert speed_up(rows, 0.2) == pytest.approx(1 / 0.3)
+    assert np.isnan(speed_up(rows, 0.4)) and np.isnan(speed_up(rows[:1], 0.1))
+
+
+@pytest.mark.parametrize("name", FILLED)
 def test_the_reports_hold_what_the_rows_say(name):
-    text = (ROOT / "bench" / name).read_text(encoding="utf-8")
+    text = (ROOT / name).read_text(encoding="utf-8")
     assert filled(text, ROOT / "bench" / "results") == text
+
+
+def test_every_column_of_the_rows_is_explained():
+    text = (ROOT / "bench/results/README.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
+    for path in (ROOT / "bench/results").glob("*.csv"):
+        columns = set(pd.read_csv(path, nrows=0).columns)
+        by_position = {column for column in columns if re.fullmatch(r"(density|abs_d|d_loss) \d+-\d+k", column)}
+        assert columns - by_position <= explained, path.name
+    assert all(f"{path.name.partition('-')[0]}-" in text for path in (ROOT / "bench/results").glob("*.jsonl"))

@@ -1,14 +1,18 @@
 """The demo's lines, the order of its prefills, and a run on a model that answers nothing."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("tqdm")
 
+from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.demo import METHODS, NEXT, Measured, line, main
+from bench import demo
+from bench.demo import METHODS, NEXT, ROUNDS, Measured, line, main, python, to_try
 from bench.retriever.vocabulary import TOKENS
 from tests.documents import wrong_commands
 
@@ -49,10 +53,34 @@ def test_a_short_prompt_says_that_it_runs_dense(tmp_path, capsys):
     lines = printed.split("\n\n")[-2].splitlines()
     assert [each.startswith(name) for each, name in zip(lines, METHODS.values(), strict=True)] == [True] * 3
     assert all("the same 3 answers, 100% of the blocks" in each for each in lines[1:])
-    assert printed.endswith(NEXT + "\n")
+    assert printed.endswith(to_try(python()) + "\n")
+
+
+def test_methods_take_turns_in_two_rounds_or_more(monkeypatch):
+    turns = []
+    monkeypatch.setattr(demo, "attention", lambda model, method, **options: nullcontext(turns.append(method)))
+    monkeypatch.setattr(demo, "prefill", lambda model, prompt: (RIGHT, None))
+    monkeypatch.setattr(demo, "decode_answers", lambda *arguments: RIGHT)
+    monkeypatch.setattr(demo, "METHODS", {"": "dense"})
+    demo.measure(None, None, {}, tqdm(disable=True))
+    assert len(turns) == ROUNDS >= 2
 
 
 def test_the_commands_to_try_next_exist():
-    commands = [each.split("   ")[0].strip() for each in NEXT.splitlines()[1:]]
-    assert len(commands) == 3
-    assert [problem for command in commands for problem in wrong_commands(command)] == []
+    assert [problem for command in NEXT for problem in wrong_commands(command)] == []
+
+
+@pytest.mark.parametrize(
+    ("executable", "on_path", "expected"),
+    [
+        ("/checkout/.venv/bin/python", "/checkout/.venv/bin/python", "python"),
+        ("/checkout/.venv/bin/python", "/usr/bin/python", ".venv/bin/python"),
+        ("/envs/a/bin/python", None, "/envs/a/bin/python"),
+    ],
+)
+def test_the_commands_name_a_python_that_the_shell_finds(monkeypatch, executable, on_path, expected):
+    monkeypatch.setattr(demo.sys, "executable", executable)
+    monkeypatch.setattr(demo.shutil, "which", lambda name: on_path)
+    monkeypatch.setattr(demo.Path, "cwd", classmethod(lambda cls: cls("/checkout")))
+    assert python() == expected
+    assert f"  {expected} -m flexmask gain PATH_OR_NAME --tokens 32768 " in to_try(python())

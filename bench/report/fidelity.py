@@ -1,8 +1,9 @@
-"""Tables and figures of FIDELITY.md."""
+"""Tables and figures of FIDELITY.md, and the table of README.md."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,74 +11,134 @@ import numpy as np
 import pandas as pd
 
 from bench.fidelity.lengths import ranges
-from bench.intervals import density_at, of_mean, over_files, wilson
-from bench.report.rows import FOLDER, NAMES, Curves, number, read, shown, usual
+from bench.intervals import of_mean, over_files
+from bench.report.rows import ERROR, FOLDER, NAMES, Curves, interval, number, own_rows, percent, read, shown, usual
+from bench.report.speed import call_rows, speed_up, times
 from bench.tables import markdown_table, thousands
-from flexmask.plot import plot_frontier
+from flexmask.pictures.style import LINES
 
-DENSITIES = (0.1, 0.2, 0.3)
+YARN = 8
 LENGTHS = (8192, 16384, 32768, 65536)
-# the setting by which a method is compared over lengths
-USUAL = {
-    "hybrid": '{"gamma": 0.9}',
+DEFAULT = '{"gamma": 0.9}'  # of hybrid
+GAMMAS = (0.8, 0.85, 0.9, 0.95, 0.98)
+OTHERS = ("flexprefill", "xattention")  # the next best
+MAIN = ("hybrid", "flexprefill", "published", "xattention", "flash_prefill")
+# the setting of each method in the figure by position
+BY_POSITION = {
+    "hybrid": DEFAULT,
     "flexprefill": '{"gamma": 0.95}',
     "published": '{"gamma": 0.95}',
     "xattention": '{"threshold": 0.9}',
     "flash_prefill": '{"alpha": 0.1}',
 }
-# the error at which times are compared
-EQUAL = 0.3
+EQUAL = 0.3  # the error at which times are compared
 NEEDLES = [("needle-1", 16384), ("needle-64", 16384), ("needle-1", 32768)]
 SCORED = 0.8  # least dense score of a task that methods are compared on
-CHANGE = "mean change of a token's log-probability"
-LENGTHS_COMMAND = "python -m bench.fidelity.lengths --texts DIR --out bench/results/lengths-gpu.csv"
+AXIS = "|Δ log p|: mean change of a token's log-probability"
+KEPT = "blocks kept, %"
+COMMAND = "python -m bench.fidelity.lengths --texts DIR --out bench/results/lengths-gpu.csv"
 
 
-def missing(command: str) -> list[str]:
+def missing(command: str = COMMAND) -> list[str]:
     """Stands in for a table without rows."""
     return ["", f"*Not measured yet:* `{command}`", ""]
 
 
 def language_model(length: int, folder: Path = FOLDER) -> pd.DataFrame:
-    """Rows of whole prefills at a length: with YaRN 8 if there are any, else on test texts."""
+    """Rows of whole prefills at a length, under usual settings."""
     rows = read("lengths", folder)
-    if rows.empty:
-        return rows
-    rows = usual(rows[(rows["length"] == length) & rows["chunk"].isna()])
-    long = rows[rows["yarn"] == 8]
-    return long if len(long) else rows[rows["text"].str.startswith("test/")]
+    return usual(rows[(rows["length"] == length) & (rows["yarn"] == YARN) & rows["chunk"].isna()]) if len(rows) else rows
 
 
-def by_density(folder: Path = FOLDER) -> list[str]:
-    """Change at a density, at 16k tokens."""
+def mean_of(rows: pd.DataFrame, figure: str, form: str = ".2f") -> str:
+    """Mean over texts with its interval."""
+    values = rows[figure].to_numpy()
+    found = over_files(list(rows["text"]), lambda weights: float(weights @ values))
+    return f"{values.mean():{form}}{interval(*found, form)}"
+
+
+def settings(folder: Path = FOLDER) -> list[str]:
+    """Hybrid by gamma at 16k tokens, and the errors of others at as many blocks."""
     rows = language_model(16384, folder)
     if rows.empty:
-        return missing(LENGTHS_COMMAND)
-    change, loss = Curves(rows, "abs_d"), Curves(rows, "d_loss")
+        return missing()
+    curves, cells = Curves(rows, "abs_d"), []
+    for gamma in GAMMAS:
+        own = rows[(rows["method"] == "hybrid") & (rows["options"] == f'{{"gamma": {gamma}}}')]
+        if len(own):
+            density = own["density"].mean()
+            errors = [number(curves.error_at(other, density)) for other in OTHERS]
+            cells.append([str(gamma), percent(density), mean_of(own, "abs_d"), mean_of(own, "d_loss", "+.3f"), *errors])
+    return markdown_table(["gamma", "blocks kept", ERROR, "change of the loss", *_at_as_many()], cells)
+
+
+def _at_as_many() -> list[str]:
+    return [f"{other}'s {ERROR} at as many blocks" for other in OTHERS]
+
+
+def by_length(folder: Path = FOLDER) -> list[str]:
+    """Hybrid's default setting at every length, and the errors of others at as many blocks."""
     cells = []
-    for method in shown(rows):
-        low, high = change.interval_at(method, 0.2)
-        found = [number(change.error_at(method, density)) for density in DENSITIES]
-        found[1] += f" [{low:.2f}, {high:.2f}]" if np.isfinite(low) else ""
-        cells.append([NAMES[method], *found, _linear(loss.settings(method), 0.2)])
-    head = ["method", *(f"change at density {density}" for density in DENSITIES), "change of the loss at 0.2"]
-    return markdown_table(head, cells)
+    for length in LENGTHS:
+        rows = language_model(length, folder)
+        if rows.empty:
+            return missing()
+        own = rows[(rows["method"] == "hybrid") & (rows["options"] == DEFAULT)]
+        density, curves = own["density"].mean(), Curves(rows, "abs_d")
+        errors = [number(curves.error_at(other, density)) for other in OTHERS]
+        cells.append([thousands(length), percent(density), mean_of(own, "abs_d"), mean_of(own, "d_loss", "+.3f"), *errors])
+    return markdown_table(["tokens", "blocks kept", ERROR, "change of the loss", *_at_as_many()], cells)
 
 
-def _linear(settings: np.ndarray, density: float) -> str:
-    if len(settings) < 2 or not settings[0, 0] <= density <= settings[-1, 0]:
-        return "-"
-    return f"{np.interp(density, *settings.T):+.3f}"
+def gains(folder: Path = FOLDER) -> list[str]:
+    """README's table: hybrid's default setting, and flexprefill at the same error."""
+    cells, calls = [], call_rows(folder)
+    for length in LENGTHS[2:]:
+        rows = language_model(length, folder)
+        if rows.empty:
+            return missing()
+        own, at_length = rows[(rows["method"] == "hybrid") & (rows["options"] == DEFAULT)], calls[calls["tokens"] == length]
+        error, rule = own["abs_d"].mean(), own_rows(at_length, "hybrid", 2)
+        kept = [own["density"].mean(), Curves(rows, "abs_d").density_at("flexprefill", error)]
+        gain = [
+            speed_up(at_length[at_length["method"] == method], density)
+            for method, density in zip((rule, "flexprefill"), kept, strict=True)
+        ]
+        if not np.isnan(gain).any():
+            note = "" if rule == "hybrid" else "; timed with an [older rule](bench/results/README.md#rules-of-hybrid)"
+            names = [f"`hybrid`, gamma 0.9 (the default{note})", "`flexprefill`, at the same error"]
+            for name, density, ratio in zip(names, kept, gain, strict=True):
+                cells.append([f"{length:,}", name, percent(density), times(ratio), number(error)])
+    return markdown_table(["tokens", "method", "blocks kept", "speed-up", ERROR], cells)
 
 
 def draw_by_density(axes: Any, folder: Path = FOLDER) -> bool:
+    """All methods measured at 16k tokens; hybrid's name at its line, and a ring at its default."""
     rows = language_model(16384, folder)
     curves = Curves(rows, "abs_d") if len(rows) else None
-    drawn = {NAMES[name]: curves.settings(name).tolist() for name in shown(rows, 6)} if curves else {}
-    if drawn:
-        plot_frontier({name: points for name, points in drawn.items() if points}, axes, error=CHANGE, log=True)
-        axes.set_xlim(0, 0.6)
-    return bool(drawn)
+    if curves is None:
+        return False
+    for method, style in zip(shown(rows), cycle(LINES), strict=False):
+        points = curves.settings(method)
+        if len(points):
+            _line(axes, 100 * points[:, 0], points[:, 1], NAMES.get(method, method), style, method == "hybrid")
+    default = rows[(rows["method"] == "hybrid") & (rows["options"] == DEFAULT)]
+    if len(default):
+        point = (100 * default["density"].mean(), default["abs_d"].mean())
+        axes.plot(*point, "o", color="black", markersize=11, fillstyle="none")
+        axes.annotate("hybrid (ours)\nring: gamma 0.9", point, (-12, -16), textcoords="offset points", ha="right", va="top")
+    axes.set(xlabel=KEPT, ylabel=AXIS, xlim=(0, 60), yscale="log")
+    axes.minorticks_off()
+    ticks = [0.1, 0.2, 0.3, 0.4, 0.6, 0.8]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    return True
+
+
+def _line(axes: Any, x: Any, y: Any, label: str, style: tuple[str, str, str], bold: bool) -> None:
+    colour, marker, dash = style
+    axes.plot(x, y, color=colour, marker=marker, linestyle=dash, label=label, markersize=5, linewidth=2.5 if bold else 1.3)
 
 
 def needle_rows(folder: Path) -> pd.DataFrame:
@@ -94,46 +155,53 @@ def needle_rows(folder: Path) -> pd.DataFrame:
     return by.assign(found=by["right"] / by["n"])
 
 
+def fewest_blocks(rows: pd.DataFrame, method: str) -> float:
+    """Lowest density at which a method finds every needle that dense attention finds; NaN if it never does."""
+    enough = rows["found"] >= rows[rows["method"] == "dense"]["found"].max()
+    return float(rows[(rows["method"] == method) & enough]["density"].min())
+
+
 def needles(folder: Path = FOLDER) -> list[str]:
     """Needles found, and RULER's tasks at 32k."""
-    rows, tasks = needle_rows(folder), read("retrieval", folder)
+    rows = needle_rows(folder)
     if rows.empty:
         return missing("python -m bench.fidelity.retrieval needles --curves --out bench/results/retrieval-gpu.csv")
-    tasks = usual(tasks[(tasks["bed"] == "tasks") & (tasks["tokens"] == 32768) & tasks["each"].notna()])
-    dense, cells = rows[rows["method"] == "dense"]["found"].max(), []
-    for method in shown(rows):
-        own = rows[rows["method"] == method].sort_values("density")
-        every = own[own["found"] >= dense]
-        fewest = number(every["density"].min(), 3) if len(every) else "never"
-        least = own.iloc[0]
-        at_least = f"{least['right']:.0f} of {least['n']:.0f} at {least['density']:.3f}"
-        cells.append([NAMES[method], fewest, at_least, against_dense(tasks, method)])
-    head = [
-        "method",
-        "lowest density that finds all",
-        "found at the lowest density",
-        "RULER's tasks at 32k, points against dense",
-    ]
+    tasks, cells = task_rows(folder, 32768), []
+    for method in (name for name in MAIN if name in set(rows["method"])):
+        points, density = against_dense(tasks, method)
+        cells.append([NAMES.get(method, method), percent(fewest_blocks(rows, method)), points, density])
+    head = ["method", "fewest blocks that find every needle", "RULER at 32k: points against dense", "RULER: blocks kept"]
     return markdown_table(head, cells)
 
 
-def against_dense(rows: pd.DataFrame, method: str, share: str = ".3f") -> str:
-    """Mean score minus dense attention's over prompts, in points, of the setting with the most prompts."""
-    scores = {
-        key: _by_prompt(group) for key, group in rows[rows["method"].isin([method, "dense"])].groupby(["method", "options"])
-    }
+def task_rows(folder: Path, tokens: int) -> pd.DataFrame:
+    """Rows of RULER's task types at a length, with their scores by prompt."""
+    rows = read("retrieval", folder)
+    return usual(rows[(rows["bed"] == "tasks") & (rows["tokens"] == tokens) & rows["each"].notna() & rows["chunk"].isna()])
+
+
+def scored_settings(rows: pd.DataFrame) -> list[tuple[str, str, int, float, float, float, float]]:
+    """Method, options, prompts, density, points against dense attention with their interval, of every setting."""
+    scores = {key: _by_prompt(group) for key, group in rows.groupby(["method", "options"])}
     dense = next((found for (name, _), found in scores.items() if name == "dense"), {})
     solved = {task for task in {task for task, _ in dense} if np.mean([v for (t, _), v in dense.items() if t == task]) >= SCORED}
-    best: tuple[int, str] = (0, "-")
-    for (name, options), found in scores.items():
-        common = [key for key in found if key in dense and key[0] in solved]
-        if name != method or len(common) <= best[0]:
-            continue
-        changes = [100 * (found[key] - dense[key]) for key in common]
-        density = rows[(rows["method"] == method) & (rows["options"] == options)]["density"].mean()
-        low, high = of_mean(changes)
-        best = len(common), f"{np.mean(changes):+.1f} [{low:+.1f}, {high:+.1f}] at {density:{share}}"
-    return best[1]
+    found = []
+    for (method, options), own in scores.items():
+        common = [key for key in own if key in dense and key[0] in solved]
+        if method != "dense" and common:
+            changes = [100 * (own[key] - dense[key]) for key in common]
+            density = rows[(rows["method"] == method) & (rows["options"] == options)]["density"].mean()
+            found.append((method, options, len(common), float(density), float(np.mean(changes)), *of_mean(changes)))
+    return found
+
+
+def against_dense(rows: pd.DataFrame, method: str) -> tuple[str, str]:
+    """Points against dense attention, and density, of a method's setting with the most prompts; hybrid's is its default."""
+    own = [each for each in scored_settings(rows) if each[0] == method and (method != "hybrid" or each[1] == DEFAULT)]
+    if not own:
+        return "-", "-"
+    _, _, _, density, points, low, high = max(own, key=lambda each: each[2])
+    return f"{points:+.1f}{interval(low, high, '+.1f')}", percent(density)
 
 
 def _by_prompt(rows: pd.DataFrame) -> dict[tuple[str, int], float]:
@@ -152,153 +220,71 @@ def _digits(each: object, count: int) -> str:
 
 def draw_needles(axes: Any, folder: Path = FOLDER) -> bool:
     rows = needle_rows(folder)
-    drawn = {}
-    for method in shown(rows, 6) if len(rows) else ():
-        own = rows[rows["method"] == method]
-        drawn[NAMES[method]] = list(zip(own["density"], 1 - own["found"], strict=True))
-    if drawn:
-        plot_frontier(drawn, axes, error="share of needles missed")
-    return bool(drawn)
-
-
-def by_length(folder: Path = FOLDER) -> list[str]:
-    """One setting per method at every length."""
-    rows = {length: language_model(length, folder) for length in LENGTHS}
-    if any(found.empty for found in rows.values()):
-        return missing(LENGTHS_COMMAND)
-    cells = []
-    for method, options in USUAL.items():
-        own = [found[(found["method"] == method) & (found["options"] == options)] for found in rows.values()]
-        setting = options.strip("{}").replace('"', "").replace(":", "")
-        if all(len(each) for each in own):
-            cells.append([f"{method}, {setting}", *map(_change, own)])
-    return markdown_table(["method", *map(thousands, LENGTHS)], cells)
-
-
-def _change(rows: pd.DataFrame) -> str:
-    errors = rows["abs_d"].to_numpy()
-    low, high = over_files(list(rows["text"]), lambda weights: float(weights @ errors))
-    return f"{errors.mean():.2f} [{low:.2f}, {high:.2f}] at {rows['density'].mean():.3f}"
-
-
-def at_equal_density(folder: Path = FOLDER) -> list[str]:
-    """How much less hybrid changes than others, over the densities at which both were measured."""
-    cells = []
-    for other in ("flexprefill", "xattention"):
-        curves = [Curves(language_model(length, folder), "abs_d") for length in LENGTHS]
-        cells.append([f"against {other}", *(_less(each, other) for each in curves)])
-    return markdown_table(["hybrid's change at equal density", *map(thousands, LENGTHS)], cells)
-
-
-def _less(curves: Curves, other: str) -> str:
-    def less(weights: np.ndarray | None = None) -> float:
-        both = [curves.settings(method, weights)[:, 0] for method in ("hybrid", other)]
-        if not all(len(each) for each in both):
-            return float("nan")
-        densities = np.linspace(max(each[0] for each in both), min(each[-1] for each in both), 20)[1:-1]
-        ratios = [curves.error_at("hybrid", each, weights) / curves.error_at(other, each, weights) for each in densities]
-        return 1 - float(np.mean(ratios))
-
-    low, high = over_files(curves.texts, less)
-    return "-" if np.isnan(less()) else f"{less():.0%} less [{low:.0%}, {high:.0%}]"
+    methods = [name for name in (*MAIN, "streaming_llm") if len(rows) and name in set(rows["method"])]
+    for method, style in zip(methods, LINES, strict=False):
+        own = rows[rows["method"] == method].sort_values("density")
+        _line(axes, 100 * own["density"], 100 * (1 - own["found"]), NAMES.get(method, method), style, method == "hybrid")
+    axes.set(xlabel=KEPT, ylabel="needles missed, %", xlim=(0, None), ylim=(0, None))
+    axes.grid(color="#dddddd", linewidth=0.6)
+    if methods:
+        axes.legend(frameon=False, fontsize=9)
+    return bool(methods)
 
 
 def draw_by_position(axes: Any, folder: Path = FOLDER) -> bool:
     rows = language_model(LENGTHS[-1], folder)
     columns = {name: f"abs_d {name}" for name in ranges()}
-    for method, options in USUAL.items() if len(rows) else ():
+    for (method, options), style in zip(BY_POSITION.items() if len(rows) else (), LINES, strict=False):
         own = rows[(rows["method"] == method) & (rows["options"] == options)]
         if len(own):
-            axes.plot(list(columns), [own[column].mean() for column in columns.values()], marker="o", label=NAMES[method])
-    axes.set(xlabel="position of the token", ylabel=CHANGE)
+            label = f"{NAMES.get(method, method)}, {own['density'].mean():.0%} of the blocks"
+            _line(axes, list(columns), [own[column].mean() for column in columns.values()], label, style, method == "hybrid")
+    axes.set(xlabel="position of the token", ylabel=AXIS)
     axes.set_ylim(bottom=0)
     if len(rows):
         axes.legend(frameon=False, fontsize=9)
     return bool(len(rows))
 
 
-def _speeds(length: int, folder: Path) -> dict[str, tuple[float, float]]:
-    """By method: density at the error `EQUAL`, and the call's speed-up over dense attention."""
-    rows, speed = language_model(length, folder), read("speed", folder)
-    if rows.empty or speed.empty:
+def _speeds(length: int, folder: Path) -> dict[str, float]:
+    """By method: the call's speed-up over dense attention at the density where its error is `EQUAL`."""
+    rows, calls = language_model(length, folder), call_rows(folder)
+    if rows.empty or calls.empty:
         return {}
-    calls = speed[(speed["what"] == "call") & (speed["input"] == "structured") & (speed["tokens"] == length)]
-    calls = calls[(calls["measure"] == "eager_ms") & calls["backend"].isin(["flash", "cpu"])]
-    curves, found = Curves(rows, "abs_d"), {}
+    curves, calls, found = Curves(rows, "abs_d"), calls[calls["tokens"] == length], {}
     for method in shown(rows):
-        settings = curves.settings(method)
-        density = density_at(EQUAL, settings[:, 0], settings[:, 1]) if len(settings) > 1 else float("nan")
-        own = calls[calls["method"] == method].dropna(subset=["density"]).sort_values("density")
-        if len(own) < 2 or not own["density"].min() <= density <= own["density"].max():
-            continue
-        share = np.interp(density, own["density"], own["value"].astype(float) / own["fastest_value"].astype(float))
-        found[method] = (density, 1 / float(share))
+        gain = speed_up(calls[calls["method"] == own_rows(calls, method, 2)], curves.density_at(method, EQUAL))
+        if not np.isnan(gain):
+            found[method] = gain
     return found
 
 
 def draw_equal_error(axes: Any, folder: Path = FOLDER) -> bool:
+    """Methods with a speed-up at two lengths or more; nothing if hybrid is not among them."""
     found = {length: each for length in LENGTHS[1:] if (each := _speeds(length, folder))}
-    if len(found) < 2:
+    lines = {
+        method: [(length, each[method]) for length, each in found.items() if method in each]
+        for method in dict.fromkeys(method for each in found.values() for method in each)
+    }
+    lines = {method: points for method, points in lines.items() if len(points) > 1}
+    if "hybrid" not in lines:
         return False
-    for method in dict.fromkeys(method for each in found.values() for method in each):
-        points = [(length, each[method][1]) for length, each in found.items() if method in each]
-        axes.plot([length for length, _ in points], [value for _, value in points], marker="o", label=NAMES[method])
+    for (method, points), style in zip(lines.items(), LINES, strict=False):
+        tokens, gains_at = zip(*points, strict=True)
+        _line(axes, tokens, gains_at, NAMES.get(method, method), style, method == "hybrid")
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(found), [thousands(length) for length in found])
-    axes.set(xlabel="tokens", ylabel="times as fast as the fastest dense kernel")
+    axes.set(xlabel="tokens", ylabel="speed-up over the fastest dense kernel")
+    axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=9)
     return True
 
 
-def appendix(folder: Path = FOLDER) -> str:
-    """The text of APPENDIX.md: means of every measured setting."""
-    lines = ["# Every setting that was measured", "", "`python -m bench.report` writes this page from `bench/results/`.", ""]
-    rows = read("lengths", folder)
-    for (yarn, length), group in rows.groupby(["yarn", "length"]):
-        lines += [f"## Language modelling, {length:,} tokens, YaRN {yarn:g}"]
-        by = group.assign(chunk=group["chunk"].fillna(0)).groupby(["method", "options", "chunk"])[["density", "abs_d", "d_loss"]]
-        means, counts = by.mean(), by.size()
-        cells = []
-        for (method, options, chunk), row in means.iterrows():
-            of_chunk = f", chunks of {thousands(chunk)}" if chunk else ""
-            texts = str(counts[method, options, chunk])
-            cells.append(
-                [
-                    f"{method} `{options}`{of_chunk}",
-                    texts,
-                    number(row["density"], 3),
-                    number(row["abs_d"], 3),
-                    f"{row['d_loss']:+.3f}",
-                ]
-            )
-        lines += markdown_table(["method", "texts", "density", "change", "change of the loss"], cells)
-    rows = read("retrieval", folder)
-    for (bed, tokens), group in rows.groupby(["bed", "tokens"]):
-        lines += [f"## {bed.capitalize()}, {tokens:,} tokens"]
-        cells = []
-        for (method, options), own in group[group["chunk"].isna()].groupby(["method", "options"]):
-            right, n = own["right"].sum(), own["n"].sum()
-            low, high = wilson(right, n)
-            share = f"{right:.0f} of {n:.0f} [{low:.2f}, {high:.2f}]"
-            cells.append([f"{method} `{options}`", str(own["task"].nunique()), number(own["density"].mean(), 3), share])
-        lines += markdown_table(["method", "tasks", "density", "whole answers right"], cells)
-    rows = read("heads", folder)
-    if len(rows):
-        means = rows.groupby(["length", "method", "options"])[["density", "error"]].mean()
-        lines += ["## Error of heads' outputs"]
-        cells = [
-            [thousands(length), f"{method} `{options}`", number(row["density"], 3), number(row["error"], 3)]
-            for (length, method, options), row in means.iterrows()
-        ]
-        lines += markdown_table(["tokens", "method", "density", "error"], cells)
-    return "\n".join(lines).rstrip() + "\n"
-
-
 TABLES: dict[str, Callable[[Path], list[str]]] = {
-    "by-density": by_density,
+    "settings": settings,
     "needles": needles,
     "by-length": by_length,
-    "at-equal-density": at_equal_density,
+    "gains": gains,
 }
 FIGURES: dict[str, Callable[[Any, Path], bool]] = {
     "fidelity-by-density": draw_by_density,

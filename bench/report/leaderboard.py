@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.fidelity import DENSITIES, LENGTHS_COMMAND, against_dense, missing, needle_rows
-from bench.report.rows import FOLDER, NAMES, Curves, number, read, usual
-from bench.report.speed import milliseconds
+from bench.report.fidelity import against_dense, fewest_blocks, missing, needle_rows, task_rows
+from bench.report.rows import ERROR, FOLDER, NAMES, RULES, Curves, interval, number, own_rows, percent, read, usual
+from bench.report.speed import milliseconds, rows_of
 from bench.tables import markdown_table, thousands
 from flexmask import block_masks
 
 MODEL, YARN, TOKENS = "SmolLM2-135M", 2, 16384
+DENSITIES = (0.1, 0.2, 0.3)
 TASK_TOKENS = 32768
-MASK_TOKENS = (32768, 131072)
+MASK_TOKENS = 131072
 # keeps every block
 LEFT_OUT = "causal"
 
@@ -25,71 +26,53 @@ def methods() -> list[str]:
     return [name for name in (each.removesuffix("_mask") for each in block_masks.__all__) if name != LEFT_OUT]
 
 
-def errors(folder: Path = FOLDER) -> Curves:
-    """Error by density on the held-out texts; methods without a usual setting count with all settings."""
+def error_rows(folder: Path = FOLDER) -> pd.DataFrame:
+    """Rows on the held-out texts of the repository; methods without a usual setting count with all settings."""
     rows = read("lengths", folder)
     rows = rows[(rows["model"] == MODEL) & (rows["yarn"] == YARN) & (rows["length"] == TOKENS) & rows["chunk"].isna()]
     rows = rows[rows["text"].str.startswith("test/")]
     chosen = usual(rows)
-    return Curves(pd.concat([chosen, rows[~rows["method"].isin(chosen["method"])]]), "abs_d")
+    return pd.concat([chosen, rows[~rows["method"].isin(chosen["method"])]])
 
 
-def densities(curves: Curves, method: str) -> str:
-    """Range of a method's measured densities."""
-    found = curves.settings(method)
-    ends = dict.fromkeys(f"{each:.0%}" for each in (found[0, 0], found[-1, 0])) if len(found) else {"-": None}
-    return " to ".join(ends)
-
-
-def mask_times(folder: Path = FOLDER) -> dict[tuple[str, int], str]:
-    """By method and length: milliseconds of a mask in a CUDA graph, and its density, of the last row."""
-    rows = read("speed", folder)
-    chosen = (rows["what"] == "mask") & (rows["measure"] == "graph_ms") & (rows["input"] == "structured")
-    rows = rows[chosen & rows["tokens"].isin(MASK_TOKENS)]
+def mask_times(folder: Path = FOLDER) -> dict[str, tuple[str, str]]:
+    """By method: milliseconds of a mask in a CUDA graph and its density, of the last row."""
+    rows = rows_of("latency,equal error", "mask", "graph_ms", folder)
     # a row under the method's defaults counts before one at equal error
-    rows = rows.sort_values("part", key=lambda parts: parts == "latency", kind="stable")
-    last = rows.groupby(["method", "tokens"]).last()
-    return {key: f"{milliseconds(float(row['value']))} at {row['density']:.0%}" for key, row in last.iterrows()}
-
-
-def needles_found(rows: pd.DataFrame, method: str) -> str:
-    """Lowest density at which a method finds every needle that dense attention finds, or its best share."""
-    own = rows[rows["method"] == method]
-    if own.empty:
-        return "-"
-    every = own[own["found"] >= rows[rows["method"] == "dense"]["found"].max()]
-    return f"all at {every['density'].min():.0%}" if len(every) else f"{own['found'].max():.0%} at best"
+    rows = rows[rows["tokens"] == MASK_TOKENS].sort_values("part", key=lambda parts: parts == "latency", kind="stable")
+    last = rows.groupby("method").last()
+    return {str(method): (milliseconds(row["value"]), percent(row["density"], 0)) for method, row in last.iterrows()}
 
 
 def table(folder: Path = FOLDER) -> list[str]:
     """Rows by error at a density of 20%, then 30%, 10%, then name."""
-    tasks = read("retrieval", folder)
-    if tasks.empty or read("lengths", folder).empty or read("speed", folder).empty:
-        return missing(LENGTHS_COMMAND)
-    curves, needles, masks = errors(folder), needle_rows(folder), mask_times(folder)
-    tasks = usual(tasks[(tasks["bed"] == "tasks") & (tasks["tokens"] == TASK_TOKENS) & tasks["each"].notna()])
-    found = {method: [curves.error_at(method, density) for density in DENSITIES] for method in methods()}
+    if any(read(kind, folder).empty for kind in ("retrieval", "lengths", "speed")):
+        return missing()
+    rows, needles, masks, tasks = error_rows(folder), needle_rows(folder), mask_times(folder), task_rows(folder, TASK_TOKENS)
+    curves, found = Curves(rows, "abs_d"), {method: own_rows(rows, method) for method in methods()}
+    errors = {method: [curves.error_at(own, density) for density in DENSITIES] for method, own in found.items()}
 
     def rank(method: str) -> tuple[float | str, ...]:
-        lowest, middle, highest = (math.inf if math.isnan(error) else error for error in found[method])
+        lowest, middle, highest = (math.inf if math.isnan(error) else error for error in errors[method])
         return middle, highest, lowest, method
 
     cells = []
     for method in sorted(found, key=rank):
-        figures = [number(error) for error in found[method]]
-        low, high = curves.interval_at(method, DENSITIES[1])
-        figures[1] += f" [{low:.2f}, {high:.2f}]" if math.isfinite(low) else ""
-        times = [masks.get((method, tokens), "-") for tokens in MASK_TOKENS]
-        figures.append(densities(curves, method))
-        found_needles, points = needles_found(needles, method), against_dense(tasks, method, ".0%")
-        cells.append([NAMES.get(method, method), *figures, found_needles, points, *times])
+        figures = [number(error) for error in errors[method]]
+        figures[1] += interval(*curves.interval_at(found[method], DENSITIES[1]))
+        own = needles[needles["method"] == method]
+        fewest = fewest_blocks(needles, method)
+        all_found = percent(fewest, 0) if len(own) == 0 or not math.isnan(fewest) else f"misses {1 - own['found'].max():.0%}"
+        name = NAMES[found[method]] if method in RULES else NAMES.get(method, method)
+        cells.append([name, *figures, all_found, *against_dense(tasks, method), *masks.get(method, ("-", "-"))])
     head = [
         "method",
-        *(f"error at {density:.0%}" for density in DENSITIES),
-        "measured at",
-        "needles",
-        "RULER's tasks, points",
-        *(f"mask at {thousands(tokens)}, ms" for tokens in MASK_TOKENS),
+        *(f"{ERROR} at {density:.0%} of the blocks" for density in DENSITIES),
+        "fewest blocks that find every needle",
+        "RULER: points against dense",
+        "RULER: blocks kept",
+        f"mask at {thousands(MASK_TOKENS)}, ms",
+        "mask: blocks kept",
     ]
     return markdown_table(head, cells)
 

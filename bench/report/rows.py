@@ -10,44 +10,66 @@ import numpy as np
 import pandas as pd
 
 from bench.fidelity.settings import ALL
-from bench.intervals import over_files
+from bench.intervals import density_at, over_files
 
 FOLDER = Path(__file__).parents[1] / "results"
-# hybrid from before its thresholds followed the length
-FIRST_RULE = "hybrid, first rule"
+# hybrid's rows by rule, the one that ships first; bench/results/README.md says what differs
+RULES = {"hybrid": "ships", "hybrid, second rule": "second", "hybrid, first rule": "first"}
 NAMES = {
-    "hybrid": "hybrid",
-    FIRST_RULE: FIRST_RULE,
+    "hybrid": "hybrid (ours)",
+    "hybrid, second rule": "hybrid (second rule)",
+    "hybrid, first rule": "hybrid (first rule)",
     "flexprefill": "flexprefill (the paper's)",
     "published": "published (the authors' code)",
-    "xattention": "xattention",
-    "flash_prefill": "flash_prefill",
-    "streaming_llm": "streaming_llm",
 }
+ERROR = r"\|Δ log p\|"  # escaped: a table's cell
+_SAME = ["device", "torch", "part", "input", "tokens", "what", "method", "wanted", "backend", "measure"]
 
 
 def read(kind: str, folder: Path = FOLDER) -> pd.DataFrame:
-    """Rows of all files ``<kind>-*.csv``."""
+    """Rows of all files ``<kind>-*.csv``, those that were measured again left out."""
     files = sorted(folder.glob(f"{kind}-*.csv"))
     if not files:
         return pd.DataFrame(columns=["method", "options"])
     found = pd.concat([pd.read_csv(file) for file in files], ignore_index=True)
-    return found.assign(options=found["options"].fillna("{}"))
+    found = found.assign(options=found["options"].fillna("{}"))
+    return newest(found) if "date" in found else found
+
+
+def newest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows without those that were measured again on a later date.
+
+    The same measurement is one of the same density aimed for or, where none was, of the same options and density.
+    """
+    free = rows["wanted"].isna()
+    options = rows["options"].where(free, rows["options"].str.contains("block_size").astype(str))
+    keys = [*(rows[name] for name in _SAME), options, rows["density"].round(3).where(free)]
+    return rows[rows["date"] == rows["date"].groupby(keys, dropna=False).transform("max")]
 
 
 def usual(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of dense attention, and of settings that set exactly the options in `bench.fidelity.settings.ALL`."""
-    knobs = {method: set(settings[0]) for method, settings in ALL.items()} | {FIRST_RULE: {"gamma"}, "dense": set()}
+    knobs = (
+        {method: set(settings[0]) for method, settings in ALL.items()} | {rule: {"gamma"} for rule in RULES} | {"dense": set()}
+    )
     kept = [
         set(json.loads(options)) == knobs.get(method) for method, options in zip(rows["method"], rows["options"], strict=True)
     ]
     return rows[pd.Series(kept, index=rows.index, dtype=bool)]
 
 
-def shown(rows: pd.DataFrame, most: int = 5) -> list[str]:
-    """Methods of the main tables that have rows; hybrid's first rule if there are none of hybrid."""
-    measured = set(rows["method"])
-    return [name for name in NAMES if name in measured and not (name == FIRST_RULE and "hybrid" in measured)][:most]
+def own_rows(rows: pd.DataFrame, method: str, least: int = 1) -> str:
+    """The name of a method's rows: for hybrid the newest rule with at least so many of them."""
+    counts = rows["method"].value_counts()
+    rules = RULES if method == "hybrid" else (method,)
+    return next((rule for rule in rules if counts.get(rule, 0) >= least), method)
+
+
+def shown(rows: pd.DataFrame) -> list[str]:
+    """Methods with rows, hybrid first, then in the order of `NAMES`; hybrid by one rule only."""
+    measured = set(rows["method"]) - {"dense", "causal"}
+    named = [own_rows(rows, "hybrid"), *(name for name in NAMES if name not in RULES)]
+    return [*(name for name in named if name in measured), *sorted(measured - set(NAMES))]
 
 
 class Curves:
@@ -87,7 +109,22 @@ class Curves:
         """95% interval of `error_at` over files."""
         return over_files(self.texts, lambda weights: self.error_at(method, density, weights))
 
+    def density_at(self, method: str, error: float) -> float:
+        """Density at which a method reaches an error, interpolated in the same way; NaN out of range."""
+        found = self.settings(method)
+        return density_at(error, found[:, 0], found[:, 1]) if len(found) > 1 else float("nan")
+
 
 def number(value: float, digits: int = 2) -> str:
     """A figure; a dash for NaN."""
     return "-" if np.isnan(value) else f"{value:.{digits}f}"
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """A share; a dash for NaN."""
+    return "-" if np.isnan(value) else f"{value:.{digits}%}"
+
+
+def interval(low: float, high: float, form: str = ".2f") -> str:
+    """An interval in brackets, after a space; nothing for NaN."""
+    return f" [{low:{form}}, {high:{form}}]" if np.isfinite(low) else ""

@@ -6,27 +6,57 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from bench.report.rows import FOLDER, NAMES, read
+from bench.report.rows import FOLDER, RULES, own_rows, percent, read
 from bench.tables import markdown_table, thousands
+from flexmask.pictures.style import LINES
 
 _AT = ["device", "tokens", "method"]
+LENGTHS = (16384, 32768, 65536, 131072)
+DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
+OURS = ("hybrid", "flexprefill")
+KERNELS = ("flash", "cpu")  # FlexAttention's backends that the tables compare
 
 
-def rows_of(part: str, what: str, measure: str, folder: Path) -> pd.DataFrame:
-    """Rows of the structured workload, with `value` and `share` of the fastest dense kernel as numbers."""
+def rows_of(part: str, what: str, measure: str, folder: Path = FOLDER) -> pd.DataFrame:
+    """Rows of the structured workload on the device with the most rows; `share` is `value` over the fastest dense kernel's."""
     rows = read("speed", folder)
+    rows = rows[rows["device"] == rows["device"].mode()[0]] if len(rows) else rows
     if rows.empty:
-        return pd.DataFrame(columns=[*_AT, "density", "backend", "value", "share", "what", "measure"])
+        return pd.DataFrame(columns=[*_AT, "density", "backend", "value", "share", "what", "measure", "fastest", "date"])
     chosen = (
-        (rows["part"] == part)
+        rows["part"].isin(part.split(","))
         & (rows["measure"] == measure)
         & (rows["input"] == "structured")
         & rows["what"].isin(what.split(","))
     )
     rows = rows[chosen].assign(value=rows["value"][chosen].astype(float))
     return rows.assign(share=rows["value"] / rows["fastest_value"].astype(float))
+
+
+def call_rows(folder: Path = FOLDER, backends: tuple[str, ...] = KERNELS) -> pd.DataFrame:
+    """Plain calls with blocks of the usual size, with the time of the fastest dense kernel."""
+    rows = rows_of("latency,equal error", "call", "eager_ms", folder)
+    usual = ~rows["options"].str.contains("block_size") if len(rows) else []
+    return rows[rows["backend"].isin(backends) & rows["share"].notna() & usual]
+
+
+def speed_up(rows: pd.DataFrame, density: float) -> float:
+    """Fastest dense kernel's time over a call's at a density, the call's interpolated linearly; NaN out of range.
+
+    `rows` are calls of one method at one length.
+    """
+    by = rows.groupby(rows["density"].round(4))["share"].last()
+    if len(by) < 2 or not by.index[0] - 0.01 <= density <= by.index[-1] + 0.01:
+        return float("nan")
+    return 1 / float(np.interp(density, by.index, by))
+
+
+def times(value: float) -> str:
+    """A ratio as ``4.3x``; a dash for NaN."""
+    return "-" if np.isnan(value) else f"{value:.1f}x"
 
 
 def milliseconds(value: float) -> str:
@@ -36,47 +66,79 @@ def milliseconds(value: float) -> str:
 
 def dense(folder: Path = FOLDER) -> list[str]:
     by = rows_of("latency", "dense", "eager_ms", folder).pivot_table(
-        index=["device", "backend"], columns="tokens", values="value", aggfunc="last"
+        index="backend", columns="tokens", values="value", aggfunc="last"
     )
-    cells = [[*key, *("-" if pd.isna(value) else milliseconds(value) for value in row)] for key, row in by.iterrows()]
-    return markdown_table(["device", "dense kernel, ms", *map(thousands, by.columns)], cells)
+    cells = [[str(key), *("-" if pd.isna(value) else milliseconds(value) for value in row)] for key, row in by.iterrows()]
+    return markdown_table(["dense kernel, ms", *map(thousands, by.columns)], cells)
 
 
 def calls(folder: Path = FOLDER) -> list[str]:
-    """Speed-up of whole calls by density; of rows at the same density the newest."""
-    rows = rows_of("latency", "call", "eager_ms", folder)
-    rows = rows[rows["backend"].isin(["flash", "cpu"]) & rows["share"].notna() & rows["method"].isin(list(NAMES))]
+    """Speed-up at fixed densities: hybrid's calls, or flexprefill's at lengths where hybrid has fewer than two."""
+    return _calls(folder, KERNELS)
+
+
+def calls_triton(folder: Path = FOLDER) -> list[str]:
+    """The same on FlexAttention's Triton kernel."""
+    return _calls(folder, ("triton",))
+
+
+def _calls(folder: Path, backends: tuple[str, ...]) -> list[str]:
     cells = []
-    for (device, tokens, method), own in rows.groupby(_AT):
-        own = own.assign(density=own["density"].round(2)).drop_duplicates("density", keep="last").sort_values("density")
-        points = ", ".join(f"{1 / row.share:.1f}x at {row.density:.2f}" for row in own.itertuples())
-        cells.append([device, thousands(tokens), method, points])
-    return markdown_table(["device", "tokens", "whole call", "fastest dense kernel / call, at density"], cells)
+    for tokens, own in _by_length(call_rows(folder, backends)).items():
+        name = own["method"].iloc[0]
+        figures = [times(speed_up(own, density)) for density in DENSITIES]
+        cells.append([thousands(tokens), name.partition(",")[0], RULES.get(name, "-"), *figures, own["date"].max()])
+    return markdown_table(["tokens", "method", "rule", *(f"{each:.0%}" for each in DENSITIES), "measured"], cells)
+
+
+def _by_length(rows: pd.DataFrame) -> dict[int, pd.DataFrame]:
+    """Of call rows, by length, hybrid's, or flexprefill's if hybrid has fewer than two."""
+    found = {}
+    for tokens in LENGTHS:
+        at_length = rows[rows["tokens"] == tokens]
+        counts = at_length["method"].value_counts()
+        hybrid = own_rows(at_length, "hybrid", 2)
+        method = hybrid if counts.get(hybrid, 0) > 1 else "flexprefill"
+        if counts.get(method, 0) > 1:
+            found[tokens] = at_length[at_length["method"] == method]
+    return found
 
 
 def masks(folder: Path = FOLDER) -> list[str]:
-    """Milliseconds of masks, and share of the fastest dense kernel; the leaderboard has the other methods."""
-    rows = (rows_of("latency", "mask", measure, folder) for measure in ("eager_ms", "graph_ms"))
-    plain, graph = (each[each["method"].isin(list(NAMES))].groupby(_AT).last() for each in rows)
+    """Milliseconds of masks of our methods, and share of the fastest dense kernel."""
+    plain, graph = (_last_masks(measure, folder) for measure in ("eager_ms", "graph_ms"))
     cells = []
-    for key, row in plain.iterrows():
-        device, tokens, method = key
-        as_graph = graph.loc[key] if key in graph.index else None
-        graph_cell = "-" if as_graph is None else f"{milliseconds(as_graph['value'])} ({as_graph['share']:.1%})"
-        cells.append([device, thousands(tokens), method, f"{milliseconds(row['value'])} ({row['share']:.1%})", graph_cell])
-    return markdown_table(["device", "tokens", "mask", "plain calls, ms (of dense)", "CUDA graphs, ms (of dense)"], cells)
+    for (tokens, method), row in plain.iterrows():
+        name = method.partition(",")[0]
+        replayed = graph.loc[(tokens, method)] if (tokens, method) in graph.index else None
+        as_graph = ["-", "-"] if replayed is None else [milliseconds(replayed["value"]), percent(replayed["share"])]
+        timed = [milliseconds(row["value"]), percent(row["share"]), *as_graph]
+        cells.append([thousands(tokens), name, RULES.get(method, "-"), percent(row["density"]), *timed])
+    head = ["tokens", "mask", "rule", "blocks kept", "plain calls, ms", "of dense", "CUDA graph, ms", "of dense"]
+    return markdown_table(head, cells)
+
+
+def _last_masks(measure: str, folder: Path) -> pd.DataFrame:
+    """The newest mask of hybrid and flexprefill at 32k and 128k."""
+    rows = rows_of("latency,equal error", "mask", measure, folder)
+    rows = rows[rows["tokens"].isin((32768, 131072))]
+    parts = []
+    for _, found in rows.groupby("tokens"):
+        kept = found[found["method"].isin([own_rows(found, "hybrid"), "flexprefill"])]
+        parts.append(kept.sort_values("date", kind="stable"))
+    return pd.concat(parts or [rows]).groupby(["tokens", "method"]).last()
 
 
 def stages(folder: Path = FOLDER) -> list[str]:
     rows = read("speed", folder)
-    rows = rows[(rows["part"] == "stages") & (rows["input"] == "structured")] if len(rows) else rows
+    rows = rows[(rows["part"] == "stages") & (rows["input"] == "structured") & (rows["what"] == "call")] if len(rows) else rows
     if rows.empty:
         return []
     by = rows.assign(value=rows["value"].astype(float)).pivot_table(
-        index=["tokens", "what", "method"], columns="measure", values="value", aggfunc="last", sort=False
+        index=["tokens", "method"], columns="measure", values="value", aggfunc="last", sort=False
     )
-    cells = [[thousands(tokens), f"{what} {method}", *map(milliseconds, row)] for (tokens, what, method), row in by.iterrows()]
-    return markdown_table(["tokens", "", *by.columns], cells)
+    cells = [[thousands(tokens), method, *map(milliseconds, row)] for (tokens, method), row in by.iterrows()]
+    return markdown_table(["tokens", "call", *(name.removesuffix(" ms") for name in by.columns)], cells)
 
 
 def memory(folder: Path = FOLDER) -> list[str]:
@@ -95,27 +157,28 @@ def compilation(folder: Path = FOLDER) -> list[str]:
         made = graphs[(graphs["method"] == method) & (graphs["backend"] == backend)]["value"].max()
         first = ", ".join(f"{value:.1f}" for value in own["value"].nlargest(3))
         cells.append([f"{method}, {backend}", str(len(own)), f"{own['value'].sum():.1f}", first, f"{made:.0f}"])
-    return markdown_table(["call", "lengths", "all first calls, s", "longest, s", "graphs"], cells)
+    return markdown_table(["call, backend", "lengths", "all first calls, s", "three longest, s", "graphs"], cells)
 
 
 def draw_calls(axes: Any, folder: Path = FOLDER) -> bool:
-    rows = rows_of("latency", "call", "eager_ms", folder)
-    rows = rows[(rows["method"] == "flexprefill") & rows["backend"].isin(["flash", "cpu"]) & rows["share"].notna()]
-    rows = rows[rows["tokens"].isin([2**power for power in range(14, 18)])]  # below, plain calls are launch-bound
-    for tokens, own in rows.groupby("tokens"):
+    found = _by_length(call_rows(folder))
+    for (tokens, own), (colour, marker, dash) in zip(found.items(), LINES, strict=False):
         own = own.sort_values("density").drop_duplicates("density", keep="last")
-        if len(own) > 2:
-            axes.plot(own["density"], 1 / own["share"], marker="o", label=f"{thousands(tokens)} tokens")
+        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 5}
+        axes.plot(100 * own["density"], 1 / own["share"], label=f"{thousands(tokens)} tokens, {own['method'].iloc[0]}", **style)
     axes.axhline(1, color="#444444", linewidth=0.8)
-    axes.set(xlabel="density: kept blocks / visible blocks", ylabel="times as fast as the fastest dense kernel", yscale="log")
-    if len(rows):
+    axes.set(xlabel="blocks kept, %", ylabel="speed-up over the fastest dense kernel", yscale="log")
+    axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    axes.minorticks_off()
+    if found:
         axes.legend(frameon=False, fontsize=9)
-    return bool(len(rows))
+    return bool(found)
 
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "dense": dense,
     "calls": calls,
+    "calls-triton": calls_triton,
     "masks": masks,
     "stages": stages,
     "memory": memory,

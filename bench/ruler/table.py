@@ -38,7 +38,10 @@ def difference(changes: pd.Series) -> str:
 
 def lines(rows: pd.DataFrame) -> list[str]:
     """The table, the tasks that are not scored, and the number of answers equal to dense ones where everything was kept."""
-    table = ["| model | tokens | task | prompts | method | density | score | minus dense |", "|---|---|---|---|---|---|---|---|"]
+    table = [
+        "| model | tokens | task | prompts | method | blocks kept | score | minus dense |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     same, failed = [], []
     for (model, length, task), group in rows.groupby(_GROUP, sort=False):
         methods = list(dict.fromkeys(group["method"]))
@@ -52,7 +55,7 @@ def lines(rows: pd.DataFrame) -> list[str]:
         for method in methods:
             named = (model, f"{length:,}", task, str(len(scores))) if method == DENSE else ("", "", "", "")
             kept = by["density"][method][scores.index]
-            density = "" if kept.isna().any() else f"{kept.mean():.2f}"
+            density = "" if kept.isna().any() else f"{kept.mean():.0%}"
             change = difference(scores[method] - scores[DENSE]) if method != DENSE else ""
             table.append("| " + " | ".join((*named, method, density, score(scores[method]), change)) + " |")
         if KEPT in methods:
