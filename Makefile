@@ -91,7 +91,7 @@ bench: $(READY) ## speed in brief; PART=latency|stages|memory|compile measures t
 	$(if $(PART),$(RUN) -m bench.speed.run $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
 
 pictures: $(READY) ## every picture of the documents, drawn again (minutes, on a CPU)
-	$(RUN) -m bench.report.pictures $(ARGS)
+	$(RUN) -m bench.report.pictures gallery --out block_masks
 	$(RUN) -m bench.concepts.draw
 
 notebooks: $(READY) ## run docs/notebooks/tuning.ipynb again and keep its output (minutes, on a CPU); NOTEBOOK=docs/notebooks/gpu.ipynb: on a GPU

@@ -19,7 +19,7 @@ def page() -> str:
 
 
 def test_the_page_names_the_figures():
-    numbers = set(re.findall(r"\d+(?:\.\d+)?", page()))
+    numbers = set(re.findall(r"\d+(?:\.\d+)?%?", page()))
     missing = {name: value for name, value in steps.facts().items() if value not in numbers}
     assert missing == {}
 

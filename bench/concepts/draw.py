@@ -92,9 +92,9 @@ def top_p(axes: Sequence[Any], slash: Head, aware: Head) -> None:
 def vertical_slash(axes: Sequence[Any], slash: Head, aware: Head) -> None:
     """Kept lines over the map, and the kept blocks."""
     _map(axes[0], slash.lines)
-    axes[0].set_title(f"lines, extended\ndensity {density(slash.lines):.3f}")
+    axes[0].set_title(f"lines, extended\ndensity {density(slash.lines):.1%}")
     _map(axes[1], slash.keep, second=~slash.lines)
-    axes[1].set_title(f"with first and diagonal blocks\ndensity {density(slash.keep):.3f}")
+    axes[1].set_title(f"with first and diagonal blocks\ndensity {density(slash.keep):.1%}")
     image = _shade(axes[2], slash.pooled)
     axes[2].set_title("the pooled map,\nwhich this head does not follow")
     axes[2].figure.colorbar(image, ax=axes[2], shrink=0.6)
@@ -106,9 +106,9 @@ def query_aware(axes: Sequence[Any], slash: Head, aware: Head) -> None:
     axes[0].set_title("A: the pooled map\n")
     axes[0].figure.colorbar(image, ax=axes[0], shrink=0.6)
     _map(axes[1], aware.kept_pooled)
-    axes[1].set_title(f"top-p of the whole map\ndensity {density(aware.kept_pooled):.3f}")
+    axes[1].set_title(f"top-p of the whole map\ndensity {density(aware.kept_pooled):.1%}")
     _map(axes[2], aware.keep, second=~aware.kept_pooled)
-    axes[2].set_title(f"with floor, first, diagonal\ndensity {density(aware.keep):.3f}")
+    axes[2].set_title(f"with floor, first, diagonal\ndensity {density(aware.keep):.1%}")
 
 
 def hybrid(axes: Sequence[Any], slash: Head, aware: Head) -> None:
@@ -117,9 +117,9 @@ def hybrid(axes: Sequence[Any], slash: Head, aware: Head) -> None:
     axes[0].set_title("R: own rows, key means\n")
     axes[0].figure.colorbar(image, ax=axes[0], shrink=0.6)
     _map(axes[1], slash.kept_rows)
-    axes[1].set_title(f"R >= {slash.threshold:.2f}\ndensity {density(slash.kept_rows):.3f}")
+    axes[1].set_title(f"R >= {slash.threshold:.2f}\ndensity {density(slash.kept_rows):.1%}")
     _map(axes[2], slash.hybrid_keep, second=~slash.kept_rows)
-    axes[2].set_title(f"with the last rows' lines\ndensity {density(slash.hybrid_keep):.3f}")
+    axes[2].set_title(f"with the last rows' lines\ndensity {density(slash.hybrid_keep):.1%}")
 
 
 # name of the file: columns, height in inches, what draws it

@@ -89,9 +89,12 @@ def facts() -> dict[str, str]:
         "query-aware blocks kept": int(aware.kept_pooled.sum()),
         "causal blocks": int(torch.ones_like(slash.keep).tril().sum()),
     }
-    shares = {
+    scores = {
         "vertical-slash distance": slash.distance,
         "query-aware distance": aware.distance,
+        "hybrid threshold": slash.threshold,
+    }
+    shares = {
         "density": density(slash.keep),
         "held": held(slash, slash.keep),
         "query-aware density": density(aware.keep),
@@ -99,9 +102,9 @@ def facts() -> dict[str, str]:
         "hybrid density": density(slash.hybrid_keep),
         "hybrid held": held(slash, slash.hybrid_keep),
         "hybrid own rows": density(slash.kept_rows),
-        "hybrid threshold": slash.threshold,
     }
-    return {**{name: str(count) for name, count in counts.items()}, **{name: f"{share:.3f}" for name, share in shares.items()}}
+    forms = ((counts, "d"), (scores, ".3f"), (shares, ".1%"))
+    return {name: f"{value:{form}}" for found, form in forms for name, value in found.items()}
 
 
 def _steps(query: Tensor, key: Tensor) -> dict[str, Tensor]:

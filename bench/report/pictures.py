@@ -1,4 +1,4 @@
-"""Draw the pictures of the documents: ``python -m bench.report.pictures``, or ``make pictures``."""
+"""Draw masks: ``python -m bench.report.pictures``; ``gallery`` is the picture of block_masks/README.md."""
 
 from __future__ import annotations
 
@@ -10,24 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.prompts.captured import MODEL, retriever_prompt
-from bench.report.fidelity import draw_by_density
-from bench.retriever.task import make_prompt
+from bench.prompts.captured import retriever_prompt
 from flexmask import block_masks, flexprefill_mask
 from flexmask.pictures.style import HIDDEN, IN_PART, LEFT_OUT, WHOLE
-from flexmask.plot import (
-    block_kinds,
-    plot_attention,
-    plot_block_mask,
-    plot_coverage,
-    plot_density,
-    plot_distances,
-    plot_pattern_share,
-)
+from flexmask.plot import block_kinds, plot_block_mask
 
 SHORT, LONG = 8192, 16384
-# pictures by head: blocks and floor scaled to the short prompt
-SCALED: dict[str, Any] = {"gamma": 0.9, "block_size": 64, "min_budget": 256}
 # gallery: chosen to show each shape, not to compare
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -71,38 +59,8 @@ def draw_masks(folder: Path) -> None:
     _save(plot_block_mask([mask] * len(heads), heads, titles)[0].figure, folder / "masks.png")
 
 
-def draw_heads(folder: Path) -> None:
-    """Density, patterns, distances and coverage of all heads; true attention of one with its mask."""
-    from matplotlib.figure import Figure
-
-    from bench.demo import load_model
-    from flexmask.integrations.huggingface import inspect_prefill
-
-    model, prompt = load_model(MODEL, "cpu"), make_prompt(SHORT, 16, 16)
-    found = inspect_prefill(model, prompt.token_ids, method="flexprefill", dense_below=0, **SCALED)
-    rows = found.run.rows()
-    for name, draw in (("density", plot_density), ("patterns", plot_pattern_share), ("coverage", plot_coverage)):
-        _save(draw(rows).figure, folder / f"{name}.png")
-    _save(plot_distances(rows, tau=0.1).figure, folder / "distances.png")
-    shown = next(head for head in found.heads if "median" in head.why)
-    figure = Figure(figsize=(15, 4.8), dpi=110, layout="constrained")
-    for axes, part in zip(figure.subplots(1, 3), ("all", "kept", "left out"), strict=True):
-        plot_attention(shown.mass, shown.block_size, shown.kept, part, axes)
-    figure.suptitle(f"Layer {shown.layer}, head {shown.head}, density {shown.row['density']:.2f}")
-    _save(figure, folder / "attention.png")
-
-
-def draw_frontier(folder: Path) -> None:
-    """Change by density of each method."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.4), dpi=110, layout="constrained")
-    if draw_by_density(figure.subplots()):
-        _save(figure, folder / "frontier.png")
-
-
 def draw_gallery(folder: Path) -> None:
-    """Blocks that every method keeps of one head."""
+    """Blocks that every method keeps of one head, for block_masks/README.md."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
@@ -116,10 +74,10 @@ def draw_gallery(folder: Path) -> None:
             kinds.numpy(), cmap=ListedColormap([HIDDEN, LEFT_OUT, IN_PART, WHOLE]), vmin=0, vmax=3, interpolation="nearest"
         )
         density = (kinds >= 2).sum() / (kinds >= 1).sum()
-        axis.set_title(f"{name}, {density:.2f}", fontsize=9)
+        axis.set_title(f"{name}, {density:.0%}", fontsize=9)
         axis.set_xticks([])
         axis.set_yticks([])
-    _save(figure, folder.parent / "block_masks" / "methods.png")
+    _save(figure, folder / "methods.png")
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -130,17 +88,15 @@ def _save(figure: Any, path: Path) -> None:
 
 PICTURES: dict[str, Callable[[Path], None]] = {
     "masks": draw_masks,
-    "heads": draw_heads,
-    "frontier": draw_frontier,
     "gallery": draw_gallery,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the named pictures, default all."""
+    """Draw the named pictures, default both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*PICTURES, []], help="which; default: all")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the documents' pictures")
+    parser.add_argument("names", nargs="*", choices=[*PICTURES, []], help="which; default: both")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder (out)")
     options = parser.parse_args(arguments)
     for name in options.names or PICTURES:
         PICTURES[name](options.out)
