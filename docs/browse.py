@@ -1,7 +1,7 @@
 """Open every page of the built site in a headless Chromium: ``python docs/browse.py``, or ``make docs-browse``.
 
-Fails on console output, missing pictures and resources from elsewhere. ``--screenshots FOLDER`` also draws each page, wide and
-narrow.
+Fails on console output, missing pictures, resources from elsewhere and long tables that do not sort. ``--screenshots FOLDER``
+also draws each page, wide and narrow.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ def problems(browser: str, page: Path, site: str) -> list[str]:
     found = [line.partition("CONSOLE")[2] for line in console]
     if "md-content" not in html:
         found.append("the page is empty")
+    # docs/tables.js marks tables of more than ten rows
+    tables = re.findall(r"<table([^>]*)>(.*?)</table>", html, re.DOTALL)
+    found += ["a long table does not sort" for head, rows in tables if rows.count("<tr") > 11 and "data-sorts" not in head]
     for name, source in re.findall(r"<(img|script|link)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"", html):
         if re.match(r"https?:|//", source) and not source.startswith(site):
             found.append(f"{name} from elsewhere: {source}")

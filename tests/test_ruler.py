@@ -115,5 +115,5 @@ def printed(tmp_path, capsys):
 def test_table_compares_methods_on_the_same_prompts(printed):
     dense, sparse = printed(rows("dense", {0: 1, 1: 1, 2: 1, 3: 0}, 1.0), rows("sparse", {0: 1, 1: 0, 2: 0}, 0.25))
     assert dense.startswith("| m | 4,096 | t | 3 | dense | 100% | 100.0 (44 to 100)")
-    assert sparse.startswith("|  |  |  |  | sparse | 25% | 33.3 (6 to 79) | -66.7 (-100 to +0)")
+    assert sparse.startswith("| m | 4,096 | t | 3 | sparse | 25% | 33.3 (6 to 79) | -66.7 (-100 to +0)")
     assert printed(rows("dense", {0: 1, 1: 1}, 1.0), rows("sparse", {0: 1, 1: 1}, 0.5))[1].endswith("| none in 2 |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -24,6 +25,13 @@ def method_and_rule(method: str) -> list[str]:
     return [method.partition(",")[0], RULES.get(method, "-")]
 
 
+def in_words(options: str) -> str:
+    """Options without the marks of JSON: ``gamma 0.9, min_budget 256``; tuned gammas by layer as ``by layer``."""
+    given = json.loads(options)
+    by_layer = ["by layer"] if given.pop("layers", None) else []
+    return ", ".join([f"{name} {value}" for name, value in given.items()] + by_layer) or "-"
+
+
 def _text(value: object) -> str:
     return "-" if pd.isna(value) else f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
 
@@ -36,7 +44,7 @@ def language(folder: Path) -> list[str]:
         errors = own["abs_d"].to_numpy()
         low, high = over_files(list(own["text"]), lambda weights, errors=errors: float(weights @ errors))  # type: ignore[misc]
         figures = [percent(own["density"].mean()), number(own["abs_d"].mean(), 3), number(low, 3), number(high, 3)]
-        where = [f"{yarn:g}", f"{length:,}", *method_and_rule(method), f"`{options}`", _text(chunk or float("nan"))]
+        where = [f"{yarn:g}", f"{length:,}", *method_and_rule(method), in_words(options), _text(chunk or float("nan"))]
         cells.append([*where, str(len(own)), *figures, f"{own['d_loss'].mean():+.3f}"])
     head = [
         "YaRN",
@@ -63,7 +71,7 @@ def answers(folder: Path) -> list[str]:
     ):
         right, n = own["right"].sum(), own["n"].sum()
         low, high = wilson(right, n)
-        what = ["needles" if bed == "needles" else "RULER", task, f"{tokens:,}", *method_and_rule(method), f"`{options}`"]
+        what = ["needles" if bed == "needles" else "RULER", task, f"{tokens:,}", *method_and_rule(method), in_words(options)]
         cells.append([*what, percent(own["density"].mean()), f"{n:.0f}", percent(right / n), percent(low), percent(high)])
     head = ["test", "task", "tokens", "method", "rule", "options", "blocks kept", "prompts", "right", "low", "high"]
     return ["## Needles and RULER's tasks: whole answers right", *markdown_table(head, cells)]
@@ -74,7 +82,7 @@ def points(folder: Path) -> list[str]:
     for tokens in sorted(read("retrieval", folder).query("bed == 'tasks'")["tokens"].unique()):
         for method, options, prompts, density, mean, low, high in scored_settings(task_rows(folder, tokens)):
             figures = [f"{value:+.1f}" for value in (mean, low, high)]
-            named = [*method_and_rule(method), f"`{options}`"]
+            named = [*method_and_rule(method), in_words(options)]
             cells.append([f"{tokens:,}", *named, str(prompts), percent(density), *figures])
     head = ["tokens", "method", "rule", "options", "prompts", "blocks kept", "points against dense", "low", "high"]
     return ["## RULER's tasks against dense attention", *markdown_table(head, cells)]
@@ -85,7 +93,7 @@ def heads(folder: Path) -> list[str]:
     rows = rows.assign(source=rows["input"].str.split("/").str[0])
     means = rows.groupby(["source", "length", "method", "options"])[["density", "error"]].mean()
     cells = [
-        [source, f"{length:,}", *method_and_rule(method), f"`{options}`", percent(row["density"]), number(row["error"], 3)]
+        [source, f"{length:,}", *method_and_rule(method), in_words(options), percent(row["density"]), number(row["error"], 3)]
         for (source, length, method, options), row in means.iterrows()
     ]
     head = ["input", "tokens", "method", "rule", "options", "blocks kept", "error of head outputs"]
@@ -102,7 +110,7 @@ def times(folder: Path) -> list[str]:
         method = ["dense", "-"] if pd.isna(row.method) else method_and_rule(row.method)
         against = "-" if pd.isna(row.fastest) else row.fastest.removeprefix("dense ")
         kind = "graph" if row.measure == "graph_ms" else "plain"
-        named = [row.what, row.input, f"{row.tokens:,}", *method, f"`{row.options}`", _text(row.backend), kind]
+        named = [row.what, row.input, f"{row.tokens:,}", *method, in_words(row.options), _text(row.backend), kind]
         cells.append([*named, percent(row.density), milliseconds(value), gain, against, row.date])
     head = ["timed", "input", "tokens", "method", "rule", "options", "backend", "launch", "blocks kept", "ms", "speed-up"]
     return ["## Times", *markdown_table([*head, "over the dense kernel", "date"], cells)]

@@ -53,7 +53,7 @@ def lines(rows: pd.DataFrame) -> list[str]:
             failed.append(f"{task} at {length:,} ({100 * scores[DENSE].mean():.1f})")
             continue
         for method in methods:
-            named = (model, f"{length:,}", task, str(len(scores))) if method == DENSE else ("", "", "", "")
+            named = (model, f"{length:,}", task, str(len(scores)))
             kept = by["density"][method][scores.index]
             density = "" if kept.isna().any() else f"{kept.mean():.0%}"
             change = difference(scores[method] - scores[DENSE]) if method != DENSE else ""
