@@ -30,14 +30,15 @@ them refused. A cell is a family with a cache, padding, a prefill ({prefills}) a
 ({calls}); **ok** stands for all prefills and calls.
 
 Each cell runs a tiny random model on {batch} prompts of {length} tokens, in chunks of {chunk} if any, and on a few tokens more.
-At gamma 1 its logits equal those of transformers' own attention (SDPA; eager for Gemma2 and GptOss, which SDPA does not serve).
-With a sparse setting, that is heads of both patterns and less than .7 of the blocks, they equal those of attention written out
-under the masks that were chosen, and differ by more than 1e-2 from dense attention's. The last two columns are the largest
-differences seen; 1e-4 is allowed.
+Logits are compared with those of
 
-- Compared are the logits of real tokens. With right padding `generate` goes on from a pad, so that its first token means nothing:
-  the tokens are given there, and what follows is compared.
-- A forward has no `prefill_chunk_size`, which is refused; two calls over one cache stand for it.
+- transformers' own attention at gamma 1 (SDPA; eager for Gemma2 and GptOss, which SDPA does not serve);
+- attention written out under the chosen masks, at a setting with heads of both patterns and less than 70% of the blocks. They also
+  differ by more than 1e-2 from dense attention's.
+
+The last two columns are the largest differences; 1e-4 is allowed. Only logits of real tokens are compared. With right padding the first
+token that `generate` returns is meaningless: the tokens are given instead. For a forward, two calls over one cache stand for a chunked
+prefill.
 
 | family | {heads} | at gamma 1 | under its masks |
 | --- | {lines} | --- | --- |
