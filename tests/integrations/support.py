@@ -33,12 +33,12 @@ Each cell runs a tiny random model on {batch} prompts of {length} tokens, in chu
 Logits are compared with those of
 
 - transformers' own attention at gamma 1 (SDPA; eager for Gemma2 and GptOss, which SDPA does not serve);
-- attention written out under the chosen masks, at a setting with heads of both patterns and less than 70% of the blocks. They also
-  differ by more than 1e-2 from dense attention's.
+- attention written out under the chosen masks, at a setting with heads of both patterns and less than 70% of the blocks. They
+  also differ by more than 1e-2 from dense attention's.
 
-The last two columns are the largest differences; 1e-4 is allowed. Only logits of real tokens are compared. With right padding the first
-token that `generate` returns is meaningless: the tokens are given instead. For a forward, two calls over one cache stand for a chunked
-prefill.
+The last two columns are the largest differences; 1e-4 is allowed. Only logits of real tokens are compared. With right padding
+the first token that `generate` returns is meaningless: the tokens are given instead. For a forward, two calls over one cache
+stand for a chunked prefill.
 
 | family | {heads} | at gamma 1 | under its masks |
 | --- | {lines} | --- | --- |
