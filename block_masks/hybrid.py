@@ -25,8 +25,9 @@ DIAGONAL = 0.2
 ROWS = 0.2
 # the threshold of a query block that sees n of N key blocks is (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
 EARLIER_ROWS = 0.6
-# share of LENGTH, n1 blocks: where n < n1 the threshold is (n1/n)^3p times as high again
+# share of LENGTH, n1 blocks: where (n1/n)^3 (1 - FIRST_GAMMA)/(1 - gamma) > 1 the threshold is its pth power times as high again
 FIRST_ROWS = 1 / 2
+FIRST_GAMMA = 0.9
 # share of its threshold below which a query block takes no line
 LINES = 1 / 16
 # query blocks with representative rows keep this many times the nearest blocks
@@ -47,9 +48,11 @@ def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
     most, reference = seen.amax(-1, keepdim=True), LENGTH / problem.block_size
     shares = (1 - gamma) * (reference / most.clamp(min=1)).clamp(max=2)
     power = EARLIER_ROWS * (1 - reference / most).clamp(min=0)
-    seen = seen.clamp(min=1)
-    earlier = (most / seen * (FIRST_ROWS * reference / seen).clamp(min=1) ** 3) ** power
-    return Thresholds(KEY_BLOCK * shares, DIAGONAL * shares, ROWS * shares.unsqueeze(-1) * earlier.unsqueeze(1))
+    seen = seen.clamp(min=1).unsqueeze(1)
+    of_gamma = (1 - FIRST_GAMMA) / (1 - gamma).clamp(min=1e-6).unsqueeze(-1)
+    first = ((FIRST_ROWS * reference / seen) ** 3 * of_gamma).clamp(min=1)
+    earlier = (most.unsqueeze(1) / seen * first) ** power.unsqueeze(1)
+    return Thresholds(KEY_BLOCK * shares, DIAGONAL * shares, ROWS * shares.unsqueeze(-1) * earlier)
 
 
 def _check(*, block_size: int, gamma: Any, min_budget: int, row_stride: int) -> None:
@@ -80,7 +83,7 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
     what only the last ones seek. With n the key blocks that query block r sees, N the largest n, ``n0 = 16384 / block_size`` and
     ``e = (1 - gamma) min(2, n0/N)``, a head keeps in r
 
-    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, n0/2n)^3)^p``: R is the root mean square, over every
+    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, (n0/2n)^3 0.1/(1 - gamma)))^p``: R is the root mean square, over every
       `row_stride`-th row of r, of the row's softmax attention to the means of visible key blocks, weighted by their number of
       keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;

@@ -115,7 +115,8 @@ def test_plain_code_and_kernels_equal_the_oracle(name, by, is_long):
             pytest.skip("where there is a GPU, kernels run there")
         where = by_kernels()
     kv_len = case.key.shape[2]
-    with hybrid_length(3 * kv_len // 4 + 1 if is_long else 16384):
+    seen = min(kv_len, case.scores.get("window", kv_len))
+    with hybrid_length(3 * seen // 4 + 1 if is_long else 16384):
         expected = case.reference()
         if case.attention_mask is not None:  # what padding holds has no say
             absent = (case.attention_mask == 0)[:, None, :, None]
@@ -181,6 +182,22 @@ def test_padding_does_not_count():
             own = slice(20, None) if side == "left" else slice(0, 40)
             torch.testing.assert_close(found, type(found)(alone.key_block, alone.diagonal, found.rows))
             torch.testing.assert_close(found.rows[..., own], alone.rows)
+
+
+def test_windows_hide_what_they_hide_from_the_thresholds():
+    with hybrid_length(LONG):
+        # the last row of each block sees 20 whole blocks and its own
+        alone, found = thresholds(336), thresholds(960, window=321)
+    torch.testing.assert_close(found, type(found)(alone.key_block, alone.diagonal, found.rows))
+    torch.testing.assert_close(found.rows[..., 20:], alone.rows[..., -1:].expand(-1, -1, 40))
+    torch.testing.assert_close(found.rows[..., :20], alone.rows[..., :20])
+
+
+def test_the_first_rows_fall_less_with_gamma_than_the_last():
+    with hybrid_length(LONG):
+        low, high = (thresholds(2048, gamma=gamma).rows[0, 0] for gamma in (0.9, 0.98))
+    torch.testing.assert_close(high[-1], low[-1] / 5)
+    assert (high[:8] > low[:8] / 4).all() and (high[1:] <= high[:-1]).all()
 
 
 def test_one_compilation_serves_both_sides_of_the_length():

@@ -21,7 +21,7 @@ from bench.speed.run import Run, sheet_of
 from flexmask import sparse_attention
 
 GAMMA = 0.9
-_HALVINGS = 6
+_HALVINGS = 10
 
 
 def output_error(tensors: Tensors, dense: torch.Tensor, method: str, gamma: float) -> float:
@@ -34,6 +34,8 @@ def output_error(tensors: Tensors, dense: torch.Tensor, method: str, gamma: floa
 def gamma_of_error(tensors: Tensors, dense: torch.Tensor, error: float) -> float:
     """Hybrid's lowest gamma, by bisection, whose error is at most `error`."""
     low, high = 0.3, 0.99
+    if output_error(tensors, dense, "hybrid", high) > error:
+        raise RuntimeError(f"hybrid's error at gamma {high} exceeds {error:.3f}")
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if output_error(tensors, dense, "hybrid", middle) <= error else (middle, high)

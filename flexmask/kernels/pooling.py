@@ -19,8 +19,7 @@ def _means_kernel(
     tokens,  # (batch, heads, length, head_dim)
     valid,  # (batch or 1, length) int8, read if HAS_VALID
     wanted,  # (batch, heads) bool, read if HAS_WANTED
-    means,  # (batch, heads, num_blocks, head_dim) float32; if SPLIT the first digits, in tokens' dtype
-    low_means,  # the rest, written if SPLIT
+    means,  # (batch, heads, num_blocks, head_dim) float32; if SPLIT as `split_means` returns them
     stride_batch,
     stride_head,
     stride_token,
@@ -62,19 +61,20 @@ def _means_kernel(
             b_total += tl.sum(b_x.to(tl.float32), 0)
             count += tl.sum(m_token.to(tl.int32), 0)
         b_total = b_total / tl.maximum(count, 1).to(tl.float32)
-        o_mean = (head * blocks + block) * HEAD_DIM + o_dim
+        HALVES: tl.constexpr = 2 if SPLIT else 1
+        p_mean = means + (head * blocks + block) * HALVES * HEAD_DIM + o_dim
         if SPLIT:
             b_high = (b_total.to(tl.int32, bitcast=True) & FIRST_DIGITS).to(tl.float32, bitcast=True)
-            tl.store(low_means + o_mean, (b_total - b_high).to(low_means.dtype.element_ty), mask=o_dim < HEAD_DIM)
+            tl.store(p_mean + HEAD_DIM, (b_total - b_high).to(means.dtype.element_ty), mask=o_dim < HEAD_DIM)
             b_total = b_high
-        tl.store(means + o_mean, b_total.to(means.dtype.element_ty), mask=o_dim < HEAD_DIM)
+        tl.store(p_mean, b_total.to(means.dtype.element_ty), mask=o_dim < HEAD_DIM)
 
 
 def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_size: int) -> Tensor:
     """As `flexmask.plain.pooling.block_means`; `wanted` is (batch, heads) bool, the other heads stay unwritten. None: all."""
     batch, heads, length, head_dim = x.shape
     means = x.new_empty((batch, heads, num_blocks(length, block_size), head_dim), dtype=torch.float32)
-    _launch(x, valid, wanted, means, None, block_size)
+    _launch(x, valid, wanted, means, block_size)
     return means
 
 
@@ -84,28 +84,26 @@ def key_means(problem: BlockProblem) -> Tensor:
     return block_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, None, problem.block_size)
 
 
-def split_means(x: Tensor, valid: Tensor | None, block_size: int) -> tuple[Tensor, Tensor]:
-    """Block means for the row evidence: in half precision first digits and the rest, in float32 twice the means."""
+def split_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
+    """Block means whose halves add up, (batch, heads, num_blocks, halves, head_dim) in x's dtype.
+
+    In half precision the first digits and the rest; in float32 one half.
+    """
     if x.dtype == torch.float32:
-        means = block_means(x, valid, None, block_size)
-        return means, means
+        return block_means(x, valid, None, block_size).unsqueeze(-2)
     batch, heads, length, head_dim = x.shape
-    shape = (batch, heads, num_blocks(length, block_size), head_dim)
-    means, low_means = x.new_empty(shape), x.new_empty(shape)
-    _launch(x, valid, None, means, low_means, block_size)
-    return means, low_means
+    means = x.new_empty((batch, heads, num_blocks(length, block_size), 2, head_dim))
+    _launch(x, valid, None, means, block_size)
+    return means
 
 
-def _launch(
-    x: Tensor, valid: Tensor | None, wanted: Tensor | None, means: Tensor, low_means: Tensor | None, block_size: int
-) -> None:
-    batch, heads, blocks, head_dim = means.shape
-    length = x.shape[2]
+def _launch(x: Tensor, valid: Tensor | None, wanted: Tensor | None, means: Tensor, block_size: int) -> None:
+    batch, heads, length, head_dim = x.shape
+    blocks = means.shape[2]
     _means_kernel[(blocks, batch * heads)](
         x, means if valid is None else valid.to(torch.int8).contiguous(), means if wanted is None else wanted, means,
-        means if low_means is None else low_means, *x.stride(), 0 if valid is None or valid.shape[0] == 1 else length, heads,
-        length, blocks,
+        *x.stride(), 0 if valid is None or valid.shape[0] == 1 else length, heads, length, blocks,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TILE=min(32, block_size & -block_size), HAS_VALID=valid is not None, HAS_WANTED=wanted is not None,
-        SPLIT=low_means is not None, FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1), num_warps=1,
+        SPLIT=means.dtype != torch.float32, FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1), num_warps=1,
     )  # fmt: skip

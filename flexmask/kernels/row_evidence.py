@@ -18,9 +18,10 @@ from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.pooling import split_means
 from flexmask.kernels.scores import soft_capped
 
-# query rows of a program and their bytes: shared memory of consumer GPUs, next to the key means
-_ROWS = 64
+# query rows of a program and their bytes, and bytes of a tile of key means that three stages hold: shared memory of consumer GPUs
+_ROWS = 128
 _QUERY_BYTES = 32 * 1024
+_TILE_BYTES = 16 * 1024
 # query blocks, and key blocks at a time
 _Q_BLOCKS = 4
 _COLUMNS = 32
@@ -28,50 +29,50 @@ _COLUMNS = 32
 
 @triton.jit
 def _scores(
-    b_q, means, low_means, o_kv, is_edge, p_last_valid_key, p_count, b_position, m_row, o_dim, num_kv_blocks, max_distance, scale,
-    softcap, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_HALF: tl.constexpr,
-    HAS_TF32: tl.constexpr,
+    b_q, means, first_kv, p_last_valid_key, p_count, b_position, m_row, o_dim, num_kv_blocks, max_distance, scale, to_log2,
+    softcap, IS_EDGE: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HALVES: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
-    """Scores of rows with key means in powers of two, weighted by the number of keys; -inf where a row sees nothing.
+    """Scores of rows with the means of COLUMNS key blocks, which `to_log2` takes to powers of two, and the key blocks.
 
-    Most tiles are not `is_edge`: every row sees all of their keys.
+    Unless IS_EDGE, every row sees all keys of all blocks. There the scores hold the logarithm of the share of a block's keys that
+    are valid, and are -inf where a row sees nothing.
     """
-    m_kv = o_kv < num_kv_blocks
-    o_mean = o_kv[None, :] * HEAD_DIM + o_dim[:, None]
-    m_mean = m_kv[None, :] & (o_dim < HEAD_DIM)[:, None]
-    b_k = tl.load(means + o_mean, mask=m_mean, other=0.0)
-    if IS_HALF:
-        # as exact as float32: a mean is the sum of two halves
-        b_score = tl.dot(b_q, b_k) + tl.dot(b_q, tl.load(low_means + o_mean, mask=m_mean, other=0.0))
+    o_kv = first_kv + tl.arange(0, COLUMNS)
+    # the halves of a mean are neighbours: one product of both
+    o_half = (first_kv * HALVES + tl.arange(0, COLUMNS * HALVES))[None, :]
+    p_means = means + o_half * HEAD_DIM + o_dim[:, None]
+    if IS_EDGE or HEAD_DIM != PADDED_DIM:
+        b_k = tl.load(p_means, mask=(o_half < num_kv_blocks * HALVES) & (o_dim < HEAD_DIM)[:, None], other=0.0)
     else:
-        b_score = tl.dot(b_q, b_k, input_precision="tf32x3" if HAS_TF32 else "ieee")
-    b_score *= scale
+        b_k = tl.load(p_means)
+    b_score = tl.dot(b_q, b_k, input_precision="tf32x3" if HAS_TF32 else "ieee")
+    if HALVES == 2:
+        b_score = tl.sum(tl.reshape(b_score, (b_score.shape[0], COLUMNS, 2)), 2)
     if HAS_SOFTCAP:
-        b_score = soft_capped(b_score, softcap)
-    b_weight = tl.log2((o_kv * 0 + BLOCK_SIZE).to(tl.float32))
-    if is_edge:
-        b_weight = tl.log2(tl.maximum(tl.load(p_count + o_kv, mask=m_kv, other=0), 1).to(tl.float32))
-    b_score = b_score * 1.4426950408889634 + b_weight[None, :]
-    if is_edge:
+        b_score = soft_capped(b_score * scale, softcap)
+    if IS_EDGE:
+        m_kv = o_kv < num_kv_blocks
+        b_count = tl.maximum(tl.load(p_count + o_kv, mask=m_kv, other=0), 1).to(tl.float32)
+        b_score += (tl.log2(b_count / BLOCK_SIZE) / to_log2)[None, :]
         b_last_valid_key = tl.load(p_last_valid_key + o_kv, mask=m_kv, other=0)[None, :]
         b_own = (b_position // BLOCK_SIZE)[:, None]
         m_visible = (o_kv[None, :] == b_own) | ((o_kv[None, :] < b_own) & (b_position[:, None] - b_last_valid_key < max_distance))
         b_score = tl.where(m_visible & m_row[:, None] & m_kv[None, :], b_score, float("-inf"))
-    return b_score
+    return b_score, o_kv
 
 
 @triton.jit
 def _evidence_kernel(
     query,
     means,  # from split_means
-    low_means,  # read if IS_HALF
     row_valid,  # (batch, q_len) int8, read if PADDED
     rows,
     keys,
     thresholds,  # (batch or 1, num_heads, num_q_blocks), read unless MEASURE
     codes,  # int8, written unless MEASURE
     keep,  # bool, read if MEASURE
-    held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; NaN without rows
+    held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; -1 without rows
     query_stride_batch,
     query_stride_head,
     query_stride_token,
@@ -98,8 +99,9 @@ def _evidence_kernel(
     Q_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    IS_HALF: tl.constexpr,
+    HALVES: tl.constexpr,
     HAS_TF32: tl.constexpr,
     PADDED: tl.constexpr,
     MEASURE: tl.constexpr,
@@ -107,6 +109,7 @@ def _evidence_kernel(
     # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
+    to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
     PARTS: tl.constexpr = (GROUPS + HEADS - 1) // HEADS
     LINES: tl.constexpr = Q_BLOCKS * HEADS
     # long rows first
@@ -116,8 +119,7 @@ def _evidence_kernel(
     batch = key_head // num_kv_heads
     p_rows = rows + batch * rows_stride_batch
     p_keys = keys + batch * keys_stride_batch
-    p_means = means + key_head * num_kv_blocks * HEAD_DIM
-    p_low_means = low_means + key_head * num_kv_blocks * HEAD_DIM
+    p_means = means + key_head * num_kv_blocks * HALVES * HEAD_DIM
 
     # rows: query blocks, heads, sampled rows
     o_lane = tl.arange(0, LINES * ROWS)
@@ -143,31 +145,36 @@ def _evidence_kernel(
     b_number = tl.sum(tl.reshape(m_row.to(tl.int32), (LINES, ROWS)), 1)
     b_end = tl.where(m_line, tl.load(p_rows + o_q, mask=m_line, other=0) // BLOCK_SIZE + 1, 0)
     o_held = (key_head * GROUPS + o_head) * num_q_blocks + o_q
-    end = tl.max(b_end, 0)
     first_row = tl.load(p_rows + rows_stride + first_q_block)
-    begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
-    # earlier key blocks are whole and before every row of the tile
-    inner_end = first_row // BLOCK_SIZE
-    if PADDED | (tl.min((m_row | (o_head_of_row >= GROUPS)).to(tl.int32), 0) == 0):
-        inner_end = 0
     last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
+    begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
+    tiles = tl.cdiv(tl.max(b_end, 0) - begin, COLUMNS)
+    # inner tiles: key blocks that are whole, before every row and in every row's window
+    whole_end = first_row // BLOCK_SIZE
+    if PADDED | (tl.min((m_row | (o_head_of_row >= GROUPS)).to(tl.int32), 0) == 0):
+        whole_end = 0
+    whole_begin = tl.cdiv(tl.maximum(last_row - max_distance + 1, 0), BLOCK_SIZE)
+    first_inner = tl.minimum(tl.cdiv(tl.maximum(whole_begin - begin, 0), COLUMNS), tiles)
+    inner_tiles = tl.maximum(whole_end - begin - first_inner * COLUMNS, 0) // COLUMNS
 
     b_highest = tl.full([LINES * ROWS], float("-inf"), tl.float32)
     b_total = tl.zeros([LINES * ROWS], tl.float32)
-    for start in range(begin, end, COLUMNS):
-        is_edge = (start + COLUMNS > inner_end) | (last_row - start * BLOCK_SIZE >= max_distance)
-        b_score = _scores(
-            b_q, p_means, p_low_means, start + tl.arange(0, COLUMNS), is_edge, p_keys, p_keys + 2 * keys_stride,
-            b_position, m_row, o_dim, num_kv_blocks, max_distance, scale, softcap,
-            HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, IS_HALF=IS_HALF, HAS_TF32=HAS_TF32,
-        )  # fmt: skip
-        b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-        b_total = b_total * tl.exp2(b_highest - b_base) + tl.sum(tl.exp2(b_score - b_base[:, None]), 1)
-        b_highest = b_higher
-    b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest)
-    b_factor = 1.0 / tl.where(b_total == 0, 1.0, b_total)
+    for is_edge in tl.static_range(2):
+        for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
+            place = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
+            b_score, o_kv = _scores(
+                b_q, p_means, begin + place * COLUMNS, p_keys, p_keys + 2 * keys_stride, b_position, m_row, o_dim, num_kv_blocks,
+                max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM, PADDED_DIM=PADDED_DIM,
+                BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
+            )  # fmt: skip
+            b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
+            b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher * to_log2)
+            b_total = b_total * tl.exp2(b_highest * to_log2 - b_base) + tl.sum(tl.exp2(b_score * to_log2 - b_base[:, None]), 1)
+            b_highest = b_higher
+    b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest * to_log2)
+    b_log_total = b_base + tl.log2(tl.where(b_total == 0, 1.0, b_total))
 
+    # computing the products again is cheaper than storing the scores
     b_in_kept = tl.zeros([LINES], tl.float32)
     b_least_of_rows = tl.zeros([LINES], tl.float32)
     b_least_of_lines = tl.zeros([LINES], tl.float32)
@@ -180,66 +187,65 @@ def _evidence_kernel(
         b_least_of_rows = (b_squares * b_least * b_least).to(tl.float32)
         b_least *= tl.cast(of_lines, tl.float64)
         b_least_of_lines = (b_squares * b_least * b_least).to(tl.float32)
-    # computing the products again is cheaper than storing the scores
-    for start in range(begin, end, COLUMNS):
-        o_kv = start + tl.arange(0, COLUMNS)
-        is_edge = (start + COLUMNS > inner_end) | (last_row - start * BLOCK_SIZE >= max_distance)
-        b_score = _scores(
-            b_q, p_means, p_low_means, o_kv, is_edge, p_keys, p_keys + 2 * keys_stride,
-            b_position, m_row, o_dim, num_kv_blocks, max_distance, scale, softcap,
-            HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, IS_HALF=IS_HALF, HAS_TF32=HAS_TF32,
-        )  # fmt: skip
-        b_p = tl.exp2(b_score - b_base[:, None]) * b_factor[:, None]
-        m_kv = (o_kv[None, :] < b_end[:, None]) & m_line[:, None]
-        o_map = o_held[:, None] * num_kv_blocks + o_kv[None, :]
-        if MEASURE:
+    # squares, or the shares themselves
+    POWER: tl.constexpr = 1 if MEASURE else 2
+    for is_edge in tl.static_range(2):
+        for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
+            place = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
+            b_score, o_kv = _scores(
+                b_q, p_means, begin + place * COLUMNS, p_keys, p_keys + 2 * keys_stride, b_position, m_row, o_dim, num_kv_blocks,
+                max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM, PADDED_DIM=PADDED_DIM,
+                BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
+            )  # fmt: skip
+            b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])
             b_by_line = tl.sum(tl.reshape(b_p, (LINES, ROWS, COLUMNS)), 1)
-            b_in_kept += tl.sum(tl.where(tl.load(keep + o_map, mask=m_kv, other=0) != 0, b_by_line, 0.0), 1)
-        else:
-            b_by_line = tl.sum(tl.reshape(b_p * b_p, (LINES, ROWS, COLUMNS)), 1)
-            # NaN drops nothing
-            b_takes_lines = ((b_by_line < b_least_of_lines[:, None]) == 0).to(tl.int8)
-            tl.store(codes + o_map, b_takes_lines + 2 * ((b_by_line < b_least_of_rows[:, None]) == 0).to(tl.int8), mask=m_kv)
+            m_kv = (o_kv[None, :] < b_end[:, None]) & m_line[:, None]
+            o_map = o_held[:, None] * num_kv_blocks + o_kv[None, :]
+            if MEASURE:
+                b_in_kept += tl.sum(tl.where(tl.load(keep + o_map, mask=m_kv, other=0) != 0, b_by_line, 0.0), 1)
+            else:
+                # NaN drops nothing
+                b_takes_lines = ((b_by_line < b_least_of_lines[:, None]) == 0).to(tl.int8)
+                b_code = b_takes_lines + 2 * ((b_by_line < b_least_of_rows[:, None]) == 0).to(tl.int8)
+                tl.store(codes + o_map, b_code, mask=m_kv)
     if MEASURE:
-        b_mean = tl.where(b_number > 0, b_in_kept / tl.maximum(b_number, 1).to(tl.float32), float("nan"))
+        b_mean = tl.where(b_number > 0, b_in_kept / tl.maximum(b_number, 1).to(tl.float32), -1.0)
         tl.store(held + o_held, b_mean, mask=m_line)
 
 
 class RowEvidence(NamedTuple):
     """The means that sampled rows are compared with; the kernel writes only decisions."""
 
-    means: tuple[Tensor, Tensor]  # from `split_means`
+    means: Tensor  # from `split_means`
     row_stride: int
 
 
 def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
-    tokens = problem.tokens
-    return RowEvidence(
-        split_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, problem.block_size), row_stride
-    )
+    valid = None if problem.tokens.filled else problem.tokens.key_valid
+    return RowEvidence(split_means(problem.inputs.key, valid, problem.block_size), row_stride)
 
 
 def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float) -> Blocks:
     """As `flexmask.plain.row_evidence.row_blocks`; codes without visible pairs may be unwritten."""
     batch, num_heads, _, _ = problem.inputs.query.shape
-    means = evidence.means[0]
-    codes = means.new_empty((batch, num_heads, problem.edges.rows.shape[2], means.shape[2]), dtype=torch.int8)
+    codes = evidence.means.new_empty((batch, num_heads, problem.edges.rows.shape[2], evidence.means.shape[2]), dtype=torch.int8)
     _launch(problem, evidence, of_lines, thresholds=thresholds, codes=codes)
     return Blocks(codes, gated=True)
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> Tensor:
     """As `flexmask.plain.row_evidence.row_coverage`."""
-    held = evidence.means[0].new_empty(keep.shape[:3], dtype=torch.float32)
+    held = evidence.means.new_empty(keep.shape[:3], dtype=torch.float32)
     _launch(problem, evidence, keep=keep, held=held)
-    return held.nanmean(-1)
+    has_rows = held != -1
+    return torch.where(has_rows, held, 0.0).sum(-1) / has_rows.sum(-1)
 
 
 def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0, **written: Tensor) -> None:
     inputs, tokens, edges, means, block_size = problem.inputs, problem.tokens, problem.edges, evidence.means, problem.block_size
     query, window, softcap = inputs.query, inputs.window, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
-    num_kv_heads, num_kv_blocks = means[0].shape[1:3]
+    num_kv_heads, num_kv_blocks = means.shape[1:3]
     num_q_blocks, groups = edges.rows.shape[2], num_heads // num_kv_heads
     kv_len = inputs.key.shape[2]
     samples = triton.next_power_of_2(block_size // evidence.row_stride)
@@ -249,17 +255,20 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
     heads = min(triton.next_power_of_2(groups), max(1, most // samples))
     q_blocks = max(1, min(_Q_BLOCKS, most // (samples * heads)))
     rows = max(samples, 16 // (heads * q_blocks))
+    halves = means.shape[3]
+    stages = 3 if _COLUMNS * halves * padded_dim * query.element_size() <= _TILE_BYTES else 2
     any_tensor = edges.rows  # for arguments that a variant does not read
     _evidence_kernel[(triton.cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * triton.cdiv(groups, heads))](
-        query, *means, tokens.row_valid.to(torch.int8).contiguous() if tokens.padded else any_tensor, edges.rows, edges.keys,
+        query, means, tokens.row_valid.to(torch.int8).contiguous() if tokens.padded else any_tensor, edges.rows, edges.keys,
         written.get("thresholds", any_tensor), written.get("codes", any_tensor), written.get("keep", any_tensor),
         written.get("held", any_tensor), *query.stride(), *edges.strides,
         num_heads * num_q_blocks if "thresholds" in written and written["thresholds"].shape[0] > 1 else 0, num_kv_heads, q_len,
         num_q_blocks, num_kv_blocks, kv_len if window is None else min(window, kv_len), inputs.scale,
         1.0 if softcap is None else softcap, of_lines,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=evidence.row_stride, GROUPS=groups,
-        HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=_COLUMNS, HAS_SOFTCAP=softcap is not None,
-        IS_HALF=query.dtype != torch.float32,
+        HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=_COLUMNS, STAGES=stages, HALVES=halves,
+        HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
-        HAS_TF32=torch.version.hip is None, PADDED=tokens.padded, MEASURE="held" in written, num_warps=4, num_stages=2,
+        HAS_TF32=torch.version.hip is None, PADDED=tokens.padded, MEASURE="held" in written,
+        num_warps=8 if heads * q_blocks * rows >= _ROWS else 4, num_stages=stages,
     )  # fmt: skip

@@ -115,7 +115,8 @@ def diagonal_sums(
             b_part = tl.load(p_sums + 2, mask=m_sums, other=0.0)
         else:
             b_part = tl.load(p_sums + 3, mask=m_sums, other=0.0)
-        b_shares += b_part * b_weight
+        # not a factor of NaN
+        b_shares += tl.where(m_sums, b_part * b_weight, 0.0)
     # rounding may leave less than 0; unlike a maximum, this keeps NaN
     b_total = tl.sum(b_shares, 1)
     return tl.where(b_total < 0, 0.0, b_total)

@@ -19,7 +19,7 @@ from flexmask.kernels.pooling import split_means
 def test_halves_of_the_means_hold_twice_the_digits(dtype):
     key = normal(2, 3, 500, 64).to(dtype)
     means = kernel_means(key, None, None, 16)
-    high, low = split_means(key, None, 16)
+    high, low = split_means(key, None, 16).unbind(-2)
     assert high.dtype == low.dtype == dtype
     digits = 16 if dtype == torch.bfloat16 else 20
     error = (high.double() + low.double() - means.double()).abs()
@@ -96,3 +96,15 @@ def test_padding_in_tiles_far_from_every_edge():
     slot = torch.arange(700, device=key.device)
     padding = ((slot >= 45) & (slot // 4 % 3 != 0)) | (slot >= 60)
     compare(query, key, 4, [0.6, 0.8], padding[None])
+
+
+def test_coverage_of_a_head_with_nan_is_nan():
+    query, key = normal(1, 2, 100, 32), normal(1, 1, 100, 32, seed=1)
+    query[0, 1, 64] = torch.nan  # a sampled row
+    inputs = attention_inputs(query, key).placed()
+    for steps in (plain, kernels):
+        problem = cut_into_blocks(inputs, 16, steps)
+        keep = torch.ones(1, 2, 7, 7, dtype=torch.bool, device=DEVICE)
+        covered = steps.row_coverage(problem, steps.row_evidence(problem, 4), keep)
+        torch.testing.assert_close(covered[0, 0].item(), 1.0)
+        assert covered[0, 1].isnan()

@@ -4,8 +4,8 @@ Not from the paper: FlexPrefill looks at the representative rows alone. With n t
 that a query block sees, n0 = length / B, ``e = (1 - gamma) min(2, n0 / N)`` and the other constants those of a `Rule`,
 query block r of a head keeps
 
-- each key block j with ``R[r, j] >= t[r]``, where ``t[r] = rows e (N / n)^p max(1, first_rows n0 / n)^3p`` and
-  ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
+- each key block j with ``R[r, j] >= t[r]``, where ``t[r] = rows e (N / n)^p max(1, (first_rows n0 / n)^3 (1 - first_gamma) / (1 - gamma))^p``
+  and ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
   attention to the means of the key blocks it sees, each weighed by its number of keys;
 - each key block to which one of the representative rows gives ``>= key_block e`` of its attention;
 - each block diagonal with ``S >= diagonal e``, S as in the paper, of the attention of the representative rows without that to
@@ -50,6 +50,7 @@ class Rule(NamedTuple):
     rows: float
     earlier_rows: float
     first_rows: float
+    first_gamma: float
     lines: float
     nearest: int
 
@@ -102,8 +103,10 @@ def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
     rows = []
     for number in numbers:
         number = max(number, 1)
-        first = rule.first_rows * at_length / number
-        rows.append(rule.rows * share * (most / number) ** power * (first ** (3 * power) if first > 1 else 1.0))
+        first = 1.0
+        if gamma < 1:
+            first = max(first, (rule.first_rows * at_length / number) ** 3 * (1 - rule.first_gamma) / (1 - gamma))
+        rows.append(rule.rows * share * (most / number) ** power * first**power)
     return Thresholds(rule.key_block * share, rule.diagonal * share, rows)
 
 
