@@ -8,10 +8,10 @@ from torch import Tensor
 
 from flexmask.base.checks import check_int
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.memory import plain_bytes
 from flexmask.base.options import blocks_of, check_budgets, check_shares
 from flexmask.base.selection import Selection
 from flexmask.base.visibility import num_blocks
-from flexmask.block_masks.flexprefill import plain_bytes
 from flexmask.method import BlockProblem, ByHead, method
 
 # docs/design.md, "Why these constants", has how they were chosen.
@@ -64,12 +64,12 @@ def _keeps_all(*, gamma: float, **_: Any) -> bool:
     return gamma == 1
 
 
-def _head_bytes(problem: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
+def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
     """As flexprefill's; kernels take one more byte per pair of blocks."""
     if by_kernels:
-        q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (problem.query, problem.key))
+        q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (inputs.query, inputs.key))
         return kv_blocks * (q_blocks * 10 + block_size * 16)
-    return plain_bytes(problem, block_size, 80, 12 if problem.softcap is None else 18)
+    return plain_bytes(inputs, block_size, 80, 12 if inputs.softcap is None else 18)
 
 
 @method(steps=("plain", "kernels"), check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)

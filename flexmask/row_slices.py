@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
-from flexmask.base.blocks import BlockProblem, cut_into_blocks, map_bytes
+from flexmask.base.blocks import BlockProblem, cut_into_blocks
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.memory import map_bytes
 from flexmask.base.selection import BlockLists, Selection
 from flexmask.compilation import run_compiled
 from flexmask.run_method import from_map

@@ -16,11 +16,10 @@ from flexmask import plain
 from flexmask._torch import HAS_TRITON, computed_once
 from flexmask.base.blocks import BlockProblem, cut_into_blocks
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.selection import BlockLists, Selected, Selection
+from flexmask.base.selection import BlockLists, Selected, Selection, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.compilation import run_compiled
 from flexmask.flex.mask_mods import MaskMod
-from flexmask.plain.block_lists import block_lists
 from flexmask.selector import METHODS, Selector
 from flexmask.stats import FROM_LISTS, computed, empty
 

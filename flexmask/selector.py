@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import map_bytes
 from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.memory import map_bytes
 from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
 from flexmask.base.selection import Selection
 from flexmask.users_mask import users_choice

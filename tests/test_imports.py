@@ -15,7 +15,7 @@ BELOW: dict[str, set[str]] = {
     "base": {"_torch"},
     "plain": {"base"},
     "kernels": {"_torch", "base"},
-    "flex": {"_torch", "base", "compilation", "plain"},
+    "flex": {"_torch", "base", "compilation"},
     "block_masks": {"base", "method", "plain"},
     "pictures": set(),
     "plot": {"pictures"},

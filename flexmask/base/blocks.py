@@ -12,10 +12,6 @@ from flexmask.base.floats import widest_float
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, in_blocks, num_blocks, token_validity
 
-# per pair of blocks while lists are made, uncompiled: int64 places, int32 sums and lists, bool maps
-_PAIR_BYTES = 40
-_SCORE_BYTES = 12  # float32 twice, and the map of visible keys
-
 
 @dataclass(frozen=True)
 class BlockProblem:
@@ -88,12 +84,6 @@ class BlockProblem:
         means: Tensor = self.steps.key_means(self)
         return means
 
-    def query_means(self, blocks: int = 1) -> Tensor:
-        """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
-        valid = self.tokens.row_valid if self.tokens.padded else None
-        means: Tensor = self.steps.block_means(self.inputs.query, valid, blocks * self.block_size)
-        return means
-
     def first_block(self) -> Tensor:
         """Key block of the first valid key, (batch or 1, 1, 1, 1) int64."""
         return (self.key_counts() > 0).int().argmax(-1)[:, None, None, None]
@@ -141,9 +131,3 @@ def cut_into_blocks(
         tokens = Tokens(tokens.offset, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
     seen, edges = block_visibility(tokens, block_size, inputs.window), steps.edges_of(tokens, block_size, inputs.window)
     return BlockProblem(inputs, block_size, tokens, seen, steps, with_map, edges)
-
-
-def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
-    """Bytes of one head's map in one batch row while its lists are made, and of the scores of `rows` representative rows."""
-    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
-    return _PAIR_BYTES * num_blocks(q_len, block_size) * num_blocks(kv_len, block_size) + _SCORE_BYTES * rows * kv_len

@@ -11,12 +11,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.selection import block_lists
 from flexmask.flex.dense import dense_attention, sdpa_serves
 from flexmask.flex.from_lists import block_mask_from_lists
 from flexmask.flex.mask_mods import MaskMod, captured, named
 from flexmask.flex.run import run_flex_attention
 from flexmask.flex.visible import has_fused_kernel
-from flexmask.plain.block_lists import block_lists
 
 _BLOCK = 128
 # blocks of rows and of keys that one call copies
