@@ -49,7 +49,7 @@ def _head_bytes(
     return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, by_score)
 
 
-@method(steps=("plain", "kernels"), check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
+@method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
 def flexprefill_mask(
     problem: BlockProblem,
     gamma: ByHead = 0.95,

@@ -72,7 +72,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
     return plain_bytes(inputs, block_size, 80, 12 if inputs.softcap is None else 18)
 
 
-@method(steps=("plain", "kernels"), check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
+@method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
 def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8) -> Selection:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 

@@ -49,7 +49,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, *, t
     return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, 32)
 
 
-@method(steps=("plain",), check=_check, check_call=_check_call, head_bytes=_head_bytes)
+@method(check=_check, check_call=_check_call, head_bytes=_head_bytes)
 def published_mask(
     problem: BlockProblem, gamma: ByHead = 0.95, tau: float = 0.1, *, min_budget: int = 1024, max_budget: int | None = None
 ) -> Selection:

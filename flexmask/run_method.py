@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmask import plain
 from flexmask._torch import HAS_TRITON, computed_once
-from flexmask.base.blocks import BlockProblem, cut_into_blocks
+from flexmask.base.blocks import BlockProblem, Steps, cut_into_blocks
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists, Selected, Selection, block_lists
 from flexmask.base.visibility import num_blocks
@@ -26,6 +26,9 @@ from flexmask.stats import FROM_LISTS, computed, empty
 if HAS_TRITON:
     from flexmask import kernels
 
+# float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
+MOST_NUMBERS = 2**27
+
 Chosen = tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...], MaskMod | None]
 
 
@@ -33,21 +36,24 @@ def run_method(
     selector: Selector, inputs: AttentionInputs, numbers: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
 ) -> Selected:
     """Run a method on placed inputs; `numbers` are its options that are tensors, for the heads of the inputs."""
-    method, by_kernels = selector.method, selector.runs_kernels(inputs.query)
+    method, block_size, by_kernels = selector.method, selector.block_size, selector.runs_kernels(inputs.query)
     if by_kernels and torch.compiler.is_compiling():
         return _as_one_operator(selector, inputs, numbers, with_map, statistics)
     fixed = {name: value for name, value in selector.options.items() if name not in numbers}
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
-    arguments = (selector.block_size, method.choose, fixed, numbers, wants_map, statistics, by_kernels)
-    if not method.compiled:
+    variant = (method.name, tuple(fixed.items()), wants_map, statistics)
+    arguments = (block_size, method.choose, fixed, numbers, wants_map, statistics, by_kernels)
+    if method.row_numbers is not None:
+        kept = _map_in_row_slices(selector, inputs, fixed, numbers)
+        lists, keep, stats, own = run_compiled(_of_map, ("rows", statistics), inputs, block_size, kept, statistics)
+    elif method.is_users:
         lists, keep, stats, own = _chosen(inputs, *arguments)
     else:
-        variant = (method.name, tuple(fixed.items()), wants_map, statistics)
         lists, keep, stats, own = run_compiled(_chosen, variant, inputs, *arguments, by_kernels=by_kernels)
     # without a title all methods share one compiled kernel
     title = method.name if own is not None else selector.title if with_map else None
     found = dict(zip(statistics, stats, strict=True))
-    return Selected(BlockLists(*lists), keep if with_map else None, found, selector.block_size, title, own)
+    return Selected(BlockLists(*lists), keep if with_map else None, found, block_size, title, own)
 
 
 def _chosen(
@@ -61,12 +67,23 @@ def _chosen(
     by_kernels: bool,
 ) -> Chosen:
     """Lists, map, statistics and mask_mod of a method's choice."""
-    blocks = cut_into_blocks(inputs, block_size, kernels if by_kernels else plain, with_map)
-    found = choose(blocks, **fixed, **numbers)
+    steps: Steps = plain
+    if by_kernels:
+        steps = kernels
+    blocks = cut_into_blocks(inputs, block_size, steps, with_map)
+    return _described(blocks, choose(blocks, **fixed, **numbers), statistics)
+
+
+def _of_map(inputs: AttentionInputs, block_size: int, kept: Tensor, statistics: tuple[str, ...]) -> Chosen:
+    """As `_chosen`, of a map of kept blocks."""
+    return _described(cut_into_blocks(inputs, block_size, plain), kept, statistics)
+
+
+def _described(blocks: BlockProblem, found: Selection | Tensor | None, statistics: tuple[str, ...]) -> Chosen:
     if not isinstance(found, Selection):
         found = from_map(blocks, found)
-    heads = (inputs.query.shape[0], inputs.query.shape[1])
-    stats = computed(found, statistics, blocks.tokens, block_size, inputs.window, heads)
+    heads = (blocks.inputs.query.shape[0], blocks.inputs.query.shape[1])
+    stats = computed(found, statistics, blocks.tokens, blocks.block_size, blocks.inputs.window, heads)
     return tuple(found.lists), found.keep, stats, found.mask_mod
 
 
@@ -78,6 +95,34 @@ def from_map(blocks: BlockProblem, kept: Tensor | None) -> Selection:
     return Selection(block_lists(limited, blocks.seen.full), None if kept is None else limited)
 
 
+def _map_in_row_slices(selector: Selector, inputs: AttentionInputs, fixed: dict[str, Any], numbers: dict[str, Tensor]) -> Tensor:
+    """The map of a method with `row_numbers`, as many rows at a time as `MOST_NUMBERS` allows."""
+    method, block_size, (batch, num_heads, q_len, _) = selector.method, selector.block_size, inputs.query.shape
+    by_block = batch * num_heads * block_size * selector.row_numbers(inputs)
+    rows = max(1, MOST_NUMBERS // by_block) * block_size
+    variant, options = (method.name, tuple(fixed.items())), {**fixed, **numbers}
+    parts = []
+    for start in range(0, q_len, rows):
+        some, end = (inputs, None) if rows >= q_len else _rows_of(inputs, start, rows)
+        parts.append(run_compiled(_map, variant, some, block_size, method.choose, end, options))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _rows_of(inputs: AttentionInputs, start: int, rows: int) -> tuple[AttentionInputs, Tensor]:
+    """The inputs of `rows` query rows from `start` on, and the position after the whole's last row, (batch,) int32."""
+    batch, q_len = inputs.query.shape[0], inputs.query.shape[2]
+    first = inputs.offset
+    if first is None:
+        first = torch.full((batch,), inputs.key.shape[2] - q_len, dtype=torch.int32, device=inputs.query.device)
+    return inputs.with_fields(query=inputs.query[:, :, start : start + rows], offset=first + start), first + q_len
+
+
+def _map(
+    inputs: AttentionInputs, block_size: int, choose: Callable[..., Tensor], end: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    return choose(cut_into_blocks(inputs, block_size, plain, end=end), **options)
+
+
 def _as_one_operator(
     selector: Selector, inputs: AttentionInputs, numbers: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
 ) -> Selected:
@@ -85,14 +130,14 @@ def _as_one_operator(
 
     Traced into one graph with flex_attention, our kernels gave wrong results (torch 2.11 apparently does not order its reads).
     """
-    fixed = {name: value for name, value in selector.options.items() if name not in numbers}
-    words = ",".join(value for value in fixed.values() if isinstance(value, str))
+    fixed = {name: value for name, value in selector.options.items() if name not in numbers and value is not None}
+    words = [f"{name}={value}" for name, value in fixed.items() if isinstance(value, str)]
     # floats that stayed numbers are 0
-    integers = [-1 if value is None else int(value) for value in fixed.values() if not isinstance(value, str)]
+    integers = {name: int(value) for name, value in fixed.items() if not isinstance(value, str)}
     found = selection_operator(
         inputs.query, inputs.key, list(numbers.values()), inputs.offset, inputs.attention_mask, inputs.scale,
-        inputs.softcap, inputs.window, selector.method.name, ",".join(numbers), words, [selector.block_size, *integers], with_map,
-        ",".join(statistics),
+        inputs.softcap, inputs.window, selector.method.name, selector.block_size, ",".join(numbers), "\n".join(words),
+        ",".join(integers), list(integers.values()), with_map, ",".join(statistics),
     )  # fmt: skip
     stats, title = dict(zip(statistics, found[5:], strict=True)), selector.title if with_map else None
     return Selected(BlockLists(*found[:4]), found[4] if with_map else None, stats, selector.block_size, title)
@@ -102,7 +147,8 @@ def _as_one_operator(
     "flexmask::select",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor[] numbers, Tensor? offset, Tensor? attention_mask, float scale, float? softcap, "
-    "SymInt? window, str method, str names, str words, SymInt[] integers, bool with_map, str statistics) -> Tensor[]",
+    "SymInt? window, str method, SymInt block_size, str number_names, str words, str integer_names, SymInt[] integers, "
+    "bool with_map, str statistics) -> Tensor[]",
 )
 def selection_operator(
     query: Tensor,
@@ -114,25 +160,21 @@ def selection_operator(
     softcap: float | None,
     window: int | None,
     method: str,
-    names: str,
+    block_size: int,
+    number_names: str,
     words: str,
+    integer_names: str,
     integers: list[int],
     with_map: bool,
     statistics: str,
 ) -> list[Tensor]:
-    """`run_method` as an operator: `names` are the options in `numbers`, the rest stands in `words` and `integers` (-1: None)."""
-    by_name = dict(zip(filter(None, names.split(",")), numbers, strict=True))
-    found_words, found_integers = iter(words.split(",")), iter(integers)
-    block_size = next(found_integers)
-    options: dict[str, Any] = dict(by_name)
-    for name, default in METHODS[method].defaults.items():
-        if isinstance(default, str):
-            options[name] = next(found_words)
-        elif name not in by_name:
-            number = next(found_integers)
-            options[name] = None if number < 0 else number
-    selector = Selector(METHODS[method], block_size, {name: options[name] for name in METHODS[method].defaults})
+    """`run_method` as an operator; options without a name in `number_names`, `words` and `integer_names` are None."""
+    by_name = dict(zip(filter(None, number_names.split(",")), numbers, strict=True))
+    options: dict[str, Any] = dict.fromkeys(METHODS[method].defaults)
+    options |= dict(line.split("=", 1) for line in filter(None, words.split("\n")))
+    options |= dict(zip(filter(None, integer_names.split(",")), integers, strict=True)) | by_name
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset)
+    selector = Selector(METHODS[method], block_size, options)
     found = run_method(selector, inputs, by_name, with_map, tuple(filter(None, statistics.split(","))))
     keep = query.new_empty(0, dtype=torch.bool) if found.keep is None or not with_map else found.keep
     return [*found.lists, keep, *found.stats.values()]
@@ -144,7 +186,7 @@ _OPERATOR = inspect.signature(selection_operator._init_fn)
 @selection_operator.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     given = _OPERATOR.bind(*arguments).arguments
-    query, key, block_size = given["query"], given["key"], given["integers"][0]
+    query, key, block_size = given["query"], given["key"], given["block_size"]
     rows = (*query.shape[:2], num_blocks(query.shape[2], block_size))
     blocks = (*rows, num_blocks(key.shape[2], block_size))
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [(rows, torch.int32), (blocks, torch.int32)] * 2

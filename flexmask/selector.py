@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from flexmask.base.options import check_block_size, pairs_by_head, shares_by_hea
 from flexmask.base.selection import Selection
 from flexmask.users_mask import users_choice
 
-# types of options in methods' signatures (`flexmask.method`)
-ByHead = float | Sequence[float] | Tensor
-PairsByHead = Sequence[float] | Sequence[Sequence[float]]
+# types of options in methods' signatures, by which `flexmask.method` finds them
+ByHead = Annotated[float | Sequence[float] | Tensor, "by head"]
+PairsByHead = Annotated[Sequence[float] | Sequence[Sequence[float]], "pairs by head"]
 
 METHODS: dict[str, Method] = {}
 """The table of methods by name; importing `flexmask.block_masks` fills it"""
@@ -33,7 +33,7 @@ class Method:
     Attributes
     ----------
     choose
-        From a `BlockProblem` and the options to the kept blocks; of a method with `steps` to a `Selection`.
+        From a `BlockProblem` and the options to the kept blocks; of a method written in steps to a `Selection`.
     defaults
         Its options by name, with their defaults.
     name
@@ -44,14 +44,15 @@ class Method:
         Called with the options, and with inputs and options; raise for those that it does not serve.
     keeps_all
         From one head's options to True if it keeps all its blocks. None: never.
-    steps
-        The modules of steps that it is written in: "plain", "kernels". None: it returns a map.
+    has_kernels
+        True if `flexmask.kernels` has its steps too.
     head_bytes
         From the inputs, block_size, whether kernels serve it, and the options to the bytes of one head's mask while it is made.
+    row_numbers
+        From kv_len, block_size and the options to the float32 numbers that it writes out per query row and head. It then runs on
+        slices of rows: a query block's choice must depend only on its own rows and the keys.
     shared
         True if the heads decide together.
-    compiled
-        True if `choose` is compiled as a whole on accelerators.
     is_users
         True for a user's function of query and key.
     """
@@ -65,10 +66,10 @@ class Method:
     check: Callable[..., None] | None = None
     check_call: Callable[..., None] | None = None
     keeps_all: Callable[..., bool] | None = None
-    steps: tuple[str, ...] = ()
+    has_kernels: bool = False
     head_bytes: Callable[..., int] | None = None
+    row_numbers: Callable[..., int] | None = None
     shared: bool = False
-    compiled: bool = True
     is_users: bool = False
 
     def checked(self, block_size: int, options: Mapping[str, Any]) -> Selector:
@@ -110,23 +111,31 @@ class Selector:
             filled[name] = pairs_by_head(name, given, num_heads)
         if method.check_call is not None:
             method.check_call(inputs, block_size=self.block_size, **filled)
-        if method.head_bytes is None:
-            needed = map_bytes(inputs, self.block_size)
-        else:
-            needed = method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **filled)
-        return Selector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), needed)
+        made = Selector(method, self.block_size, filled, _keeps_all(method, filled, num_heads))
+        return Selector(method, self.block_size, filled, made.keeps_all, made._bytes(inputs))
+
+    def _bytes(self, inputs: AttentionInputs) -> int:
+        if self.method.head_bytes is not None:
+            return self.method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **self.options)
+        rows = 0 if self.method.row_numbers is None else 4 * self.block_size * self.row_numbers(inputs)
+        return map_bytes(inputs, self.block_size) + rows
+
+    def row_numbers(self, inputs: AttentionInputs) -> int:
+        """`Method.row_numbers` of a method that has it, at least 1."""
+        assert self.method.row_numbers is not None
+        return max(1, self.method.row_numbers(inputs.key.shape[2], self.block_size, **self.options))
 
     def runs_kernels(self, query: Tensor) -> bool:
         """True if the Triton kernels serve it."""
-        return HAS_TRITON and query.is_cuda and "kernels" in self.method.steps
+        return HAS_TRITON and query.is_cuda and self.method.has_kernels
 
     @property
     def title(self) -> str:
         """Its name with its options, for pictures; in a surrounding compilation, where floats may be symbolic, only the name."""
         if torch.compiler.is_compiling():
             return self.method.name
-        told = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
-        return f"{self.method.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **told}.items())})"
+        shown = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
+        return f"{self.method.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **shown}.items())})"
 
 
 def _keeps_all(method: Method, options: dict[str, Any], num_heads: int) -> list[bool]:
@@ -155,5 +164,5 @@ def selector_of(named: str | Callable[..., Any], block_size: int, options: Mappi
         inner = inner.func
     check_block_size(block_size)
     name = str(getattr(inner, "__name__", type(inner).__name__))
-    users = Method(users_choice(named, name), dict(options), name, compiled=False, is_users=True)
+    users = Method(users_choice(named, name), dict(options), name, is_users=True)
     return Selector(users, block_size, dict(options))
