@@ -20,7 +20,7 @@ from flexmask.base.selection import BlockLists, Selected, Selection, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.compilation import run_compiled
 from flexmask.flex.mask_mods import MaskMod
-from flexmask.selector import METHODS, Selector
+from flexmask.selector import METHODS, Method, Selector
 from flexmask.stats import FROM_LISTS, computed, empty
 
 if HAS_TRITON:
@@ -29,31 +29,56 @@ if HAS_TRITON:
 # float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
 
+MAP = Method(lambda problem, kept: kept, {"kept": None}, "map")
+
 Chosen = tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...], MaskMod | None]
 
 
 def run_method(
-    selector: Selector, inputs: AttentionInputs, numbers: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
+    selector: Selector,
+    inputs: AttentionInputs,
+    numbers: dict[str, Tensor],
+    with_map: bool,
+    statistics: tuple[str, ...],
+    end: Tensor | None = None,
 ) -> Selected:
-    """Run a method on placed inputs; `numbers` are its options that are tensors, for the heads of the inputs."""
-    method, block_size, by_kernels = selector.method, selector.block_size, selector.runs_kernels(inputs.query)
+    """Run a method on placed inputs; `numbers` are its options that are tensors, for the heads of the inputs.
+
+    For a slice of rows, `end` is the position after the whole's last row, (batch,) int32.
+    """
+    block_size, by_kernels = selector.block_size, selector.runs_kernels(inputs.query)
     if by_kernels and torch.compiler.is_compiling():
         return _as_one_operator(selector, inputs, numbers, with_map, statistics)
-    fixed = {name: value for name, value in selector.options.items() if name not in numbers}
-    wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
-    variant = (method.name, tuple(fixed.items()), wants_map, statistics)
-    arguments = (block_size, method.choose, fixed, numbers, wants_map, statistics, by_kernels)
-    if method.row_numbers is not None:
-        kept = _map_in_row_slices(selector, inputs, fixed, numbers)
-        lists, keep, stats, own = run_compiled(_of_map, ("rows", statistics), inputs, block_size, kept, statistics)
-    elif method.is_users:
+    run = selector
+    if selector.row_numbers and end is None:
+        batch, num_heads, q_len, _ = inputs.query.shape
+        rows = max(1, MOST_NUMBERS // (batch * num_heads * selector.row_numbers * block_size)) * block_size
+        if rows < q_len:
+            slices = [_rows_of(inputs, start, rows) for start in range(0, q_len, rows)]
+            maps = [run_method(selector, part, numbers, True, (), end).keep for part, end in slices]
+            run, numbers = Selector(MAP, block_size, MAP.defaults), {"kept": torch.cat([x for x in maps if x is not None], 2)}
+    fixed = {name: value for name, value in run.options.items() if name not in numbers}
+    # the plain steps make it in any case
+    wants_map = not by_kernels or with_map or any(name not in FROM_LISTS for name in statistics)
+    arguments = (block_size, run.method.choose, fixed, numbers, wants_map, statistics, by_kernels, end)
+    if selector.method.is_users:
         lists, keep, stats, own = _chosen(inputs, *arguments)
     else:
+        variant = (run.method.name, tuple(fixed.items()), wants_map, statistics)
         lists, keep, stats, own = run_compiled(_chosen, variant, inputs, *arguments, by_kernels=by_kernels)
     # without a title all methods share one compiled kernel
-    title = method.name if own is not None else selector.title if with_map else None
+    title = selector.method.name if own is not None else selector.title if with_map else None
     found = dict(zip(statistics, stats, strict=True))
     return Selected(BlockLists(*lists), keep if with_map else None, found, block_size, title, own)
+
+
+def _rows_of(inputs: AttentionInputs, start: int, rows: int) -> tuple[AttentionInputs, Tensor]:
+    """The inputs of `rows` query rows from `start` on, and the position after the whole's last row."""
+    batch, q_len = inputs.query.shape[0], inputs.query.shape[2]
+    first = inputs.offset
+    if first is None:
+        first = torch.full((batch,), inputs.key.shape[2] - q_len, dtype=torch.int32, device=inputs.query.device)
+    return inputs.with_fields(query=inputs.query[:, :, start : start + rows], offset=first + start), first + q_len
 
 
 def _chosen(
@@ -65,25 +90,18 @@ def _chosen(
     with_map: bool,
     statistics: tuple[str, ...],
     by_kernels: bool,
+    end: Tensor | None = None,
 ) -> Chosen:
     """Lists, map, statistics and mask_mod of a method's choice."""
     steps: Steps = plain
     if by_kernels:
         steps = kernels
-    blocks = cut_into_blocks(inputs, block_size, steps, with_map)
-    return _described(blocks, choose(blocks, **fixed, **numbers), statistics)
-
-
-def _of_map(inputs: AttentionInputs, block_size: int, kept: Tensor, statistics: tuple[str, ...]) -> Chosen:
-    """As `_chosen`, of a map of kept blocks."""
-    return _described(cut_into_blocks(inputs, block_size, plain), kept, statistics)
-
-
-def _described(blocks: BlockProblem, found: Selection | Tensor | None, statistics: tuple[str, ...]) -> Chosen:
+    blocks = cut_into_blocks(inputs, block_size, steps, with_map, end)
+    found = choose(blocks, **fixed, **numbers)
     if not isinstance(found, Selection):
         found = from_map(blocks, found)
-    heads = (blocks.inputs.query.shape[0], blocks.inputs.query.shape[1])
-    stats = computed(found, statistics, blocks.tokens, blocks.block_size, blocks.inputs.window, heads)
+    heads = (inputs.query.shape[0], inputs.query.shape[1])
+    stats = computed(found, statistics, blocks.tokens, block_size, inputs.window, heads)
     return tuple(found.lists), found.keep, stats, found.mask_mod
 
 
@@ -93,34 +111,6 @@ def from_map(blocks: BlockProblem, kept: Tensor | None) -> Selection:
     limited = blocks.visible if kept is None else computed_once((kept | blocks.own) & blocks.visible)
     limited = limited.expand(blocks.inputs.query.shape[0], -1, -1, -1)
     return Selection(block_lists(limited, blocks.seen.full), None if kept is None else limited)
-
-
-def _map_in_row_slices(selector: Selector, inputs: AttentionInputs, fixed: dict[str, Any], numbers: dict[str, Tensor]) -> Tensor:
-    """The map of a method with `row_numbers`, as many rows at a time as `MOST_NUMBERS` allows."""
-    method, block_size, (batch, num_heads, q_len, _) = selector.method, selector.block_size, inputs.query.shape
-    by_block = batch * num_heads * block_size * selector.row_numbers(inputs)
-    rows = max(1, MOST_NUMBERS // by_block) * block_size
-    variant, options = (method.name, tuple(fixed.items())), {**fixed, **numbers}
-    parts = []
-    for start in range(0, q_len, rows):
-        some, end = (inputs, None) if rows >= q_len else _rows_of(inputs, start, rows)
-        parts.append(run_compiled(_map, variant, some, block_size, method.choose, end, options))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _rows_of(inputs: AttentionInputs, start: int, rows: int) -> tuple[AttentionInputs, Tensor]:
-    """The inputs of `rows` query rows from `start` on, and the position after the whole's last row, (batch,) int32."""
-    batch, q_len = inputs.query.shape[0], inputs.query.shape[2]
-    first = inputs.offset
-    if first is None:
-        first = torch.full((batch,), inputs.key.shape[2] - q_len, dtype=torch.int32, device=inputs.query.device)
-    return inputs.with_fields(query=inputs.query[:, :, start : start + rows], offset=first + start), first + q_len
-
-
-def _map(
-    inputs: AttentionInputs, block_size: int, choose: Callable[..., Tensor], end: Tensor | None, options: dict[str, Any]
-) -> Tensor:
-    return choose(cut_into_blocks(inputs, block_size, plain, end=end), **options)
 
 
 def _as_one_operator(

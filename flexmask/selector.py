@@ -100,6 +100,7 @@ class Selector:
     # filled in by `for_inputs`
     keeps_all: list[bool] = field(default_factory=list)  # by query head
     head_bytes: int = 0  # of one head's mask in one batch row while it is made
+    row_numbers: int = 0  # `Method.row_numbers`, at least 1 of a method that has it
 
     def for_inputs(self, inputs: AttentionInputs) -> Selector:
         """The same for these inputs; raises if numbers by head do not fit, or the method does not serve them."""
@@ -111,19 +112,14 @@ class Selector:
             filled[name] = pairs_by_head(name, given, num_heads)
         if method.check_call is not None:
             method.check_call(inputs, block_size=self.block_size, **filled)
-        made = Selector(method, self.block_size, filled, _keeps_all(method, filled, num_heads))
-        return Selector(method, self.block_size, filled, made.keeps_all, made._bytes(inputs))
-
-    def _bytes(self, inputs: AttentionInputs) -> int:
-        if self.method.head_bytes is not None:
-            return self.method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **self.options)
-        rows = 0 if self.method.row_numbers is None else 4 * self.block_size * self.row_numbers(inputs)
-        return map_bytes(inputs, self.block_size) + rows
-
-    def row_numbers(self, inputs: AttentionInputs) -> int:
-        """`Method.row_numbers` of a method that has it, at least 1."""
-        assert self.method.row_numbers is not None
-        return max(1, self.method.row_numbers(inputs.key.shape[2], self.block_size, **self.options))
+        row_numbers = 0
+        if method.row_numbers is not None:
+            row_numbers = max(1, method.row_numbers(inputs.key.shape[2], self.block_size, **filled))
+        if method.head_bytes is None:
+            needed = map_bytes(inputs, self.block_size) + 4 * self.block_size * row_numbers
+        else:
+            needed = method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **filled)
+        return Selector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), needed, row_numbers)
 
     def runs_kernels(self, query: Tensor) -> bool:
         """True if the Triton kernels serve it."""

@@ -116,7 +116,7 @@ class _Timed:
         start = time.perf_counter()
         call = call._replace(probe=None, run=None)
         inputs = call.inputs.placed()
-        is_sparse = call.reason_no_mask() is None and call.reason_dense_layer() is None
+        is_sparse = call.reason_dense() is None
         out = call.attention()
         shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window, is_sparse)
         first = shape not in self.kernels

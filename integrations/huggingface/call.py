@@ -6,19 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from flexmask.attend import attend
-from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
-from flexmask.dense_policy import DensePolicy
+from flexmask.dense_policy import by_head_dim, plan_of_reason
 from flexmask.flex.joined import joined_mask
 from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.integrations.record.summary import CallSize
-from flexmask.selector import METHODS, Selector
+from flexmask.selector import Selector
 from flexmask.stats import STATISTICS
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 NAME = "flexmask"
 SESSION = "_flexmask_session"  # attribute of a model's modules
-_ALWAYS_DENSE = DensePolicy(dense_below=2**63)
 
 
 def process_settings() -> PrefillSettings | None:
@@ -62,23 +59,17 @@ class PrefillCall(NamedTuple):
         """(batch, num_heads, q_len, v_head_dim)."""
         if self.probe is not None:
             return self.probe(self)
-        selector, options, run, reason = self.selector, self.settings.run_options, self.run, self.reason_no_mask()
-        if reason is not None:
-            options = options._replace(policy=_ALWAYS_DENSE)
-        else:
+        selector, run, no_mask = self.selector, self.run, self.reason_no_mask()
+        reason = no_mask
+        if no_mask is None:
             selector, reason = selector.for_inputs(self.inputs), self.reason_dense_layer()
-            if reason is not None:
-                # SDPA's causal kernel where it can run, else a mask of all visible blocks
-                selector = replace(selector, method=METHODS["causal"], options={}, keeps_all=[True] * self.inputs.query.shape[1])
-                options = options._replace(policy=options.policy._replace(dense_below=1))
-        wanted = () if run is None or not run.collect_stats else STATISTICS if reason is None else ("density",)
-        found = attend(self.inputs, selector, options, False, wanted, run is not None and run.collect_masks)
+        plan = None if reason is None else plan_of_reason(reason, self.inputs, over_blocks=no_mask is None)
+        wanted = STATISTICS if run is not None and run.collect_stats else ()
+        with_maps = run is not None and run.collect_masks
+        found = attend(self.inputs, selector, self.settings.run_options, False, wanted, with_maps, plan)
         if run is not None:
-            stats = found.stats
-            if stats is not None and reason is not None:
-                stats = replace(stats, dense=True, is_dense=torch.ones_like(stats.is_dense))
             mask = joined_mask(found.selections, self.inputs.placed()) if found.selections else None
-            run.record(self.layer, stats, mask, reason, self.prefill, self.size)
+            run.record(self.layer, found.stats, mask, reason, self.prefill, self.size)
         return found.out
 
     @property
@@ -89,17 +80,18 @@ class PrefillCall(NamedTuple):
     def reason_no_mask(self) -> str | None:
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
-        for name, size in (("head_dim", query.shape[3]), ("v_head_dim", value.shape[3])):
-            if size not in HEAD_DIMS:
-                return f"{name} {size} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
-        return self.settings.run_options.policy.by_size(query.shape[2], self.tokens)
+        policy = self.settings.run_options.policy
+        return by_head_dim(query.shape[3], value.shape[3]) or policy.by_size(query.shape[2], self.tokens)
 
     def reason_dense_layer(self) -> str | None:
         """Reason for a dense layer at any length."""
-        if self.layer in self.settings.dense_layers:
-            return "in dense_layers"
         policy = self.settings.run_options.policy
-        return policy.by_selection(self.selector.for_inputs(self.inputs).keeps_all) or policy.by_window(self.inputs.window)
+        return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(
+            self.selector.for_inputs(self.inputs).keeps_all
+        )
+
+    def reason_dense(self) -> str | None:
+        return self.reason_no_mask() or self.reason_dense_layer()
 
 
 def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:

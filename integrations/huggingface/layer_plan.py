@@ -121,7 +121,7 @@ def _without_weights(config: Any) -> PreTrainedModel:
 
 def _note(found: dict[int, PlannedLayer], call: PrefillCall) -> Tensor:
     """Probe of a block: note what a call would do."""
-    reason = call.reason_no_mask() or call.reason_dense_layer()
+    reason = call.reason_dense()
     query, key, value = call.inputs.query, call.inputs.key, call.inputs.value
     assert value is not None
     backend = "" if reason else chosen_backend(call.settings.backend, call.inputs, call.selector.block_size)

@@ -93,7 +93,7 @@ class PrefillSettings:
     def run_options(self) -> RunOptions:
         """Rows that do not fill a block run dense: selecting for them costs as much as attending."""
         run = run_options(self.backend, self.dense_below, self.max_mask_bytes)
-        return run._replace(policy=run.policy._replace(least_rows=self.block_size))
+        return run._replace(policy=run.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
 
     def selector(self, layer: int | None = None) -> Selector:
         """The method with its options in one layer; None: in all layers."""

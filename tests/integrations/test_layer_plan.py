@@ -23,7 +23,7 @@ def ran(model, tokens, settings):
     found = {}
 
     def note(call):
-        found[call.layer] = call.reason_no_mask() or call.reason_dense_layer() or ""
+        found[call.layer] = call.reason_dense() or ""
         return torch.zeros(*call.inputs.query.shape[:3], call.inputs.value.shape[3])
 
     try:
