@@ -8,7 +8,6 @@ from torch import Tensor
 from flexmask.base.options import check_count
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.method import BlockProblem, method
-from flexmask.plain.pooling import query_means
 from flexmask.plain.top_p import ranks
 
 
@@ -66,7 +65,7 @@ def infllm_mask(
     """
     inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
     # the window of a group's first row: (batch or 1, num_groups, num_kv_blocks)
-    groups = query_means(problem, execution_blocks)
+    groups = problem.query_means(execution_blocks)
     first_row = tokens.offset.unsqueeze(-1) + execution_blocks * size * torch.arange(groups.shape[2], device=groups.device)
     ahead = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
     local = (ahead < local_tokens)[:, None]

@@ -10,7 +10,7 @@ from flexmask.base.floats import running_sums
 from flexmask.base.options import check_share
 from flexmask.base.scores import capped, grouped_scores, masked_softmax
 from flexmask.method import BlockProblem, method
-from flexmask.plain.pooling import block_means, query_means
+from flexmask.plain.pooling import block_means
 
 
 def _check(similarity_threshold: float, cdf_threshold: float, topk: float | None, **_: object) -> None:
@@ -87,7 +87,7 @@ def sparge_mask(
     groups = inputs.query.shape[1] // inputs.key.shape[1]
     keys_alike = keys_alike.repeat_interleave(groups, 1).unsqueeze(-2)  # (batch, num_heads, 1, num_kv_blocks)
 
-    scores = capped(grouped_scores(query_means(problem) * inputs.scale, problem.key_means()), inputs.softcap)
+    scores = capped(grouped_scores(problem.query_means() * inputs.scale, problem.key_means()), inputs.softcap)
     candidates = problem.visible & keys_alike & (counts > 0)[:, None, None]
     attention = torch.where(candidates, masked_softmax(scores, candidates), 0.0).nan_to_num(0.0)
     order = torch.where(candidates, attention, -1.0).sort(dim=-1, descending=True, stable=True).indices

@@ -22,6 +22,19 @@ from flexmask.users_mask import users_choice
 ByHead = Annotated[float | Sequence[float] | Tensor, "by head"]
 PairsByHead = Annotated[Sequence[float] | Sequence[Sequence[float]], "pairs by head"]
 
+
+class UnknownOption(TypeError):
+    """A keyword that is no option of a method; `names` are those of others that its caller takes."""
+
+    def __init__(self, message: str, option: str = "", names: tuple[str, ...] = ()) -> None:
+        super().__init__(f"{message}; other keywords: {', '.join(names)}" if names else message)
+        self.message, self.option, self.names = message, option, names
+
+    def with_names(self, *names: str) -> UnknownOption:
+        """The same, with more keywords that the caller takes."""
+        return UnknownOption(self.message, self.option, (*self.names, *names))
+
+
 METHODS: dict[str, Method] = {}
 """The table of methods by name; importing `flexmask.block_masks` fills it"""
 
@@ -80,7 +93,8 @@ class Method:
             known = ", ".join(self.defaults) or "of every mask only"
             others = [name for name, other in METHODS.items() if unknown[0] in other.defaults]
             of_others = f", an option of {', '.join(others)}" if others else ""
-            raise TypeError(f"method {self.name!r} takes the options {known}; got {unknown[0]!r}{of_others}")
+            message = f"method {self.name!r} takes the options {known}; got {unknown[0]!r}{of_others}"
+            raise UnknownOption(message, unknown[0])
         filled = {**self.defaults, **options}
         for name in self.shares:
             if isinstance(filled[name], list):

@@ -241,7 +241,7 @@ def _keywords(called: Any) -> set[str] | None:
             return None
         known |= {option for method in METHODS.values() for option in method.defaults}
         if module.startswith("flexmask.integrations"):
-            from flexmask.integrations.huggingface.settings import PrefillSettings
+            from flexmask.settings import PrefillSettings
 
             known |= {field.name for field in fields(PrefillSettings)}
     return known

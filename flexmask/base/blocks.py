@@ -109,6 +109,14 @@ class BlockProblem:
         """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 without any."""
         return self.steps.key_means(self)
 
+    def query_means(self, blocks: int = 1) -> Tensor:
+        """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
+        steps: Any = self.steps  # `flexmask.plain`, of a method without kernels
+        means: Tensor = steps.block_means(
+            self.inputs.query, self.tokens.row_valid if self.tokens.padded else None, blocks * self.block_size
+        )
+        return means
+
     def first_block(self) -> Tensor:
         """Key block of the first valid key, (batch or 1, 1, 1, 1) int64."""
         return (self.key_counts() > 0).int().argmax(-1)[:, None, None, None]

@@ -16,7 +16,7 @@ from flexmask.commands.output import Json, Output
 from flexmask.environment import device_name
 
 if TYPE_CHECKING:
-    from flexmask.integrations.huggingface import PrefillSettings
+    from flexmask.settings import PrefillSettings
 
 Number = TypeVar("Number", int, float)
 # ratio of times to first token; smaller ones are noise
@@ -92,7 +92,7 @@ def _of_config(
             used = settings_of(config, chosen)
         speed, weights = matmul_speed(max(lengths), text.hidden_size, device, dtype), weights_per_token(config)
         for length in lengths:
-            plan = layer_plan(config, used, tokens=length, device=device, dtype=dtype)
+            plan = layer_plan(config, settings=used, tokens=length, device=device, dtype=dtype)
             row = row_of(length, (each.plan for each in plan), (each.reason for each in plan), 2 * weights * length / speed)
             if row["layers"].get("sparse", 0):
                 times = model_times(plan, length, densities, used.selector(), used.run_options, speed, device, dtype)

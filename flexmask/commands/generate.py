@@ -63,7 +63,7 @@ def generate(
     from flexmask.integrations.huggingface.side_by_side import side_by_side
 
     with output.progress(f"generating from {ids.shape[1]:,} tokens") as advance:
-        found = side_by_side(loaded, ids, chosen, max_new_tokens=max_new_tokens, repeats=repeats, progress=advance)
+        found = side_by_side(loaded, ids, settings=chosen, max_new_tokens=max_new_tokens, repeats=repeats, progress=advance)
     document = _document(found, tokenizer, model)
     _show(output, document, found.run.dense_summary())
     output.result(document)

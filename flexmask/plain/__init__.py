@@ -3,6 +3,7 @@
 from flexmask.plain.block_lists import kept_blocks as kept_blocks
 from flexmask.plain.last_rows import last_rows_lines as last_rows_lines
 from flexmask.plain.pattern import pattern_and_lines as pattern_and_lines
+from flexmask.plain.pooling import block_means as block_means
 from flexmask.plain.pooling import key_means as key_means
 from flexmask.plain.query_aware import query_aware_blocks as query_aware_blocks
 from flexmask.plain.representative import coverage as coverage

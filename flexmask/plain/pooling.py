@@ -31,12 +31,6 @@ def key_means(problem: BlockProblem) -> Tensor:
     return block_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, problem.block_size)
 
 
-def query_means(problem: BlockProblem, blocks: int = 1) -> Tensor:
-    """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
-    valid = problem.tokens.row_valid if problem.tokens.padded else None
-    return block_means(problem.inputs.query, valid, blocks * problem.block_size)
-
-
 def pooled_scores(query_means: Tensor, key_means: Tensor, key_counts: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Scores of pooled queries with pooled keys, plus the log of each key block's number of valid keys.
 

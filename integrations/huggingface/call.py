@@ -2,58 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from flexmask.attend import attend
 from flexmask.base.inputs import AttentionInputs
 from flexmask.dense_policy import by_head_dim, plan_of_reason
 from flexmask.flex.joined import joined_mask
-from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
+from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.integrations.record.summary import CallSize
 from flexmask.selector import Selector
-from flexmask.stats import STATISTICS
-
-if TYPE_CHECKING:
-    from flexmask.integrations.huggingface.session import Session
+from flexmask.settings import PrefillSettings
+from flexmask.stats import STATISTICS, dense_stats
 
 NAME = "flexmask"
-SESSION = "_flexmask_session"  # attribute of a model's modules
-
-
-def process_settings() -> PrefillSettings | None:
-    """The settings that `register` gave to the whole process."""
-    return getattr(AttentionInterface().get(NAME), "keywords", {}).get("process")
 
 
 class PrefillCall(NamedTuple):
     inputs: AttentionInputs
     tokens: int  # `PrefillMask.tokens`
-    prefill: int | None  # number of the mask
+    prefill: object  # `PrefillMask.prefill`
     layer: int
     settings: PrefillSettings
     selector: Selector  # of this process's heads
     run: PrefillRun | None = None
     probe: Callable[[PrefillCall], Tensor] | None = None  # serves the call
     sequence: int = 0  # in a pack
-
-    @classmethod
-    def of(cls, module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: int | None) -> PrefillCall:
-        session: Session | None = module.__dict__.get(SESSION)
-        block, num_heads = None if session is None else session.block(), inputs.query.shape[1]
-        if block is not None:
-            layer = block.session.layer_of(module)
-            selector = block.selector(module, layer, num_heads)
-            return cls(inputs, tokens, prefill, layer, block.run.settings, selector, block.run, block.probe)
-        settings = process_settings() or saved_settings(getattr(module, "config", None)) or PrefillSettings()
-        index = getattr(module, "layer_idx", None)
-        layer = -1 if index is None else index
-        return cls(inputs, tokens, prefill, layer, settings, of_own_heads(settings.selector(layer), module, num_heads))
 
     def attention(self) -> Tensor:
         """(batch, num_heads, q_len, v_head_dim)."""
@@ -71,6 +50,25 @@ class PrefillCall(NamedTuple):
             mask = joined_mask(found.selections, self.inputs.placed()) if found.selections else None
             run.record(self.layer, found.stats, mask, reason, self.prefill, self.size)
         return found.out
+
+    def attention_packed(self, segments: Sequence[Segment]) -> Tensor:
+        """Attention of the sequences of a pack, whose rows are concatenated: (1, num_heads, tokens, v_head_dim)."""
+        calls = [
+            self._replace(inputs=segment.of(self.inputs), tokens=segment.kv_len, sequence=number)
+            for number, segment in enumerate(segments)
+            if segment.q_len > 0
+        ]
+        reasons = {each.sequence: None if self.probe is not None else each.reason_no_mask() for each in calls}
+        together = [segments[number] for number, reason in reasons.items() if reason is not None]
+        dense = iter(dense_attention_packed(self.inputs, together))
+        stats = dense_stats(self.inputs.query)
+        parts = []
+        for each in calls:
+            reason = reasons[each.sequence]
+            if reason is not None and self.run is not None:
+                self.run.record(self.layer, stats, None, reason, self.prefill, each.size)
+            parts.append(each.attention() if reason is None else next(dense)[0])
+        return torch.cat(parts, 2)
 
     @property
     def size(self) -> CallSize:

@@ -11,8 +11,8 @@ from flexmask.attend import RunOptions
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import pairs_by_head
 from flexmask.dense_policy import by_head_dim
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.selector import Selector
+from flexmask.settings import PrefillSettings
 
 # rows and tokens of a chunk that every method must serve
 _CHUNK = (400, 1000)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flexmask.base.checks import check_real
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.tune.allocation import Allocation, Choice, allocate
 from flexmask.integrations.tune.measured import MeasuredErrors
+from flexmask.settings import PrefillSettings
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def result_of(
     layers: dict[int, list[float]] = {}
     for (layer, _), choice in zip(heads, chosen, strict=True):
         layers.setdefault(layer, []).append(choice.gamma)
-    settings = replace(base, layers={layer: {"gamma": tuple(by_head)} for layer, by_head in layers.items()})
+    settings = base.with_fields(layers={layer: {"gamma": tuple(by_head)} for layer, by_head in layers.items()})
     uniform = tuple(
         (gamma, sum(each[at].blocks for each in heads.values()), sum(each[at].error for each in heads.values()) / len(heads))
         for at, gamma in enumerate(measured.gammas)
