@@ -31,6 +31,8 @@ FIRST_ROWS = 1 / 2
 LINES = 1 / 16
 # query blocks with representative rows keep this many times the nearest blocks
 NEAREST = 8
+# from which a gamma per head is tuned: 1 computes nothing
+GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
 
 class Thresholds(NamedTuple):
@@ -72,7 +74,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
     return plain_bytes(inputs, block_size, 80, 12 if inputs.softcap is None else 18)
 
 
-@method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
+@method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes, gammas=GAMMAS)
 def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8) -> Selection:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 

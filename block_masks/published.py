@@ -25,7 +25,7 @@ def _check(*, gamma: Any, tau: Any, min_budget: int, max_budget: int | None, **_
     check_budgets(min_budget, max_budget)
 
 
-def _check_call(inputs: AttentionInputs, *, block_size: int, **_: Any) -> None:
+def _check_call(inputs: AttentionInputs, **_: Any) -> None:
     """Refuse what the published code cannot do."""
     offset = inputs.offset if inputs.query.shape[2] == inputs.key.shape[2] else None
     for name, value in (
@@ -36,12 +36,6 @@ def _check_call(inputs: AttentionInputs, *, block_size: int, **_: Any) -> None:
     ):
         if value is not None:
             raise ValueError(f"method 'published' takes no {name}; use method 'flexprefill'")
-    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
-    if q_len != kv_len or q_len % block_size != 0:
-        raise ValueError(
-            f"method 'published' needs a whole prompt of a multiple of block_size ({block_size}) tokens; got q_len {q_len} and "
-            f"kv_len {kv_len}"
-        )
 
 
 def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, *, tau: float, **_: Any) -> int:
@@ -49,7 +43,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, *, t
     return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, 32)
 
 
-@method(check=_check, check_call=_check_call, head_bytes=_head_bytes)
+@method(check=_check, check_call=_check_call, whole_blocks=True, head_bytes=_head_bytes)
 def published_mask(
     problem: BlockProblem, gamma: ByHead = 0.95, tau: float = 0.1, *, min_budget: int = 1024, max_budget: int | None = None
 ) -> Selection:

@@ -49,17 +49,16 @@ def attend(
     inputs: AttentionInputs,
     selector: Selector,
     run: RunOptions,
+    plan: DensePlan,
     return_lse: bool = False,
     statistics: tuple[str, ...] = (),
     with_maps: bool = False,
-    plan: DensePlan | None = None,
 ) -> Attended:
     """`sparse_attention` of checked inputs, not necessarily placed. Autocast must be off.
 
     `selector` is from `Selector.for_inputs`, `statistics` names of `flexmask.stats.STATISTICS`; `with_maps` also returns the
-    selections with their maps of kept blocks, for pictures. `plan` is by default that of the policy in `run`.
+    selections with their maps of kept blocks, for pictures.
     """
-    plan = run.policy.plan(inputs, selector, return_lse) if plan is None else plan
     makes_masks = not all(plan.key_heads)
     # a named backend that cannot run is refused at every length
     backend = chosen_backend(run.backend, inputs, selector.block_size, return_lse, not makes_masks)

@@ -66,6 +66,10 @@ class Method:
         slices of rows: a query block's choice must depend only on its own rows and the keys.
     shared
         True if the heads decide together.
+    whole_blocks
+        True if it serves whole prompts of whole blocks only.
+    gammas
+        The gammas that `flexmask.tune` chooses from by default, where gamma is a share by head.
     is_users
         True for a user's function of query and key.
     """
@@ -83,6 +87,8 @@ class Method:
     head_bytes: Callable[..., int] | None = None
     row_numbers: Callable[..., int] | None = None
     shared: bool = False
+    whole_blocks: bool = False
+    gammas: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
     is_users: bool = False
 
     def checked(self, block_size: int, options: Mapping[str, Any]) -> Selector:
@@ -126,9 +132,15 @@ class Selector:
             filled[name] = pairs_by_head(name, given, num_heads)
         if method.check_call is not None:
             method.check_call(inputs, block_size=self.block_size, **filled)
+        q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
+        if method.whole_blocks and (q_len != kv_len or q_len % self.block_size != 0):
+            raise ValueError(
+                f"method {method.name!r} needs a whole prompt of a multiple of block_size ({self.block_size}) tokens; got q_len "
+                f"{q_len} and kv_len {kv_len}"
+            )
         row_numbers = 0
         if method.row_numbers is not None:
-            row_numbers = max(1, method.row_numbers(inputs.key.shape[2], self.block_size, **filled))
+            row_numbers = max(1, method.row_numbers(kv_len, self.block_size, **filled))
         if method.head_bytes is None:
             needed = map_bytes(inputs, self.block_size) + 4 * self.block_size * row_numbers
         else:

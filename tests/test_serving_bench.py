@@ -54,7 +54,8 @@ def test_hybrid_has_its_density_of_real_text_where_attention_is_even():
     own = PrefillSettings.from_dict({**prefill_profile.settings_of("hybrid", tokens, 0.2), "dense_below": 0})
     even = torch.zeros(1, 2, tokens, 16)
     inputs = attention_inputs(even, even, even)
-    found = attend(inputs, own.selector().for_inputs(inputs), own.run_options, statistics=("density",))
+    selector, run = own.selector().for_inputs(inputs), own.run_options
+    found = attend(inputs, selector, run, run.policy.plan(inputs, selector), statistics=("density",))
     assert found.stats is not None
     shortest, longest = (prefill_profile.OWN_DENSITY[each] for each in (8192, 65536))
     assert prefill_profile.own_density(tokens) == shortest

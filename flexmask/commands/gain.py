@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import torch
 import typer
 
+from flexmask.attention import RECOMMENDED
 from flexmask.commands.errors import option_errors, usage_error
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, load_model, read_text, remark_if_short, token_ids
 from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Method, MinBudget, Option, Settings, settings_from
@@ -245,7 +246,7 @@ def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str
 
 def paste(settings: dict[str, Any], where: str) -> list[str]:
     """Python and JSON that switch it on, with settings from `where`: a file, ``"config.json"`` or the ``"options"``."""
-    options = {name: value for name, value in settings.items() if (name, value) != ("method", "hybrid")}
+    options = {name: value for name, value in settings.items() if (name, value) != ("method", RECOMMENDED)}
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     if where == "config.json":
         given = ""

@@ -22,7 +22,7 @@ from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_own_hea
 from flexmask.integrations.huggingface.compat import check_release, refusal
 from flexmask.integrations.huggingface.mask import prefill_mask
 from flexmask.integrations.huggingface.model_config import process_settings, settings_for
-from flexmask.integrations.huggingface.packed import Segments, in_one_row, in_rows
+from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.refusals import checked_call
 from flexmask.integrations.huggingface.session import block_of
 from flexmask.precision import without_autocast
@@ -112,11 +112,8 @@ def serve(
         if inputs.needs_grad:
             return _outside_the_graph(module, inputs, tokens)
         return prefill_operator(*inputs[: len(inputs) - 1], tokens, _number(module))
-    if segments is not None:
-        packed = _call(module, in_one_row(inputs), tokens, number)
-        out = in_rows(packed.attention_packed(segments), inputs.query.shape[0])
-    else:
-        out = _call(module, inputs, tokens, number).attention()
+    call = _call(module, inputs, tokens, number)
+    out = call.attention() if segments is None else call.attention_packed(segments)
     return out.transpose(1, 2).contiguous()
 
 

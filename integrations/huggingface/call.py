@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from flexmask.attend import attend
 from flexmask.base.inputs import AttentionInputs
-from flexmask.dense_policy import by_head_dim, plan_of_reason
+from flexmask.dense_policy import DensePlan, by_head_dim, plan_of_reason
 from flexmask.flex.joined import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
+from flexmask.integrations.huggingface.packed import in_one_row, in_rows
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.integrations.record.summary import CallSize
 from flexmask.selector import Selector
@@ -38,37 +39,44 @@ class PrefillCall(NamedTuple):
         """(batch, num_heads, q_len, v_head_dim)."""
         if self.probe is not None:
             return self.probe(self)
-        selector, run, no_mask = self.selector, self.run, self.reason_no_mask()
-        reason = no_mask
-        if no_mask is None:
-            selector, reason = selector.for_inputs(self.inputs), self.reason_dense_layer()
-        plan = None if reason is None else plan_of_reason(reason, self.inputs, over_blocks=no_mask is None)
+        run, (selector, plan) = self.run, self.plan()
         wanted = STATISTICS if run is not None and run.collect_stats else ()
         with_maps = run is not None and run.collect_masks
-        found = attend(self.inputs, selector, self.settings.run_options, False, wanted, with_maps, plan)
+        found = attend(self.inputs, selector, self.settings.run_options, plan, statistics=wanted, with_maps=with_maps)
         if run is not None:
             mask = joined_mask(found.selections, self.inputs.placed()) if found.selections else None
-            run.record(self.layer, found.stats, mask, reason, self.prefill, self.size)
+            run.record(self.layer, found.stats, mask, plan.reason, self.prefill, self.size)
         return found.out
 
+    def plan(self) -> tuple[Selector, DensePlan]:
+        """The selector of these inputs, and the part of the call that runs dense."""
+        reason = self.reason_no_mask()
+        if reason is not None:
+            return self.selector, plan_of_reason(reason, self.inputs)
+        selector, reason = self.selector.for_inputs(self.inputs), self.reason_dense_layer()
+        if reason is not None:
+            return selector, plan_of_reason(reason, self.inputs, over_blocks=True)
+        return selector, self.settings.run_options.policy.plan(self.inputs, selector)
+
     def attention_packed(self, segments: Sequence[Segment]) -> Tensor:
-        """Attention of the sequences of a pack, whose rows are concatenated: (1, num_heads, tokens, v_head_dim)."""
+        """As `attention`, of the sequences of a pack in the batch rows one after the other."""
+        whole = in_one_row(self.inputs)
         calls = [
-            self._replace(inputs=segment.of(self.inputs), tokens=segment.kv_len, sequence=number)
+            self._replace(inputs=segment.of(whole), tokens=segment.kv_len, sequence=number)
             for number, segment in enumerate(segments)
             if segment.q_len > 0
         ]
         reasons = {each.sequence: None if self.probe is not None else each.reason_no_mask() for each in calls}
         together = [segments[number] for number, reason in reasons.items() if reason is not None]
-        dense = iter(dense_attention_packed(self.inputs, together))
-        stats = dense_stats(self.inputs.query)
+        dense = iter(dense_attention_packed(whole, together))
+        stats = dense_stats(whole.query)
         parts = []
         for each in calls:
             reason = reasons[each.sequence]
             if reason is not None and self.run is not None:
                 self.run.record(self.layer, stats, None, reason, self.prefill, each.size)
             parts.append(each.attention() if reason is None else next(dense)[0])
-        return torch.cat(parts, 2)
+        return in_rows(torch.cat(parts, 2), self.inputs.query.shape[0])
 
     @property
     def size(self) -> CallSize:

@@ -24,10 +24,6 @@ from flexmask.integrations.tune.result import TuneResult, check_target, result_o
 from flexmask.selector import METHODS
 from flexmask.settings import CONFIG_KEY, PrefillSettings
 
-# the range in which a method trades blocks for error; 1 computes nothing
-GAMMAS = {"hybrid": (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)}
-OTHER_GAMMAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
-
 
 def tune(
     model: Any,
@@ -117,7 +113,7 @@ def tune(
         raise TypeError(f"options must be without {found[0]}, which tune finds")
     base = PrefillSettings(method, **options)
     base.check_model(text_config(inner))
-    chosen = _checked_gammas(GAMMAS.get(method, OTHER_GAMMAS) if gammas is None else gammas)
+    chosen = _checked_gammas(METHODS[method].gammas if gammas is None else gammas)
     prompts = _prompts(input_ids, attention_mask, base.block_size)
     check_servable(inner)
     check_in_one_process(inner, "tune")

@@ -219,7 +219,7 @@ def test_a_call_that_runs_dense_for_a_reason_attends_to_all_it_sees(listed, wind
     selector = selector_of("hybrid", 16, {"gamma": 0.3, "min_budget": 0}).for_inputs(given)
     plan = plan_of_reason("in dense_layers", given, over_blocks=True)
     with torch.no_grad():
-        found = attend(given, selector, run_options(), statistics=STATISTICS, with_maps=True, plan=plan)
+        found = attend(given, selector, run_options(), plan, statistics=STATISTICS, with_maps=True)
     torch.testing.assert_close(found.out, dense_attention(given)[0], atol=2e-5, rtol=0)
     assert (len(listed), len(found.selections)) == (sparse_calls, sparse_calls)
     assert found.stats.dense and found.stats.is_dense.all()
