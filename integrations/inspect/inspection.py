@@ -19,7 +19,7 @@ from flexmask.integrations.huggingface.attention import register
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.inspect.heads import RULE, named_heads, telling_heads
+from flexmask.integrations.inspect.heads import RULE, heads_by_rule, named_heads
 from flexmask.integrations.inspect.probe import HOW_TIMED, InspectionProbe, Progress, StageTimes, wait
 from flexmask.integrations.record import PrefillRun, RunSummary
 from flexmask.settings import PrefillSettings
@@ -184,7 +184,7 @@ def inspect_prefill(
     rows = run.rows()
     if not rows:
         raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")
-    chosen = telling_heads(rows, layers) if heads is None or layers is None else named_heads(rows, layers, heads)
+    chosen = heads_by_rule(rows, layers) if heads is None or layers is None else named_heads(rows, layers, heads)
 
     probe.begin(PrefillRun(found, collect_stats=False), chosen)
     seconds = _prefill(inner, ids, found, probe)
