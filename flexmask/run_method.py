@@ -90,7 +90,7 @@ def _chosen(
     with_map: bool,
     statistics: tuple[str, ...],
     by_kernels: bool,
-    end: Tensor | None = None,
+    end: Tensor | None,
 ) -> Chosen:
     """Lists, map, statistics and mask_mod of a method's choice."""
     steps: Steps = plain
