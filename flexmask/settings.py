@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import json
@@ -10,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,18 +89,11 @@ class PrefillSettings:
             if not isinstance(given, Mapping):
                 raise TypeError(f"layers[{index}] must be a dict of options; got {type(given).__name__}")
         # copies, which the caller cannot change after the checks
-        own = {
-            "method": method,
-            "options": _frozen(options),
-            "block_size": block_size,
-            "dense_below": dense_below,
-            "backend": backend,
-            "max_mask_bytes": max_mask_bytes,
-            "layers": {index: _frozen(given) for index, given in layers.items()},
-            "dense_layers": tuple(sorted(set(dense_layers))),
-        }
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            method=method, options=_frozen(options), block_size=block_size, dense_below=dense_below, backend=backend,
+            max_mask_bytes=max_mask_bytes, layers={index: _frozen(given) for index, given in layers.items()},
+            dense_layers=tuple(sorted(set(dense_layers))),
+        )  # fmt: skip
         _ = self.run_options
         try:
             self.selector()
@@ -138,9 +130,10 @@ class PrefillSettings:
 
     def check_model(self, config: Any) -> None:
         """Refuse missing layers, and options per head of another number."""
-        self._check_shape(*_shape_of(config))
+        self.check_shape(*shape_of(config))
 
-    def _check_shape(self, number: int | None, heads: int | tuple[int, ...] | None) -> None:
+    def check_shape(self, number: int | None, heads: int | tuple[int, ...] | None) -> None:
+        """As `check_model`, by the numbers of layers and heads."""
         if number is None:
             return
         for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
@@ -221,11 +214,7 @@ class PrefillSettings:
         return cls.from_dict(saved, source)
 
 
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(PrefillSettings).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD
-}
+_DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).parameters.items() if x.kind is not x.VAR_KEYWORD}
 FIELDS = tuple(_DEFAULTS)
 """The keywords of PrefillSettings that are no options of a method"""
 
@@ -249,58 +238,7 @@ def named_settings(
     return settings
 
 
-class Found(NamedTuple):
-    settings: PrefillSettings
-    source: str  # "named", "config" or "defaults"
-
-
-def found_settings(
-    named: PrefillSettings | None, *configs: Any, saved: Callable[[Any], PrefillSettings | None] | None = None
-) -> Found:
-    """The named settings, else those in the first of a model's configs that has some (`saved`), else the defaults."""
-    if named is not None:
-        return Found(named, "named")
-    for config in configs:
-        of_config = (saved or saved_settings)(config)
-        if of_config is not None:
-            return Found(of_config, "config")
-    return Found(PrefillSettings(), "defaults")
-
-
-class _Parsed(NamedTuple):
-    """Settings of a config, with what they were made of."""
-
-    saved: Any  # the config's own object, which an entry keeps alive
-    copy: Any
-    shape: tuple[Any, ...]
-    settings: PrefillSettings
-
-
-# by id of the object in a config, for calls without a block, which read the config in every layer
-_PARSED: dict[int, _Parsed] = {}
-_MOST_PARSED = 64
-
-
-def saved_settings(config: Any) -> PrefillSettings | None:
-    """The settings in a model's config; ValueError if they do not fit the model."""
-    saved, shape = getattr(config, CONFIG_KEY, None), _shape_of(config)
-    if saved is None:
-        return None
-    known = _PARSED.get(id(saved))
-    if known is not None and known.saved is saved and known.copy == saved and known.shape == shape:
-        return known.settings
-    settings = PrefillSettings.from_dict(saved, CONFIG_KEY)
-    try:
-        settings._check_shape(*shape)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{CONFIG_KEY}: {error}") from None
-    if len(_PARSED) >= _MOST_PARSED:
-        _PARSED.clear()
-    _PARSED[id(saved)] = _Parsed(saved, copy.deepcopy(saved), shape, settings)
-    return settings
-
-
-def _shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
+def shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
     """Number of layers, and of heads (per layer where they differ)."""
     number, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     return number, tuple(heads) if isinstance(heads, list) else heads

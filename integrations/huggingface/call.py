@@ -53,7 +53,8 @@ class PrefillCall(NamedTuple):
         reason = self.reason_no_mask()
         if reason is not None:
             return self.selector, plan_of_reason(reason, self.inputs)
-        selector, reason = self.selector.for_inputs(self.inputs), self.reason_dense_layer()
+        selector = self.selector.for_inputs(self.inputs)
+        reason = self.reason_dense_layer(selector.keeps_all)
         if reason is not None:
             return selector, plan_of_reason(reason, self.inputs, over_blocks=True)
         return selector, self.settings.run_options.policy.plan(self.inputs, selector)
@@ -89,12 +90,11 @@ class PrefillCall(NamedTuple):
         policy = self.settings.run_options.policy
         return by_head_dim(query.shape[3], value.shape[3]) or policy.by_size(query.shape[2], self.tokens)
 
-    def reason_dense_layer(self) -> str | None:
-        """Reason for a dense layer at any length."""
+    def reason_dense_layer(self, keeps_all: list[bool] | None = None) -> str | None:
+        """Reason for a dense layer at any length; `keeps_all` is that of the selector for these inputs."""
         policy = self.settings.run_options.policy
-        return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(
-            self.selector.for_inputs(self.inputs).keeps_all
-        )
+        keeps_all = self.selector.for_inputs(self.inputs).keeps_all if keeps_all is None else keeps_all
+        return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(keeps_all)
 
     def reason_dense(self) -> str | None:
         return self.reason_no_mask() or self.reason_dense_layer()

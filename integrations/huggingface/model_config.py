@@ -12,7 +12,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from flexmask.integrations.huggingface.call import NAME
 from flexmask.integrations.huggingface.compat import text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
-from flexmask.settings import CONFIG_KEY, PrefillSettings, found_settings, named_settings
+from flexmask.saved_settings import found_settings
+from flexmask.settings import CONFIG_KEY, PrefillSettings, named_settings
 
 
 def process_settings() -> PrefillSettings | None:
@@ -22,7 +23,7 @@ def process_settings() -> PrefillSettings | None:
 
 def settings_for(config: Any, named: PrefillSettings | None = None) -> PrefillSettings:
     """The named settings, else the process's, the config's, or the defaults."""
-    return found_settings(named or process_settings(), config, saved=configured).settings
+    return found_settings(named or process_settings(), config, saved=configured)[0]
 
 
 def model_settings(

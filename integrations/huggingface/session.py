@@ -18,8 +18,9 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_own_heads
 from flexmask.integrations.huggingface.compat import check_servable, text_config
 from flexmask.integrations.record.run import PrefillRun
+from flexmask.saved_settings import saved_settings
 from flexmask.selector import Selector
-from flexmask.settings import CONFIG_KEY, PrefillSettings, saved_settings
+from flexmask.settings import CONFIG_KEY, PrefillSettings
 
 SESSION = "_flexmask_session"  # attribute of a model's modules
 _ABSENT = object()

@@ -8,7 +8,8 @@ from typing import Any
 
 from flexmask.base.checks import check_real, check_word
 from flexmask.dense_policy import DensePolicy
-from flexmask.settings import PrefillSettings, found_settings
+from flexmask.saved_settings import found_settings
+from flexmask.settings import PrefillSettings
 
 _OWN = ("kernel", "file", "count_density", "log_every")
 
@@ -66,9 +67,9 @@ def read_options(
             raise ValueError(f"log_every must be > 0 seconds; got {own['log_every']}")
     # a model of several parts keeps its language model's config inside
     text = getattr(model_config, "get_text_config", lambda: model_config)()
-    found = found_settings(_named(chosen, path, name), model_config, text)
+    settings, found = found_settings(_named(chosen, path, name), model_config, text)
     sources = {"named": path or source, "config": "the model's config.json"}
-    return ServingOptions(settings=found.settings, source=sources.get(found.source, found.source), **own)
+    return ServingOptions(settings=settings, source=sources.get(found, found), **own)
 
 
 def _named(chosen: dict[str, Any], path: Any, name: str) -> PrefillSettings | None:

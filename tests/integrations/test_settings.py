@@ -13,7 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.layer_plan import layer_plan
 from flexmask.integrations.huggingface.side_by_side import side_by_side
-from flexmask.settings import PrefillSettings, saved_settings
+from flexmask.saved_settings import saved_settings
+from flexmask.settings import PrefillSettings
 from tests.integrations.common import MARKS, SPARSE, make_model, padded
 
 pytestmark = MARKS
