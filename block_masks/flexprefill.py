@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flexmask.base.checks import check_real, check_word
+from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import blocks_of, check_budgets, check_shares
+from flexmask.base.memory import plain_bytes
+from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
 from flexmask.base.selection import Selection
 from flexmask.base.visibility import num_blocks
 from flexmask.method import BlockProblem, ByHead, method
 
 QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
-
-
-def check_gamma_and_tau(gamma: Any, tau: Any) -> None:
-    check_shares("gamma", gamma)
-    check_real("tau", tau)
-    if not 0 <= tau <= 1:
-        raise ValueError(f"tau must be in [0, 1]; got {tau}")
 
 
 def _check(*, gamma: Any, tau: Any, min_budget: int, max_budget: int | None, **words: Any) -> None:
@@ -38,7 +31,7 @@ def _keeps_all(*, gamma: float, max_budget: int | None, **_: Any) -> bool:
 
 
 def _head_bytes(
-    problem: AttentionInputs,
+    inputs: AttentionInputs,
     block_size: int,
     by_kernels: bool,
     *,
@@ -48,31 +41,15 @@ def _head_bytes(
     **_: Any,
 ) -> int:
     """Kernels take 9 bytes per pair of blocks, 14 with query-aware heads, and 16 per key block and representative row."""
-    q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (problem.query, problem.key))
+    q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (inputs.query, inputs.key))
     subsets = 1 if pattern_queries == index_queries else 2
     if by_kernels:
         return kv_blocks * (q_blocks * (14 if tau > 0 else 9) + block_size * subsets * 16)
-    by_score = (12 if problem.softcap is None else 18) + 4 * (subsets - 1)
-    return plain_bytes(problem, block_size, 72 if tau > 0 else 56, by_score)
+    by_score = (12 if inputs.softcap is None else 18) + 4 * (subsets - 1)
+    return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, by_score)
 
 
-def plain_bytes(problem: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
-    """Bytes that the plain steps take for one head, uncompiled: the most that was measured, rounded up.
-
-    `by_pair` for each pair of blocks, `by_score` for each score of a representative row, and copies for block means.
-    """
-    (_, num_heads, q_len, head_dim), kv_len = problem.query.shape, problem.key.shape[2]
-    groups = num_heads // problem.key.shape[1]
-    absent = problem.attention_mask is not None or problem.offset is not None or q_len != kv_len
-    # a branch on symbolic lengths would add a graph
-    ragged = torch.compiler.is_compiling() or q_len % block_size != 0 or kv_len % block_size != 0
-    copies = (problem.query.element_size() < 4) + absent + ragged
-    means = copies * 4 * head_dim * max(q_len, -(-kv_len // groups))
-    pairs = num_blocks(q_len, block_size) * num_blocks(kv_len, block_size)
-    return pairs * by_pair + block_size * kv_len * by_score + means
-
-
-@method(steps=("plain", "kernels"), check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
+@method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
 def flexprefill_mask(
     problem: BlockProblem,
     gamma: ByHead = 0.95,

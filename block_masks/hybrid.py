@@ -8,10 +8,10 @@ from torch import Tensor
 
 from flexmask.base.checks import check_int
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.memory import plain_bytes
 from flexmask.base.options import blocks_of, check_budgets, check_shares
 from flexmask.base.selection import Selection
 from flexmask.base.visibility import num_blocks
-from flexmask.block_masks.flexprefill import plain_bytes
 from flexmask.method import BlockProblem, ByHead, method
 
 # docs/design.md, "Why these constants", has how they were chosen.
@@ -32,6 +32,8 @@ FIRST_GAMMA = 0.9
 LINES = 1 / 16
 # query blocks with representative rows keep this many times the nearest blocks
 NEAREST = 8
+# from which a gamma per head is tuned: 1 computes nothing
+GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
 
 class Thresholds(NamedTuple):
@@ -67,15 +69,15 @@ def _keeps_all(*, gamma: float, **_: Any) -> bool:
     return gamma == 1
 
 
-def _head_bytes(problem: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
+def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
     """As flexprefill's; kernels take one more byte per pair of blocks."""
     if by_kernels:
-        q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (problem.query, problem.key))
+        q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (inputs.query, inputs.key))
         return kv_blocks * (q_blocks * 10 + block_size * 16)
-    return plain_bytes(problem, block_size, 80, 12 if problem.softcap is None else 18)
+    return plain_bytes(inputs, block_size, 80, 12 if inputs.softcap is None else 18)
 
 
-@method(steps=("plain", "kernels"), check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
+@method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes, gammas=GAMMAS)
 def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8) -> Selection:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 

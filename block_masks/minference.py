@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import map_bytes
 from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.memory import map_bytes
 from flexmask.base.representative_rows import RepresentativeRows, representative_rows
 from flexmask.base.visibility import in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method

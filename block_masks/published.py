@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexmask import plain
+from flexmask.base.floats import running_sums
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import blocks_of, check_budgets
-from flexmask.base.selection import Selection
-from flexmask.block_masks.flexprefill import check_gamma_and_tau, plain_bytes
+from flexmask.base.memory import plain_bytes
+from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
+from flexmask.base.selection import Selection, block_lists
 from flexmask.method import BlockProblem, ByHead, method
-from flexmask.plain.block_lists import block_lists
 from flexmask.plain.pattern import estimated_attention
-from flexmask.plain.published import published_selection
 from flexmask.plain.query_aware import pooled_map
+from flexmask.plain.top_p import ranks
 from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines
 
 
@@ -24,37 +25,37 @@ def _check(*, gamma: Any, tau: Any, min_budget: int, max_budget: int | None, **_
     check_budgets(min_budget, max_budget)
 
 
-def _check_call(problem: AttentionInputs, *, block_size: int, **_: Any) -> None:
+def _check_call(inputs: AttentionInputs, **_: Any) -> None:
     """Refuse what the published code cannot do."""
-    offset = problem.offset if problem.query.shape[2] == problem.key.shape[2] else None
+    offset = inputs.offset if inputs.query.shape[2] == inputs.key.shape[2] else None
     for name, value in (
-        ("softcap", problem.softcap),
-        ("window", problem.window),
-        ("attention_mask", problem.attention_mask),
+        ("softcap", inputs.softcap),
+        ("window", inputs.window),
+        ("attention_mask", inputs.attention_mask),
         ("q_offset", offset),
     ):
         if value is not None:
             raise ValueError(f"method 'published' takes no {name}; use method 'flexprefill'")
-    q_len, kv_len = problem.query.shape[2], problem.key.shape[2]
-    if q_len != kv_len or q_len % block_size != 0:
-        raise ValueError(
-            f"method 'published' needs a whole prompt of a multiple of block_size ({block_size}) tokens; got q_len {q_len} and "
-            f"kv_len {kv_len}"
-        )
 
 
-def _head_bytes(problem: AttentionInputs, block_size: int, by_kernels: bool, *, tau: float, **_: Any) -> int:
+def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, *, tau: float, **_: Any) -> int:
     # sums by offset take int64 indices
-    return plain_bytes(problem, block_size, 72 if tau > 0 else 56, 32)
+    return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, 32)
 
 
-@method(steps=("plain",), check=_check, check_call=_check_call, head_bytes=_head_bytes)
+@method(check=_check, check_call=_check_call, whole_blocks=True, head_bytes=_head_bytes)
 def published_mask(
     problem: BlockProblem, gamma: ByHead = 0.95, tau: float = 0.1, *, min_budget: int = 1024, max_budget: int | None = None
 ) -> Selection:
     """The block sets of FlexPrefill's published code, for whole unpadded prompts of a multiple of the block.
 
-    `flexmask.plain.published` lists how it differs from `flexprefill_mask`.
+    Unlike `flexprefill_mask`:
+
+    - budgets count sorted *tokens* and become blocks by ``// 128 + 1``, whatever the block size;
+    - a slash counts only for the block diagonal of its offset's block;
+    - a probability that underflows to 0 makes the distance NaN, hence the head vertical-slash;
+    - a query-aware head keeps the flattened blocks whose running sum stays at or under gamma, without the one that crosses;
+    - pooled scores have no term for short blocks.
 
     Source: github.com/bytedance/FlexPrefill at a24b27b, described in our own words by what it keeps.
 
@@ -98,7 +99,7 @@ def published_mask(
     counts = torch.ones_like(problem.key_counts())
     estimated = estimated_attention(inputs, last.rows, key_means, counts, tokens, size)
     pooled = pooled_map(inputs, key_means, counts, tokens, seen, size)
-    chosen = published_selection(last.attention, estimated, pooled, shares, budget)
+    chosen = _published_choice(last.attention, estimated, pooled, shares, budget)
     keep = extended_lines(chosen.vertical, chosen.slash, seen) | chosen.query_aware
     keep = (keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
     return Selection(
@@ -112,3 +113,90 @@ def published_mask(
             "coverage": lambda: plain.coverage(problem, last, keep),
         },
     )
+
+
+class _Choice(NamedTuple):
+    """What each head keeps, before the blocks that every row keeps."""
+
+    vertical: Tensor  # (batch, num_heads, num_blocks) bool
+    slash: Tensor  # the same shape
+    query_aware: Tensor  # (batch, num_heads, num_blocks, num_blocks) bool
+    is_query_aware: Tensor  # (batch, num_heads)
+    distance: Tensor
+    num_vertical: Tensor
+    num_slash: Tensor
+
+
+def _published_choice(
+    attention: Tensor, estimated: Tensor, pooled: Tensor, shares: tuple[Tensor, Tensor | float], budget: tuple[int, int | None]
+) -> _Choice:
+    """Select as the published code does.
+
+    `attention`, (batch, num_heads, block_size, kv_len) float32, is that of the last rows; `estimated`, (batch, num_heads,
+    num_blocks), that of the pooled last block, `pooled` of all pooled blocks. `shares` are gamma, (num_heads,), and tau, 0-d or
+    the number 0; `budget` floor and cap of the two counts, in blocks.
+    """
+    gamma, tau = shares
+    min_blocks, max_blocks = budget
+    blocks, block_size = estimated.shape[-1], attention.shape[2]
+    vertical_tokens = attention.mean(2)
+    slash_tokens = _by_offset(attention)
+    vertical = vertical_tokens.unflatten(-1, (blocks, block_size)).sum(-1)
+    slash = slash_tokens.unflatten(-1, (blocks, block_size)).sum(-1)
+    distance = _distance_with_nan(estimated, vertical)
+    is_query_aware = distance < tau
+
+    highest = blocks if max_blocks is None else min(max_blocks, blocks)
+    num_vertical = _budget(vertical_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
+    num_slash = _budget(slash_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
+    floor = min(min_blocks, highest)
+    num_vertical = torch.where(is_query_aware, floor, num_vertical)
+    num_slash = torch.where(is_query_aware, floor, num_slash)
+
+    flat = pooled.flatten(2)
+    ordered, order = flat.sort(dim=-1, descending=True, stable=True)
+    share = gamma.unsqueeze(-1)
+    # scatter before comparing: Inductor 2.11 cannot fuse the comparison into a long running sum
+    sums = running_sums(ordered, gamma.dtype)
+    sums = torch.zeros_like(sums).scatter(-1, order, sums)
+    # at gamma 1 rounding must not decide
+    query_aware = ((sums <= share * blocks) | (share >= 1)).unflatten(-1, (blocks, blocks))
+    return _Choice(
+        _top(vertical, num_vertical),
+        _top(slash, num_slash),
+        query_aware & is_query_aware[..., None, None],
+        is_query_aware,
+        distance,
+        num_vertical,
+        num_slash,
+    )
+
+
+def _by_offset(attention: Tensor) -> Tensor:
+    """Mean over the last rows of a whole prompt, by offset ``position - k``: (batch, num_heads, kv_len)."""
+    rows, kv_len = attention.shape[2:]
+    position = kv_len - rows + torch.arange(rows, device=attention.device)
+    key = position.unsqueeze(-1) - torch.arange(kv_len, device=attention.device)
+    shifted = attention.gather(-1, key.clamp(min=0).expand(attention.shape))
+    return torch.where(key >= 0, shifted, 0.0).mean(2)
+
+
+def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:
+    """Blocks by the published rule: tokens whose running sum stays at or under gamma, plus one, ``// 128 + 1``."""
+    running = running_sums(tokens.sort(dim=-1, descending=True).values, gamma.dtype)
+    share = gamma.unsqueeze(-1)
+    return (((running <= share) | (share >= 1)).sum(-1) + 1) // 128 + 1
+
+
+def _top(values: Tensor, count: Tensor) -> Tensor:
+    """The `count` largest entries, with the first one always among them."""
+    values = values.clone()
+    values[..., 0] = float("inf")
+    return ranks(values, torch.ones_like(values, dtype=torch.bool)) < count.clamp(min=1).unsqueeze(-1)
+
+
+def _distance_with_nan(estimated: Tensor, true: Tensor) -> Tensor:
+    """Jensen-Shannon distance where 0 * log 0 is NaN."""
+    middle = (estimated + true) / 2
+    divergence = (estimated * (estimated / middle).log()).sum(-1) + (true * (true / middle).log()).sum(-1)
+    return (divergence / 2).clamp(min=0).sqrt()

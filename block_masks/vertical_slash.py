@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import map_bytes
 from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.memory import map_bytes
 from flexmask.base.options import check_count
 from flexmask.base.representative_rows import representative_rows
 from flexmask.method import BlockProblem, method

@@ -9,15 +9,16 @@ from torch import Tensor
 from flexmask.base.checks import check_int, check_word
 from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.base.selection import Selected
-from flexmask.dense_policy import DensePolicy, check_dense_below
+from flexmask.dense_policy import DensePlan, DensePolicy, check_dense_below
 from flexmask.flex.backend import BACKENDS, chosen_backend
 from flexmask.flex.head_groups import head_groups
 from flexmask.flex.heads import attend_heads
 from flexmask.select import select_blocks
-from flexmask.selector import Selector
+from flexmask.selector import Method, Selector
 from flexmask.stats import SelectionStats, dense_stats, stats_of
 
 MAX_MASK_BYTES = 2**30
+EVERY_BLOCK = Method(lambda problem: None, {}, "dense")
 
 
 class RunOptions(NamedTuple):
@@ -48,6 +49,7 @@ def attend(
     inputs: AttentionInputs,
     selector: Selector,
     run: RunOptions,
+    plan: DensePlan,
     return_lse: bool = False,
     statistics: tuple[str, ...] = (),
     with_maps: bool = False,
@@ -57,22 +59,25 @@ def attend(
     `selector` is from `Selector.for_inputs`, `statistics` names of `flexmask.stats.STATISTICS`; `with_maps` also returns the
     selections with their maps of kept blocks, for pictures.
     """
-    plan = run.policy.plan(inputs, selector, return_lse)
+    makes_masks = not all(plan.key_heads)
     # a named backend that cannot run is refused at every length
-    kernel = chosen_backend(run.backend, inputs, selector.block_size, return_lse, plan.reason is not None)
-    at_once = run.max_mask_bytes // selector.head_bytes if plan.reason is None else None
-    groups = head_groups(inputs.query, inputs.key, at_once, selector.method.shared)
-    inputs = inputs.prepared() if plan.reason is None else inputs
+    backend = chosen_backend(run.backend, inputs, selector.block_size, return_lse, not makes_masks)
+    chosen, computed = selector, statistics
+    if plan.reason is not None:
+        chosen, computed = Selector(EVERY_BLOCK, selector.block_size, {}), ()
+    at_once = run.max_mask_bytes // selector.head_bytes if makes_masks else None
+    groups = head_groups(inputs.query, inputs.key, at_once, chosen.method.shared)
+    inputs = inputs.prepared() if makes_masks else inputs
 
     out, lse, selections, dense = None, None, [], []
     for group in groups:
         part, selected = inputs.of_heads(group), None
-        if plan.reason is None and (statistics or with_maps or not all(plan.key_heads[group.key])):
-            selected = select_blocks(selector, part, group.query, with_maps, statistics)
+        if makes_masks and (computed or with_maps or not all(plan.key_heads[group.key])):
+            selected = select_blocks(chosen, part, group.query, with_maps, computed)
             selections.append(selected)
         # all methods share the kernel without maps
         bare = selected if selected is None or selected.mask_mod is not None else selected._replace(keep=None, title=None)
-        part_out, part_lse, is_dense = attend_heads(part, bare, plan.key_heads[group.key], plan.most_kept, kernel, return_lse)
+        part_out, part_lse, is_dense = attend_heads(part, bare, plan.key_heads[group.key], plan.most_kept, backend, return_lse)
         dense.append(is_dense)
         if len(groups) == 1:
             out, lse = part_out, part_lse

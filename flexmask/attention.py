@@ -132,6 +132,7 @@ def sparse_attention(
     )  # fmt: skip
     selector = selector.for_inputs(inputs)
     with without_autocast(query.device):
-        found = attend(inputs, selector, run, return_lse, STATISTICS if return_stats else ())
+        plan = run.policy.plan(inputs, selector, return_lse)
+        found = attend(inputs, selector, run, plan, return_lse, STATISTICS if return_stats else ())
     extras = tuple(x for x in (found.lse, found.stats) if x is not None)
     return (found.out, *extras) if extras else found.out

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flexmask._torch import in_dispatch_mode
-from flexmask.base.checks import check_int
+from flexmask.base.checks import HEAD_DIMS, check_int
 from flexmask.base.inputs import AttentionInputs
 from flexmask.selector import Selector
 
@@ -18,21 +18,23 @@ CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43
 
 
 class DensePlan(NamedTuple):
-    """The part of one call that runs dense."""
+    """The part of one call that runs dense; with a `reason` all of it, in key heads that are False over all visible blocks."""
 
-    reason: str | None  # why all of it does
-    key_heads: list[bool]  # known to run dense before any mask is made
-    most_kept: float | None  # density above which a key head runs dense
+    reason: str | None
+    key_heads: list[bool]  # served by dense attention, as known before any mask is made
+    most_kept: float | None = None  # density above which another key head is, too
 
 
 class DensePolicy(NamedTuple):
     """When dense attention runs instead of a selection.
 
-    `dense_below`, tokens: shorter prompts run dense; 0 switches the policy off, except for fewer rows than `least_rows`.
+    `dense_below`, tokens: shorter prompts run dense; 0 switches the policy off, except for fewer rows than `least_rows` and for
+    `dense_layers`, indices.
     """
 
     dense_below: int = DENSE_BELOW
     least_rows: int = 2
+    dense_layers: tuple[int, ...] = ()
 
     def by_size(self, q_len: int, tokens: int) -> str | None:
         """Reason why `q_len` rows at the end of `tokens` run dense, if they do."""
@@ -55,10 +57,10 @@ class DensePolicy(NamedTuple):
         if reason is None and fits:
             reason = self.by_selection(keeps_all)
         if reason is not None:
-            return DensePlan(reason, [True] * num_kv_heads, None)
+            return DensePlan(reason, [True] * num_kv_heads)
         # in a surrounding compilation nothing orders what empties lists before what reads them
         if not fits or inputs.needs_grad or torch.compiler.is_compiling():
-            return DensePlan(None, [False] * num_kv_heads, None)
+            return DensePlan(None, [False] * num_kv_heads)
         reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
         key_heads = [all(keeps_all[head : head + groups]) for head in range(0, num_heads, groups)]
         return DensePlan(None, key_heads, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None)
@@ -67,11 +69,26 @@ class DensePolicy(NamedTuple):
         """Reason why a selection has nothing to drop, if it has none."""
         return "every head keeps every block" if self.dense_below > 0 and all(keeps_all) else None
 
-    def by_window(self, window: int | None) -> str | None:
-        """Reason why a layer with a sliding window runs dense, if it does."""
-        if window is None or window >= self.dense_below:
-            return None
-        return f"sliding window {window} < dense_below {self.dense_below}"
+    def by_layer(self, layer: int, window: int | None) -> str | None:
+        """Reason why a layer runs dense at any length, if it does."""
+        if layer in self.dense_layers:
+            return "in dense_layers"
+        if window is not None and window < self.dense_below:
+            return f"sliding window {window} < dense_below {self.dense_below}"
+        return None
+
+
+def by_head_dim(head_dim: int, v_head_dim: int) -> str | None:
+    """Reason why heads of these sizes run dense, if they do: no mask is made for them."""
+    for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        if size not in HEAD_DIMS:
+            return f"{name} {size} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+    return None
+
+
+def plan_of_reason(reason: str, inputs: AttentionInputs, over_blocks: bool = False) -> DensePlan:
+    """The plan of a call that runs dense for `reason`; `over_blocks` unless SDPA's causal kernel serves it."""
+    return DensePlan(reason, [not over_blocks or has_causal_kernel(inputs)] * inputs.key.shape[1])
 
 
 def has_causal_kernel(inputs: AttentionInputs) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem as BlockProblem
 from flexmask.base.inputs import HeadGroup, attention_inputs
 from flexmask.precision import without_autocast
-from flexmask.row_slices import in_row_slices, sliced_bytes
 from flexmask.select import mask_of
 from flexmask.selector import METHODS, Method
 from flexmask.selector import ByHead as ByHead
@@ -25,14 +25,8 @@ MOST_MASK_BYTES = 16 * 2**30
 def method(
     choose: Callable[..., Any] | None = None,
     *,
-    check: Callable[..., None] | None = None,
-    check_call: Callable[..., None] | None = None,
-    keeps_all: Callable[..., bool] | None = None,
-    steps: tuple[str, ...] = (),
-    head_bytes: Callable[..., int] | None = None,
-    row_numbers: Callable[..., int] | None = None,
     plans: Mapping[str, Callable[[int], PairsByHead]] | None = None,
-    shared: bool = False,
+    **fields: Any,
 ) -> Callable[..., Any]:
     """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
 
@@ -43,37 +37,39 @@ def method(
         every visible block. Invisible blocks are dropped and each row's own block is added. Options annotated as float come as
         0-d tensors (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
         tensors; 0 stays a number. Other options are compile-time constants.
-    row_numbers
-        For a method that writes out much per query row, which then runs in slices of rows (`flexmask.row_slices`).
     plans
         By name of a PairsByHead option: a function of num_heads that replaces None.
-    check, check_call, keeps_all, steps, head_bytes, shared
-        As in `Method`.
+    fields
+        Other fields of `Method`, by name.
 
     Returns
     -------
     callable
         ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, checked as `flexmask.flexprefill_mask`, with the
         `Method` as its attribute ``method``.
+
+    Raises
+    ------
+    ValueError
+        For a name that another function has in the table.
     """
     if choose is None:
-        return functools.partial(
-            method, check=check, check_call=check_call, keeps_all=keeps_all, steps=steps, head_bytes=head_bytes,
-            row_numbers=row_numbers, plans=plans, shared=shared,
-        )  # fmt: skip
+        return functools.partial(method, plans=plans, **fields)
     own = list(inspect.signature(choose).parameters.values())[1:]
-    kinds = {p.name: str(p.annotation) for p in own}
-    pairs = {name: (plans or {}).get(name) for name, kind in kinds.items() if kind.startswith("PairsByHead")}
-    name = choose.__name__.removesuffix("_mask")
-    if row_numbers is not None and head_bytes is None:
-        head_bytes = sliced_bytes(row_numbers)
+    kinds = {name: _kinds(hint) for name, hint in get_type_hints(choose, include_extras=True).items() if name != "return"}
+    pairs = {p.name: (plans or {}).get(p.name) for p in own if PairsByHead in kinds.get(p.name, ())}
     made = Method(
-        choose if row_numbers is None else in_row_slices(choose, name, row_numbers), {p.name: p.default for p in own}, name,
-        floats=tuple(name for name, kind in kinds.items() if kind.startswith("float")),
-        shares=tuple(name for name, kind in kinds.items() if kind.startswith("ByHead")),
-        pairs=pairs, check=check, check_call=check_call, keeps_all=keeps_all, steps=steps, head_bytes=head_bytes,
-        shared=shared, compiled=row_numbers is None,
+        choose, {p.name: p.default for p in own}, choose.__name__.removesuffix("_mask"),
+        floats=tuple(p.name for p in own if float in kinds.get(p.name, ())),
+        shares=tuple(p.name for p in own if ByHead in kinds.get(p.name, ())),
+        pairs=pairs, **fields,
     )  # fmt: skip
+    known = METHODS.get(made.name)
+    # a module may be imported again
+    if known is not None and _place(known.choose) != _place(choose):
+        raise ValueError(
+            f"{choose.__name__} must have another name: method {made.name!r} is that of {'.'.join(_place(known.choose))}"
+        )
     positional = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(choose, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
@@ -119,3 +115,12 @@ def method(
     generate.method = made  # type: ignore[attr-defined]  # a mark on a function
     METHODS[made.name] = made
     return generate
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The parts of an annotation: those of a union, else itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _place(function: Callable[..., Any]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__

@@ -5,22 +5,35 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import map_bytes
 from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.memory import map_bytes
 from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
 from flexmask.base.selection import Selection
 from flexmask.users_mask import users_choice
 
-# types of options in methods' signatures (`flexmask.method`)
-ByHead = float | Sequence[float] | Tensor
-PairsByHead = Sequence[float] | Sequence[Sequence[float]]
+# types of options in methods' signatures, by which `flexmask.method` finds them
+ByHead = Annotated[float | Sequence[float] | Tensor, "by head"]
+PairsByHead = Annotated[Sequence[float] | Sequence[Sequence[float]], "pairs by head"]
+
+
+class UnknownOption(TypeError):
+    """A keyword that is no option of a method; `names` are those of others that its caller takes."""
+
+    def __init__(self, message: str, option: str = "", names: tuple[str, ...] = ()) -> None:
+        super().__init__(f"{message}; other keywords: {', '.join(names)}" if names else message)
+        self.message, self.option, self.names = message, option, names
+
+    def with_names(self, *names: str) -> UnknownOption:
+        """The same, with more keywords that the caller takes."""
+        return UnknownOption(self.message, self.option, (*self.names, *names))
+
 
 METHODS: dict[str, Method] = {}
 """The table of methods by name; importing `flexmask.block_masks` fills it"""
@@ -33,7 +46,7 @@ class Method:
     Attributes
     ----------
     choose
-        From a `BlockProblem` and the options to the kept blocks; of a method with `steps` to a `Selection`.
+        From a `BlockProblem` and the options to the kept blocks; of a method written in steps to a `Selection`.
     defaults
         Its options by name, with their defaults.
     name
@@ -44,14 +57,19 @@ class Method:
         Called with the options, and with inputs and options; raise for those that it does not serve.
     keeps_all
         From one head's options to True if it keeps all its blocks. None: never.
-    steps
-        The modules of steps that it is written in: "plain", "kernels". None: it returns a map.
+    has_kernels
+        True if `flexmask.kernels` has its steps too.
     head_bytes
         From the inputs, block_size, whether kernels serve it, and the options to the bytes of one head's mask while it is made.
+    row_numbers
+        From kv_len, block_size and the options to the float32 numbers that it writes out per query row and head. It then runs on
+        slices of rows: a query block's choice must depend only on its own rows and the keys.
     shared
         True if the heads decide together.
-    compiled
-        True if `choose` is compiled as a whole on accelerators.
+    whole_blocks
+        True if it serves whole prompts of whole blocks only.
+    gammas
+        The gammas that `flexmask.tune` chooses from by default, where gamma is a share by head.
     is_users
         True for a user's function of query and key.
     """
@@ -65,10 +83,12 @@ class Method:
     check: Callable[..., None] | None = None
     check_call: Callable[..., None] | None = None
     keeps_all: Callable[..., bool] | None = None
-    steps: tuple[str, ...] = ()
+    has_kernels: bool = False
     head_bytes: Callable[..., int] | None = None
+    row_numbers: Callable[..., int] | None = None
     shared: bool = False
-    compiled: bool = True
+    whole_blocks: bool = False
+    gammas: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
     is_users: bool = False
 
     def checked(self, block_size: int, options: Mapping[str, Any]) -> Selector:
@@ -79,7 +99,8 @@ class Method:
             known = ", ".join(self.defaults) or "of every mask only"
             others = [name for name, other in METHODS.items() if unknown[0] in other.defaults]
             of_others = f", an option of {', '.join(others)}" if others else ""
-            raise TypeError(f"method {self.name!r} takes the options {known}; got {unknown[0]!r}{of_others}")
+            message = f"method {self.name!r} takes the options {known}; got {unknown[0]!r}{of_others}"
+            raise UnknownOption(message, unknown[0])
         filled = {**self.defaults, **options}
         for name in self.shares:
             if isinstance(filled[name], list):
@@ -99,6 +120,7 @@ class Selector:
     # filled in by `for_inputs`
     keeps_all: list[bool] = field(default_factory=list)  # by query head
     head_bytes: int = 0  # of one head's mask in one batch row while it is made
+    row_numbers: int = 0  # `Method.row_numbers`, at least 1 of a method that has it
 
     def for_inputs(self, inputs: AttentionInputs) -> Selector:
         """The same for these inputs; raises if numbers by head do not fit, or the method does not serve them."""
@@ -110,23 +132,32 @@ class Selector:
             filled[name] = pairs_by_head(name, given, num_heads)
         if method.check_call is not None:
             method.check_call(inputs, block_size=self.block_size, **filled)
+        q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
+        if method.whole_blocks and (q_len != kv_len or q_len % self.block_size != 0):
+            raise ValueError(
+                f"method {method.name!r} needs a whole prompt of a multiple of block_size ({self.block_size}) tokens; got q_len "
+                f"{q_len} and kv_len {kv_len}"
+            )
+        row_numbers = 0
+        if method.row_numbers is not None:
+            row_numbers = max(1, method.row_numbers(kv_len, self.block_size, **filled))
         if method.head_bytes is None:
-            needed = map_bytes(inputs, self.block_size)
+            needed = map_bytes(inputs, self.block_size) + 4 * self.block_size * row_numbers
         else:
             needed = method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **filled)
-        return Selector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), needed)
+        return Selector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), needed, row_numbers)
 
     def runs_kernels(self, query: Tensor) -> bool:
         """True if the Triton kernels serve it."""
-        return HAS_TRITON and query.is_cuda and "kernels" in self.method.steps
+        return HAS_TRITON and query.is_cuda and self.method.has_kernels
 
     @property
     def title(self) -> str:
         """Its name with its options, for pictures; in a surrounding compilation, where floats may be symbolic, only the name."""
         if torch.compiler.is_compiling():
             return self.method.name
-        told = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
-        return f"{self.method.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **told}.items())})"
+        shown = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
+        return f"{self.method.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **shown}.items())})"
 
 
 def _keeps_all(method: Method, options: dict[str, Any], num_heads: int) -> list[bool]:
@@ -155,5 +186,5 @@ def selector_of(named: str | Callable[..., Any], block_size: int, options: Mappi
         inner = inner.func
     check_block_size(block_size)
     name = str(getattr(inner, "__name__", type(inner).__name__))
-    users = Method(users_choice(named, name), dict(options), name, compiled=False, is_users=True)
+    users = Method(users_choice(named, name), dict(options), name, is_users=True)
     return Selector(users, block_size, dict(options))

@@ -13,9 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import KNOWS_LENGTHS
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.selection import BlockLists, Selection
+from flexmask.base.selection import BlockLists, Selection, ascending_indices
 from flexmask.base.visibility import num_blocks
-from flexmask.plain.block_lists import ascending_indices
 
 
 def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Selection]:

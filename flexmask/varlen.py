@@ -134,7 +134,9 @@ def sparse_attention_varlen(
         found = {n: Attended(*part) for n, part in zip(short, parts, strict=True)}
         for number in filled:
             if number not in found:
-                found[number] = attend(problems[number], selectors[number], run, return_lse, statistics)
+                inputs, own = problems[number], selectors[number]
+                plan = policy.plan(inputs, own, return_lse)
+                found[number] = attend(inputs, own, run, plan, return_lse, statistics)
     outs, lses = [found[n].out for n in filled], [found[n].lse for n in filled]
     stats = (
         [(found[n].stats if n in found else None) or dense_stats(pack.query) for n in range(len(segments))]

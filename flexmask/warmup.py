@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
 import torch
 
-from flexmask.attention import sparse_attention
+from flexmask.attention import RECOMMENDED, sparse_attention
 from flexmask.base.checks import check_int
+from flexmask.selector import selector_of
 
 # tokens: sizes that changed are symbolic in the second call; no multiples of a block
 _LENGTHS = (1100, 2300)
@@ -84,9 +86,10 @@ def warmup(
         if name in options:
             raise TypeError(f"{name} is not an option of warmup; see its arguments chunked and padded")
     options["dense_below"] = 0
-    block_size = options.get("block_size", 128)
-    # whole blocks only
-    block = block_size if options.get("method") == "published" else 1
+    block_size, taken = options.get("block_size", 128), inspect.signature(sparse_attention).parameters
+    own = {name: value for name, value in options.items() if name not in taken}
+    selector = selector_of(options.get("method", RECOMMENDED), block_size, own)
+    block = block_size if selector.method.whole_blocks else 1
     lengths = [-(-length // block) * block for length in _LENGTHS]
     if torch.device(device).type == "cuda":
         lengths += [blocks * block_size for blocks in MANY_BLOCKS]

@@ -23,8 +23,9 @@ from flexmask.select import select_blocks
 from flexmask.selector import Selector, selector_of
 from flexmask.stats import STATISTICS
 from tests.drawn_options import attention_masks, q_offsets, score_options
-from tests.oracle.flexprefill import ReferenceResult, reference_flexprefill
 from tests.oracle.hybrid import Rule
+from tests.oracle.reference import reference
+from tests.oracle.result import ReferenceResult
 
 
 def structured_inputs(
@@ -74,30 +75,35 @@ def structured_inputs(
     return query, key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Config:
-    """Options of all three methods written in steps; each takes its own."""
+    """A method with its options; of those given, the options of other methods do not count."""
 
-    gamma: Any = 0.95
-    tau: float = 0.1
-    block_size: int = 128
-    min_budget: int = 1024
-    max_budget: int | None = None
-    method: str = "flexprefill"
-    query_aware: str = "flatten"
-    pattern_queries: str = "last"
-    index_queries: str = "last"
-    row_stride: int = 8
+    method: str
+    block_size: int
+    given: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        if isinstance(self.gamma, list):
-            object.__setattr__(self, "gamma", tuple(self.gamma))
-        if self.method == "hybrid":
-            object.__setattr__(self, "index_queries", "last")
+    def __init__(
+        self,
+        gamma: Any = 0.95,
+        tau: float = 0.1,
+        *,
+        method: str = "flexprefill",
+        block_size: int = 128,
+        min_budget: int = 1024,
+        **options: Any,
+    ) -> None:
+        given = {"gamma": tuple(gamma) if isinstance(gamma, list) else gamma, "tau": tau, "min_budget": min_budget, **options}
+        for name, value in (("method", method), ("block_size", block_size), ("given", given)):
+            object.__setattr__(self, name, value)
+
+    def with_options(self, **changes: Any) -> Config:
+        return Config(**{"method": self.method, "block_size": self.block_size, **self.given, **changes})
 
     @property
     def options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in METHODS[self.method].defaults if hasattr(self, name)}
+        """Every option of the method."""
+        return {name: self.given.get(name, default) for name, default in METHODS[self.method].defaults.items()}
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -117,14 +123,6 @@ class Config:
 
     def mask(self, query: Tensor, key: Tensor, **keywords: Any) -> Any:
         return mask_function(self.method)(query, key, **{**self.keywords, **keywords})
-
-    @property
-    def min_blocks(self) -> int:
-        return -(-self.min_budget // self.block_size)
-
-    @property
-    def max_blocks(self) -> int | None:
-        return None if self.max_budget is None else -(-self.max_budget // self.block_size)
 
 
 def mask_function(method: str) -> Any:
@@ -148,7 +146,7 @@ def hybrid_length(tokens: int) -> Iterator[None]:
 def by_kernels() -> Iterator[None]:
     """Run kernels on any device, on a CPU in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Selector, "runs_kernels", lambda self, query: "kernels" in self.method.steps)
+        patched.setattr(Selector, "runs_kernels", lambda self, query: self.method.has_kernels)
         yield
 
 
@@ -176,7 +174,7 @@ class Case:
         printer.text(f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}, {self}")
 
     def with_config(self, **changes: Any) -> Case:
-        return replace(self, config=replace(self.config, **changes))
+        return replace(self, config=self.config.with_options(**changes))
 
     def to(self, device: torch.device) -> Case:
         def moved(x: Any) -> Any:
@@ -188,14 +186,10 @@ class Case:
         """Keywords that mask functions and the oracle share."""
         return {**self.scores, "attention_mask": self.attention_mask, "q_offset": self.q_offset}
 
-    def reference_keywords(self) -> dict[str, Any]:
-        config = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
-        return {**config, **self.keywords(), "rule": hybrid_rule()}
-
     @property
     def gammas(self) -> Tensor:
         """Each head's gamma, (num_heads,) float64."""
-        return torch.tensor(self.config.gamma, dtype=torch.float64).expand(self.query.shape[1])
+        return torch.tensor(self.config.options["gamma"], dtype=torch.float64).expand(self.query.shape[1])
 
     def search(self, query: Tensor | None = None, key: Tensor | None = None) -> Chosen:
         """Run the fast path, with statistics."""
@@ -206,7 +200,8 @@ class Case:
         return Chosen(found.lists, found.keep, SimpleNamespace(**found.stats))
 
     def reference(self) -> ReferenceResult:
-        return reference_flexprefill(self.query, self.key, **self.reference_keywords())
+        rule: dict[str, Any] = {"rule": hybrid_rule()} if self.config.method == "hybrid" else {}
+        return reference(self.query, self.key, **self.config.call, **self.keywords(), **rule)
 
 
 # Cases drawn by hypothesis
@@ -215,6 +210,13 @@ class Case:
 GAMMAS = (0.31, 0.43, 0.53, 0.61, 0.71, 0.83, 0.91, 0.947)
 # only among gammas by head: a case that keeps everything compares nothing
 BY_HEAD_ONLY = 1.0
+# values of further options, of whichever method has them
+DRAWN: dict[str, st.SearchStrategy[Any]] = {
+    "tau": st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.6, 1.0]),
+    "query_aware": st.sampled_from(["flatten", "per_query"]),
+    "pattern_queries": st.sampled_from(["last", "middle"]),
+    "index_queries": st.sampled_from(["last", "middle"]),
+}
 
 
 @st.composite
@@ -250,8 +252,7 @@ def sparse_cases(
 @st.composite
 def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
     """Calls that the published code can do."""
-    published = {"method": "published", "query_aware": "flatten", "pattern_queries": "last", "index_queries": "last"}
-    config = draw(configs([16, 32], st.sampled_from(GAMMAS), (1, 2), **published, **fixed))
+    config = draw(configs([16, 32], st.sampled_from(GAMMAS), (1, 2), method="published", **fixed))
     length = config.block_size * draw(st.integers(12, 24))
     case = drawn_inputs(draw, config, 1, length, length, sharpness=2.0)
     case.scores = draw(st.fixed_dictionaries({}, optional={"scale": st.sampled_from([0.05, 0.2])}))
@@ -273,10 +274,7 @@ def configs(
         floor=st.sampled_from(floors),
         cap=st.sampled_from([None, None, 3, 5]),
         gamma=gammas,
-        tau=st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.6, 1.0]),
-        query_aware=st.sampled_from(["flatten", "per_query"]),
-        pattern_queries=st.sampled_from(["last", "middle"]),
-        index_queries=st.sampled_from(["last", "middle"]),
+        **DRAWN,
     )
 
 
@@ -288,7 +286,8 @@ def drawn_inputs(draw: st.DrawFn, config: Config, batch: int, q_len: int, kv_len
     seed = zlib.crc32(repr((draw(st.integers(0, 2**31)), config, batch, q_len, kv_len, head_dim)).encode())
     generator = torch.Generator().manual_seed(seed)
     query, key = structured_inputs(generator, batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, sharpness)
-    if config.gamma in GAMMAS and draw(st.booleans()):
-        own = st.lists(st.sampled_from([*GAMMAS, config.gamma, BY_HEAD_ONLY]), min_size=num_heads, max_size=num_heads)
-        config = replace(config, gamma=draw(own))
+    gamma = config.options["gamma"]
+    if gamma in GAMMAS and draw(st.booleans()):
+        own = st.lists(st.sampled_from([*GAMMAS, gamma, BY_HEAD_ONLY]), min_size=num_heads, max_size=num_heads)
+        config = config.with_options(gamma=draw(own))
     return Case(query, key, config)

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import KNOWS_LENGTHS, RELEASE
 from tests.cases import Chosen
 from tests.expected import by_block
-from tests.oracle.flexprefill import ReferenceResult
+from tests.oracle.result import ReferenceResult
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

@@ -10,7 +10,6 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import pytest
@@ -241,7 +240,7 @@ def _keywords(called: Any) -> set[str] | None:
             return None
         known |= {option for method in METHODS.values() for option in method.defaults}
         if module.startswith("flexmask.integrations"):
-            from flexmask.integrations.huggingface.settings import PrefillSettings
+            from flexmask.settings import FIELDS
 
-            known |= {field.name for field in fields(PrefillSettings)}
+            known |= {*FIELDS}
     return known

@@ -15,7 +15,7 @@ BELOW: dict[str, set[str]] = {
     "base": {"_torch"},
     "plain": {"base"},
     "kernels": {"_torch", "base"},
-    "flex": {"_torch", "base", "compilation", "plain"},
+    "flex": {"_torch", "base", "compilation"},
     "block_masks": {"base", "method", "plain"},
     "pictures": set(),
     "plot": {"pictures"},
@@ -49,8 +49,7 @@ def imported(source: str, modules: set[str]) -> Iterator[tuple[str, bool]]:
         yield from ((name.removeprefix("flexmask."), at_import) for name in names if name.partition(".")[0] == INDEX)
         later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
-            if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
-                yield from visit(child, at_import and not later)
+            yield from visit(child, at_import and not later)
 
     yield from visit(ast.parse(source), True)
 

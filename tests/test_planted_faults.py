@@ -8,12 +8,12 @@ import torch
 
 from flexmask import plain
 from flexmask.base.inputs import attention_inputs
-from flexmask.base.selection import BlockLists
+from flexmask.base.selection import BlockLists, block_lists
 from flexmask.block_masks import hybrid
 from flexmask.flex.from_lists import block_mask_from_lists
 from flexmask.flex.mask_mods import visible_mask_mod
 from flexmask.flex.run import run_flex_attention
-from flexmask.plain.block_lists import Blocks, block_lists
+from flexmask.plain.block_lists import Blocks
 from flexmask.plain.vertical_slash import Lines, extended_lines
 from tests.cases import Case, Config, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed

@@ -12,7 +12,7 @@ from bench.serving import packed_call, prefill_profile, table
 from bench.serving.first_token import ALL_SHAPES, shape_folder
 from flexmask.attend import attend
 from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.settings import PrefillSettings
 
 ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1}
 ROW = {**ENGINE, "prompt_tokens": 32768, "chunk": None, "first_seconds": 3.0, "compiled_by_first": 0, "peak_gb": 4.0}
@@ -54,7 +54,8 @@ def test_hybrid_has_its_density_of_real_text_where_attention_is_even():
     own = PrefillSettings.from_dict({**prefill_profile.settings_of("hybrid", tokens, 0.2), "dense_below": 0})
     even = torch.zeros(1, 2, tokens, 16)
     inputs = attention_inputs(even, even, even)
-    found = attend(inputs, own.selector().for_inputs(inputs), own.run_options, statistics=("density",))
+    selector, run = own.selector().for_inputs(inputs), own.run_options
+    found = attend(inputs, selector, run, run.policy.plan(inputs, selector), statistics=("density",))
     assert found.stats is not None
     shortest, longest = (prefill_profile.OWN_DENSITY[each] for each in (8192, 65536))
     assert prefill_profile.own_density(tokens) == shortest
@@ -88,7 +89,7 @@ def test_shapes_are_configs_of_their_models(shape, tmp_path):
 
 @pytest.mark.attention
 def test_one_call_for_several_prompts_gives_what_a_call_each_gives():
-    own = PrefillSettings.from_options(gamma=0.7, block_size=32, min_budget=32, dense_below=0)
+    own = PrefillSettings(gamma=0.7, block_size=32, min_budget=32, dense_below=0)
     lengths = (192, 64, 320)
     prompts = [attention_inputs(*(torch.randn(1, heads, length, 16) for heads in (4, 2, 2))).prepared() for length in lengths]
     kept = packed_call.selected(own.selector(), prompts)

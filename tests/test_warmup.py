@@ -1,5 +1,6 @@
 """warmup compiles what later calls need."""
 
+import functools
 import logging
 
 import pytest
@@ -8,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from flexmask import warmup
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
+from flexmask.block_masks import published_mask
 from flexmask.warmup import MANY_BLOCKS
 from tests.attention_calls import flexprefill_attention
 
@@ -46,11 +48,14 @@ def test_maps_of_either_size_are_warmed_up():
 
 
 @pytest.mark.attention
-def test_published_selection_is_warmed_up_with_whole_blocks(without_kernel):
+@pytest.mark.parametrize(
+    "method", ["published", published_mask, functools.partial(published_mask, tau=0.2)], ids=["name", "function", "partial"]
+)
+def test_published_selection_is_warmed_up_with_whole_blocks(without_kernel, method):
     # it refuses other lengths
-    warmup(2, 2, 16, dtype=torch.float32, device="cpu", block_size=64, method="published")
+    warmup(2, 2, 16, dtype=torch.float32, device="cpu", block_size=64, method=method)
     called = len(without_kernel)
-    warmup(2, 2, 16, dtype=torch.float32, device="cpu", method="published")
+    warmup(2, 2, 16, dtype=torch.float32, device="cpu", method=method)
     assert 0 < called < len(without_kernel)
     assert {q_len % 64 for _, _, q_len, _ in without_kernel[:called]} == {0}
     assert {q_len % 128 for _, _, q_len, _ in without_kernel[called:]} == {0}

@@ -24,9 +24,9 @@ from flexmask.base.selection import BlockLists, Selected
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.select import select_blocks
 from flexmask.selector import Selector
+from flexmask.settings import PrefillSettings
 
 IDENTITY = ("prompts", "prompt_tokens", "device", "torch")
 COLUMNS = (*IDENTITY, "density", "select", "separate", "packed", "select_kernels", "separate_kernels", "packed_kernels")

@@ -152,7 +152,7 @@ class Engine:
 
     def use(self, attention: str, tokens: int) -> dict[str, Any]:
         """Have all layers attend so from now on; gives the settings."""
-        from flexmask.integrations.huggingface.settings import PrefillSettings
+        from flexmask.settings import PrefillSettings
 
         settings = settings_of(attention, tokens, self.options.density)
         self.dense = attention == STOCK

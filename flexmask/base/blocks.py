@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flexmask.base.floats import widest_float
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.selection import BlockLists
 from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, in_blocks, num_blocks, token_validity
 
-# per pair of blocks while lists are made, uncompiled: int64 places, int32 sums and lists, bool maps
-_PAIR_BYTES = 40
-_SCORE_BYTES = 12  # float32 twice, and the map of visible keys
+
+class Steps(Protocol):
+    """The steps of selections, by name: the module `flexmask.plain` or `flexmask.kernels`.
+
+    Each hands on what only the same module reads.
+    """
+
+    def edges_of(self, tokens: Tokens, block_size: int, window: int | None, /) -> Any: ...
+    def key_means(self, problem: BlockProblem, /) -> Tensor: ...
+    def representative_mass(self, problem: BlockProblem, which: str, /) -> Any: ...
+    def pattern_and_lines(
+        self, problem: BlockProblem, pattern: Any, index: Any, key_means: Tensor, shares: Any, budget: Any, /
+    ) -> Any: ...
+    def query_aware_blocks(
+        self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /
+    ) -> Any: ...
+    def last_rows_lines(self, problem: BlockProblem, last: Any, key_block: Tensor, diagonal: Tensor, near: int, /) -> Any: ...
+    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Any: ...
+    def row_blocks(self, problem: BlockProblem, evidence: Any, thresholds: Tensor, of_lines: float, /) -> Any: ...
+    def kept_blocks(
+        self, problem: BlockProblem, lines: Any, blocks: Any, last: Any = None, nearest: tuple[int, int] = (0, 0), /
+    ) -> tuple[BlockLists, Any]: ...
+    def coverage(self, problem: BlockProblem, mass: Any, keep: Tensor, /) -> Tensor: ...
+    def row_coverage(self, problem: BlockProblem, evidence: Any, keep: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +54,7 @@ class BlockProblem:
     seen
         Visible and full blocks, and the key blocks of each query block's first and last row.
     steps
-        `flexmask.plain` or `flexmask.kernels`.
+        Those that serve it.
     with_map
         True if the map of kept blocks is needed.
     edges
@@ -43,7 +65,7 @@ class BlockProblem:
     block_size: int
     tokens: Tokens
     seen: BlockVisibility
-    steps: Any = None
+    steps: Steps
     with_map: bool = True
     edges: Any = None
 
@@ -85,13 +107,14 @@ class BlockProblem:
 
     def key_means(self) -> Tensor:
         """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 without any."""
-        means: Tensor = self.steps.key_means(self)
-        return means
+        return self.steps.key_means(self)
 
     def query_means(self, blocks: int = 1) -> Tensor:
         """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
-        valid = self.tokens.row_valid if self.tokens.padded else None
-        means: Tensor = self.steps.block_means(self.inputs.query, valid, blocks * self.block_size)
+        steps: Any = self.steps  # `flexmask.plain`, of a method without kernels
+        means: Tensor = steps.block_means(
+            self.inputs.query, self.tokens.row_valid if self.tokens.padded else None, blocks * self.block_size
+        )
         return means
 
     def first_block(self) -> Tensor:
@@ -128,7 +151,7 @@ class BlockProblem:
 
 
 def cut_into_blocks(
-    inputs: AttentionInputs, block_size: int, steps: Any, with_map: bool = True, end: Tensor | None = None
+    inputs: AttentionInputs, block_size: int, steps: Steps, with_map: bool = True, end: Tensor | None = None
 ) -> BlockProblem:
     """Cut placed inputs into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
     q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
@@ -141,9 +164,3 @@ def cut_into_blocks(
         tokens = Tokens(tokens.offset, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
     seen, edges = block_visibility(tokens, block_size, inputs.window), steps.edges_of(tokens, block_size, inputs.window)
     return BlockProblem(inputs, block_size, tokens, seen, steps, with_map, edges)
-
-
-def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
-    """Bytes of one head's map in one batch row while its lists are made, and of the scores of `rows` representative rows."""
-    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
-    return _PAIR_BYTES * num_blocks(q_len, block_size) * num_blocks(kv_len, block_size) + _SCORE_BYTES * rows * kv_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +19,23 @@ class BlockLists(NamedTuple):
     kv_indices: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks)
     full_kv_num_blocks: Tensor
     full_kv_indices: Tensor
+
+
+def block_lists(keep: Tensor, full: Tensor) -> BlockLists:
+    """Lists of the kept blocks, (batch, num_heads, num_q_blocks, num_kv_blocks) bool, split by `full`, without the heads."""
+    full = full[:, None]
+    return BlockLists(*ascending_indices(keep & ~full), *ascending_indices(keep & full))
+
+
+def ascending_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts and column indices of the True entries of every row."""
+    columns = torch.arange(keep.shape[-1], device=keep.device, dtype=torch.int32)
+    count = keep.sum(-1, dtype=torch.int32)
+    kept_before = keep.cumsum(-1, dtype=torch.int32) - keep.int()
+    # a permutation, kept entries first: no two writes collide
+    place = torch.where(keep, kept_before, count.unsqueeze(-1) + columns - kept_before)
+    indices = torch.zeros_like(kept_before).scatter(-1, place.long(), torch.where(keep, columns, 0))
+    return count, indices
 
 
 class Selected(NamedTuple):

@@ -17,8 +17,8 @@ from flexmask.environment import Problem, backends, device_name, problems, versi
 from flexmask.self_test import SelfTest, self_test
 
 if TYPE_CHECKING:
-    from flexmask.integrations.huggingface import PrefillSettings
     from flexmask.integrations.huggingface.layer_plan import PlannedLayer
+    from flexmask.settings import PrefillSettings
 
 
 def doctor(
@@ -117,7 +117,7 @@ def _planned(
         from flexmask.integrations.huggingface.layer_plan import layer_plan
 
         with option_errors(otherwise="--model" if settings is None else "--option"):
-            return layer_plan(config, settings, **arguments)
+            return layer_plan(config, settings=settings, **arguments)
     except (ImportError, NotImplementedError) as error:
         about["refused"] = str(error)
     except RuntimeError as error:

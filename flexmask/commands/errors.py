@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from flexmask.commands import exit_codes
+from flexmask.selector import UnknownOption
 
 TRACEBACK_VARIABLE = "FLEXMASK_TRACEBACK"
 
@@ -45,7 +46,7 @@ def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
-        name = str(error).partition(" ")[0].partition("[")[0]
+        name = error.option if isinstance(error, UnknownOption) else str(error).partition(" ")[0].partition("[")[0]
         option = next((each for each in options if each == f"--{name.replace('_', '-')}"), by_name.get(name, otherwise))
         if option is None:
             raise

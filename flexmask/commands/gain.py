@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import torch
 import typer
 
+from flexmask.attention import RECOMMENDED
 from flexmask.commands.errors import option_errors, usage_error
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, load_model, read_text, remark_if_short, token_ids
 from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Method, MinBudget, Option, Settings, settings_from
@@ -16,7 +17,7 @@ from flexmask.commands.output import Json, Output
 from flexmask.environment import device_name
 
 if TYPE_CHECKING:
-    from flexmask.integrations.huggingface import PrefillSettings
+    from flexmask.settings import PrefillSettings
 
 Number = TypeVar("Number", int, float)
 # ratio of times to first token; smaller ones are noise
@@ -92,7 +93,7 @@ def _of_config(
             used = settings_of(config, chosen)
         speed, weights = matmul_speed(max(lengths), text.hidden_size, device, dtype), weights_per_token(config)
         for length in lengths:
-            plan = layer_plan(config, used, tokens=length, device=device, dtype=dtype)
+            plan = layer_plan(config, settings=used, tokens=length, device=device, dtype=dtype)
             row = row_of(length, (each.plan for each in plan), (each.reason for each in plan), 2 * weights * length / speed)
             if row["layers"].get("sparse", 0):
                 times = model_times(plan, length, densities, used.selector(), used.run_options, speed, device, dtype)
@@ -245,7 +246,7 @@ def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str
 
 def paste(settings: dict[str, Any], where: str) -> list[str]:
     """Python and JSON that switch it on, with settings from `where`: a file, ``"config.json"`` or the ``"options"``."""
-    options = {name: value for name, value in settings.items() if (name, value) != ("method", "hybrid")}
+    options = {name: value for name, value in settings.items() if (name, value) != ("method", RECOMMENDED)}
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     if where == "config.json":
         given = ""

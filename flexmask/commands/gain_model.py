@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from flexmask.commands.gain_times import fastest_dense, median_seconds
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.integrations.huggingface.session import opened
-from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
+from flexmask.integrations.huggingface.model_config import settings_for
+from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.inspect.probe import select_all, wait
 from flexmask.integrations.tune.loss_gradient import logits_of, scored_tokens
+from flexmask.settings import PrefillSettings
 
 # experts per token, and all experts
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -59,7 +60,7 @@ def row_of(tokens: int, plans: Iterable[str], reasons: Iterable[str], rest: floa
 def settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings:
     """The chosen settings, else those in the config, else the defaults; checked for the model."""
     text = config.get_text_config()
-    found = chosen or saved_settings(text) or PrefillSettings()
+    found = settings_for(text, chosen)
     found.check_model(text)
     return found
 
@@ -116,7 +117,7 @@ class _Timed:
         start = time.perf_counter()
         call = call._replace(probe=None, run=None)
         inputs = call.inputs.placed()
-        is_sparse = call.reason_no_mask() is None and call.reason_dense_layer() is None
+        is_sparse = call.reason_dense() is None
         out = call.attention()
         shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window, is_sparse)
         first = shape not in self.kernels

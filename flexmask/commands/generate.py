@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexmask.attention import RECOMMENDED
 from flexmask.commands.errors import option_errors
 from flexmask.commands.loading import load_config, load_model, read_text, remark_if_short, token_ids
 from flexmask.commands.options import (
@@ -63,7 +64,7 @@ def generate(
     from flexmask.integrations.huggingface.side_by_side import side_by_side
 
     with output.progress(f"generating from {ids.shape[1]:,} tokens") as advance:
-        found = side_by_side(loaded, ids, chosen, max_new_tokens=max_new_tokens, repeats=repeats, progress=advance)
+        found = side_by_side(loaded, ids, settings=chosen, max_new_tokens=max_new_tokens, repeats=repeats, progress=advance)
     document = _document(found, tokenizer, model)
     _show(output, document, found.run.dense_summary())
     output.result(document)
@@ -98,7 +99,7 @@ def _document(found: SideBySide, tokenizer: Any, model: str) -> dict[str, Any]:
 
 
 def _show(output: Output, document: dict[str, Any], dense: tuple[bool, str] | None) -> None:
-    settings = {"method": "hybrid", **document["settings"]}
+    settings = {"method": RECOMMENDED, **document["settings"]}
     options = ", ".join(f"{name} {value}" for name, value in settings.items() if name != "layers")
     by_layer = ", options by layer" if "layers" in settings else ""
     output.line(f"{document['model']}, {document['prompt_tokens']:,} tokens; {options}{by_layer}")

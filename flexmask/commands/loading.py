@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from flexmask.integrations.huggingface import PrefillSettings
+    from flexmask.settings import PrefillSettings
 
 DTYPES = ("float32", "bfloat16", "float16")
 

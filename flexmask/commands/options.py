@@ -11,7 +11,7 @@ import typer
 from flexmask.commands.errors import option_errors, usage_error
 
 if TYPE_CHECKING:
-    from flexmask.integrations.huggingface import PrefillSettings
+    from flexmask.settings import PrefillSettings
 
 Model = Annotated[
     str, typer.Option("--model", "-m", metavar="PATH", help="Folder of a transformers model, or its name on the hub.")
@@ -36,9 +36,6 @@ Settings = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings as JSON, as 'flexmask tune' writes them; options override them.")
 ]
 
-# errors about any other name go to --option
-_FLAGS = ("--method", "--gamma", "--min-budget", "--dense-below")
-
 
 def settings_from(settings: Path | None = None, others: list[str] | None = None, **options: Any) -> PrefillSettings | None:
     """The settings that a command's options name; None if they name none: then the model's own hold.
@@ -48,7 +45,7 @@ def settings_from(settings: Path | None = None, others: list[str] | None = None,
     chosen = given_options(others, **options)
     if settings is None and not chosen:
         return None
-    from flexmask.integrations.huggingface import PrefillSettings
+    from flexmask.settings import PrefillSettings
 
     saved: dict[str, Any] = {}
     if settings is not None:
@@ -58,7 +55,9 @@ def settings_from(settings: Path | None = None, others: list[str] | None = None,
             again = next((name for name in chosen if name in of_layer), None)
             if again is not None:
                 usage_error(f"{settings} sets {again} of layer {layer}, which one {again} cannot override", f"--{again}")
-    with option_errors(*_FLAGS, otherwise="--option" if others else "--settings"):
+    # a flag that was not given is not to blame
+    flags = (f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None)
+    with option_errors(*flags, otherwise="--option" if others else "--settings"):
         try:
             return PrefillSettings.from_dict({**saved, **chosen})
         except ValueError as error:

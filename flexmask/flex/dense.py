@@ -19,13 +19,16 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
     Rows that see nothing give zero and a log-sum-exp of -inf, which leaves out sinks. Calls with a map of visible keys go through
     the rows in parts, in a surrounding compilation at once.
     """
-    query, key, value = inputs.query, inputs.key, inputs.value
-    assert value is not None
-    (batch, num_heads, q_len, _), kv_len = query.shape, key.shape[2]
-    if sdpa_serves(inputs, return_lse):
-        # a single row sees every key
-        return sdpa(query, key, value, inputs.scale, is_causal=q_len > 1), None
+    if not sdpa_serves(inputs, return_lse):
+        return _in_parts(inputs, return_lse)
+    assert inputs.value is not None
+    # a single row sees every key
+    return sdpa(inputs.query, inputs.key, inputs.value, inputs.scale, is_causal=inputs.query.shape[2] > 1), None
 
+
+def _in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    query, key = inputs.query, inputs.key
+    (batch, num_heads, q_len, _), kv_len = query.shape, key.shape[2]
     tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
     row = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
     rows = q_len

@@ -23,7 +23,7 @@ def attend_heads(
     selected: Selected | None,
     dense: list[bool],
     most_kept: float | None,
-    kernel: str,
+    backend: str,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None, list[bool]]:
     """Output, log-sum-exp or None, and the key heads that ran dense.
@@ -39,7 +39,7 @@ def attend_heads(
     if selected is None or all(dense):
         return *dense_attention(inputs, return_lse), [True] * len(dense)
     mask = block_mask(inputs, selected.without_heads(heads) if runs else selected)
-    out, lse = run_flex_attention(inputs, mask, kernel, return_lse)
+    out, lse = run_flex_attention(inputs, mask, backend, return_lse)
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
     for own, keys in zip(heads, runs, strict=True):

@@ -11,12 +11,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.selection import block_lists
 from flexmask.flex.dense import dense_attention, sdpa_serves
 from flexmask.flex.from_lists import block_mask_from_lists
 from flexmask.flex.mask_mods import MaskMod, captured, named
 from flexmask.flex.run import run_flex_attention
 from flexmask.flex.visible import has_fused_kernel
-from flexmask.plain.block_lists import block_lists
 
 _BLOCK = 128
 # blocks of rows and of keys that one call copies
@@ -63,8 +63,8 @@ def dense_attention_packed(
     done: dict[int, Result] = {}
     for numbers in _shared_calls(inputs, segments, return_lse) if together else ():
         part = [segments[number] for number in numbers]
-        kernel = "flash" if backend == "flash" else "triton"
-        done.update(zip(numbers, attention_in_one_call(inputs, part, kernel, return_lse), strict=True))
+        own = "flash" if backend == "flash" else "triton"
+        done.update(zip(numbers, attention_in_one_call(inputs, part, own, return_lse), strict=True))
     return [
         done[number] if number in done else dense_attention(segment.of(inputs), return_lse)
         for number, segment in enumerate(segments)
@@ -72,7 +72,7 @@ def dense_attention_packed(
 
 
 def attention_in_one_call(
-    inputs: AttentionInputs, segments: list[Segment], kernel: str, return_lse: bool = False
+    inputs: AttentionInputs, segments: list[Segment], backend: str, return_lse: bool = False
 ) -> list[Result]:
     """Dense attention of all segments by one FlexAttention call under a block-diagonal mask.
 
@@ -87,7 +87,7 @@ def attention_in_one_call(
         query=inputs.query.index_select(2, rows), key=inputs.key.index_select(2, keys), value=value.index_select(2, keys)
     )
     mask = _mask(blocks, inputs.window, inputs.needs_grad)
-    out, lse = run_flex_attention(aligned.with_fields(window=None), mask, kernel, return_lse)
+    out, lse = run_flex_attention(aligned.with_fields(window=None), mask, backend, return_lse)
     # a copy, which frees the rows that fill up blocks
     lengths = [segment.q_len for segment in segments]
     own = _own_rows(lengths, out.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.selection import BlockLists
+from flexmask.base.selection import BlockLists, block_lists
 from flexmask.plain.representative import RepresentativeMass
 from flexmask.plain.vertical_slash import Lines, blocks_kept_always, extended_lines
 
@@ -52,20 +52,3 @@ def _holds_rows(problem: BlockProblem, last: RepresentativeMass) -> Tensor:
     q_block = torch.arange(problem.seen.visible.shape[1], device=rows.row.device)
     holds = ((rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & rows.taken.unsqueeze(1)
     return holds.any(-1, keepdim=True)
-
-
-def block_lists(keep: Tensor, full: Tensor) -> BlockLists:
-    """Lists of the kept blocks, (batch, num_heads, num_q_blocks, num_kv_blocks) bool, split by `full`, without the heads."""
-    full = full[:, None]
-    return BlockLists(*ascending_indices(keep & ~full), *ascending_indices(keep & full))
-
-
-def ascending_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts and column indices of the True entries of every row."""
-    columns = torch.arange(keep.shape[-1], device=keep.device, dtype=torch.int32)
-    count = keep.sum(-1, dtype=torch.int32)
-    kept_before = keep.cumsum(-1, dtype=torch.int32) - keep.int()
-    # a permutation, kept entries first: no two writes collide
-    place = torch.where(keep, kept_before, count.unsqueeze(-1) + columns - kept_before)
-    indices = torch.zeros_like(kept_before).scatter(-1, place.long(), torch.where(keep, columns, 0))
-    return count, indices

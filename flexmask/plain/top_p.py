@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.running_sums import running_sums
+from flexmask.base.floats import running_sums
 
 
 def ranks(values: Tensor, candidates: Tensor) -> Tensor:

@@ -9,30 +9,30 @@ if TYPE_CHECKING:
     from flexmask.integrations.huggingface.attention import register as register
     from flexmask.integrations.huggingface.model_config import configure as configure
     from flexmask.integrations.huggingface.prefill import sparse_prefill as sparse_prefill
-    from flexmask.integrations.huggingface.settings import PrefillSettings as PrefillSettings
     from flexmask.integrations.inspect import inspect_prefill as inspect_prefill
     from flexmask.integrations.record.run import PrefillRun as PrefillRun
     from flexmask.integrations.tune import TuneResult as TuneResult
     from flexmask.integrations.tune import tune as tune
+    from flexmask.settings import PrefillSettings as PrefillSettings
 
 # imported on first use: these folders import modules of this one
-_HOMES = {
-    "PrefillRun": "record.run",
-    "PrefillSettings": "huggingface.settings",
-    "TuneResult": "tune",
-    "configure": "huggingface.model_config",
-    "inspect_prefill": "inspect",
-    "register": "huggingface.attention",
-    "sparse_prefill": "huggingface.prefill",
-    "tune": "tune",
+_MODULES = {
+    "PrefillRun": "integrations.record.run",
+    "PrefillSettings": "settings",
+    "TuneResult": "integrations.tune",
+    "configure": "integrations.huggingface.model_config",
+    "inspect_prefill": "integrations.inspect",
+    "register": "integrations.huggingface.attention",
+    "sparse_prefill": "integrations.huggingface.prefill",
+    "tune": "integrations.tune",
 }
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"flexmask.integrations.{_HOMES[name]}"), name)
+    return getattr(import_module(f"flexmask.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

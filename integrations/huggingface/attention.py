@@ -18,18 +18,20 @@ from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.visible import attention_to_visible
-from flexmask.integrations.huggingface.call import NAME, PrefillCall, process_settings
+from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_own_heads
 from flexmask.integrations.huggingface.compat import check_release, refusal
 from flexmask.integrations.huggingface.mask import prefill_mask
-from flexmask.integrations.huggingface.packed import Segments, attention_packed, in_one_row, in_rows
+from flexmask.integrations.huggingface.model_config import process_settings, settings_for
+from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.refusals import checked_call
-from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.huggingface.session import block_of
 from flexmask.precision import without_autocast
+from flexmask.settings import PrefillSettings, named_settings
 
 
 def register(
-    settings: PrefillSettings | str | Path | None = None,
     method: str | Callable[..., BlockMask] | None = None,
+    settings: PrefillSettings | str | Path | None = None,
     *,
     name: str = NAME,
     **options: Any,
@@ -40,7 +42,7 @@ def register(
 
     Parameters
     ----------
-    settings, method, options
+    method, settings, options
         As in `sparse_prefill`. They apply to every model of the process and override the models' configs, until the next call
         that gives others. A `sparse_prefill` block with its own options overrides them. Default: none.
     name
@@ -60,9 +62,7 @@ def register(
     """
     check_release()
     check_word("name", name, (NAME, "flex_attention"))
-    found = process_settings()
-    if settings is not None or method is not None or options:
-        found = PrefillSettings.from_options(settings, method, **options)
+    found = named_settings(method, settings, **options) or process_settings()
     for each in {NAME, name}:
         known = AttentionInterface().get(each)
         if isinstance(known, functools.partial) and known.func is attention and known.keywords["process"] is found:
@@ -100,7 +100,7 @@ def attention(
 
 
 def serve(
-    module: nn.Module, inputs: AttentionInputs, tokens: int, number: int | None = None, segments: Segments | None = None
+    module: nn.Module, inputs: AttentionInputs, tokens: int, number: object = None, segments: Segments | None = None
 ) -> Tensor:
     """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim). Autocast must be off.
 
@@ -112,13 +112,20 @@ def serve(
         if inputs.needs_grad:
             return _outside_the_graph(module, inputs, tokens)
         return prefill_operator(*inputs[: len(inputs) - 1], tokens, _number(module))
-    if segments is not None:
-        out = in_rows(
-            attention_packed(PrefillCall.of(module, in_one_row(inputs), tokens, number), segments), inputs.query.shape[0]
-        )
-    else:
-        out = PrefillCall.of(module, inputs, tokens, number).attention()
+    call = _call(module, inputs, tokens, number)
+    out = call.attention() if segments is None else call.attention_packed(segments)
     return out.transpose(1, 2).contiguous()
+
+
+def _call(module: nn.Module, inputs: AttentionInputs, tokens: int, number: object) -> PrefillCall:
+    """The call under the options of the model's open block, else of the process or the config."""
+    block = block_of(module)
+    if block is not None:
+        return block.call(module, inputs, tokens, number)
+    settings, layer = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
+    layer = -1 if layer is None else layer
+    selector = of_own_heads(settings.selector(layer), module, inputs.query.shape[1])
+    return PrefillCall(inputs, tokens, number, layer, settings, selector)
 
 
 _outside_the_graph = torch.compiler.disable(serve)

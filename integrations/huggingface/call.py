@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from flexmask.attend import attend
-from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
-from flexmask.dense_policy import DensePolicy
+from flexmask.dense_policy import DensePlan, by_head_dim, plan_of_reason
 from flexmask.flex.joined import joined_mask
-from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
+from flexmask.flex.packed import Segment, dense_attention_packed
+from flexmask.integrations.huggingface.packed import in_one_row, in_rows
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.integrations.record.summary import CallSize
-from flexmask.selector import METHODS, Selector
-from flexmask.stats import STATISTICS
-
-if TYPE_CHECKING:
-    from flexmask.integrations.huggingface.session import Session
+from flexmask.selector import Selector
+from flexmask.settings import PrefillSettings
+from flexmask.stats import STATISTICS, dense_stats
 
 NAME = "flexmask"
-SESSION = "_flexmask_session"  # attribute of a model's modules
-_ALWAYS_DENSE = DensePolicy(dense_below=2**63)
-
-
-def process_settings() -> PrefillSettings | None:
-    """The settings that `register` gave to the whole process."""
-    return getattr(AttentionInterface().get(NAME), "keywords", {}).get("process")
 
 
 class PrefillCall(NamedTuple):
     inputs: AttentionInputs
     tokens: int  # `PrefillMask.tokens`
-    prefill: int | None  # number of the mask
+    prefill: object  # `PrefillMask.prefill`
     layer: int
     settings: PrefillSettings
     selector: Selector  # of this process's heads
@@ -45,41 +35,49 @@ class PrefillCall(NamedTuple):
     probe: Callable[[PrefillCall], Tensor] | None = None  # serves the call
     sequence: int = 0  # in a pack
 
-    @classmethod
-    def of(cls, module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: int | None) -> PrefillCall:
-        session: Session | None = module.__dict__.get(SESSION)
-        block, num_heads = None if session is None else session.block(), inputs.query.shape[1]
-        if block is not None:
-            layer = block.session.layer_of(module)
-            selector = block.selector(module, layer, num_heads)
-            return cls(inputs, tokens, prefill, layer, block.run.settings, selector, block.run, block.probe)
-        settings = process_settings() or saved_settings(getattr(module, "config", None)) or PrefillSettings()
-        index = getattr(module, "layer_idx", None)
-        layer = -1 if index is None else index
-        return cls(inputs, tokens, prefill, layer, settings, of_own_heads(settings.selector(layer), module, num_heads))
-
     def attention(self) -> Tensor:
         """(batch, num_heads, q_len, v_head_dim)."""
         if self.probe is not None:
             return self.probe(self)
-        selector, options, run, reason = self.selector, self.settings.run_options, self.run, self.reason_no_mask()
-        if reason is not None:
-            options = options._replace(policy=_ALWAYS_DENSE)
-        else:
-            selector, reason = selector.for_inputs(self.inputs), self.reason_dense_layer()
-            if reason is not None:
-                # SDPA's causal kernel where it can run, else a mask of all visible blocks
-                selector = replace(selector, method=METHODS["causal"], options={}, keeps_all=[True] * self.inputs.query.shape[1])
-                options = options._replace(policy=options.policy._replace(dense_below=1))
-        wanted = () if run is None or not run.collect_stats else STATISTICS if reason is None else ("density",)
-        found = attend(self.inputs, selector, options, False, wanted, run is not None and run.collect_masks)
+        run, (selector, plan) = self.run, self.plan()
+        wanted = STATISTICS if run is not None and run.collect_stats else ()
+        with_maps = run is not None and run.collect_masks
+        found = attend(self.inputs, selector, self.settings.run_options, plan, statistics=wanted, with_maps=with_maps)
         if run is not None:
-            stats = found.stats
-            if stats is not None and reason is not None:
-                stats = replace(stats, dense=True, is_dense=torch.ones_like(stats.is_dense))
             mask = joined_mask(found.selections, self.inputs.placed()) if found.selections else None
-            run.record(self.layer, stats, mask, reason, self.prefill, self.size)
+            run.record(self.layer, found.stats, mask, plan.reason, self.prefill, self.size)
         return found.out
+
+    def plan(self) -> tuple[Selector, DensePlan]:
+        """The selector of these inputs, and the part of the call that runs dense."""
+        reason = self.reason_no_mask()
+        if reason is not None:
+            return self.selector, plan_of_reason(reason, self.inputs)
+        selector = self.selector.for_inputs(self.inputs)
+        reason = self.reason_dense_layer(selector.keeps_all)
+        if reason is not None:
+            return selector, plan_of_reason(reason, self.inputs, over_blocks=True)
+        return selector, self.settings.run_options.policy.plan(self.inputs, selector)
+
+    def attention_packed(self, segments: Sequence[Segment]) -> Tensor:
+        """As `attention`, of the sequences of a pack in the batch rows one after the other."""
+        whole = in_one_row(self.inputs)
+        calls = [
+            self._replace(inputs=segment.of(whole), tokens=segment.kv_len, sequence=number)
+            for number, segment in enumerate(segments)
+            if segment.q_len > 0
+        ]
+        reasons = {each.sequence: None if self.probe is not None else each.reason_no_mask() for each in calls}
+        together = [segments[number] for number, reason in reasons.items() if reason is not None]
+        dense = iter(dense_attention_packed(whole, together))
+        stats = dense_stats(whole.query)
+        parts = []
+        for each in calls:
+            reason = reasons[each.sequence]
+            if reason is not None and self.run is not None:
+                self.run.record(self.layer, stats, None, reason, self.prefill, each.size)
+            parts.append(each.attention() if reason is None else next(dense)[0])
+        return in_rows(torch.cat(parts, 2), self.inputs.query.shape[0])
 
     @property
     def size(self) -> CallSize:
@@ -89,17 +87,17 @@ class PrefillCall(NamedTuple):
     def reason_no_mask(self) -> str | None:
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
-        for name, size in (("head_dim", query.shape[3]), ("v_head_dim", value.shape[3])):
-            if size not in HEAD_DIMS:
-                return f"{name} {size} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
-        return self.settings.run_options.policy.by_size(query.shape[2], self.tokens)
-
-    def reason_dense_layer(self) -> str | None:
-        """Reason for a dense layer at any length."""
-        if self.layer in self.settings.dense_layers:
-            return "in dense_layers"
         policy = self.settings.run_options.policy
-        return policy.by_selection(self.selector.for_inputs(self.inputs).keeps_all) or policy.by_window(self.inputs.window)
+        return by_head_dim(query.shape[3], value.shape[3]) or policy.by_size(query.shape[2], self.tokens)
+
+    def reason_dense_layer(self, keeps_all: list[bool] | None = None) -> str | None:
+        """Reason for a dense layer at any length; `keeps_all` is that of the selector for these inputs."""
+        policy = self.settings.run_options.policy
+        keeps_all = self.selector.for_inputs(self.inputs).keeps_all if keeps_all is None else keeps_all
+        return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(keeps_all)
+
+    def reason_dense(self) -> str | None:
+        return self.reason_no_mask() or self.reason_dense_layer()
 
 
 def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:

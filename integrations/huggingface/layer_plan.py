@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 
 from flexmask.flex.backend import chosen_backend
@@ -20,9 +21,10 @@ from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import text_config
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.huggingface.session import OpenBlock, opened
-from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.huggingface.prefill import opened
+from flexmask.integrations.huggingface.session import block_of
 from flexmask.integrations.record.run import PrefillRun
+from flexmask.settings import PrefillSettings
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
 _NAME = "flexmask_layer_plan"
@@ -49,11 +51,13 @@ class PlannedLayer(NamedTuple):
 
 def layer_plan(
     config: Any,
-    settings: PrefillSettings | None = None,
+    method: str | Callable[..., BlockMask] | None = None,
+    settings: PrefillSettings | str | Path | None = None,
     *,
     tokens: int = 32768,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> list[PlannedLayer]:
     """Predict for every layer of a model whether a prompt would run sparse, dense or not at all, and why.
 
@@ -61,8 +65,8 @@ def layer_plan(
     ----------
     config
         As from ``AutoConfig.from_pretrained``.
-    settings
-        Default None: those in the config, else the defaults.
+    method, settings, options
+        As in `sparse_prefill`. Default: those in the config, else the defaults.
     tokens
         Length of the prompt, >= 2. Default 32768; nothing of that size is computed.
     device, dtype
@@ -72,14 +76,14 @@ def layer_plan(
     ------
     NotImplementedError, RuntimeError
         For a model that `sparse_prefill` refuses; for one whose forward needs values, not only shapes.
-    ValueError
-        For a config without a causal model, and `settings` for layers that the model lacks.
+    TypeError, ValueError
+        For a config without a causal model, unknown options, and options for layers that the model lacks.
 
     Examples
     --------
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2)
-    >>> [(each.plan, each.head_dim) for each in layer_plan(config, PrefillSettings(dense_layers=(0,)))]
+    >>> [(each.plan, each.head_dim) for each in layer_plan(config, dense_layers=(0,))]
     [('dense', 128), ('sparse', 128)]
     """
     device = torch.device(device)
@@ -87,14 +91,14 @@ def layer_plan(
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = _without_weights(config)
     number = getattr(text_config(model), "num_hidden_layers", 0)
-    run = PrefillRun(model_settings(model, settings), collect_stats=False)
-    found: dict[int, PlannedLayer] = {}
-    stand_in = torch.zeros((), device=device, dtype=dtype)
+    run = PrefillRun(model_settings(model, method, settings, **options), collect_stats=False)
+    planner = _Planner(tokens, torch.zeros((), device=device, dtype=dtype))
+    found = planner.found
     error: Exception | None = None
     # most models need only shapes with a mask, some others without one
     for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
         found.clear()
-        error = _follow(model, run, found, partial(_planned, found, stand_in, tokens), arguments)
+        error = _follow(model, run, planner, arguments)
         if error is None or len(found) == number or _is_refusal(error):
             break
     if error is not None and len(found) < number:
@@ -119,59 +123,54 @@ def _without_weights(config: Any) -> PreTrainedModel:
     return model.eval().to(torch.bfloat16)
 
 
-def _note(found: dict[int, PlannedLayer], call: PrefillCall) -> Tensor:
-    """Probe of a block: note what a call would do."""
-    reason = call.reason_no_mask() or call.reason_dense_layer()
-    query, key, value = call.inputs.query, call.inputs.key, call.inputs.value
-    assert value is not None
-    backend = "" if reason else chosen_backend(call.settings.backend, call.inputs, call.selector.block_size)
-    sizes = (query.shape[1], key.shape[1], query.shape[3], call.inputs.window)
-    found[call.layer] = PlannedLayer(call.layer, DENSE if reason else SPARSE, reason or "", *sizes, backend)
-    return torch.empty((*query.shape[:3], value.shape[3]), device="meta", dtype=query.dtype)
+class _Planner:
+    """Probe of a block that notes what every layer's call would do at full length."""
+
+    def __init__(self, tokens: int, stand_in: Tensor) -> None:
+        self.tokens, self.stand_in = tokens, stand_in
+        self.found: dict[int, PlannedLayer] = {}
+
+    def __call__(self, call: PrefillCall) -> Tensor:
+        reason = call.reason_dense()
+        query, key, value = call.inputs.query, call.inputs.key, call.inputs.value
+        assert value is not None
+        backend = "" if reason else chosen_backend(call.settings.backend, call.inputs, call.selector.block_size)
+        sizes = (query.shape[1], key.shape[1], query.shape[3], call.inputs.window)
+        self.found[call.layer] = PlannedLayer(call.layer, DENSE if reason else SPARSE, reason or "", *sizes, backend)
+        return torch.empty((*query.shape[:3], value.shape[3]), device="meta", dtype=query.dtype)
 
 
-def _planned(
-    found: dict[int, PlannedLayer],
-    stand_in: Tensor,
-    tokens: int,
-    block: OpenBlock,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **arguments: Any,
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, None]:
     """Run the adapter's attention on stand-ins; a refusal is noted, and the forward goes on."""
-    mask = attention_mask
+    block = block_of(module)
+    assert block is not None and isinstance(block.probe, _Planner)
+    planner, mask = block.probe, attention_mask
     shapes: list[tuple[int, ...]] = [x.shape for x in (query, key, value)]
     if isinstance(mask, PrefillMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
+        tokens = planner.tokens
         shapes = [(*shape[:2], tokens, shape[3]) for shape in shapes]
         mask = PrefillMask((*mask.shape[:2], tokens, tokens), 0, window=mask.window, refusal=mask.refusal)
-    given = [stand_in.expand(shape) for shape in shapes]
+    given = [planner.stand_in.expand(shape) for shape in shapes]
     if isinstance(arguments.get("s_aux"), Tensor):
-        arguments["s_aux"] = stand_in.expand(arguments["s_aux"].shape)
+        arguments["s_aux"] = planner.stand_in.expand(arguments["s_aux"].shape)
     try:
         attention(module, given[0], given[1], given[2], mask, **arguments)
     except (NotImplementedError, ValueError) as error:
         layer = block.session.layer_of(module)
-        found[layer] = PlannedLayer(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
+        planner.found[layer] = PlannedLayer(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
     return torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), device="meta", dtype=query.dtype), None
 
 
-def _follow(
-    model: PreTrainedModel,
-    run: PrefillRun,
-    found: dict[int, PlannedLayer],
-    call: Callable[..., tuple[Tensor, None]],
-    arguments: dict[str, Any],
-) -> Exception | None:
+def _follow(model: PreTrainedModel, run: PrefillRun, planner: _Planner, arguments: dict[str, Any]) -> Exception | None:
     """Run the forward on the meta device; return what it raised."""
+    # functions without state, which stay
+    AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask_without_padding)
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
     try:
-        with opened(model, run, partial(_note, found)) as block, torch.no_grad():
-            AttentionInterface.register(_NAME, partial(call, block))
+        with opened(model, run, planner) as block, torch.no_grad():
             for config in block.configs:
                 config._attn_implementation_internal = _NAME
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -17,7 +16,6 @@ from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, S
 
 _REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
 _COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
-_numbers = itertools.count()
 
 
 class MaskNotServed(NotImplementedError, AttributeError):
@@ -38,7 +36,7 @@ class PrefillMask(BlockMask):
     attention_mask
         (batch, kv_len) bool, True = token; None without padding.
     prefill
-        Number shared by the masks of one mask-function call; None in compiled forwards.
+        Object shared by the masks of one mask-function call; None in compiled forwards.
     segments
         Packed sequences, in tokens of all batch rows concatenated, or None.
     packed, bounds
@@ -63,8 +61,8 @@ class PrefillMask(BlockMask):
         self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
         self.segments = segments
-        # a count would recompile at every call
-        self.prefill = None if torch.compiler.is_compiling() else next(_numbers)
+        # another object would recompile at every call
+        self.prefill = None if torch.compiler.is_compiling() else object()
         self.packed, self.bounds = PackedCheck(), GivenBounds()
 
     @property

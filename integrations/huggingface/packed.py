@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.packed import Segment, dense_attention_packed
-from flexmask.stats import dense_stats
+from flexmask.flex.packed import Segment
 from flexmask.varlen import segments_of
-
-if TYPE_CHECKING:
-    from flexmask.integrations.huggingface.call import PrefillCall
 
 Segments = tuple[Segment, ...]
 
@@ -32,26 +27,6 @@ def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
     bounds = sorted({*starts, *(row * length for row in range(batch + 1))})
     slices = [slice(start, end) for start, end in itertools.pairwise(bounds)]
     return tuple(Segment(each, each) for each in slices)
-
-
-def attention_packed(call: PrefillCall, segments: Segments) -> Tensor:
-    """Attention of the sequences of a pack; `call` has its rows concatenated."""
-    calls = [
-        call._replace(inputs=segment.of(call.inputs), tokens=segment.kv_len, sequence=number)
-        for number, segment in enumerate(segments)
-        if segment.q_len > 0
-    ]
-    reasons = {each.sequence: None if call.probe is not None else each.reason_no_mask() for each in calls}
-    together = [segments[number] for number, reason in reasons.items() if reason is not None]
-    dense = iter(dense_attention_packed(call.inputs, together))
-    stats = dense_stats(call.inputs.query)
-    parts = []
-    for each in calls:
-        reason = reasons[each.sequence]
-        if reason is not None and call.run is not None:
-            call.run.record(call.layer, stats, None, reason, call.prefill, each.size)
-        parts.append(each.attention() if reason is None else next(dense)[0])
-    return torch.cat(parts, 2)
 
 
 def in_one_row(inputs: AttentionInputs) -> AttentionInputs:

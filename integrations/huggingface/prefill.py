@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
+from flexmask.integrations.huggingface.attention import register
+from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.session import OpenBlock, latest
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
+from flexmask.selector import UnknownOption
+from flexmask.settings import PrefillSettings
 
 _log = logging.getLogger("flexmask")
 
@@ -97,12 +101,16 @@ class sparse_prefill(ContextDecorator):
         **options: Any,
     ) -> None:
         self._model = unwrapped(model)
-        self._options = {"settings": settings, "method": method, **options}
+        self._options = {"method": method, "settings": settings, **options}
         self._collects = (collect_stats, collect_masks, max_calls)
         self._open: list[OpenBlock] = []
-        PrefillRun(model_settings(self._model, **self._options), *self._collects)  # raises for wrong options
+        try:
+            PrefillRun(model_settings(self._model, **self._options), *self._collects)
+        except UnknownOption as error:
+            raise error.with_names("collect_stats", "collect_masks", "max_calls") from None
 
     def __enter__(self) -> PrefillRun:
+        register()
         run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
         self._open.append(OpenBlock.enter(self._model, run))
         return run
@@ -115,6 +123,17 @@ class sparse_prefill(ContextDecorator):
         log_dense(block.run)
         if error is None and block.run.unreached:
             warn_unreached(self._model)
+
+
+@contextmanager
+def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> Iterator[OpenBlock]:
+    """A block that records in `run`; `probe` serves its prefill calls."""
+    register()
+    block = OpenBlock.enter(model, run, probe)
+    try:
+        yield block
+    finally:
+        block.leave()
 
 
 def log_dense(run: PrefillRun) -> None:

@@ -56,12 +56,13 @@ def checked_call(
             raise refusal(f"the argument {name}", instead)
     if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
         raise refusal("a config with output_attentions", EAGER)
-    if query.shape[2] == 1 and not isinstance(attention_mask, BlockMask):
-        visible = None if attention_mask is None else _row_of_keys(attention_mask, key.shape[2])
-        return CheckedCall(_inputs(query, key, value, None, scores), None, None, visible)
-    mask = _visibility(module, is_causal, attention_mask, query, key)
-    segments = _segments(mask, query, kwargs)
-    return CheckedCall(_inputs(query, key, value, mask, scores), mask, segments, None)
+    mask, segments, visible = None, None, None
+    if query.shape[2] != 1 or isinstance(attention_mask, BlockMask):
+        mask = _visibility(module, is_causal, attention_mask, query, key)
+        segments = _segments(mask, query, kwargs)
+    elif attention_mask is not None:
+        visible = _row_of_keys(attention_mask, key.shape[2])
+    return CheckedCall(_inputs(query, key, value, mask, scores), mask, segments, visible)
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]) -> AttentionInputs:

@@ -1,9 +1,9 @@
-"""The blocks that a model has open, each with a run."""
+"""The blocks that a model has open, each with a run, and what they switch in its configs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from flexmask.integrations.huggingface.attention import register
-from flexmask.integrations.huggingface.call import NAME, SESSION, PrefillCall, of_own_heads
+from flexmask.base.inputs import AttentionInputs
+from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_own_heads
 from flexmask.integrations.huggingface.compat import check_servable, text_config
-from flexmask.integrations.huggingface.model_config import LOCK, SwitchedConfig
 from flexmask.integrations.record.run import PrefillRun
+from flexmask.saved_settings import saved_settings
 from flexmask.selector import Selector
+from flexmask.settings import CONFIG_KEY, PrefillSettings
 
+SESSION = "_flexmask_session"  # attribute of a model's modules
+_ABSENT = object()
+_LOCK = threading.RLock()  # held while blocks open and close
 # opened by the current thread or task; a task begins with its creator's blocks, a thread with none
 _OWN: ContextVar[tuple[OpenBlock, ...]] = ContextVar("flexmask_own_blocks", default=())
 
@@ -50,10 +54,6 @@ class Session:
             module.__dict__[SESSION] = session
         return session
 
-    def block(self) -> OpenBlock | None:
-        blocks = self.blocks
-        return latest(blocks) if blocks else None
-
     def layer_of(self, module: nn.Module) -> int:
         """The module's `layer_idx`, else its place by first call among the modules without one."""
         layer = getattr(module, "layer_idx", None)
@@ -73,13 +73,12 @@ class OpenBlock:
 
     @classmethod
     def enter(cls, model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> OpenBlock:
-        """Switch `model` to ``"flexmask"`` and record its calls in `run`."""
-        register()
+        """Switch `model` to ``"flexmask"``, which must be registered, and record its calls in `run`."""
         check_servable(model)
         text = text_config(model)
         configs = {id(each.config): each.config for each in model.modules() if isinstance(each, PreTrainedModel)}
         configs[id(text)] = text
-        with LOCK:
+        with _LOCK:
             session = Session.of(model)
             # generate() and PEFT bypass the outer modules
             handle = model.base_model.register_forward_hook(_note_forward, with_kwargs=True)
@@ -106,22 +105,30 @@ class OpenBlock:
         return self in self.session.blocks
 
     def leave(self) -> None:
-        with LOCK:
+        with _LOCK:
             self.session.blocks = tuple(each for each in self.session.blocks if each is not self)
             self._give_back()
         _OWN.set(tuple(each for each in _OWN.get() if each.is_open))
 
-    def selector(self, module: nn.Module, layer: int, num_heads: int) -> Selector:
-        found = self.selectors.get((layer, num_heads))
-        if found is None:
-            found = of_own_heads(self.run.settings.selector(layer), module, num_heads)
-            self.selectors[layer, num_heads] = found
-        return found
+    def call(self, module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: object) -> PrefillCall:
+        """A call of one of the model's modules; `tokens` and `prefill` are those of its `PrefillMask`."""
+        layer, num_heads, settings = self.session.layer_of(module), inputs.query.shape[1], self.run.settings
+        selector = self.selectors.get((layer, num_heads))
+        if selector is None:
+            selector = self.selectors[layer, num_heads] = of_own_heads(settings.selector(layer), module, num_heads)
+        return PrefillCall(inputs, tokens, prefill, layer, settings, selector, self.run, self.probe)
 
     def _give_back(self) -> None:
         self.handle.remove()
         for config in self.configs:
             SwitchedConfig.of(config).close(self)
+
+
+def block_of(module: nn.Module) -> OpenBlock | None:
+    """The block that serves a call of a module, if one is open."""
+    session: Session | None = module.__dict__.get(SESSION)
+    blocks = () if session is None else session.blocks
+    return latest(blocks) if blocks else None
 
 
 def latest(blocks: Sequence[OpenBlock]) -> OpenBlock:
@@ -130,21 +137,11 @@ def latest(blocks: Sequence[OpenBlock]) -> OpenBlock:
     return next((block for block in reversed(blocks) if block in own), blocks[-1])
 
 
-@contextmanager
-def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> Iterator[OpenBlock]:
-    block = OpenBlock.enter(model, run, probe)
-    try:
-        yield block
-    finally:
-        block.leave()
-
-
 def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Note a prefill that was not compiled. Module-level: models are pickled with their hooks."""
     if torch.compiler.is_compiling() or _is_decoding((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))):
         return
-    session = module.__dict__.get(SESSION)
-    block = None if session is None else session.block()
+    block = block_of(module)
     if block is not None:
         block.run.note_forward()
 
@@ -152,3 +149,56 @@ def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _is_decoding(inputs: Iterable[Any]) -> bool:
     tokens = next((each for each in inputs if isinstance(each, Tensor)), None)
     return tokens is not None and tokens.ndim > 1 and tokens.shape[1] <= 1
+
+
+@dataclass(eq=False)
+class SwitchedConfig:
+    """A config that open blocks switched, and what it held before."""
+
+    config: Any
+    name: str | None
+    blocks: list[OpenBlock] = field(default_factory=list)
+    options: Any = _ABSENT
+    written: Any = _ABSENT
+
+    @classmethod
+    def of(cls, config: Any) -> SwitchedConfig:
+        return SWITCHED.setdefault(id(config), cls(config, config._attn_implementation))
+
+    def write_options(self) -> None:
+        """Write the options of the block entered last into the config, else its own.
+
+        Skips blocks whose method is a function. What others wrote inside a block, as `configure` does, becomes the config's own.
+        """
+        now = getattr(self.config, CONFIG_KEY, _ABSENT)
+        if now is not self.written or now is _ABSENT:
+            self.options = now
+        runs = [block.run for block in self.blocks if text_config(block.model) is self.config]
+        self.written = next((run.settings.to_dict() for run in reversed(runs) if not callable(run.settings.method)), _ABSENT)
+        wanted = self.options if self.written is _ABSENT else self.written
+        if wanted is not _ABSENT:
+            setattr(self.config, CONFIG_KEY, wanted)
+        elif hasattr(self.config, CONFIG_KEY):
+            delattr(self.config, CONFIG_KEY)
+
+    def close(self, block: OpenBlock) -> None:
+        """Remove a block; the last one restores the config."""
+        self.blocks.remove(block)
+        self.write_options()
+        if not self.blocks:
+            # the property would also set the name of all parts, where other blocks may be open
+            self.config._attn_implementation_internal = self.name
+            del SWITCHED[id(self.config)]
+
+
+# per process, by id: models may share a config, which is not hashable and saves its attributes; an entry keeps its config alive
+SWITCHED: dict[int, SwitchedConfig] = {}
+
+
+def configured(config: Any) -> PrefillSettings | None:
+    """The config's own options, without those of open blocks."""
+    with _LOCK:
+        switched = SWITCHED.get(id(config))
+        if switched is None or getattr(config, CONFIG_KEY, _ABSENT) is not switched.written or switched.written is _ABSENT:
+            return saved_settings(config)
+        return None if switched.options is _ABSENT else PrefillSettings.from_dict(switched.options, CONFIG_KEY)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from flexmask.integrations.huggingface.compat import unwrapped
 from flexmask.integrations.huggingface.prefill import sparse_prefill
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.record.run import PrefillRun
+from flexmask.settings import PrefillSettings
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,13 @@ class SideBySide:
 def side_by_side(
     model: Any,
     input_ids: Tensor,
-    settings: PrefillSettings | None = None,
+    method: str | Callable[..., BlockMask] | None = None,
+    settings: PrefillSettings | str | Path | None = None,
     *,
     max_new_tokens: int = 32,
     repeats: int = 1,
     progress: Callable[[int, int], None] | None = None,
+    generate: Mapping[str, Any] = {},  # not changed
     **options: Any,
 ) -> SideBySide:
     """Generate greedily from one prompt with the model's own attention and with sparse prefill, and time the first tokens.
@@ -83,7 +87,7 @@ def side_by_side(
 
     Parameters
     ----------
-    model, settings
+    model, method, settings, options
         As in `sparse_prefill`, which also gives the errors.
     input_ids
         (1, length) integer.
@@ -91,7 +95,7 @@ def side_by_side(
         >= 1.
     progress
         Called with the numbers of finished and of all ``generate`` calls.
-    options
+    generate
         Further arguments of ``model.generate``.
 
     Examples
@@ -110,15 +114,16 @@ def side_by_side(
     for name, number in (("max_new_tokens", max_new_tokens), ("repeats", repeats)):
         if number < 1:
             raise ValueError(f"{name} must be >= 1; got {number}")
+    chosen: dict[str, Any] = {"method": method, "settings": settings, **options}
     run: PrefillRun | None = None
     seconds: dict[bool, list[float]] = {False: [], True: []}
     outs: dict[bool, tuple[list[int], Tensor]] = {}
     for number, sparse in itertools.product(range(1 + repeats), (False, True)):
         # only the last call generates all tokens, only the warm-up keeps statistics
         new_tokens = max_new_tokens if number == repeats else 1
-        block = sparse_prefill(inner, settings=settings, collect_stats=number == 0) if sparse else nullcontext()
+        block = sparse_prefill(inner, **chosen, collect_stats=number == 0) if sparse else nullcontext()
         with block as opened:
-            taken, outs[sparse] = _generate(inner, input_ids, new_tokens, options)
+            taken, outs[sparse] = _generate(inner, input_ids, new_tokens, generate)
         seconds[sparse].append(taken)
         run = run or opened
         if progress is not None:
@@ -143,7 +148,7 @@ class _FirstToken(LogitsProcessor):
 
 
 def _generate(
-    model: PreTrainedModel, input_ids: Tensor, new_tokens: int, options: dict[str, Any]
+    model: PreTrainedModel, input_ids: Tensor, new_tokens: int, options: Mapping[str, Any]
 ) -> tuple[float, tuple[list[int], Tensor]]:
     """Seconds to the first token; new tokens; first logits."""
     first = _FirstToken()

@@ -20,7 +20,7 @@ class ChosenHead(NamedTuple):
     why: str
 
 
-def telling_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | None = None) -> list[ChosenHead]:
+def heads_by_rule(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | None = None) -> list[ChosenHead]:
     """Heads by `RULE` among the `rows` of one prefill; none if every head ran dense."""
     sparse = [row for row in rows if row["pattern"] != "dense" and (layers is None or row["layer"] in layers)]
     if not sparse:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from flexmask.base.checks import check_int
 from flexmask.integrations.huggingface.attention import register
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.huggingface.session import opened
-from flexmask.integrations.huggingface.settings import PrefillSettings
-from flexmask.integrations.inspect.heads import RULE, named_heads, telling_heads
+from flexmask.integrations.huggingface.prefill import opened
+from flexmask.integrations.inspect.heads import RULE, heads_by_rule, named_heads
 from flexmask.integrations.inspect.probe import HOW_TIMED, InspectionProbe, Progress, StageTimes, wait
 from flexmask.integrations.record import PrefillRun, RunSummary
+from flexmask.settings import PrefillSettings
 
 # an inspection warns if the last quarter holds this much less of its attention than the first
 MOST_LOST = 0.1
@@ -115,6 +116,8 @@ class Inspection:
 def inspect_prefill(
     model: Any,
     input_ids: Tensor,
+    method: str | None = None,
+    settings: PrefillSettings | str | Path | None = None,
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
@@ -132,13 +135,13 @@ def inspect_prefill(
         As in `sparse_prefill`, in one process.
     input_ids
         (length,) or (1, length) integer: one prompt.
+    method, settings, options
+        As in `sparse_prefill`; `method` by name only.
     layers, heads
         Shows the masks of every pair; by default of heads chosen by `flexmask.integrations.inspect.heads.RULE`, in `layers` if
         given.
     progress
         Called with the finished layers and all layers, of both prefills.
-    options
-        As in `sparse_prefill`: `method` by name, `settings`, or options. Default: those in the model's config.
 
     Returns
     -------
@@ -164,8 +167,8 @@ def inspect_prefill(
     'dense'
     """
     inner = unwrapped(model)
-    settings = model_settings(inner, **options)
-    if callable(settings.method):
+    found = model_settings(inner, method, settings, **options)
+    if callable(found.method):
         raise ValueError("method must be a name to be inspected, one of flexmask.METHODS; got a function")
     ids = _one_prompt(input_ids)
     number = int(getattr(text_config(inner), "num_hidden_layers", 0))
@@ -175,19 +178,19 @@ def inspect_prefill(
     check_in_one_process(inner, "inspect_prefill")
     probe = InspectionProbe(progress or (lambda done, of: None), 2 * number)
 
-    run = PrefillRun(settings, max_calls=None)
+    run = PrefillRun(found, max_calls=None)
     probe.begin(run, [])
-    _prefill(inner, ids, settings, probe)
+    _prefill(inner, ids, found, probe)
     rows = run.rows()
     if not rows:
         raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")
-    chosen = telling_heads(rows, layers) if heads is None or layers is None else named_heads(rows, layers, heads)
+    chosen = heads_by_rule(rows, layers) if heads is None or layers is None else named_heads(rows, layers, heads)
 
-    probe.begin(PrefillRun(settings, collect_stats=False), chosen)
-    seconds = _prefill(inner, ids, settings, probe)
+    probe.begin(PrefillRun(found, collect_stats=False), chosen)
+    seconds = _prefill(inner, ids, found, probe)
     total = seconds - probe.not_counted
     by_head = {(row["layer"], row["head"]): row for row in rows}
-    shown = tuple(ShownHead(*head, *probe.maps[head[:2]], by_head[head[:2]], settings.block_size) for head in chosen)
+    shown = tuple(ShownHead(*head, *probe.maps[head[:2]], by_head[head[:2]], found.block_size) for head in chosen)
     held = {layer: tuple(each.mean(0).tolist()) for layer, each in sorted(probe.held.items())}
     return Inspection(run, StageTimes(total, tuple(probe.times.values())), shown, held, _about(inner, ids))
 

@@ -82,7 +82,7 @@ class InspectionProbe:
 
     def _timed(self, call: PrefillCall) -> tuple[Tensor, float]:
         """The output, and seconds without the comparison."""
-        sparse = call.reason_no_mask() is None and call.reason_dense_layer() is None
+        sparse = call.reason_dense() is None
         inputs, device = call.inputs.with_fields(needs_grad=False), call.inputs.query.device
         if sparse and device.type != "cpu":
             _select(inputs, call)  # compiles

@@ -5,18 +5,19 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from flexmask.flex.backend import BACKENDS
-from flexmask.integrations.huggingface.settings import CONFIG_KEY, PrefillSettings
 from flexmask.selector import METHODS
+from flexmask.settings import CONFIG_KEY, FIELDS, PrefillSettings
 
-_FIELDS = tuple(item.name for item in fields(PrefillSettings) if item.name not in ("options", "backend"))
-_OWN = (*_FIELDS, *sorted({name for method in METHODS.values() for name in method.defaults}))
+_OWN = (
+    *(name for name in FIELDS if name != "backend"),
+    *sorted({name for method in METHODS.values() for name in method.defaults}),
+)
 # what from_pretrained takes without naming it in its signature
 _PLACING = ("device_map", "device_mesh", "distributed_config", "max_memory", "offload_buffers", "offload_folder", "tp_size")
 _RUNNING = ("allow_all_kernels", "attn_implementation", "experts_implementation", "kernel_config", "use_kernels")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.settings import PrefillSettings
 
 
 def row_lengths(requests: Iterable[tuple[object, list[int], list[int]]], max_length: int, merges: bool) -> list[int]:

@@ -18,8 +18,7 @@ from torch import Tensor
 from flexmask.integrations.huggingface.attention import register
 from flexmask.integrations.huggingface.compat import check_servable, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.huggingface.prefill import warn_unreached
-from flexmask.integrations.huggingface.session import opened
+from flexmask.integrations.huggingface.prefill import opened, warn_unreached
 from flexmask.integrations.lm_eval.arguments import check_known, split_arguments
 from flexmask.integrations.lm_eval.batches import row_lengths, rows_alike
 from flexmask.integrations.lm_eval.densities import Densities
@@ -76,7 +75,7 @@ class FlexmaskLM(HFLM):
         super().__init__(pretrained, **rest)
         self._inner = unwrapped(self.model)
         check_servable(self._inner)
-        self.settings = model_settings(self._inner, chosen)
+        self.settings = model_settings(self._inner, settings=chosen)
         self._warned = False
 
     def _create_model(self, *args: Any, **kwargs: Any) -> None:

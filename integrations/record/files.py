@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from flexmask.base.floats import widest_float
-from flexmask.integrations.huggingface.settings import PrefillSettings
-from flexmask.integrations.record.summary import NUM_SUMS, Calls, CallSize, LayerTotals, RecordedCall, on_host
+from flexmask.integrations.record.summary import Calls, CallSize, HeadSums, LayerTotals, RecordedCall, on_host
+from flexmask.settings import PrefillSettings
 from flexmask.stats import DTYPES, SelectionStats
 
-_FORMAT = "flexmask run 2"
+_FORMAT = "flexmask run 3"
 # 512 calls in each of 128 layers of 128 heads are 0.9 GB
 _MOST_BYTES = 2**30
 
@@ -35,7 +35,7 @@ def save_run(path: Path, run: SavedRun) -> None:
         "settings": run.settings.to_dict(),
         "calls": {str(layer): [_call_to_save(call) for call in each] for layer, each in on_host(run.calls).items()},
         "dropped": {
-            str(layer): {**vars(each), "sums": None if each.sums is None else _numbers(each.sums[None])[0]}
+            str(layer): {**vars(each), "sums": None if each.sums is None else HeadSums(*_numbers(each.sums[None])[0])._asdict()}
             for layer, each in run.dropped.items()
         },
         "tokens": {str(layer): number for layer, number in run.tokens.items()},
@@ -104,10 +104,8 @@ def _count(saved: Any) -> int:
 def _totals(saved: Mapping[str, Any]) -> LayerTotals:
     sums = saved["sums"]
     if sums is not None:
-        numbers = [math.nan if x is None else float(x) for x in sums]
+        numbers = [math.nan if sums[name] is None else float(sums[name]) for name in HeadSums._fields]
         sums = torch.tensor(numbers, dtype=widest_float(torch.device("cpu")), device="cpu")
-        if len(sums) != NUM_SUMS:
-            raise ValueError(len(sums))
     calls, dense_calls, heads = (_count(saved[name]) for name in ("calls", "dense_calls", "heads"))
     pairs, dense_pairs = float(saved["pairs"]), float(saved["dense_pairs"])
     if not 0 <= dense_pairs <= pairs < math.inf:

@@ -12,7 +12,6 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.checks import check_int
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.record.files import SavedRun, load_run, save_run
 from flexmask.integrations.record.summary import (
     MOST_REASONS,
@@ -24,6 +23,7 @@ from flexmask.integrations.record.summary import (
     summary_of,
 )
 from flexmask.plot import plot_run
+from flexmask.settings import PrefillSettings
 from flexmask.stats import SelectionStats
 
 if TYPE_CHECKING:
@@ -42,14 +42,11 @@ class PrefillRun:
     ----------
     settings
         The options.
-    stats
-        By layer index: the statistics of each call of more than one row, in order, including dense calls.
+    calls
+        By layer index: each call of more than one row, in order, including dense calls, as its statistics ``stats``, the
+        ``reason`` for running dense or None, the number of its ``prefill``, from 0, and its ``size``.
     masks
-        As `stats`, with `collect_masks`: the mask, None for a dense call without one.
-    reasons
-        As `stats`: why the call ran dense, or None.
-    prefills, sizes
-        As `stats`: the number of its prefill, from 0, and its sizes.
+        As `calls`, with `collect_masks`: the mask, None for a dense call without one.
     tokens
         By layer index: tokens of all calls, dropped ones included; several calls for one sequence in a prefill count once.
     collect_stats, collect_masks
@@ -62,14 +59,11 @@ class PrefillRun:
     collect_stats: bool = True
     collect_masks: bool = False
     max_calls: int | None = MAX_CALLS
-    stats: dict[int, list[SelectionStats]] = field(default_factory=dict)
+    calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
     masks: dict[int, list[BlockMask | None]] = field(default_factory=dict)
-    reasons: dict[int, list[str | None]] = field(default_factory=dict)
-    prefills: dict[int, list[int]] = field(default_factory=dict)
-    sizes: dict[int, list[CallSize]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
-    # by layer: the number of the latest mask, and the last counted sequence of its pack
-    _latest: dict[int, tuple[int | None, int]] = field(default_factory=dict)
+    # by layer: that of the latest mask, and the last counted sequence of its pack
+    _latest: dict[int, tuple[object, int]] = field(default_factory=dict)
     # layers, for the log line; the dense ones by reason
     _called: set[int] = field(default_factory=set)
     _sparse: set[int] = field(default_factory=set)
@@ -92,9 +86,19 @@ class PrefillRun:
         return f"<PrefillRun: {self.num_prefills} prefills, {sparse}; summary() says more>"
 
     @property
+    def stats(self) -> dict[int, list[SelectionStats]]:
+        """By layer index: the statistics of `calls`."""
+        return {layer: [call.stats for call in calls] for layer, calls in self.calls.items()}
+
+    @property
+    def reasons(self) -> dict[int, list[str | None]]:
+        """By layer index: why each of `calls` ran dense, or None."""
+        return {layer: [call.reason for call in calls] for layer, calls in self.calls.items()}
+
+    @property
     def num_prefills(self) -> int:
         """Number of prefills so far, of the layer with most."""
-        return max((numbers[-1] + 1 for numbers in self.prefills.values() if numbers), default=0)
+        return max((calls[-1].prefill + 1 for calls in self.calls.values() if calls), default=0)
 
     @property
     def method(self) -> str:
@@ -108,13 +112,13 @@ class PrefillRun:
         stats: SelectionStats | None,
         mask: BlockMask | None,
         reason: str | None = None,
-        prefill: int | None = None,
+        prefill: object = None,
         size: CallSize = CallSize(),  # noqa: B008  # immutable
     ) -> None:
         """Note one prefill call of one layer, without reading a tensor.
 
-        Calls with the same `prefill`, the number of their `PrefillMask`, belong together: packed sequences, and repeated calls of
-        a layer (DiffLlama, HRM).
+        Calls with the same `prefill`, that of their `PrefillMask`, belong together: packed sequences, and repeated calls of a
+        layer (DiffLlama, HRM).
         """
         # in a compiled forward a lock would break the graph
         with nullcontext() if torch.compiler.is_compiling() else self._lock:
@@ -124,24 +128,23 @@ class PrefillRun:
             elif reason in self._dense or len(self._dense) < MOST_REASONS:
                 self._dense.setdefault(reason, set()).add(layer)
             if self.collect_stats and stats is not None:
-                self.stats.setdefault(layer, []).append(stats)
-                self.reasons.setdefault(layer, []).append(reason)
-                self.sizes.setdefault(layer, []).append(size)
-                self._number(layer, prefill, size)
+                calls = self.calls.setdefault(layer, [])
+                calls.append(RecordedCall(stats, reason, self._number(layer, prefill, size), size))
             if self.collect_masks:
                 self.masks.setdefault(layer, []).append(mask)
             if self.max_calls is not None:
                 self._drop(layer, self.max_calls)
 
-    def _number(self, layer: int, prefill: int | None, size: CallSize) -> None:
-        numbers = self.prefills.setdefault(layer, [])
+    def _number(self, layer: int, prefill: object, size: CallSize) -> int:
+        """The number of a call's prefill; counts its tokens."""
+        before = self.calls[layer][-1].prefill if self.calls[layer] else -1
         latest, counted = self._latest.get(layer, (None, 0))
-        again = prefill is not None and bool(numbers) and latest == prefill
-        numbers.append(numbers[-1] if again else numbers[-1] + 1 if numbers else 0)
+        again = prefill is not None and before >= 0 and latest == prefill
         if not again or size.sequence > counted:
             self.tokens[layer] = self.tokens.get(layer, 0) + size.batch * size.q_len
             counted = size.sequence
         self._latest[layer] = (prefill, counted)
+        return before if again else before + 1
 
     def note_forward(self) -> None:
         self._ran = True
@@ -218,8 +221,8 @@ class PrefillRun:
         run = cls(saved.settings, max_calls=None)
         for layer, calls in saved.calls.items():
             for call in calls:
-                run.record(layer, call.stats, None, call.reason, call.prefill, call.size)
-            run.prefills[layer] = [call.prefill for call in calls]
+                run.record(layer, call.stats, None, call.reason, None, call.size)
+            run.calls[layer] = list(calls)
         run.tokens.update(saved.tokens)
         run._dropped.update(saved.dropped)
         return run
@@ -239,26 +242,20 @@ class PrefillRun:
     def reset(self) -> None:
         """Forget all calls so far; settings stay."""
         with self._lock:
-            calls = (self.stats, self.masks, self.reasons, self.prefills, self.sizes, self.tokens, self._latest)
-            for kept in (*calls, self._called, self._sparse, self._dense, self._dropped):
+            for kept in (self.calls, self.masks, self.tokens, self._latest, self._dropped):
                 kept.clear()
+            for layers in (self._called, self._sparse, self._dense):
+                layers.clear()
             self._ran = False
 
     def _state(self) -> tuple[dict[int, list[RecordedCall]], dict[int, LayerTotals]]:
         """Snapshots of kept calls, and of sums over dropped ones."""
         with self._lock:
-            kept = {layer: self._calls(layer, len(stats)) for layer, stats in self.stats.items()}
+            kept = {layer: list(calls) for layer, calls in self.calls.items()}
             return kept, {layer: each.with_calls(()) for layer, each in self._dropped.items()}
 
-    def _calls(self, layer: int, number: int) -> list[RecordedCall]:
-        parts = (self.stats[layer], self.reasons[layer], self.prefills[layer], self.sizes[layer])
-        return [RecordedCall(*each) for each in zip(*(part[:number] for part in parts), strict=True)]
-
     def _drop(self, layer: int, most: int) -> None:
-        masks = self.masks.get(layer, [])
-        del masks[: max(0, len(masks) - most)]
-        beyond = len(self.stats.get(layer, [])) - most
-        if beyond > 0:
-            self._dropped.setdefault(layer, LayerTotals()).add(self._calls(layer, beyond))
-            for part in (self.stats, self.reasons, self.prefills, self.sizes):
-                del part[layer][:beyond]
+        calls, masks = self.calls.get(layer, []), self.masks.get(layer, [])
+        if len(calls) > most:
+            self._dropped.setdefault(layer, LayerTotals()).add(calls[:-most])
+        del calls[:-most], masks[:-most]

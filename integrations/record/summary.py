@@ -17,9 +17,16 @@ from flexmask.stats import TENSORS, SelectionStats
 MOST_REASONS = 8
 OTHER_REASONS = "other reasons"
 DENSE_HEAD = "dense attention is faster for the heads of its key head"
-# over the heads and batch rows of sparse calls; NaN, without a pattern, does not count
-_SUMS = ("pairs", "coverage", "query-aware", "vertical-slash", "served densely")
-NUM_SUMS = len(_SUMS)
+
+
+class HeadSums(NamedTuple):
+    """Sums over the heads and batch rows of sparse calls."""
+
+    pairs: Any  # causal query-key pairs that are kept
+    coverage: Any
+    query_aware: Any  # heads; those without a pattern are neither
+    vertical_slash: Any
+    served_densely: Any
 
 
 class CallSize(NamedTuple):
@@ -87,7 +94,7 @@ def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
 class LayerTotals:
     """Sums over calls of one layer; those of sparse calls stay on their device until read.
 
-    `heads` counts heads of all batch rows in sparse calls, `pairs` causal query-key pairs; `sums` is in the order of `_SUMS`.
+    `heads` counts heads of all batch rows in sparse calls, `pairs` causal query-key pairs; `sums` holds the fields of `HeadSums`.
     """
 
     calls: int = 0
@@ -132,8 +139,9 @@ def _pairs(size: CallSize) -> int:
 def _sums(stats: SelectionStats, pairs: float) -> Tensor:
     has_pattern = ~stats.js_distance.isnan()
     query_aware, vertical_slash = stats.is_query_aware & has_pattern, ~stats.is_query_aware & has_pattern
-    each = (stats.density * (pairs / stats.density.numel()), stats.coverage, query_aware, vertical_slash, stats.is_dense)
-    return torch.stack([x.to(widest_float(x.device)) for x in each]).sum((1, 2))
+    kept = stats.density * (pairs / stats.density.numel())
+    sums = HeadSums(kept, stats.coverage, query_aware, vertical_slash, stats.is_dense)
+    return torch.stack([x.to(widest_float(x.device)) for x in sums]).sum((1, 2))
 
 
 @dataclass(frozen=True)
@@ -226,9 +234,8 @@ def summary_of(totals: Mapping[int, LayerTotals], method: str, prefills: int, to
     sums = _read({layer: each.sums for layer, each in totals.items() if each.sums is not None})
     layers = []
     for layer, each in sorted(totals.items()):
-        kept, coverage, *patterns, served = sums.get(layer, [0.0] * len(_SUMS))
-        heads = max(each.heads, 1)
-        shares = dict(zip(_SUMS[2:4], (number / heads for number in patterns), strict=True))
+        own, heads = sums.get(layer, HeadSums(*[0.0] * len(HeadSums._fields))), max(each.heads, 1)
+        shares = {"query-aware": own.query_aware / heads, "vertical-slash": own.vertical_slash / heads}
         shares[method] = 1 - sum(shares.values())
         layers.append(
             LayerSummary(
@@ -236,10 +243,10 @@ def summary_of(totals: Mapping[int, LayerTotals], method: str, prefills: int, to
                 each.calls,
                 each.dense_calls,
                 dict(each.reasons),
-                (kept + each.dense_pairs) / each.pairs,
-                None if each.heads == 0 or math.isnan(coverage) else coverage / heads,
+                (own.pairs + each.dense_pairs) / each.pairs,
+                None if each.heads == 0 or math.isnan(own.coverage) else own.coverage / heads,
                 {name: share for name, share in shares.items() if share > 0 and each.heads},
-                served / heads,
+                own.served_densely / heads,
             )
         )
     pairs = sum(each.pairs for each in totals.values())
@@ -247,12 +254,12 @@ def summary_of(totals: Mapping[int, LayerTotals], method: str, prefills: int, to
     return RunSummary(prefills, tokens, kept / pairs if pairs else None, tuple(layers), dropped_calls)
 
 
-def _read(sums: Mapping[int, Tensor]) -> dict[int, list[float]]:
+def _read(sums: Mapping[int, Tensor]) -> dict[int, HeadSums]:
     by_device: dict[torch.device, list[int]] = {}
     for layer, each in sums.items():
         by_device.setdefault(each.device, []).append(layer)
     return {
-        layer: values
+        layer: HeadSums(*values)
         for layers in by_device.values()
         for layer, values in zip(layers, torch.stack([sums[layer] for layer in layers]).tolist(), strict=True)
     }

@@ -23,6 +23,7 @@ def attend(
         scale=layer.scale, softcap=layer.softcap, window=layer.window, sinks=sinks,
     )  # fmt: skip
     selector = layer.selector.for_inputs(inputs)
-    found = attend_blocks(inputs, selector, layer.run, statistics=("density",) if count_density else ())
+    plan = layer.run.policy.plan(inputs, selector)
+    found = attend_blocks(inputs, selector, layer.run, plan, statistics=("density",) if count_density else ())
     density = None if found.stats is None else found.stats.density.mean()
     return found.out[0].transpose(0, 1), density

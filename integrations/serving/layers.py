@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from flexmask.attend import RunOptions
-from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import pairs_by_head
-from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.dense_policy import by_head_dim
 from flexmask.selector import Selector
+from flexmask.settings import PrefillSettings
 
 # rows and tokens of a chunk that every method must serve
 _CHUNK = (400, 1000)
@@ -65,12 +65,8 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     Engines give ranks equal shares of the query heads, in order; options per head follow. Raises TypeError or ValueError for
     options of another number of heads, and for a method that cannot serve the layer.
     """
-    if shape.head_dim not in HEAD_DIMS:
-        return f"head_dim {shape.head_dim} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
-    if number in settings.dense_layers:
-        return "in dense_layers"
     run = settings.run_options
-    reason = run.policy.by_window(shape.window)
+    reason = by_head_dim(shape.head_dim, shape.v_head_dim) or run.policy.by_layer(number, shape.window)
     if reason is not None:
         return reason
     # only single heads run dense; the plan decides about lengths

@@ -8,7 +8,8 @@ from typing import Any
 
 from flexmask.base.checks import check_real, check_word
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.huggingface.settings import PrefillSettings, saved_settings
+from flexmask.saved_settings import found_settings
+from flexmask.settings import PrefillSettings
 
 _OWN = ("kernel", "file", "count_density", "log_every")
 
@@ -64,33 +65,18 @@ def read_options(
         check_real("log_every", own["log_every"])
         if own["log_every"] <= 0:
             raise ValueError(f"log_every must be > 0 seconds; got {own['log_every']}")
-    settings, source = _settings(chosen, path, name, source, model_config)
-    return ServingOptions(settings=settings, source=source, **own)
-
-
-def _settings(chosen: dict[str, Any], path: Any, name: str, source: str, model_config: Any) -> tuple[PrefillSettings, str]:
-    if path is not None:
-        if not isinstance(path, str):
-            raise TypeError(f"file must be a path; got {type(path).__name__}")
-        if chosen:
-            raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
-        return PrefillSettings.load(path), path
-    if chosen:
-        return _of(chosen, name), source
     # a model of several parts keeps its language model's config inside
     text = getattr(model_config, "get_text_config", lambda: model_config)()
-    for config in (model_config, text):
-        saved_here = saved_settings(config)
-        if saved_here is not None:
-            return saved_here, "the model's config.json"
-    return PrefillSettings(), "defaults"
+    settings, found = found_settings(_named(chosen, path, name), model_config, text)
+    sources = {"named": path or source, "config": "the model's config.json"}
+    return ServingOptions(settings=settings, source=sources.get(found, found), **own)
 
 
-def _of(chosen: dict[str, Any], name: str) -> PrefillSettings:
-    try:
-        return PrefillSettings.from_dict(chosen, name)
-    except ValueError as error:
-        # the message names only the options of the method
-        if "takes the options" in str(error):
-            raise ValueError(f"{error}; also those of PrefillSettings, and {', '.join(_OWN)}") from None
-        raise
+def _named(chosen: dict[str, Any], path: Any, name: str) -> PrefillSettings | None:
+    if path is None:
+        return PrefillSettings.from_dict(chosen, name, _OWN) if chosen else None
+    if not isinstance(path, str):
+        raise TypeError(f"file must be a path; got {type(path).__name__}")
+    if chosen:
+        raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
+    return PrefillSettings.load(path)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.settings import PrefillSettings
 
 # pools of keys and values that are written and read row by row
 POOLS = ("MHATokenToKVPool",)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexmask.base.checks import HEAD_DIMS
+from flexmask.dense_policy import by_head_dim
 from flexmask.flex.dense import dense_attention
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.tune.head_errors import head_errors
@@ -46,8 +46,7 @@ class HeadProbe:
         if inputs.query.shape[2] != inputs.key.shape[2] or inputs.attention_mask is not None or inputs.offset is not None:
             raise NotImplementedError("tune does not serve a model that adds keys to those of its prompt, or hides some")
         assert inputs.value is not None
-        sizes = {inputs.query.shape[3], inputs.value.shape[3]}
-        reason = call.reason_dense_layer() if sizes <= {*HEAD_DIMS} else "heads of a size that no mask is made for"
+        reason = by_head_dim(inputs.query.shape[3], inputs.value.shape[3]) or call.reason_dense_layer()
         if reason is not None:
             self.measured.dense[layer] = reason
             self.bar.update()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flexmask.base.checks import check_real
-from flexmask.integrations.huggingface.settings import PrefillSettings
-from flexmask.integrations.tune.allocation import Allocation, Choice, allocate
+from flexmask.integrations.tune.allocation import Choice, allocate
 from flexmask.integrations.tune.measured import MeasuredErrors
+from flexmask.settings import PrefillSettings
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class TuneResult:
     dense: dict[int, str] = field(repr=False)
     _chosen: tuple[Choice, ...] = field(repr=False)
     _measured: MeasuredErrors = field(repr=False)
-    _allocation: Allocation = field(repr=False)
 
     def rows(self, every_gamma: bool = False) -> list[dict[str, Any]]:
         """One row per layer and head with gamma, density and error; with `every_gamma` one per measured gamma."""
@@ -83,12 +82,12 @@ def result_of(
     layers: dict[int, list[float]] = {}
     for (layer, _), choice in zip(heads, chosen, strict=True):
         layers.setdefault(layer, []).append(choice.gamma)
-    settings = replace(base, layers={layer: {"gamma": tuple(by_head)} for layer, by_head in layers.items()})
+    settings = base.with_fields(layers={layer: {"gamma": tuple(by_head)} for layer, by_head in layers.items()})
     uniform = tuple(
         (gamma, sum(each[at].blocks for each in heads.values()), sum(each[at].error for each in heads.values()) / len(heads))
         for at, gamma in enumerate(measured.gammas)
     )
-    return TuneResult(settings, *way.curve[steps], way.curve, uniform, dense, chosen, measured, way)
+    return TuneResult(settings, *way.curve[steps], way.curve, uniform, dense, chosen, measured)
 
 
 def check_target(density: float | None, error: float | None) -> None:

@@ -15,18 +15,14 @@ from transformers.utils import logging
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_real, check_word
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
-from flexmask.integrations.huggingface.session import opened
-from flexmask.integrations.huggingface.settings import CONFIG_KEY, PrefillSettings
+from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.tune.loss_gradient import backward_through_loss
 from flexmask.integrations.tune.measured import MeasuredErrors, digest
 from flexmask.integrations.tune.probe import HeadProbe
 from flexmask.integrations.tune.result import TuneResult, check_target, result_of
 from flexmask.selector import METHODS
-
-# the range in which a method trades blocks for error; 1 computes nothing
-GAMMAS = {"hybrid": (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)}
-OTHER_GAMMAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
+from flexmask.settings import CONFIG_KEY, PrefillSettings
 
 
 def tune(
@@ -115,9 +111,9 @@ def tune(
     found = [name for name in ("gamma", "layers") if name in options]
     if found:
         raise TypeError(f"options must be without {found[0]}, which tune finds")
-    base = PrefillSettings.from_options(None, method, **options)
+    base = PrefillSettings(method, **options)
     base.check_model(text_config(inner))
-    chosen = _checked_gammas(GAMMAS.get(method, OTHER_GAMMAS) if gammas is None else gammas)
+    chosen = _checked_gammas(METHODS[method].gammas if gammas is None else gammas)
     prompts = _prompts(input_ids, attention_mask, base.block_size)
     check_servable(inner)
     check_in_one_process(inner, "tune")

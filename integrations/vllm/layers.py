@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.vllm.pages import FP8_CACHES
+from flexmask.settings import PrefillSettings
 
 # served arguments of an attention implementation
 _KNOWN = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexmask import compilation, row_slices
+from flexmask import compilation, run_method
 from tests.block_masks.gallery import MASKS, SPARSE
 from tests.cases import structured_inputs
 from tests.compile_support import fresh_compiler as fresh_compiler
@@ -33,17 +33,15 @@ def counters(monkeypatch):
 
 
 def graphs(counters) -> dict[str, int]:
+    """The number of graphs by method."""
     total: dict[str, int] = {}
-    for (function, _), counter in counters.items():
-        total[function] = total.get(function, 0) + counter.frame_count
+    for (_, (name, *_)), counter in counters.items():
+        total[name] = total.get(name, 0) + counter.frame_count
     return total
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("xattention", {"_map": 1, "_lists": 2}), ("vertical_slash", {"_chosen": 1}), ("hybrid", {"_chosen": 1})],
-)
-def test_lengths_share_a_compilation(name, expected, counters, monkeypatch):
+@pytest.mark.parametrize("name", ["xattention", "vertical_slash", "hybrid"])
+def test_lengths_share_a_compilation(name, counters, monkeypatch):
     for length in LENGTHS:
         # a view would bring its whole tensor's shape into the guards
         inputs = [x[:, :, :length].clone(memory_format=torch.contiguous_format) for x in (QUERY, KEY)]
@@ -51,20 +49,19 @@ def test_lengths_share_a_compilation(name, expected, counters, monkeypatch):
         with monkeypatch.context() as plain:
             plain.setattr(compilation, "runs_plain", lambda query: True)
             assert torch.equal(got, MASKS[name](*inputs, block_size=16, **SPARSE[name]).to_dense())
-    # the lists compile for one length, then for all
-    assert graphs(counters) == expected
+    assert graphs(counters) == {name: 1}
 
 
 def test_values_of_a_float_share_a_compilation_and_constants_do_not(counters):
     for threshold in (0.3, 0.5, 1, 0.9):
         MASKS["xattention"](QUERY, KEY, block_size=16, threshold=threshold)
-    assert graphs(counters) == {"_map": 1, "_lists": 1}
+    assert graphs(counters) == {"xattention": 1}
     MASKS["xattention"](QUERY, KEY, block_size=16, stride=4)
-    assert graphs(counters) == {"_map": 2, "_lists": 1}
+    assert graphs(counters) == {"xattention": 2}
 
 
 def test_slices_share_a_compilation(counters, monkeypatch):
-    monkeypatch.setattr(row_slices, "MOST_NUMBERS", 16 * 333 * 4)
+    monkeypatch.setattr(run_method, "MOST_NUMBERS", 16 * 333 * 4)
     MASKS["oracle"](QUERY, KEY, block_size=16)
-    # the last slice is shorter than a block
-    assert graphs(counters) == {"_map": 2, "_lists": 1}
+    # the last slice is shorter than a block; then the lists of their maps
+    assert graphs(counters) == {"oracle": 2, "map": 1}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask import METHODS, row_slices
+from flexmask import METHODS, run_method
 from tests.block_masks.definition_call import make_call
 from tests.block_masks.definitions import DEFINITIONS, TESTED
 from tests.block_masks.gallery import MASKS, SPARSE
@@ -91,17 +91,17 @@ def test_mask_of_a_chunk_is_the_rows_of_the_whole(name):
 
 
 @pytest.mark.parametrize("case", ["offsets, window and left padding", "right padding"])
-@pytest.mark.parametrize("name", [name for name in DEFINITIONS if not METHODS[name].compiled])
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if METHODS[name].row_numbers])
 def test_slices_of_rows_change_nothing(name, case, monkeypatch):
     query, key, shared = inputs_of(case)
     options = {**SPARSE[name], "block_size": SIZE, **shared}
     expected = MASKS[name](query, key, **options).to_dense()
     slices = []
-    map_of = row_slices._map
-    monkeypatch.setattr(row_slices, "_map", lambda *given: slices.append(given[0].query.shape[2]) or map_of(*given))
-    monkeypatch.setattr(row_slices, "MOST_NUMBERS", 1)
+    chosen = run_method._chosen
+    monkeypatch.setattr(run_method, "_chosen", lambda *given: slices.append(given[0].query.shape[2]) or chosen(*given))
+    monkeypatch.setattr(run_method, "MOST_NUMBERS", 1)
     assert torch.equal(MASKS[name](query, key, **options).to_dense(), expected)
-    assert max(slices) == SIZE and sum(slices) == query.shape[2]
+    assert slices.pop() == sum(slices) == query.shape[2] and max(slices) == SIZE
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

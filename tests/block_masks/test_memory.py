@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmask import METHODS, row_slices
+from flexmask import METHODS, run_method
 from flexmask.base.inputs import attention_inputs
 from tests.block_masks.gallery import MASKS
 
@@ -27,7 +27,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_square_of_the_tokens(name):
-    by_rows = not METHODS[name].compiled
+    by_rows = METHODS[name].row_numbers is not None
     with FakeTensorMode(), Largest() as largest:
         # methods that go slice by slice need only the last rows
         rows = 512 if name == "oracle" else 4096 if by_rows else TOKENS
@@ -35,6 +35,6 @@ def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_squ
         stated = HEADS * METHODS[name].checked(128, {}).for_inputs(attention_inputs(query, key)).head_bytes
         largest.nbytes = 0
         MASKS[name](query, key)
-    a_slice = 4 * max(row_slices.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
+    a_slice = 4 * max(run_method.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
     assert largest.nbytes <= max(stated, a_slice)
     assert largest.nbytes < TOKENS**2 / 8

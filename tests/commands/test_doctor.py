@@ -95,7 +95,7 @@ def test_layers_are_planned_from_the_config(flexmask, folder, tmp_path):
     short = flexmask(*words, "--tokens", 500, "--json").json
     assert {each["reason"] for each in short["layers"]} == {"500 tokens < dense_below 16384"}
     assert "2  " in flexmask(*words).stdout
-    assert flexmask(*words, "--option", "dense_layers=[7]", code=exit_codes.USAGE)
+    assert flexmask(*words, "--option", "dense_layers=[7]", code=2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
-from flexmask.commands import exit_codes
 from flexmask.commands import run as command
 from tests.repository import ROOT
 
@@ -22,7 +21,7 @@ import json, sys
 
 def show():
     from transformers import AttentionInterface
-    from flexmask.integrations.huggingface.call import process_settings
+    from flexmask.integrations.huggingface.model_config import process_settings
     known = AttentionInterface()
     own = getattr(known["flex_attention"], "func", known["flex_attention"]).__module__
     print(json.dumps([sys.argv[1:], "flexmask" in known.valid_keys(), process_settings().to_dict(), own]), flush=True)
@@ -90,7 +89,8 @@ def test_name_is_registered_when_the_outermost_import_has_ended(tmp_path):
     for name in ("__init__", "integrations/__init__"):
         (root / f"{name}.py").write_text("")
     (root / "integrations" / "huggingface.py").write_text(
-        "from transformers import outer\nPrefillSettings = None\ndef register(given, name): print(outer.COMPLETE, given, name)"
+        "from transformers import outer\nPrefillSettings = None\n"
+        "def register(settings, name): print(outer.COMPLETE, settings, name)"
     )
     for outermost in ("transformers.outer", "flexmask.integrations.huggingface"):
         code = f"import transformers; print('before'); import {outermost}; print('after'); import transformers.modeling_utils"
@@ -180,7 +180,7 @@ def test_modules_files_and_commands_are_distinguished(flexmask, execve, tmp_path
     ],
 )
 def test_run_refuses(flexmask, words, said):
-    assert said in " ".join(flexmask("run", *words, code=exit_codes.USAGE).stderr.split())
+    assert said in " ".join(flexmask("run", *words, code=2).stderr.split())
 
 
 def test_startup_folder_holds_one_file():

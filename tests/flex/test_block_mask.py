@@ -12,11 +12,11 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from flexmask import flexprefill_mask
 from flexmask.base.inputs import attention_inputs
+from flexmask.base.selection import block_lists
 from flexmask.block_masks import causal_mask
 from flexmask.flex.from_lists import block_mask_from_lists
 from flexmask.flex.head_groups import head_groups
 from flexmask.flex.joined import joined_mask
-from flexmask.plain.block_lists import block_lists
 from flexmask.select import mask_of, select_blocks
 from flexmask.selector import selector_of
 from tests.attention_calls import padding

@@ -5,13 +5,15 @@ import torch
 from torch import Tensor
 
 from flexmask import flexprefill_mask, sparse_attention
+from flexmask.attend import attend, run_options
 from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import causal_mask
-from flexmask.dense_policy import CPU_BREAK_EVEN, DensePolicy, has_causal_kernel
+from flexmask.dense_policy import CPU_BREAK_EVEN, DensePolicy, by_head_dim, has_causal_kernel, plan_of_reason
 from flexmask.flex import heads
 from flexmask.flex.dense import dense_attention
 from flexmask.select import select_blocks
 from flexmask.selector import selector_of
+from flexmask.stats import STATISTICS
 from tests.attention_calls import flexprefill_attention
 from tests.cases import structured_inputs
 from tests.compile_support import dense_under, traced
@@ -208,6 +210,26 @@ def test_a_call_at_gamma_one_is_dense(listed, method, gamma):
     assert stats.is_dense.all()
     assert torch.equal(out, dense(query, key, value))
     assert not listed
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize(("window", "sparse_calls"), [(None, 0), (100, 1)], ids=["SDPA's causal kernel", "a mask of all blocks"])
+def test_a_call_that_runs_dense_for_a_reason_attends_to_all_it_sees(listed, window, sparse_calls):
+    given = attention_inputs(*inputs(), window=window)
+    selector = selector_of("hybrid", 16, {"gamma": 0.3, "min_budget": 0}).for_inputs(given)
+    plan = plan_of_reason("in dense_layers", given, over_blocks=True)
+    with torch.no_grad():
+        found = attend(given, selector, run_options(), plan, statistics=STATISTICS, with_maps=True)
+    torch.testing.assert_close(found.out, dense_attention(given)[0], atol=2e-5, rtol=0)
+    assert (len(listed), len(found.selections)) == (sparse_calls, sparse_calls)
+    assert found.stats.dense and found.stats.is_dense.all()
+    assert (found.stats.density == 1).all() and (found.stats.coverage == 1).all()
+
+
+@pytest.mark.parametrize("sizes", [(16, 256), (257, 64), (64, 15)])
+def test_head_sizes_without_a_mask_are_named(sizes):
+    names = {257: "head_dim 257 outside 16 to 256", 15: "v_head_dim 15 outside 16 to 256"}
+    assert by_head_dim(*sizes) == next((names[size] for size in sizes if size in names), None)
 
 
 @pytest.mark.gpu

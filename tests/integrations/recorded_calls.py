@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.integrations.record.summary import CallSize
+from flexmask.settings import PrefillSettings
 from flexmask.stats import dense_stats as dense_stats_of
 
 HEADS = 4
@@ -32,7 +32,7 @@ def dense_stats(batch=1):
 
 def recorded(calls=6, max_calls=None, **options):
     """Layer 0 sparse; layer 1 dense in every third call; layer 2 dense."""
-    run = PrefillRun(PrefillSettings.from_options(method="flexprefill", gamma=0.9, tau=0.2), max_calls=max_calls, **options)
+    run = PrefillRun(PrefillSettings(method="flexprefill", gamma=0.9, tau=0.2), max_calls=max_calls, **options)
     for call in range(calls):
         batch, q_len = 1 + call % 2, 100 + 10 * call
         size = CallSize(batch, q_len, q_len + 64 * (call % 2))

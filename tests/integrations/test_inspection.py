@@ -13,7 +13,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.integrations.huggingface import PrefillSettings, sparse_prefill
 from flexmask.integrations.inspect import NAMED, inspect_prefill
 from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
-from flexmask.integrations.inspect.heads import named_heads, telling_heads
+from flexmask.integrations.inspect.heads import heads_by_rule, named_heads
 from tests.integrations.common import LENGTH, MARKS, SPARSE, make_model
 from tests.integrations.families import VOCABULARY
 
@@ -102,8 +102,8 @@ def rows(densities, coverages, patterns):
 VS, QA = "vertical-slash", "query-aware"
 
 
-def test_telling_heads_follow_their_rule():
-    found = telling_heads(rows([0.5, 0.1, 0.9, 0.3, 0.7, 1.0], [0.9, 0.95, 0.99, 0.8, 0.9, 1.0], [VS] * 5 + ["dense"]))
+def test_heads_by_rule_follow_their_rule():
+    found = heads_by_rule(rows([0.5, 0.1, 0.9, 0.3, 0.7, 1.0], [0.9, 0.95, 0.99, 0.8, 0.9, 1.0], [VS] * 5 + ["dense"]))
     assert {(head.layer, head.head): head.why for head in found} == {
         (0, 1): "lowest density",
         (0, 0): "median density",
@@ -111,15 +111,15 @@ def test_telling_heads_follow_their_rule():
         (1, 1): "lowest coverage",
     }
     # one head may be shown for several reasons, and the other pattern gets one
-    found = telling_heads(rows([0.2, 0.4, 0.4, 0.6], [0.5, 0.9, 0.9, 0.9], [VS, QA, VS, VS]))
+    found = heads_by_rule(rows([0.2, 0.4, 0.4, 0.6], [0.5, 0.9, 0.9, 0.9], [VS, QA, VS, VS]))
     assert {(head.layer, head.head): head.why for head in found} == {
         (0, 0): "lowest density, lowest coverage",
         (1, 0): "median density",
         (1, 1): "highest density",
         (0, 1): "median density of the query-aware heads",
     }
-    assert {head.layer for head in telling_heads(rows([0.2, 0.4, 0.4, 0.6], [1] * 4, [VS] * 4), layers=[1])} == {1}
-    assert telling_heads(rows([1.0], [1.0], ["dense"])) == []
+    assert {head.layer for head in heads_by_rule(rows([0.2, 0.4, 0.4, 0.6], [1] * 4, [VS] * 4), layers=[1])} == {1}
+    assert heads_by_rule(rows([1.0], [1.0], ["dense"])) == []
 
 
 def test_named_heads_are_every_pair():

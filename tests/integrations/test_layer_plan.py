@@ -1,5 +1,8 @@
 """`layer_plan` says what the adapter does, before anything is loaded."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -7,15 +10,16 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, T5Config
 
+from flexmask.integrations.huggingface import layer_plan as module
 from flexmask.integrations.huggingface.layer_plan import PlannedLayer, layer_plan
-from flexmask.integrations.huggingface.session import opened
-from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record.run import PrefillRun
+from flexmask.settings import PrefillSettings
 from tests.integrations.common import MARKS
 from tests.integrations.families import FAMILIES
 
 pytestmark = MARKS
-KEPT = PrefillSettings.from_options(block_size=16, min_budget=0, dense_below=150)
+KEPT = PrefillSettings(block_size=16, min_budget=0, dense_below=150)
 
 
 def ran(model, tokens, settings):
@@ -23,7 +27,7 @@ def ran(model, tokens, settings):
     found = {}
 
     def note(call):
-        found[call.layer] = call.reason_no_mask() or call.reason_dense_layer() or ""
+        found[call.layer] = call.reason_dense() or ""
         return torch.zeros(*call.inputs.query.shape[:3], call.inputs.value.shape[3])
 
     try:
@@ -42,7 +46,7 @@ def test_the_plan_is_what_happens(name):
     except ValueError as error:  # it cannot change its attention in this release
         expected = str(error)
     try:
-        plan = layer_plan(model.config, KEPT, tokens=300)
+        plan = layer_plan(model.config, settings=KEPT, tokens=300)
     except NotImplementedError as error:
         plan = [PlannedLayer(0, "refused", str(error))]
     found = {each.layer: each.reason for each in plan if each.plan in ("sparse", "dense")}
@@ -63,6 +67,14 @@ def test_nothing_is_left_behind():
     before = config._attn_implementation, config.to_dict()
     layer_plan(config)
     assert (config._attn_implementation, config.to_dict()) == before
+
+
+def test_the_model_without_weights_is_dropped(monkeypatch):
+    made, make = [], module._without_weights
+    monkeypatch.setattr(module, "_without_weights", lambda config: made.append(weakref.ref(found := make(config))) or found)
+    layer_plan(LlamaConfig(num_hidden_layers=1))
+    gc.collect()
+    assert [each() for each in made] == [None]
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
     assert model(torch.ones(1, 5, dtype=torch.long)).logits.isfinite().all()
 
@@ -74,7 +86,7 @@ def test_what_cannot_be_planned_says_why():
     with pytest.raises(NotImplementedError, match=r"an encoder|must go through transformers' attention interface"):
         layer_plan(BertConfig(num_hidden_layers=1))
     with pytest.raises(ValueError, match="dense_layers must hold layer indices below 1"):
-        layer_plan(LlamaConfig(num_hidden_layers=1), PrefillSettings(dense_layers=(4,)))
+        layer_plan(LlamaConfig(num_hidden_layers=1), dense_layers=(4,))
 
 
 def test_code_that_needs_numbers_is_not_guessed_about(monkeypatch):

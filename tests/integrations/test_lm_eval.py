@@ -15,9 +15,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from bench.retriever.task import text_of
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.lm_eval import FlexmaskLM
 from flexmask.integrations.lm_eval.batches import row_lengths, rows_alike
+from flexmask.settings import PrefillSettings
 from tests.integrations.common import KEEP_ALL, MARKS
 from tests.integrations.lm_eval_calls import LENGTHS, MODEL, SPARSE, answers, generated, make, prompts, same, scored
 from tests.integrations.lm_eval_calls import loaded as loaded
@@ -123,7 +123,7 @@ def test_results_tell_version_options_and_density():
 
     told = json.loads(json.dumps(results["config"]["flexmask"]))
     assert told["version"] == flexmask.__version__
-    assert PrefillSettings.from_dict(told["options"]) == PrefillSettings.from_options(**SPARSE)
+    assert PrefillSettings.from_dict(told["options"]) == PrefillSettings(**SPARSE)
     assert {bucket: each["prompts"] for bucket, each in told["by_tokens"].items()} == {"<=512": 6, "<=1024": 6}
     assert 0.1 < told["density"] < 0.8
     for task, metric in (("retriever_needles", "exact_match,none"), ("retriever_needles_likelihood", "acc,none")):
@@ -178,7 +178,7 @@ def test_lengths_of_rows():
 
 
 def test_rows_that_keep_their_blocks_run_together():
-    settings = PrefillSettings.from_options(block_size=64, dense_below=100)
+    settings = PrefillSettings(block_size=64, dense_below=100)
     lengths = [300, 90, 300 - 64, 300 - 32, 70, 300]
     assert rows_alike(lengths, settings, padded_left=False) == [[0, 2, 3, 5], [1, 4]]
     assert rows_alike(lengths, settings, padded_left=True) == [[0, 2, 5], [1, 4], [3]]

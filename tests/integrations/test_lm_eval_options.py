@@ -8,9 +8,9 @@ pytest.importorskip("lm_eval")
 
 from transformers import AutoModelForCausalLM
 
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.lm_eval import FlexmaskLM
 from flexmask.integrations.lm_eval.arguments import split_arguments
+from flexmask.settings import PrefillSettings
 from tests.integrations.common import MARKS
 from tests.integrations.lm_eval_calls import MODEL, make
 from tests.integrations.lm_eval_calls import loaded as loaded
@@ -41,13 +41,13 @@ def test_options_go_before_those_of_a_settings_file(tmp_path):
     path = tmp_path / "settings.json"
     path.write_text(json.dumps({"gamma": 0.8, "method": "flexprefill", "layers": {"1": {"tau": 0.2}}, "dense_layers": [0]}))
     chosen, rest = split_arguments({"settings": str(path), "gamma": 0.7, "backend": "causal", "dtype": "float32"})
-    expected = PrefillSettings.from_options(method="flexprefill", gamma=0.7, layers={1: {"tau": 0.2}}, dense_layers=(0,))
+    expected = PrefillSettings(method="flexprefill", gamma=0.7, layers={1: {"tau": 0.2}}, dense_layers=(0,))
     assert chosen == expected
     assert rest == {"backend": "causal", "dtype": "float32"}
     assert split_arguments({"settings": expected})[0] == expected
     path.write_text(json.dumps({"model_type": "llama", "flexmask_config": {"gamma": 0.8}}))
     assert split_arguments({"settings": path, "backend": "triton"}) == (
-        PrefillSettings.from_options(gamma=0.8, backend="triton"),
+        PrefillSettings(gamma=0.8, backend="triton"),
         {},
     )
     assert split_arguments({"dtype": "float32"})[0] is None

@@ -13,8 +13,8 @@ from transformers import MambaConfig, MambaForCausalLM
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.record.run import PrefillRun
+from flexmask.settings import PrefillSettings
 from tests.integrations.cells import static_cache
 from tests.integrations.common import MARKS, SPARSE, switchable
 from tests.integrations.families import VOCABULARY

@@ -10,8 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.model_config import SWITCHED
-from flexmask.integrations.huggingface.session import Session
+from flexmask.integrations.huggingface.session import SWITCHED, Session
 from tests.integrations.common import MARKS, make_model
 from tests.integrations.families import VOCABULARY
 

@@ -77,8 +77,7 @@ def test_hybrid_heads_are_named():
 def test_calls_beyond_the_cap_are_dropped_but_counted():
     whole, capped = recorded(20), recorded(20, max_calls=4)
     for layer in range(3):
-        lists = (capped.stats, capped.reasons, capped.prefills, capped.sizes)
-        assert [len(each[layer]) for each in lists] == [4] * 4
+        assert len(capped.calls[layer]) == 4
         assert capped.stats[layer][0].density.tolist() == whole.stats[layer][16].density.tolist()
     assert without_nan(capped.rows()) == without_nan(row for row in whole.rows() if row["call"] >= 16)
     found, expected = capped.summary(), whole.summary()
@@ -123,7 +122,7 @@ def test_several_calls_of_a_prefill_count_their_tokens_once():
     run = PrefillRun()
     for prefill in (5, 5, 6):
         run.record(0, stats_of(prefill), None, None, prefill, CallSize(1, 100, 100))
-    assert run.prefills[0] == [0, 0, 1]
+    assert [call.prefill for call in run.calls[0]] == [0, 0, 1]
     assert (run.summary().prefills, run.summary().tokens) == (2, 200)
 
 
@@ -133,7 +132,7 @@ def test_sequences_of_a_pack_count_their_tokens_each():
     for _ in range(2):
         for sequence, tokens in enumerate((100, 50, 20)):
             run.record(0, stats_of(sequence), None, None, 5, CallSize(1, tokens, tokens, sequence))
-    assert run.prefills[0] == [0] * 6
+    assert [call.prefill for call in run.calls[0]] == [0] * 6
     assert (run.summary().prefills, run.summary().tokens) == (1, 170)
 
 

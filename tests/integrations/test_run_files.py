@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from flexmask.integrations.record.run import PrefillRun
-from flexmask.integrations.record.summary import CallSize
+from flexmask.integrations.record.summary import CallSize, LayerTotals
 from tests.integrations.recorded_calls import HEADS, recorded, stats_of, without_nan
 
 
@@ -45,20 +45,19 @@ def test_a_dropped_call_that_is_not_finite_is_saved(tmp_path):
 
 
 def test_calls_of_other_threads_wait_while_the_record_is_read(tmp_path, monkeypatch):
-    run, calls_of = recorded(10, max_calls=4), PrefillRun._calls
+    run, copied = recorded(10, max_calls=4), LayerTotals.with_calls
     read, threads = [], []
 
-    def watched(self, layer, number):
-        found = calls_of(self, layer, number)
-        if layer == 0 and number == 4:  # the record is read, nothing is dropped
-            thread = threading.Thread(target=self.record, args=(0, stats_of(7), None, None, 99, CallSize(1, 50, 50)))
+    def watched(totals, calls):
+        if calls == () and totals is run._dropped[0]:  # the record is read
+            thread = threading.Thread(target=run.record, args=(0, stats_of(7), None, None, 99, CallSize(1, 50, 50)))
             thread.start()
             thread.join(0.05)
             read.append(thread.is_alive())
             threads.append(thread)
-        return found
+        return copied(totals, calls)
 
-    monkeypatch.setattr(PrefillRun, "_calls", watched)
+    monkeypatch.setattr(LayerTotals, "with_calls", watched)
     path = tmp_path / "run.json"
     for look in (run.rows, run.summary, lambda: run.save(path)):
         look()
@@ -71,7 +70,7 @@ def test_calls_of_other_threads_wait_while_the_record_is_read(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '{"format": "flexmask tune 1"}', '{"format": "flexmask run 2", "calls": {"0": [{}]}}']
+    "text", ["", "{}", "[1]", '{"format": "flexmask tune 1"}', '{"format": "flexmask run 3", "calls": {"0": [{}]}}']
 )
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
@@ -90,7 +89,7 @@ def test_other_files_are_refused(tmp_path, text):
         (("calls", "0", 0, "reason"), ["short"]),
         (("calls", "0", 0, "size", 2), 10**400),
         (("calls", "0", 0, "prefill"), -1),
-        (("dropped", "0", "sums"), [0.5]),
+        (("dropped", "0", "sums"), {"pairs": 0.5}),
         (("dropped", "0", "calls"), "6"),
         (("dropped", "0", "pairs"), math.inf),
         (("dropped", "0", "reasons"), {"short": None}),
@@ -110,7 +109,7 @@ def test_files_with_wrong_values_are_refused(tmp_path, place, value):
         PrefillRun.load(path)
 
 
-@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"format": "flexmask run 2"}'.decode().encode("utf-16"), b"\xff\xfe"])
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"format": "flexmask run 3"}'.decode().encode("utf-16"), b"\xff\xfe"])
 def test_files_that_are_no_json_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_bytes(text)

@@ -8,10 +8,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.huggingface.layer_plan import layer_plan
+from flexmask.integrations.huggingface.side_by_side import side_by_side
+from flexmask.saved_settings import saved_settings
+from flexmask.settings import PrefillSettings
 from tests.integrations.common import MARKS, SPARSE, make_model, padded
 
 pytestmark = MARKS
@@ -137,7 +140,7 @@ def test_settings_in_a_config_are_data_that_errors_name(model, tokens, saved, me
 
 def test_settings_are_saved_to_a_file_and_read_back(model, tmp_path):
     path = tmp_path / "settings.json"
-    settings = PrefillSettings.from_options(gamma=0.8, layers={1: {"gamma": [0.5, 1.0, 0.5, 1.0]}})
+    settings = PrefillSettings(gamma=0.8, layers={1: {"gamma": [0.5, 1.0, 0.5, 1.0]}})
     settings.save(path)
     assert json.loads(path.read_text()) == {"gamma": 0.8, "layers": {"1": {"gamma": [0.5, 1.0, 0.5, 1.0]}}}
     for each in (str(path), path):
@@ -196,6 +199,55 @@ def test_settings_of_the_process_go_before_those_of_the_config(model):
         assert run.settings.options == {"row_stride": 4}
     with pytest.raises(ValueError, match="gamma must be in"):
         flexmask_hf.register(gamma=4)
+
+
+@pytest.mark.usefixtures("_own_process")
+def test_the_method_comes_first_wherever_settings_are_named(model, tokens):
+    named, expected = ("flexprefill", None), PrefillSettings("flexprefill", gamma=0.7)
+    assert flexmask_hf.configure(model, *named, gamma=0.7) == expected
+    with flexmask_hf.sparse_prefill(model, *named, gamma=0.7) as run:
+        assert run.settings == expected
+    assert side_by_side(model, tokens[:1, :40], *named, gamma=0.7, max_new_tokens=1, dense_layers=(0, 1)).run.settings == (
+        expected.with_fields(dense_layers=(0, 1))
+    )
+    assert [each.plan for each in layer_plan(model.config, *named, tokens=16384)] == ["sparse", "sparse"]
+    flexmask_hf.register(*named, gamma=0.7)
+    with flexmask_hf.sparse_prefill(model) as run:
+        assert run.settings == expected
+
+
+def test_settings_print_as_they_are_written():
+    settings = PrefillSettings("flexprefill", gamma=[0.5, 1], dense_layers=[3, 1, 1], layers={2: {"tau": 0}})
+    written = "PrefillSettings(method='flexprefill', layers={2: {'tau': 0}}, dense_layers=(1, 3), gamma=(0.5, 1))"
+    assert repr(settings) == written and eval(written) == settings != PrefillSettings()
+    assert settings.with_fields(gamma=0.9, layers={}).to_dict() == {
+        "method": "flexprefill",
+        "dense_layers": [1, 3],
+        "gamma": 0.9,
+    }
+
+
+def test_an_unknown_keyword_is_told_all_that_there_are(model):
+    message = "method 'hybrid' takes the options gamma, min_budget, row_stride; got 'gama'; other keywords: method, block_size, "
+    with pytest.raises(TypeError, match=f"^{message}.*dense_layers, collect_stats, collect_masks, max_calls$"):
+        flexmask_hf.sparse_prefill(model, gama=0.9)
+
+
+def test_settings_in_a_config_are_parsed_once_and_after_changes(monkeypatch):
+    config, parsed = LlamaConfig(num_hidden_layers=2, num_attention_heads=4), []
+    parse = PrefillSettings.from_dict
+    monkeypatch.setattr(PrefillSettings, "from_dict", lambda *given: parsed.append(given) or parse(*given))
+    config.flexmask_config = {"gamma": [0.5, 0.6, 0.7, 0.8]}
+    assert saved_settings(config) is saved_settings(config) and len(parsed) == 1
+    config.flexmask_config["gamma"][2] = 0.9
+    assert saved_settings(config).options["gamma"] == (0.5, 0.6, 0.9, 0.8)
+    config.num_attention_heads = 8
+    with pytest.raises(ValueError, match="gamma must hold one number for each of query's 8 heads"):
+        saved_settings(config)
+    config.flexmask_config = {"gamma": 0.9}
+    assert saved_settings(config).options == {"gamma": 0.9}
+    del config.flexmask_config
+    assert saved_settings(config) is None
 
 
 @pytest.mark.usefixtures("_own_process")

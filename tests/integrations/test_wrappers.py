@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.model_config import configured
-from flexmask.integrations.huggingface.settings import PrefillSettings
+from flexmask.integrations.huggingface.session import configured
+from flexmask.settings import PrefillSettings
 from tests.integrations.common import MARKS, SPARSE
 
 pytestmark = MARKS
@@ -119,7 +119,7 @@ def test_options_of_the_block_are_saved_in_it_and_gone_after_it(model, tmp_path)
     assert loaded.config._attn_implementation == "sdpa"
     with flexmask_hf.sparse_prefill(loaded) as run:
         pass
-    assert run.settings == PrefillSettings.from_options(gamma=0.8, dense_layers=(1,))
+    assert run.settings == PrefillSettings(gamma=0.8, dense_layers=(1,))
 
 
 def test_options_of_the_model_come_back(model, tmp_path):

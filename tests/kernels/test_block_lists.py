@@ -41,7 +41,7 @@ def test_lists_of_lines_and_blocks(q_len, kv_len, window, padded, chosen_by):
     inputs = AttentionInputs(torch.empty(2, heads, q_len, 0), torch.empty(2, 1, kv_len, 0), None, 1.0, None, window)
     tokens = tokens_of(2, q_len, kv_len, padded)
     seen, edges = block_visibility(tokens, size, window), edges_of(tokens, size, window)
-    one, other = (BlockProblem(inputs, size, tokens, seen, edges=each) for each in (None, edges))
+    one, other = (BlockProblem(inputs, size, tokens, seen, steps=None, edges=each) for each in (None, edges))
     shape = (2, heads, seen.visible.shape[1], seen.visible.shape[2])
     vertical, slash = normal(2, 2, heads, shape[3], seed=1) < -1
     active = torch.tensor([[True, False, True], [False, True, False]], device=DEVICE)

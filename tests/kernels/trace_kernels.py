@@ -70,7 +70,7 @@ def main(count: int) -> None:
             tensors = {name: value for name, value in numbers.items() if name in config.options}
             choose, statistics = config.selector.method.choose, STATISTICS if with_stats else ()
             try:
-                run(inputs, block_size, choose, fixed, tensors, with_stats, statistics, True)
+                run(inputs, block_size, choose, fixed, tensors, with_stats, statistics, True, None)
             except TracedError:
                 print("traced", flush=True)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.oracle.flexprefill import reference_flexprefill
+from tests.oracle.reference import reference
 
 BLOCK = 16
 NEVER = -1000.0  # next to a score of 0 the attention is exactly 0, in float64
@@ -14,7 +14,7 @@ def decide(scores, **options):
     """The oracle on given scores, (q_len, kv_len), for one head."""
     key = torch.eye(scores.shape[1], dtype=torch.float64)
     defaults: dict[str, Any] = {"gamma": 0.9, "tau": 0.0, "block_size": BLOCK, "min_budget": 0, "scale": 1.0}
-    return reference_flexprefill(scores.double()[None, None], key[None, None], **{**defaults, **options})
+    return reference(scores.double()[None, None], key[None, None], **{**defaults, **options})
 
 
 def random_inputs(seed, q_len, kv_len, batch=1, num_heads=1, num_kv_heads=1, head_dim=16):

@@ -27,7 +27,6 @@ from tests.oracle.steps import (
     AttentionHead,
     KeyMeans,
     LineMass,
-    Options,
     block_means,
     blocks_kept_always,
     by_block,
@@ -63,12 +62,14 @@ class Thresholds(NamedTuple):
     rows: list[float]
 
 
-def hybrid_selection(head: AttentionHead, seen: Visibility, options: Options, rule: Rule) -> Head:
+def hybrid_selection(
+    head: AttentionHead, seen: Visibility, *, gamma: float, min_budget: int, row_stride: int = 8, rule: Rule
+) -> Head:
     """Decide one head."""
-    least = thresholds(seen, options.gamma, rule)
+    least, min_blocks = thresholds(seen, gamma, rule), math.ceil(min_budget / seen.block_size)
     last_rows = representative_rows("last", seen)
     attention = representative_attention(head, last_rows, seen)
-    near = rule.nearest * options.min_blocks
+    near = rule.nearest * min_blocks
 
     largest = largest_share(attention, seen)
     key_blocks = [j for j in seen.key_blocks if largest[j] >= least.key_block]
@@ -76,7 +77,7 @@ def hybrid_selection(head: AttentionHead, seen: Visibility, options: Options, ru
     mass = LineMass(largest, slash_mass(left, last_rows, seen))
     diagonals = [c for c in seen.diagonals if mass.slash[c] >= least.diagonal]
 
-    shares = row_shares(head, block_means(head.key, seen), seen, options.row_stride)
+    shares = row_shares(head, block_means(head.key, seen), seen, row_stride)
     evidence = torch.stack([rows.square().mean(0).sqrt() for rows in shares])
     of_rows = {(r, j) for r, j in seen.visible_blocks if evidence[r, j] >= least.rows[r]}
 
@@ -84,14 +85,14 @@ def hybrid_selection(head: AttentionHead, seen: Visibility, options: Options, ru
     on_lines = extended_lines(key_blocks, diagonals, seen)
     of_lines = {(r, j) for r, j in on_lines if r in deciding or evidence[r, j] >= rule.lines * least.rows[r]}
 
-    always = blocks_kept_always(seen) | nearest_blocks(deciding, near, seen, options)
+    always = blocks_kept_always(seen) | nearest_blocks(deciding, near, min_blocks, seen)
     mask = head_mask(of_rows | of_lines | always, attention, last_rows, seen)
     sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
     covered = sum(sampled) / len(sampled) if sampled else math.nan
     gated = {(r, j) for r, j in on_lines - always if r not in deciding}
     margins = _margins(mass, evidence, gated, least, rule.lines, seen)
     decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, len(key_blocks), len(diagonals))
-    return Head(mask, decision, margins if options.gamma < 1 else Margins(*[math.inf] * 6))
+    return Head(mask, decision, margins if gamma < 1 else Margins(*[math.inf] * 6))
 
 
 def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
@@ -126,11 +127,11 @@ def attention_left(attention: Tensor, rows: list[int], key_blocks: list[int], ne
     return left
 
 
-def nearest_blocks(deciding: set[int], near: int, seen: Visibility, options: Options) -> set[Block]:
-    """Visible blocks on the nearest block diagonals: `near` of them in `deciding` query blocks, min_blocks elsewhere."""
+def nearest_blocks(deciding: set[int], near: int, min_blocks: int, seen: Visibility) -> set[Block]:
+    """Visible blocks on the nearest block diagonals: `near` of them in `deciding` query blocks, `min_blocks` elsewhere."""
 
     def reach(r: int) -> int:
-        return near if r in deciding else options.min_blocks
+        return near if r in deciding else min_blocks
 
     return {(r, j) for r, j in seen.visible_blocks if any(c < reach(r) for c in seen.diagonals_of(r, j))}
 

@@ -39,8 +39,11 @@ from tests.oracle.steps import (
 from tests.oracle.visibility import Block, Visibility
 
 
-def published_selection(head: AttentionHead, seen: Visibility, options: Options) -> Head:
+def published_selection(
+    head: AttentionHead, seen: Visibility, *, gamma: float, tau: float, min_budget: int, max_budget: int | None = None
+) -> Head:
     """Decide one head as the published code does."""
+    options = Options.of_tokens(gamma, min_budget, max_budget, seen.block_size)
     rows = representative_rows("last", seen)
     attention = representative_attention(head, rows, seen)
     by_token, by_offset = attention.mean(dim=0), mass_by_offset(attention, rows, seen.offset)
@@ -50,11 +53,11 @@ def published_selection(head: AttentionHead, seen: Visibility, options: Options)
     keys = keys._replace(log_counts=torch.zeros_like(keys.log_counts))
     estimated = estimated_attention(head, rows, keys, seen)
     js_distance = distance_with_nan(estimated, vertical)
-    is_query_aware = js_distance < options.tau
+    is_query_aware = js_distance < tau
 
     pooled = pooled_map(head, keys, seen)
     (map_values,) = map_candidates(pooled, seen, "flatten")
-    blocks = blocks_within(map_values, options.gamma, seen.num_kv_blocks)
+    blocks = blocks_within(map_values, gamma, seen.num_kv_blocks)
 
     key_blocks = published_lines(by_token, vertical, is_query_aware, options)
     diagonals = published_lines(by_offset, slash, is_query_aware, options)
@@ -62,10 +65,10 @@ def published_selection(head: AttentionHead, seen: Visibility, options: Options)
     if is_query_aware:
         kept |= set(blocks)
 
-    pattern = pattern_margin(js_distance, options.tau)
-    if options.tau > 0 and may_underflow(estimated, vertical):
+    pattern = pattern_margin(js_distance, tau)
+    if tau > 0 and may_underflow(estimated, vertical):
         pattern = 0.0
-    in_map = blocks_within_margin(map_values, options.gamma, seen.num_kv_blocks)
+    in_map = blocks_within_margin(map_values, gamma, seen.num_kv_blocks)
     margins = head_margins(pattern, (key_blocks.margin, diagonals.margin), in_map, is_query_aware)
     numbers = key_blocks.num_lines, diagonals.num_lines
     decision = Decision(is_query_aware, js_distance, vertical, slash, pooled, no_map(seen), math.nan, *numbers)

@@ -16,16 +16,19 @@ Candidate = TypeVar("Candidate", int, Block)
 
 
 class Options(NamedTuple):
-    """Options of the selection; budgets in blocks."""
+    """Options of the steps; budgets in blocks."""
 
     gamma: float
-    tau: float
     min_blocks: int
     max_blocks: int | None
-    query_aware: str
-    pattern_queries: str
-    index_queries: str
-    row_stride: int
+    query_aware: str = "flatten"
+
+    @staticmethod
+    def of_tokens(
+        gamma: float, min_budget: int, max_budget: int | None, block_size: int, query_aware: str = "flatten"
+    ) -> "Options":
+        most = None if max_budget is None else math.ceil(max_budget / block_size)
+        return Options(gamma, math.ceil(min_budget / block_size), most, query_aware)
 
 
 class AttentionHead(NamedTuple):

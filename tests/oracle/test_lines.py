@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.oracle.by_hand import BLOCK, NEVER, blocks, decide, lines, planted_slash, random_inputs
-from tests.oracle.flexprefill import reference_flexprefill
+from tests.oracle.reference import reference
 
 
 def test_sink_gives_key_block_zero_and_its_diagonal():
@@ -38,7 +38,7 @@ def test_slash_is_split_over_two_diagonals(shift):
 
 def test_slash_share_is_the_fraction_of_row_phases():
     query, key = random_inputs(0, 72, 72)
-    result = reference_flexprefill(query, key, 0.9, 0.0, block_size=BLOCK, min_budget=0)
+    result = reference(query, key, gamma=0.9, tau=0.0, block_size=BLOCK, min_budget=0)
     scores = (query[0, 0].double() @ key[0, 0].double().T) / 4
     p = torch.softmax(scores.masked_fill(~torch.ones(72, 72).tril().bool(), -math.inf), -1)[-16:]
     expected = [0.0] * 6

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.oracle.by_hand import BLOCK, decide, random_inputs
-from tests.oracle.flexprefill import reference_flexprefill
 from tests.oracle.margins import top_p_margin
+from tests.oracle.reference import reference
 from tests.oracle.steps import Budget
 
 
@@ -53,7 +53,7 @@ def test_margin_is_the_smallest_that_matters():
     query, key = random_inputs(12, 112, 112, num_heads=8)
     options: dict[str, Any] = {"gamma": 0.7, "block_size": BLOCK, "min_budget": BLOCK}
     for tau, method in itertools.product((0.1, 1.0), ("flexprefill", "published")):
-        result = reference_flexprefill(query, key, tau=tau, method=method, **options)
+        result = reference(query, key, method, tau=tau, **options)
         assert result.is_query_aware.all() == (tau == 1.0)
         lines_margin = result.vertical_margin.minimum(result.slash_margin)
         expected = result.pattern_margin.minimum(lines_margin)

@@ -8,7 +8,8 @@ import torch
 
 from tests.comparisons import same_values
 from tests.oracle.by_hand import BLOCK, decide, random_inputs
-from tests.oracle.flexprefill import ReferenceResult, reference_flexprefill
+from tests.oracle.reference import reference
+from tests.oracle.result import ReferenceResult
 
 
 def test_scale_and_softcap_shape_the_scores():
@@ -25,8 +26,8 @@ def test_scale_and_softcap_shape_the_scores():
 def test_heads_share_keys_in_groups():
     query, key = random_inputs(11, 64, 64, num_heads=4, num_kv_heads=2)
     options: dict[str, Any] = {"gamma": 0.5, "tau": 0.3, "block_size": BLOCK, "min_budget": 0}
-    grouped = reference_flexprefill(query, key, **options)
-    expanded = reference_flexprefill(query, key.repeat_interleave(2, 1), **options)
+    grouped = reference(query, key, **options)
+    expanded = reference(query, key.repeat_interleave(2, 1), **options)
     for name in ReferenceResult.__dataclass_fields__:
         assert same_values(getattr(grouped, name), getattr(expanded, name)), name
     assert not torch.equal(grouped.vertical[0, 1], grouped.vertical[0, 2])

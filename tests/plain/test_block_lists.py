@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmask.plain.block_lists import block_lists
+from flexmask.base.selection import block_lists
 
 
 def listed_one_by_one(keep):

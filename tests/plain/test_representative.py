@@ -97,7 +97,7 @@ def test_sums_are_those_of_the_definition(case):
     kv_len = case.key.shape[2]
     offset = torch.tensor(case.q_offset) if isinstance(case.q_offset, int) else case.q_offset
     tokens = token_validity(q_len, kv_len, offset, case.attention_mask, case.key)
-    rows = representative_rows(case.config.index_queries, tokens, size)
+    rows = representative_rows(case.config.options["index_queries"], tokens, size)
     scores = (case.scores.get("scale", head_dim**-0.5), case.scores.get("softcap"), case.scores.get("window"))
     attention = representative_attention(AttentionInputs(case.query, case.key, None, *scores), rows, tokens)
     pooled = line_mass(row_mass(attention, rows, size), rows, size)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from flexmask import sparse_attention
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.serving.attend import attend
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.startup import call_of_size, warm_up
 from flexmask.integrations.serving.warm_sizes import grouped_sizes, heads_together, warm_sizes
+from flexmask.settings import PrefillSettings
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
 OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0}
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def layer_of(shape=SHAPE, **options):
-    found = role_of_shape(shape, 0, PrefillSettings.from_options(**options))
+    found = role_of_shape(shape, 0, PrefillSettings(**options))
     assert isinstance(found, SparseLayer)
     return found
 

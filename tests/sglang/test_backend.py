@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flexmask
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.serving.options import ServingOptions
+from flexmask.settings import PrefillSettings
 
 pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
 
@@ -24,9 +24,9 @@ from flexmask.integrations.sglang.backend import sparse
 from flexmask.integrations.sglang.prefill import Prefill
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 32, 4096
-KEEP_ALL = PrefillSettings.from_options(gamma=1.0, block_size=32, dense_below=0)
+KEEP_ALL = PrefillSettings(gamma=1.0, block_size=32, dense_below=0)
 OPTIONS: dict[str, Any] = {"gamma": 0.5, "min_budget": 32, "block_size": 32, "dense_below": 0}
-SPARSE = PrefillSettings.from_options(**OPTIONS)
+SPARSE = PrefillSettings(**OPTIONS)
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.startup import roles_line
 from flexmask.integrations.vllm.layers import layer_number, role_of
+from flexmask.settings import PrefillSettings
 
 Kind = Enum("Kind", {"ENCODER": "encoder", "DECODER": "decoder"}, type=str)
 GIVEN: dict[str, Any] = {
@@ -30,7 +30,7 @@ def role(number=1, settings=None, dtype=torch.bfloat16, ranks=(0, 1), **given):
 
 
 def settings_of(**options):
-    return PrefillSettings.from_options(**options)
+    return PrefillSettings(**options)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_settings_and_own_options_stand_side_by_side():
         method="flexprefill", gamma=0.9, block_size=64, dense_below=0, dense_layers=[0], kernel="TRITON_ATTN", count_density=False
     )
     assert (options.settings.method, options.settings.options) == ("flexprefill", {"gamma": 0.9})
-    assert (options.settings.dense_layers, options.policy) == ((0,), DensePolicy(0, 64))
+    assert (options.settings.dense_layers, options.policy) == ((0,), DensePolicy(0, 64, (0,)))
     assert (options.kernel, options.count_density, options.source) == ("TRITON_ATTN", False, "additional_config")
 
 
@@ -59,7 +59,7 @@ def test_a_file_holds_what_tune_saves(tmp_path):
         (
             {"gama": 0.9},
             ValueError,
-            r"\['flexmask'\]: method 'hybrid' takes .* got 'gama'; .* and kernel, file, count_density, log_every",
+            r"\['flexmask'\]: method 'hybrid' takes .* got 'gama'; .* kernel, file, count_density, log_every",
         ),
         ({"tau": 0.1}, ValueError, "got 'tau', an option of flexprefill"),
         ({"gamma": 2}, ValueError, "gamma must be in"),

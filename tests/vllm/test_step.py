@@ -10,7 +10,6 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from flexmask.integrations.huggingface.settings import PrefillSettings
 from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.vllm import builder as builder_module
@@ -18,10 +17,11 @@ from flexmask.integrations.vllm import impl as impl_module
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
 from flexmask.integrations.vllm.impl import SparsePrefillImpl
 from flexmask.integrations.vllm.layers import role_of
+from flexmask.settings import PrefillSettings
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
 LAYER = SimpleNamespace(layer_name="model.layers.0.attn")
-KEEP_ALL = PrefillSettings.from_options(gamma=1.0, block_size=32, dense_below=0)
+KEEP_ALL = PrefillSettings(gamma=1.0, block_size=32, dense_below=0)
 
 
 class StockBuilder:

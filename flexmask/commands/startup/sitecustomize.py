@@ -18,7 +18,7 @@ _SETTINGS, _NAME = "FLEXMASK_SETTINGS", "FLEXMASK_NAME"
 _AWAITED = "transformers.modeling_utils"
 
 
-class _Watch:
+class _RegisterAfterImport:
     """Registers the name when the outermost import of transformers or flexmask has ended, when neither is half imported."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def _register() -> None:
 
         given, name = os.environ.get(_SETTINGS, ""), os.environ.get(_NAME) or "flexmask"
         is_json = given.lstrip().startswith("{")
-        register(PrefillSettings.parse(given, _SETTINGS) if is_json else given or None, name=name)
+        register(settings=PrefillSettings.parse(given, _SETTINGS) if is_json else given or None, name=name)
     except Exception as error:
         print(f'flexmask: "flexmask" is not registered: {type(error).__name__}: {error}', file=sys.stderr)
 
@@ -83,5 +83,5 @@ def _run_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _Watch())
+sys.meta_path.insert(0, _RegisterAfterImport())
 _run_next()

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmask import numbers
 from flexmask.base import blocks
-from flexmask.base.floats import widest_float
-from flexmask.base.running_sums import running_sums
+from flexmask.base.floats import running_sums, widest_float
 from tests.cases import cases, published_cases
 from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics
 

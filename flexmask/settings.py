@@ -1,12 +1,13 @@
-"""The settings of a model's prefill."""
+"""The settings of a model's prefill: by keywords, in a file, in a model's config."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from flexmask.attend import MAX_MASK_BYTES, RunOptions, run_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int
 from flexmask.base.options import pairs_by_head, shares_by_head
-from flexmask.selector import Selector, selector_of
+from flexmask.selector import Selector, UnknownOption, selector_of
 
 CONFIG_KEY = "flexmask_config"
 # 200 layers of 128 heads with a pair of numbers each are 77 thousand values in 6 levels
 _MOST_BYTES, _MOST_VALUES, _MOST_LEVELS, _MOST_CHARACTERS = 2**24, 2**18, 8, 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False)
 class PrefillSettings:
     """Settings of a model's prefill, checked on creation.
 
@@ -33,9 +34,6 @@ class PrefillSettings:
     ----------
     method
         A name in `flexmask.METHODS`, or a function of query and key, as in `flexmask.sparse_attention`. Default ``"hybrid"``.
-    options
-        Options of the method, as ``{"gamma": 0.9}``. Options per head have one number per head of the whole model, also under
-        tensor parallelism. Default: the method's.
     block_size
         Tokens per block. Default 128.
     dense_below
@@ -47,6 +45,9 @@ class PrefillSettings:
         Options of the method that differ in some layers, as ``{3: {"gamma": 0.99}}``. Default: none.
     dense_layers
         Indices of layers that run dense. Default: none.
+    options
+        Options of the method, as ``gamma=0.9``, also by name as the attribute ``options``. Options per head have one number per
+        head of the whole model, also under tensor parallelism. Default: the method's.
 
     Raises
     ------
@@ -54,35 +55,50 @@ class PrefillSettings:
         For a value of the wrong type or out of range, and for options that the method lacks.
     """
 
-    method: str | Callable[..., BlockMask] = RECOMMENDED
-    options: Mapping[str, Any] = field(default_factory=dict)
-    block_size: int = 128
-    dense_below: int | None = None
-    backend: str = "auto"
-    max_mask_bytes: int = MAX_MASK_BYTES
-    layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    dense_layers: tuple[int, ...] = ()
+    method: str | Callable[..., BlockMask]
+    options: Mapping[str, Any]
+    block_size: int
+    dense_below: int | None
+    backend: str
+    max_mask_bytes: int
+    layers: Mapping[int, Mapping[str, Any]]
+    dense_layers: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        for name in ("options", "layers"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise TypeError(f"{name} must be a dict; got {type(getattr(self, name)).__name__}")
-        if not isinstance(self.dense_layers, (tuple, list, set, frozenset, range)):
-            raise TypeError(f"dense_layers must be a tuple of layer indices; got {type(self.dense_layers).__name__}")
-        for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
+    def __init__(
+        self,
+        method: str | Callable[..., BlockMask] = RECOMMENDED,
+        *,
+        block_size: int = 128,
+        dense_below: int | None = None,
+        backend: str = "auto",
+        max_mask_bytes: int = MAX_MASK_BYTES,
+        layers: Mapping[int, Mapping[str, Any]] = {},  # copied
+        dense_layers: Any = (),
+        **options: Any,
+    ) -> None:
+        if not isinstance(layers, Mapping):
+            raise TypeError(f"layers must be a dict; got {type(layers).__name__}")
+        if not isinstance(dense_layers, (tuple, list, set, frozenset, range)):
+            raise TypeError(f"dense_layers must be a tuple of layer indices; got {type(dense_layers).__name__}")
+        for name, indices in (("layers", layers), ("dense_layers", dense_layers)):
             for index in indices:
                 check_int(f"an index in {name}", index)
                 if index < 0:
                     raise ValueError(f"{name} must hold layer indices >= 0; got {index}")
-        for index, options in self.layers.items():
-            if not isinstance(options, Mapping):
-                raise TypeError(f"layers[{index}] must be a dict of options; got {type(options).__name__}")
+        for index, given in layers.items():
+            if not isinstance(given, Mapping):
+                raise TypeError(f"layers[{index}] must be a dict of options; got {type(given).__name__}")
         # copies, which the caller cannot change after the checks
-        object.__setattr__(self, "options", _frozen(self.options))
-        object.__setattr__(self, "layers", {index: _frozen(options) for index, options in self.layers.items()})
-        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
+        vars(self).update(
+            method=method, options=_frozen(options), block_size=block_size, dense_below=dense_below, backend=backend,
+            max_mask_bytes=max_mask_bytes, layers={index: _frozen(given) for index, given in layers.items()},
+            dense_layers=tuple(sorted(set(dense_layers))),
+        )  # fmt: skip
         _ = self.run_options
-        self.selector()
+        try:
+            self.selector()
+        except UnknownOption as error:
+            raise error.with_names(*FIELDS) from None
         for index in self.layers:
             try:
                 self.selector(index)
@@ -90,10 +106,23 @@ class PrefillSettings:
                 raise type(error)(f"layers[{index}]: {error}") from None
 
     @property
+    def keywords(self) -> dict[str, Any]:
+        """What differs from the defaults, and the method's options."""
+        own = {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
+        return {**own, **self.options}
+
+    def __repr__(self) -> str:
+        return f"PrefillSettings({', '.join(f'{name}={value!r}' for name, value in self.keywords.items())})"
+
+    def with_fields(self, **changes: Any) -> PrefillSettings:
+        """The same with other values of some keywords."""
+        return PrefillSettings(**{**self.keywords, **changes})
+
+    @functools.cached_property
     def run_options(self) -> RunOptions:
         """Rows that do not fill a block run dense: selecting for them costs as much as attending."""
         run = run_options(self.backend, self.dense_below, self.max_mask_bytes)
-        return run._replace(policy=run.policy._replace(least_rows=self.block_size))
+        return run._replace(policy=run.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
 
     def selector(self, layer: int | None = None) -> Selector:
         """The method with its options in one layer; None: in all layers."""
@@ -101,9 +130,10 @@ class PrefillSettings:
 
     def check_model(self, config: Any) -> None:
         """Refuse missing layers, and options per head of another number."""
-        self._check_shape(*_shape_of(config))
+        self.check_shape(*shape_of(config))
 
-    def _check_shape(self, number: int | None, heads: int | tuple[int, ...] | None) -> None:
+    def check_shape(self, number: int | None, heads: int | tuple[int, ...] | None) -> None:
+        """As `check_model`, by the numbers of layers and heads."""
         if number is None:
             return
         for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
@@ -125,16 +155,17 @@ class PrefillSettings:
         """
         if callable(self.method):
             raise ValueError("method must be a name to be saved, one of flexmask.METHODS; got a function")
-        default = PrefillSettings()
-        own = {name: getattr(self, name) for name in _OWN if getattr(self, name) != getattr(default, name)}
+        found = self.keywords
         if self.layers:
-            own["layers"] = {str(index): options for index, options in self.layers.items()}
-        saved: dict[str, Any] = json.loads(json.dumps({**own, **self.options}))
+            found["layers"] = {str(index): options for index, options in self.layers.items()}
+        saved: dict[str, Any] = json.loads(json.dumps(found))
         return saved
 
     @classmethod
-    def from_dict(cls, saved: Any, source: str = "settings") -> PrefillSettings:
+    def from_dict(cls, saved: Any, source: str = "settings", other_names: tuple[str, ...] = ()) -> PrefillSettings:
         """The settings of a dict from `to_dict`: plain data of bounded size and depth.
+
+        `other_names` are further keys that a user may write, for messages.
 
         Raises
         ------
@@ -150,9 +181,10 @@ class PrefillSettings:
                 raise TypeError(f"method must be a word; got {type(given['method']).__name__}")
             if isinstance(given.get("layers"), dict):
                 given["layers"] = {_index(str(key)): options for key, options in given["layers"].items()}
-            return cls._of(given)
+            return cls(**given)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{source}: {error}") from error
+            cause = error.with_names(*other_names) if isinstance(error, UnknownOption) else error
+            raise ValueError(f"{source}: {cause}") from cause
 
     def save(self, path: str | Path) -> None:
         """Write `to_dict` as JSON, for `load`."""
@@ -181,58 +213,32 @@ class PrefillSettings:
             return cls.from_dict(saved[CONFIG_KEY], f"{source}: {CONFIG_KEY}")
         return cls.from_dict(saved, source)
 
-    @classmethod
-    def from_options(
-        cls,
-        settings: PrefillSettings | str | Path | None = None,
-        method: str | Callable[..., BlockMask] | None = None,
-        **options: Any,
-    ) -> PrefillSettings:
-        """Settings from own fields and the method's options side by side; or whole ones, or a file."""
-        if settings is None:
-            return cls._of(options if method is None else {"method": method, **options})
-        if method is not None or options:
-            beside = sorted({*options, *([] if method is None else ["method"])})
-            raise ValueError(f"settings must come without a method and options beside them; got {beside} too")
-        if isinstance(settings, (str, Path)):
-            return cls.load(settings)
-        if not isinstance(settings, PrefillSettings):
-            raise TypeError(f"settings must be PrefillSettings or a file of them; got {type(settings).__name__}")
-        return settings
 
-    @classmethod
-    def _of(cls, options: Mapping[str, Any]) -> PrefillSettings:
-        own = {name: options[name] for name in _OWN if name in options}
-        return cls(**own, options={name: value for name, value in options.items() if name not in own})
+_DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).parameters.items() if x.kind is not x.VAR_KEYWORD}
+FIELDS = tuple(_DEFAULTS)
+"""The keywords of PrefillSettings that are no options of a method"""
 
 
-_OWN = tuple(item.name for item in fields(PrefillSettings) if item.name != "options")
-
-
-def saved_settings(config: Any) -> PrefillSettings | None:
-    """The settings in a model's config; ValueError if they do not fit the model."""
-    saved = getattr(config, CONFIG_KEY, None)
-    if saved is None:
-        return None
-    try:
-        _check_data(saved)
-        text = json.dumps(saved, sort_keys=True)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{CONFIG_KEY}: {error}") from error
-    return _parsed(text, *_shape_of(config))
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(text: str, number: int | None, heads: int | tuple[int, ...] | None) -> PrefillSettings:
-    settings = PrefillSettings.from_dict(json.loads(text), CONFIG_KEY)
-    try:
-        settings._check_shape(number, heads)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{CONFIG_KEY}: {error}") from None
+def named_settings(
+    method: str | Callable[..., BlockMask] | None = None,
+    settings: PrefillSettings | str | Path | None = None,
+    **options: Any,
+) -> PrefillSettings | None:
+    """The settings that a caller names, by keywords, as a whole or by file; None without any."""
+    if settings is None:
+        given = options if method is None else {"method": method, **options}
+        return PrefillSettings(**given) if given else None
+    if method is not None or options:
+        also = sorted({*options, *([] if method is None else ["method"])})
+        raise ValueError(f"settings must come without a method and options beside them; got {also} too")
+    if isinstance(settings, (str, Path)):
+        return PrefillSettings.load(settings)
+    if not isinstance(settings, PrefillSettings):
+        raise TypeError(f"settings must be PrefillSettings or a file of them; got {type(settings).__name__}")
     return settings
 
 
-def _shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
+def shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
     """Number of layers, and of heads (per layer where they differ)."""
     number, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     return number, tuple(heads) if isinstance(heads, list) else heads

@@ -1,0 +1,55 @@
+"""The settings that a model's config holds, for the adapter and for servers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flexmask.settings import CONFIG_KEY, PrefillSettings, shape_of
+
+
+class _Parsed(NamedTuple):
+    """Settings, with what they were made of."""
+
+    saved: Any  # the config's own object, which an entry keeps alive
+    copy: Any
+    shape: tuple[Any, ...]
+    settings: PrefillSettings
+
+
+# by id of the object in a config, for calls without a block, which read the config in every layer
+_PARSED: dict[int, _Parsed] = {}
+_MOST_PARSED = 64
+
+
+def saved_settings(config: Any) -> PrefillSettings | None:
+    """The settings in a model's config; ValueError if they do not fit the model."""
+    saved, shape = getattr(config, CONFIG_KEY, None), shape_of(config)
+    if saved is None:
+        return None
+    known = _PARSED.get(id(saved))
+    if known is not None and known.saved is saved and known.copy == saved and known.shape == shape:
+        return known.settings
+    settings = PrefillSettings.from_dict(saved, CONFIG_KEY)
+    try:
+        settings.check_shape(*shape)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{CONFIG_KEY}: {error}") from None
+    if len(_PARSED) >= _MOST_PARSED:
+        _PARSED.clear()
+    _PARSED[id(saved)] = _Parsed(saved, copy.deepcopy(saved), shape, settings)
+    return settings
+
+
+def found_settings(
+    named: PrefillSettings | None, *configs: Any, saved: Callable[[Any], PrefillSettings | None] = saved_settings
+) -> tuple[PrefillSettings, str]:
+    """The named settings, else those in the first of a model's configs that has some, else the defaults.
+
+    Also which they are: "named", "config" or "defaults". `saved` reads a config.
+    """
+    if named is not None:
+        return named, "named"
+    found = next((each for each in map(saved, configs) if each is not None), None)
+    return (PrefillSettings(), "defaults") if found is None else (found, "config")
