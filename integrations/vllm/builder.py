@@ -35,8 +35,10 @@ class SparsePrefillBuilder:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)  # type: ignore[call-arg]  # of the stock builder
         self._engine = engine_of(vllm_config)
         self._engine.prepare(device, in_profile=False)
-        roles = [self._engine.roles.get(name) for name in layer_names]
-        self._plans = type(self) is self.flexmask_own and any(isinstance(role, SparseLayer) for role in roles)
+        is_sparse = any(isinstance(self._engine.roles.get(name), SparseLayer) for name in layer_names)
+        self._plans = is_sparse and type(self) is self.flexmask_own
+        if is_sparse and not self._plans:
+            self._engine.counters.tell_once(f"{type(self).__name__} shows layers other requests")
         self._policy = self._engine.options.policy
 
     @classmethod

@@ -224,15 +224,17 @@ def test_only_the_rows_of_a_sparse_request_are_no_longer_quantized(parts, monkey
     assert seen == [(quantized.dtype, 1), (quantized.dtype, 5), (torch.float32, 70), (torch.float32, 64)]
 
 
-def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts):
+def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, engine, caplog):
     builder, _ = parts
     common, _ = step_of(MIXES["one whole prompt"])
     assert hasattr(builder.build(0, common), "flexmask_step")
     assert not hasattr(builder.build_for_cudagraph_capture(common), "flexmask_step")
     assert not hasattr(builder.build_for_drafting(common, 0), "flexmask_step")
     assert hasattr(builder.build(0, common), "flexmask_step")
+    engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
     derived = type("Derived", (type(builder),), {})(None, [LAYER.layer_name], None, torch.device("cpu"))
     assert not hasattr(derived.build(0, common), "flexmask_step")
+    assert caplog.messages == ["flexmask: attention runs stock: Derived shows layers other requests"]
     of_stock_layers = type(builder)(None, ["stock"], None, torch.device("cpu"))
     assert not hasattr(of_stock_layers.build(0, common), "flexmask_step")
     verifying = common.replace(is_prefilling=torch.tensor([False]))
