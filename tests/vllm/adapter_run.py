@@ -47,8 +47,13 @@ def main(*words_and_out):
     if "latent" in words:
         tokens = random_models.prompt(1500)
         chunks = {"whole": len(tokens), "odd_chunks": latent_chunk(device)}
-        given = (ENGINES["latent_sparse"].options, LEAST_LATENT_ROWS[device])
-        results = {"latent_sparse": {asked: log_probabilities(model, tokens, each, *given) for asked, each in chunks.items()}}
+        results = {
+            engine: {
+                asked: log_probabilities(model, tokens, chunk, ENGINES[engine].options, LEAST_LATENT_ROWS[device])
+                for asked, chunk in chunks.items()
+            }
+            for engine in ("latent_sparse", "latent_half")
+        }
     else:
         results = {
             engine: {

@@ -52,7 +52,7 @@ _EVERYTHING = {"keep_all": "stock", "compiled": "stock", "graphs": "stock", "tri
 _OTHERS = dict.fromkeys(("windows", "sinks", "both", "latent", "latent_triton"), ("whole", "odd_chunks"))
 _OTHERS |= {"fp8": ("odd_chunks", "mixed")}
 _SPARSE = ("sparse", "graphs_sparse", "flexprefill")
-_LATENT = ("latent_sparse", "latent_triton_sparse")
+_LATENT = ("latent_sparse", "latent_half", "latent_triton_half")
 
 
 def row(name, asked, left, right):
@@ -118,7 +118,7 @@ def _adapter_rows(runs):
         theirs = adapter.get(engine.removeprefix("graphs_").replace("_triton", ""), {})
         for asked in [each for each in theirs if each in runs.get(engine, {})]:
             # FLASH_ATTN_MLA decodes a short last chunk
-            if (engine, asked) != ("latent_triton_sparse", "odd_chunks"):
+            if (engine, asked) != ("latent_triton_half", "odd_chunks"):
                 ours = runs[engine][asked][0]
                 compare(f"{engine} and adapter", asked, ours["tokens"][0], ours, theirs[asked])
     for engine, answers_of in rounded.items():

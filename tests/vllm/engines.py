@@ -28,6 +28,8 @@ MOST_TOKENS, PAGE = 8192, 32
 PAGES = 264
 KEEP_ALL = {"gamma": 1.0, "block_size": 64, "dense_below": 0}
 SPARSE = {"gamma": 0.9, "block_size": 64, "min_budget": 128, "dense_below": 0}
+# far from dense attention in a model of random weights
+HALF = {**SPARSE, "gamma": 0.5, "min_budget": 64}
 BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 
 
@@ -85,10 +87,11 @@ ENGINES = {
     "latent_stock": _latent(None, kernel="FLASH_ATTN_MLA"),
     "latent": _latent(KEEP_ALL),
     "latent_sparse": _latent(SPARSE),
+    "latent_half": _latent(HALF),
     # on a GPU
     "latent_triton_stock": _latent(None, kernel="TRITON_MLA"),
     "latent_triton": _latent({**KEEP_ALL, "kernel": "TRITON_ATTN"}),
-    "latent_triton_sparse": _latent({**SPARSE, "kernel": "TRITON_ATTN"}),
+    "latent_triton_half": _latent({**HALF, "kernel": "TRITON_ATTN"}),
 }
 
 

@@ -90,7 +90,7 @@ def test_latent_attention_is_the_stock_backend_s(name, backend, sparse, run):
     assert runs[name]["counters"]["sparse"] == sparse
 
 
-@pytest.mark.parametrize("name", ["latent_sparse", "latent_triton_sparse"])
+@pytest.mark.parametrize("name", ["latent_sparse", "latent_half", "latent_triton_half"])
 def test_latent_attention_at_gamma_below_one_is_the_adapter_s(name, run, written):
     runs = engines(run, "latent_stock", name)
     assert_within_bounds({**runs, "adapter_latent": written("adapter_run", "cuda", "latent")})
