@@ -69,8 +69,8 @@ def reserve(
 ) -> None:
     """Make the largest call while the gathered keys and values take memory, on CUDA."""
     for layer in _variants(layers):
-        # an upper bound: the gathered rows are freed before attention runs. The call's query stands for the one copy of a chunk's
-        # queries, contiguous or no longer FP8
+        # an upper bound, since the gathered rows are freed before attention runs. The call's query stands for the one copy of a
+        # chunk's queries, contiguous and no longer FP8
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
         call_of_size(layer, size, device, dtype, count_density)
         del rows

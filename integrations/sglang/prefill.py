@@ -93,7 +93,7 @@ class Prefill:
     def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
         """Log the roles, compile, and on a GPU make the largest call, a chunk of so many rows at the end of so many tokens.
 
-        SGLang captures its graphs afterwards, in what is left: the memory of the call is held until the first request.
+        SGLang captures its graphs afterwards. The memory of the call is held until the first request.
         """
         if self._first:
             by_name = {str(number): role for number, role in enumerate(self.roles.values())}

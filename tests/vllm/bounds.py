@@ -1,4 +1,4 @@
-"""What explains the differences of `agreement`: rounding, which two stock engines show, or the adapter in two dtypes."""
+"""Bounds of the differences of `agreement`, from rounding: between two stock engines, and between the adapter in two dtypes."""
 
 # by comparison: those of stock engines that differ by rounding alone
 VLLM = {
