@@ -2,6 +2,7 @@
 
 import pytest
 
+from flexmask.integrations.serving.versions import release_of
 from tests.vllm.agreement import SAME, answers, differences, distance, summary
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
@@ -51,6 +52,10 @@ def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
 @pytest.mark.parametrize("name", ["windows", "sinks"])
 def test_windows_soft_caps_and_sinks_are_the_stock_backend_s(name, asked, written):
+    import vllm
+
+    if name == "sinks" and release_of(vllm.__version__, 2) < (0, 32):
+        pytest.skip("the stock kernel for CPUs takes sinks in bfloat16 only")
     stock, ours = written("engine_run", f"{name}_stock"), written("engine_run", name)
     assert_same_answers(stock[asked], ours[asked])
     assert [role["window"] for role in ours["roles"].values()] == [200, None] * 2
