@@ -8,10 +8,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.serving import packed_call, prefill_profile, table
-from bench.serving.first_token import ALL_SHAPES, shape_folder
+from bench.prompts.models import ALL_SHAPES
+from bench.serving import chunk_rows, packed_call, prefill_profile, table
+from bench.serving.first_token import shape_folder
 from flexmask.attend import attend
 from flexmask.base.inputs import attention_inputs
+from flexmask.integrations.serving.layers import LayerShape
 from flexmask.settings import PrefillSettings
 
 ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1}
@@ -32,9 +34,9 @@ def test_table_compares_with_the_stock_backend_at_the_same_length(tmp_path, caps
     (tmp_path / "serving-x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     table.main(["--results", str(tmp_path)])
     written = capsys.readouterr().out
-    assert "| 32k | whole | sparse | 0.200 | 0.800 s | 2.50x | 3.000 s, 0 | 4.0 GB |" in written
+    assert "| 32k | whole | sparse | 20.0% | 0.800 s | 2.50x | 3.000 s, 0 | 4.0 GB |" in written
     # of two GPUs nothing is known but the times
-    assert "| 32k | whole | sparse | 0.200 | 0.500 s | - | 3.000 s, - | 4.0 GB |" in written
+    assert "| 32k | whole | sparse | 20.0% | 0.500 s | - | 3.000 s, - | 4.0 GB |" in written
     assert "9.000 s" not in written
     assert "| 4 x 32k, 8 more each | sparse | 1,500 | 1.50x | 2.00 s, 4.00 s | 20.0 ms |" in written
     assert "| 4 x 32k, 8 more each | stock | 1,000 | - | - | - |" in written
@@ -44,7 +46,7 @@ def test_table_compares_sglang_s_engines_by_prompt():
     head = "model,kernel,attention,prompts,prompt_tokens,new_tokens,device,sglang,seconds,density,rounds,chunk"
     lines = ["m,fa3,stock,1,32768,1,GPU,0.5.16,3.0,,2,8192", "m,fa3,hybrid,1,32768,1,GPU,0.5.16,2.0,0.2,2,8192"]
     written = "\n".join(table.sglang(list(csv.DictReader([head, *lines]))))
-    assert "| 1 x 32k in chunks of 8k, 1 new | hybrid | 0.200 | 2.000 s | 1.50x | 2 |" in written
+    assert "| 1 x 32k in chunks of 8k, 1 new | hybrid | 20.0% | 2.000 s | 1.50x | 2 |" in written
     assert "| stock | - | 3.000 s | - | 2 |" in written
 
 
@@ -85,6 +87,47 @@ def test_shapes_are_configs_of_their_models(shape, tmp_path):
     family, sizes = ALL_SHAPES[shape]
     assert (config.architectures, config.num_hidden_layers) == ([f"{family}ForCausalLM"], 2)
     assert all(getattr(config, name) == value for name, value in sizes.items() if name != "num_hidden_layers")
+
+
+SMALL = LayerShape(num_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, scale=0.25)
+
+
+@pytest.mark.usefixtures("without_kernel")
+@pytest.mark.parametrize("rows", [512, 2048])
+def test_a_later_chunk_has_hybrid_s_density_of_text(rows):
+    tokens = 6144 + rows
+    chunk = chunk_rows.Chunk(rows, 6144, "cpu", SMALL)
+    layer = chunk.layer(method="hybrid", gamma=0.1, min_budget=chunk_rows.budget(rows, tokens))
+    key, value = chunk.keys_and_values()
+    even = attention_inputs(torch.zeros(1, 4, rows, 16), torch.zeros_like(key)[None], value[None])
+    found = attend(even, layer.selector.for_inputs(even), layer.run, statistics=("density",))
+    assert found.stats is not None
+    assert found.stats.density.mean().item() == pytest.approx(prefill_profile.own_density(tokens), abs=0.06)
+
+
+@pytest.mark.attention
+def test_a_later_chunk_is_measured_beside_a_kernel_that_computes_the_same():
+    chunk = chunk_rows.Chunk(100, 300, "cpu", SMALL)
+    key, value = chunk.keys_and_values()
+    assert torch.equal(torch.cat([key, value], -1).transpose(0, 1)[300:], torch.cat([chunk.key, chunk.value], -1))
+    inputs = (x[None] for x in (chunk.query.transpose(0, 1), key, value))
+    mask = torch.ones(100, 400, dtype=torch.bool).tril(300)
+    heads = {"attn_mask": mask, "scale": 0.25, "enable_gqa": True}
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, **heads)[0].transpose(0, 1)
+    name, call = chunk_rows.stock_call(chunk, expected)
+    assert name == "FlexAttention"
+    torch.testing.assert_close(call(), expected)
+    with pytest.raises(RuntimeError, match="FlexAttention computes another attention"):
+        chunk_rows.stock_call(chunk, expected.roll(1, 0))
+
+
+def test_the_least_rows_stand_between_two_measured_numbers():
+    times = [(128, 16384, 1.0, 2.0), (512, 16384, 1.0, 0.8), (128, 65536, 1.0, 0.5), (512, 65536, 1.0, 0.4)]
+    found = [dict(zip(("rows", "before", "stock", "plug_in"), each, strict=True)) for each in times]
+    short, long = chunk_rows.least_rows(found)
+    # 0.5x and 1.25x
+    assert short.endswith("128 rows 0.50x, 512 rows 1.25x; even at about 384 rows, 6,438,912 pairs of rows and tokens")
+    assert long.endswith("all gain")
 
 
 @pytest.mark.attention

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.prompts.captured import MODEL
 from bench.retriever.task import make_prompt
+from bench.serving.latent_shapes import LATENT
 
 # sizes from the models' own config.json; no weights
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,6 +49,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+ALL_SHAPES = {**SHAPES, **LATENT}
+
+
 def load(options: argparse.Namespace) -> Any:
     """Load the model of the command line onto its device."""
     if options.tensor_parallel:
@@ -77,11 +81,18 @@ def _load_parallel(options: argparse.Namespace) -> Any:
     return model
 
 
+def shape_config(shape: str, layers: int | None = None) -> Any:
+    """The config of a known shape, perhaps with fewer layers than the model has."""
+    family, sizes = ALL_SHAPES[shape]
+    kind = {"DeepseekV3": "deepseek_v3"}.get(family, family.lower())
+    config = AutoConfig.for_model(kind, **{**sizes, **({"num_hidden_layers": layers} if layers else {})})
+    config.architectures = [f"{family}ForCausalLM"]
+    return config
+
+
 def random_model(options: argparse.Namespace) -> Any:
     """Random weights in the shape of the command line, made on its device."""
-    family, sizes = SHAPES[options.shape]
-    layers = {"num_hidden_layers": options.layers} if options.layers else {}
-    config = AutoConfig.for_model(family.lower(), **{**sizes, **layers})
+    config = shape_config(options.shape, options.layers)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, options.dtype))
     try:

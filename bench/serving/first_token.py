@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from bench.prompts.models import SHAPES
+from bench.prompts.models import ALL_SHAPES, shape_config
 from bench.rows import append_row
-from bench.serving.latent_shapes import LATENT
 from bench.speed import random_blocks as random_blocks  # registers its method
 from bench.speed.clock import device_name, kernels_of
 
@@ -36,7 +35,6 @@ ENVIRONMENT = {
     # a process that has looked at the GPU must not be forked
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-ALL_SHAPES = {**SHAPES, **LATENT}
 # for trying the program out
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -79,12 +77,7 @@ def described(options: argparse.Namespace) -> str:
 
 def shape_folder(shape: str, folder: Path, layers: int | None) -> str:
     """Write the config of a known shape, in its family's own form, for ``load_format="dummy"``."""
-    from transformers import AutoConfig
-
-    family, sizes = ALL_SHAPES[shape]
-    kind = {"DeepseekV3": "deepseek_v3"}.get(family, family.lower())
-    config = AutoConfig.for_model(kind, **{**sizes, **({"num_hidden_layers": layers} if layers else {})})
-    config.architectures = [f"{family}ForCausalLM"]
+    config = shape_config(shape, layers)
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
     return str(folder)

@@ -1,4 +1,4 @@
-"""Shapes of models with multi-head latent attention, without experts: what vLLM's prefill of the attention layers sees."""
+"""Shapes of models with multi-head latent attention, without experts: what a prefill of the attention layers sees."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Prompts of whole blocks, one after the other, are one causal call whose lists hold each prompt's own blocks: any number of prompts
 is served by what is compiled for one. Each still selects by itself. A row gives milliseconds for one layer of the 8B shape:
-selection, attention in ``separate`` calls and in one ``packed`` call with the joining of its lists, and the sums of the GPU's
-kernels in each, which leave out the launches.
+``select``, attention in ``separate`` calls and in one ``packed`` call with the joining of its lists; the sums of the GPU's
+kernels in each, which leave out the launches; and the number of kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings
 
 IDENTITY = ("prompts", "prompt_tokens", "device", "torch")
-COLUMNS = (*IDENTITY, "density", "select", "separate", "packed", "select_kernels", "separate_kernels", "packed_kernels")
+PARTS = ("select", "separate", "packed")
+COLUMNS = (*IDENTITY, "density", *PARTS, *(f"{part}_kernels" for part in PARTS), *(f"{part}_launches" for part in PARTS))
 
 
 def selected(selector: Selector, prompts: Sequence[AttentionInputs]) -> list[Selected]:
@@ -97,7 +98,8 @@ def measured(prompts: int, tokens: int, device: str, dtype: torch.dtype) -> dict
             raise SystemExit(found)
         row[name] = found
         if ON_GPU:
-            row[f"{name}_kernels"] = sum(microseconds for _, microseconds in kernels_of(calls[name])) / 1e3
+            kernels = kernels_of(calls[name])
+            row |= {f"{name}_kernels": sum(microseconds for _, microseconds in kernels) / 1e3, f"{name}_launches": len(kernels)}
     return row
 
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from bench.prompts.models import ALL_SHAPES
 from bench.rows import Sheet
 from bench.serving import first_token
 from bench.serving.table import kind_of
@@ -52,7 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder of a model")
-    which.add_argument("--shape", choices=sorted(first_token.ALL_SHAPES), help="this model's shape, with random weights")
+    which.add_argument("--shape", choices=sorted(ALL_SHAPES), help="this model's shape, with random weights")
     parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
     lengths = [32768, 16384, 8192, 4096, 65536, 131072]
     parser.add_argument("--prompt-tokens", type=int, nargs="*", default=lengths, help="one prompt at a time, of so many tokens")

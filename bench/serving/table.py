@@ -41,6 +41,9 @@ HEAD = """# Serving
 
 `python -m bench.serving.table > bench/SERVING.md` writes this file. [bench/README.md](README.md#serving) says how to measure,
 [docs/serving.md](../docs/serving.md) what the plug-in does.
+
+An earlier version of the plug-in gave the rows above "Steps taken apart": with randomly chosen blocks, or with FlexPrefill's
+masks where a heading says so. In "Steps taken apart" stock is the same engine with every row dense.
 """
 
 
@@ -63,7 +66,7 @@ def first_tokens(rows: Sequence[Row]) -> list[str]:
     cells = []
     for row, gain in zip(rows, gains, strict=True):
         chunk = thousands(row["chunk"]) if row["chunk"] else "whole"
-        density = "-" if row.get("density") is None else f"{row['density']:.3f}"
+        density = "-" if row.get("density") is None else f"{row['density']:.1%}"
         peak = "-" if row.get("peak_gb") is None else f"{row['peak_gb']:.1f} GB"
         if row.get("profiled_gb") and row.get("cache_gb"):
             peak = f"{row['peak_gb'] - row['cache_gb']:.1f} of {row['profiled_gb']:.1f} GB"
@@ -125,7 +128,7 @@ def steps(rows: Sequence[Row]) -> list[str]:
         if first:
             stock = found.get((*asked, "stock"), {}).get("ttft first token")
             gain = f"{float(stock['milliseconds']) / float(first['milliseconds']):.2f}x" if stock and stock is not first else "-"
-            density = f"{float(first['density']):.3f}" if first["density"] else "-"
+            density = f"{float(first['density']):.1%}" if first["density"] else "-"
             seconds = f"{float(first['milliseconds']) / 1e3:.3f} s"
             times.append([f"{device}, vLLM {release}", model, cache, size, attention, density, seconds, gain, first["rounds"]])
         if "kernels host" in own:
@@ -146,7 +149,7 @@ def sglang(rows: Sequence[Row]) -> list[str]:
         device, release, model, kernel, prompts, tokens, new, chunk = key = tuple(row[name] for name in names)
         size = f"{prompts} x {thousands(int(tokens))} in chunks of {thousands(int(chunk))}, {new} new"
         gain = "-" if row["attention"] == "stock" else f"{stock[key] / float(row['seconds']):.2f}x"
-        density = f"{float(row['density']):.3f}" if row["density"] else "-"
+        density = f"{float(row['density']):.1%}" if row["density"] else "-"
         seconds = f"{float(row['seconds']):.3f} s"
         cells.append(
             [f"{device}, SGLang {release}", model, kernel, size, row["attention"], density, seconds, gain, row["rounds"]]
@@ -182,7 +185,8 @@ def report(folder: Path) -> str:
     lines += steps([row for path in sorted(folder.glob("step-*.csv")) for row in csv.DictReader(whole_lines(path))])
     lines += sglang([row for path in sorted(folder.glob("sglang-*.csv")) for row in csv.DictReader(whole_lines(path))])
     for path in sorted(folder.glob("agreement-*.jsonl")):
-        lines += agreement(read_rows(path), ", SGLang" if path.name.startswith("agreement-sglang-") else "")
+        of = {"sglang": ", SGLang", "adapter": ", the adapter for transformers on a CPU"}.get(path.name.split("-")[1], "")
+        lines += agreement(read_rows(path), of)
     return HEAD + "\n" + "\n".join(lines).replace("\n\n\n", "\n\n").strip()
 
 

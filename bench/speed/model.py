@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.decoding import decode, prefill
-from bench.prompts.models import SHAPES, load, prompt_ids
+from bench.prompts.models import ALL_SHAPES, load, prompt_ids
 from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # registers the method
 from bench.speed.clock import kernels_of, synchronize
@@ -53,11 +53,15 @@ def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> 
     if ids.is_cuda:
         row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         parts = dict.fromkeys(("attention_ms", "mask_ms", "rest_ms"), 0.0)
+        of_kernel: dict[str, float] = {}
         for kernel, microseconds in kernels_of(partial(prefill, model, ids, options.chunk)):
             stage = stage_of(kernel)
             part = "attention" if stage == "attention" else "rest" if stage == REST else "mask"
             parts[f"{part}_ms"] += microseconds / 1e3
-        row |= parts
+            if part == "attention":
+                of_kernel[kernel] = of_kernel.get(kernel, 0.0) + microseconds
+        # SDPA takes the first kernel that serves the head dims
+        row |= {**parts, "attention_kernel": max(of_kernel, key=lambda name: of_kernel[name], default="")[:80]}
     return {**row, "tokens": tokens}
 
 
@@ -95,7 +99,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder or name of a model that transformers can load")
-    which.add_argument("--shape", choices=sorted(SHAPES), help="this model's shape, with random weights")
+    which.add_argument("--shape", choices=sorted(ALL_SHAPES), help="this model's shape, with random weights")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[32768], help="lengths of the prompts")
     parser.add_argument("--text", help="file whose first tokens are the prompt; default: seeded random tokens")
     parser.add_argument("--chunk", type=int, help="prefill in chunks of this many tokens")
@@ -142,6 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if speaks:
             print(f"{tokens:,} tokens" + (f", in chunks of {options.chunk:,}" if options.chunk else ""))
             print(table(rows) + "\n", flush=True)
+            for row in rows:
+                if row.get("attention_kernel"):
+                    print(f"{row['method']}: {row['attention_kernel']}")
             for row in rows if options.json else ():
                 append_row(
                     options.json, {"model": options.model or options.shape, "layers": layers, "processes": processes, **row}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -22,9 +22,10 @@ class Counters:
         self._density: Tensor | None = None
         self._density_pairs = 0
         self._metric: Any = None
-        self._log: Callable[[str, str], None] | None = None
+        self._logger: logging.Logger | None = None
         self._log_every = 0.0
         self._logged = time.monotonic()
+        self._told: set[str] = set()
 
     def reset(self) -> None:
         """Count from zero; the exported metric goes on."""
@@ -41,7 +42,7 @@ class Counters:
             if self._metric is not None:
                 self._metric.labels("sparse").inc(sparse)
                 self._metric.labels("dense").inc(dense)
-        if self._log is not None and sparse + dense > 0 and time.monotonic() - self._logged >= self._log_every:
+        if self._logger is not None and sparse + dense > 0 and time.monotonic() - self._logged >= self._log_every:
             self._logged = time.monotonic()
             self.log()
 
@@ -64,14 +65,20 @@ class Counters:
         tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.steps} steps, {self.dense_tokens} dense"
         return f"flexmask served {tokens}; mean density {mean}"
 
-    def log_to(self, log: Callable[[str, str], None], seconds: float) -> None:
+    def log_to(self, logger: logging.Logger, seconds: float) -> None:
         """Log the report at most this often, in steps that prefill."""
-        self._log, self._log_every = log, seconds
+        self._logger, self._log_every = logger, seconds
 
     def log(self) -> None:
         """Log the report now if `log_to` was called."""
-        if self._log is not None:
-            self._log("%s", self.report())
+        if self._logger is not None:
+            self._logger.info("%s", self.report())
+
+    def tell_once(self, reason: str) -> None:
+        """Log why prompts that may run sparse run stock, once per reason."""
+        if self._logger is not None and reason not in self._told:
+            self._told.add(reason)
+            self._logger.warning("flexmask: attention runs stock: %s", reason)
 
     def export(self) -> None:
         """Also count into prometheus_client's registry, as ``flexmask:prefill_tokens_total``.

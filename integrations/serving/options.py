@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flexmask.base.checks import check_real, check_word
+from flexmask.base.checks import check_int, check_real, check_word
 from flexmask.dense_policy import DensePolicy
 from flexmask.saved_settings import found_settings
 from flexmask.settings import PrefillSettings
 
-_OWN = ("kernel", "file", "count_density", "log_every")
+_OWN = ("kernel", "file", "least_rows", "count_density", "log_every")
+# of a chunk, below which the engine's kernel is faster than gather, mask and sparse attention: rows, and rows times tokens
+# (python -m bench.serving.chunk_rows)
+LEAST_ROWS, LEAST_PAIRS = 128, 0
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ class ServingOptions:
     ----------
     kernel
         The engine's name of its backend for everything that is not sparse. vLLM's CPU build ignores it.
+    least_rows
+        Chunks of fewer rows run dense; at least block_size. Default None: `LEAST_ROWS`, and as many as make `LEAST_PAIRS` with
+        the tokens; with ``dense_below=0`` block_size.
     count_density
         Sum the density of sparse calls on the device, for the log. Default True.
     log_every
@@ -33,6 +39,7 @@ class ServingOptions:
 
     settings: PrefillSettings
     kernel: str = ""
+    least_rows: int | None = None
     count_density: bool = True
     log_every: float = 60.0
     source: str = "defaults"
@@ -40,7 +47,12 @@ class ServingOptions:
     @property
     def policy(self) -> DensePolicy:
         """Decides which chunks run dense."""
-        return self.settings.run_options.policy
+        policy = self.settings.run_options.policy
+        if self.least_rows is not None:
+            return policy._replace(least_rows=max(self.least_rows, policy.least_rows))
+        if policy.dense_below == 0:
+            return policy
+        return policy._replace(least_rows=max(LEAST_ROWS, policy.least_rows), least_pairs=LEAST_PAIRS)
 
 
 def read_options(
@@ -61,6 +73,10 @@ def read_options(
     check_word("kernel", own["kernel"], kernels)
     if not isinstance(own.get("count_density", True), bool):
         raise TypeError(f"count_density must be true or false; got {own['count_density']!r}")
+    if "least_rows" in own:
+        check_int("least_rows", own["least_rows"])
+        if own["least_rows"] < 0:
+            raise ValueError(f"least_rows must be >= 0; got {own['least_rows']}")
     if "log_every" in own:
         check_real("log_every", own["log_every"])
         if own["log_every"] <= 0:

@@ -14,6 +14,11 @@ class SparseRequest(NamedTuple):
     stop: int
     tokens: int  # so far, including this chunk
 
+    @property
+    def before(self) -> int:
+        """Tokens before the chunk."""
+        return self.tokens - (self.stop - self.start)
+
 
 class StockRun(NamedTuple):
     """Neighbouring requests for one call of the engine's kernel."""
@@ -34,12 +39,14 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(
-    starts: Sequence[int], lengths: Sequence[int], policy: DensePolicy, prefilling: Sequence[bool] | None = None
+    starts: Sequence[int], lengths: Sequence[int] | None, policy: DensePolicy, prefilling: Sequence[bool] | None = None
 ) -> StepPlan:
     """Plan one step from the requests' first rows, the end of the last, and tokens including this step's.
 
-    `prefilling` is False for requests that decode or verify guessed tokens; None: more than one row means a prefill.
+    Without `lengths` all rows run stock. `prefilling` is False for requests that decode or verify guessed tokens; None: more than
+    one row means a prefill.
     """
+    lengths = [0] * (len(starts) - 1) if lengths is None else lengths
     sparse: list[SparseRequest] = []
     stock: list[StockRun] = []
     run: StockRun | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ def roles_line(
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
         line += f" ({_method(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least"
-        line += f" {least_rows or options.policy.least_rows} rows, on FlexAttention's backend {options.settings.backend!r}"
+        pairs = options.policy.least_pairs
+        line += f" {least_rows or options.policy.least_rows} rows" + (f" and {pairs:,} pairs of rows and tokens" if pairs else "")
+        line += f", on FlexAttention's backend {options.settings.backend!r}"
     line += f"; {kernel} serves all else. Settings: {options.source}."
     reasons: dict[str, int] = {}
     for role in roles.values():
@@ -67,11 +69,20 @@ def reserve(
 ) -> None:
     """Make the largest call while the gathered keys and values take memory, on CUDA."""
     for layer in _variants(layers):
-        # an upper bound: the gathered rows are freed before attention runs
+        # an upper bound, since the gathered rows are freed before attention runs. The call's query stands for the one copy of a
+        # chunk's queries, contiguous and no longer FP8
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
         call_of_size(layer, size, device, dtype, count_density)
         del rows
     torch.cuda.synchronize(device)
+
+
+def bytes_of(call: Callable[[], object], device: torch.device) -> int:
+    """Memory on a CUDA device that a call takes at its peak."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def call_of_size(

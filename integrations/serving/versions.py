@@ -49,5 +49,12 @@ def absent_names(owner: str, wanted: set[str], names: Collection[str]) -> list[s
     return [f"{owner} must have {', '.join(absent)}"] if absent else []
 
 
+def names_in(owner: Any, function: str) -> set[str]:
+    """Attributes that a function of a module or class, or of the class's bases, reads or sets."""
+    owners = owner.__mro__ if isinstance(owner, type) else (owner,)
+    found = [getattr(vars(each).get(function), "__code__", None) for each in owners]
+    return {name for code in found if code is not None for name in code.co_names}
+
+
 def fields_of(cls: Any) -> set[str]:
     return {each.name for each in dataclasses.fields(cls)}

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.keys import after_cached
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, serving_options
 from flexmask.integrations.sglang.prefill import Prefill, refuse_server
-from flexmask.integrations.sglang.step import PROMPTS, Step, gathered
+from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import RUN, interface_faults
 
 _log = logging.getLogger("sglang.flexmask")
@@ -30,7 +31,7 @@ def make_backend(runner: Any) -> Any:
         For wrong options, and for servers and models that are not served.
     """
     import sglang
-    from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from sglang.srt.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     server, model = runner.server_args, runner.model_config
@@ -48,10 +49,11 @@ def make_backend(runner: Any) -> Any:
         _log.warning("flexmask was run with %s for everything else, not with %s", ", ".join(KERNELS_RUN), options.kernel)
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     prefill = Prefill(runner, options, rank, ranks)
-    prefill.prepare(largest_call(server, model.context_len), torch.device(runner.device), runner.dtype)
+    prefill.prepare(largest_call(runner), torch.device(runner.device), runner.dtype)
     if not prefill.sparse_layers:
         return stock
-    if rank == 0 and server.enable_metrics:
+    # every stage of pipeline parallelism sees every token
+    if rank == 0 and get_pp_group().is_first_rank and server.enable_metrics:
         prefill.counters.export()
     return sparse(stock, make_stock(runner), prefill)
 
@@ -64,10 +66,10 @@ def stock_kernel(server_args: Any, device: str) -> str:
     return "torch_native" if device == "cpu" else "triton"
 
 
-def largest_call(server_args: Any, context_len: int) -> tuple[int, int]:
-    """Rows and tokens of the largest call: the last chunk of the longest prompt."""
-    chunk = server_args.chunked_prefill_size
-    return (min(chunk, context_len) if chunk and chunk > 0 else context_len), context_len
+def largest_call(runner: Any) -> tuple[int, int]:
+    """Rows and tokens of the largest call: the last chunk of the longest prompt that the model and its cache take."""
+    chunk, longest = runner.server_args.chunked_prefill_size, min(runner.model_config.context_len, runner.max_total_num_tokens)
+    return (min(chunk, longest) if chunk and chunk > 0 else longest), longest
 
 
 def sparse(stock: Any, others: Any, prefill: Prefill) -> Any:
@@ -76,7 +78,7 @@ def sparse(stock: Any, others: Any, prefill: Prefill) -> Any:
     The object stays, because parts of a backend refer to it.
     """
     own = type(stock)
-    overridden = {name: function for name, function in vars(SparsePrefill).items() if name in _OVERRIDDEN and hasattr(own, name)}
+    overridden = {name: vars(SparsePrefill)[name] for name in _OVERRIDDEN}
     # derived from one class: an object cannot become one of a class with several
     stock.__class__ = type(f"Sparse{own.__name__}", (own,), {"__module__": __name__, "flexmask_stock": own, **overridden})
     stock.flexmask, stock.flexmask_others, stock.flexmask_step = prefill, others, None
@@ -120,13 +122,16 @@ class SparsePrefill:
             given = [name for name, value in options.items() if value is not None]
             if step is None:
                 pass
-            elif k is None or v is None or not save_kv_cache:
-                self.flexmask.tell_once("layers write no keys and values")
+            elif step.lengths != lengths_of(forward_batch):
+                self.flexmask.counters.tell_once("layers get another batch than was planned")
+            elif k is None or v is None:
+                self.flexmask.counters.tell_once("layers get no keys and values")
             elif given:
-                self.flexmask.tell_once(f"layers are called with {', '.join(given)}")
+                self.flexmask.counters.tell_once(f"layers are called with {', '.join(given)}")
             else:
                 self.flexmask.count(is_sparse=True)
-                return attend_by_plan(self.flexmask, self.flexmask_others, step, role, (q, k, v), layer, forward_batch)
+                rows = (q, k, v)
+                return attend_by_plan(self.flexmask, self.flexmask_others, step, role, rows, layer, forward_batch, save_kv_cache)
             self.flexmask.count(is_sparse=False)
         return self.flexmask_stock.forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, **options)
 
@@ -142,10 +147,12 @@ def attend_by_plan(
     rows_of_all: tuple[Tensor, Tensor, Tensor],
     layer: Any,
     forward_batch: Any,
+    save_kv_cache: bool = True,
 ) -> Tensor:
-    """Attention of one layer in a step with sparse requests; its keys and values are in the cache afterwards.
+    """Attention of one layer in a step with sparse requests.
 
-    `rows_of_all` are the step's queries, keys and values as the layer got them; the output has the shape of the queries.
+    `rows_of_all` are the step's queries, keys and values as the layer got them; the output has the shape of the queries. Keys and
+    values go to the cache unless another kernel wrote them there, with ``save_kv_cache=False``.
     """
     q, k, v = rows_of_all
     query = q.reshape(-1, role.num_heads, role.head_dim)
@@ -157,21 +164,17 @@ def attend_by_plan(
     if step.stock_rows is not None:
         rows = step.stock_rows
         given = (x[rows] for x in (q, k, v))
-        by_head[rows] = others.forward_extend(*given, layer, step.stock_batch, True).view(-1, *query.shape[1:])
+        by_head[rows] = others.forward_extend(*given, layer, step.stock_batch, save_kv_cache).view(-1, *query.shape[1:])
     pool, counted, scales = prefill.pool, prefill.options.count_density, prefill.scales(layer)
     for each, slots in zip(step.plan.sparse, step.slots, strict=True):
         own = slice(each.start, each.stop)
-        if scales is None:
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc[own], key[own], value[own])
-        else:  # the pool divides in place
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc[own], key[own].clone(), value[own].clone(), *scales)
-        if each.tokens == each.stop - each.start:  # the first chunk: the step's own rows are all there is
-            keys, values = (x[own].transpose(0, 1).contiguous() for x in (key, value))
-        else:
-            buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
-            keys, values = (
-                gathered(buffer, slots, q.dtype, scale) for buffer, scale in zip(buffers, scales or (None, None), strict=True)
-            )
+        if save_kv_cache:
+            # the pool divides by scales in place
+            rows_of_own = (x[own] if scales is None else x[own].clone() for x in (key, value))
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc[own], *rows_of_own, *(scales or ()))
+        reads = (pool.get_key_buffer, pool.get_value_buffer)
+        cached = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
+        keys, values = map(after_cached, cached, (key[own], value[own]), scales or (None, None))
         by_head[own], density = attend(role, query[own], keys, values, None, counted)
         if density is not None and not prefill.is_dummy:
             prefill.counters.add_density(density, each.stop - each.start, each.tokens)

@@ -11,10 +11,10 @@ from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.plan import StepPlan
-from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
+from flexmask.integrations.serving.startup import bytes_of, reserve, roles_line, warm_up
 from flexmask.integrations.sglang.layers import FP8, role_of_layer
 from flexmask.integrations.sglang.options import NAME
-from flexmask.integrations.sglang.step import Step, plan_batch, step_of
+from flexmask.integrations.sglang.step import Step, plan_batch, step_of, stock_reason
 
 _log = logging.getLogger("sglang.flexmask")
 # options of the server under which nothing is served: how it runs then is not what the plug-in stands on, or was not run
@@ -78,7 +78,7 @@ class Prefill:
         """True in a step without requests, as SGLang makes them before the first one: nothing of it is counted"""
         self._policy = options.policy
         self._first = rank == 0
-        self._told: set[str] = set()
+        self._held: torch.Tensor | None = None
         self.roles: dict[Any, SparseLayer | str] = {
             layer: role_of_layer(layer, self.pool, options.settings, runner.dtype, rank, ranks)
             for layer in runner.model.modules()
@@ -91,7 +91,10 @@ class Prefill:
         return [role for role in self.roles.values() if isinstance(role, SparseLayer)]
 
     def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
-        """Log the roles, compile, and on a GPU make the largest call, a chunk of so many rows at the end of so many tokens."""
+        """Log the roles, compile, and on a GPU make the largest call, a chunk of so many rows at the end of so many tokens.
+
+        SGLang captures its graphs afterwards. The memory of the call is held until the first request.
+        """
         if self._first:
             by_name = {str(number): role for number, role in enumerate(self.roles.values())}
             _log.info("%s", roles_line(by_name, self.options, self.options.kernel))
@@ -105,8 +108,9 @@ class Prefill:
             try:
                 seconds = warm_up(layers, largest, device, dtype, density)
                 if device.type == "cuda":
-                    reserve(layers, largest, device, dtype, density)
+                    needed = bytes_of(lambda: reserve(layers, largest, device, dtype, density), device)
                     torch.cuda.empty_cache()
+                    self._held = torch.empty(needed, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError as error:
                 raise RuntimeError(
                     f"flexmask: a chunk of {largest[0]} rows at the end of {largest[1]} tokens needs more memory than "
@@ -114,17 +118,22 @@ class Prefill:
                 ) from error
         if self._first:
             _log.info("flexmask: kernels compiled in %.1f s", seconds)
-            self.counters.log_to(_log.info, self.options.log_every)
+            self.counters.log_to(_log, self.options.log_every)
 
     def step(self, forward_batch: Any) -> Step | None:
         """Plan one step; None: all of it runs stock."""
         plan = plan_batch(forward_batch, self._policy)
         self.is_dummy = forward_batch.rids is None
         self.uncounted = None if self.is_dummy else plan
+        if not self.is_dummy:
+            self._held = None
+            reason = None if plan is None else stock_reason(forward_batch)
+            if reason is not None:
+                self.counters.tell_once(reason)
         return step_of(forward_batch, plan, self.req_to_token) if plan is not None and plan.sparse else None
 
-    def scales(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What the stock kernel divides a layer's keys and values by in an FP8 cache; None: nothing."""
+    def scales(self, layer: Any) -> tuple[Any, Any] | None:
+        """What the stock kernel divides a layer's keys and values by in an FP8 cache, tensors or floats; None: nothing."""
         if self.pool.dtype not in FP8 or self.options.kernel == "torch_native":
             return None
         scales = (layer.k_scale, layer.v_scale)
@@ -136,9 +145,3 @@ class Prefill:
         if plan is not None:
             sparse = plan.sparse_tokens if is_sparse else 0
             self.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
-
-    def tell_once(self, reason: str) -> None:
-        """Log why a layer's prompts run stock, once a reason."""
-        if self._first and reason not in self._told:
-            self._told.add(reason)
-            _log.warning("flexmask: attention runs stock: %s", reason)

@@ -32,56 +32,76 @@ class Step(NamedTuple):
     """A planned step with at least one sparse request."""
 
     plan: StepPlan
-    slots: tuple[Tensor, ...]  # of each sparse request: where its tokens are in the cache, (tokens,) int64
+    slots: tuple[Tensor | None, ...]  # of each sparse request: where its tokens before the chunk are, int64; None: there are none
     stock_rows: slice | Tensor | None  # of the packed batch; None: all rows are sparse
     stock_batch: Any  # SGLang's batch of the requests of these rows
-    rows: int  # of all requests; a batch may have more, which are padding
+    lengths: tuple[list[int], list[int]]  # of all requests: rows, and tokens before them
+
+    @property
+    def rows(self) -> int:
+        """Of all requests; a batch may have more, which are padding."""
+        return sum(self.lengths[0])
+
+
+def lengths_of(forward_batch: Any) -> tuple[list[int], list[int]] | None:
+    """Rows of each request, and tokens before them, if the host has them."""
+    rows, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    return None if rows is None or before is None else ([int(each) for each in rows], [int(each) for each in before])
+
+
+def stock_reason(forward_batch: Any) -> str | None:
+    """Why no prompt of a batch runs sparse, if so."""
+    given = [name for name in STOCK_FIELDS if getattr(forward_batch, name, None) is not None]
+    if given:
+        return f"a batch has {', '.join(given)}"
+    return "the host has no lengths of a batch" if lengths_of(forward_batch) is None else None
 
 
 def plan_batch(forward_batch: Any, policy: DensePolicy) -> StepPlan | None:
     """The plan of a step of prompts, from lengths that the host has; None for any other step, which runs stock."""
-    mode = forward_batch.forward_mode.name
-    rows, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-    if mode not in PROMPTS or rows is None or before is None:
+    if forward_batch.forward_mode.name not in PROMPTS:
         return None
-    if any(getattr(forward_batch, name, None) is not None for name in STOCK_FIELDS):
-        return None
-    starts = [0, *accumulate(int(each) for each in rows)]
-    return plan_step(starts, [int(a) + int(b) for a, b in zip(before, rows, strict=True)], policy)
+    lengths = lengths_of(forward_batch)
+    if lengths is None:
+        return StepPlan((), (), 0, forward_batch.extend_num_tokens or 0)
+    rows, before = lengths
+    starts = [0, *accumulate(rows)]
+    tokens = [a + b for a, b in zip(before, rows, strict=True)]
+    return plan_step(starts, None if stock_reason(forward_batch) else tokens, policy)
 
 
 def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:
     """The step of a plan, for all layers: its tensors are made once."""
-    slots = tuple(slots_of(req_to_token, forward_batch.req_pool_indices, each.request, each.tokens) for each in plan.sparse)
-    number = sum(int(each) for each in forward_batch.extend_seq_lens_cpu)
+    lengths = lengths_of(forward_batch)
+    assert lengths is not None
+    indices = forward_batch.req_pool_indices
+    slots = tuple(slots_of(req_to_token, indices, each.request, each.before) for each in plan.sparse)
     if not plan.stock:
-        return Step(plan, slots, None, None, number)
+        return Step(plan, slots, None, None, lengths)
     requests = list(chain.from_iterable(range(run.first, run.last) for run in plan.stock))
     if len(plan.stock) == 1:
         rows: slice | Tensor = slice(plan.stock[0].start, plan.stock[0].stop)
     else:
         device = forward_batch.req_pool_indices.device
         rows = torch.cat([torch.arange(run.start, run.stop, device=device) for run in plan.stock])
-    return Step(plan, slots, rows, part_of(forward_batch, requests, rows), number)
+    return Step(plan, slots, rows, part_of(forward_batch, requests, rows), lengths)
 
 
-def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, tokens: int) -> Tensor:
-    """Places in the cache of a request's first `tokens` tokens, (tokens,) int64, without waiting for the device.
+def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, tokens: int) -> Tensor | None:
+    """Places in the cache of a request's first `tokens` tokens, (tokens,) int64, without waiting for the device; None of none.
 
     `req_to_token` is SGLang's table, (requests, tokens); `req_pool_indices` the row in it of each request of the batch.
     """
+    if tokens == 0:
+        return None
     return req_to_token[:, :tokens].index_select(0, req_pool_indices[request : request + 1].long())[0].long()
 
 
-def gathered(buffer: Tensor, slots: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """Keys or values of one request, (num_kv_heads, tokens, head_dim) and contiguous, from (slots, num_kv_heads, head_dim).
-
-    An FP8 buffer holds them divided by `scale`, one number; they are rounded to `dtype` once.
-    """
-    if buffer.dtype == dtype:
-        return buffer[slots].transpose(0, 1).contiguous()
-    rows = buffer.view(torch.uint8)[slots].view(buffer.dtype).transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
-    return rows if scale is None else rows.mul_(scale.to(dtype))
+def gathered(buffer: Tensor, slots: Tensor) -> Tensor:
+    """Keys or values at these places, (num_kv_heads, tokens, head_dim), from (slots, num_kv_heads, head_dim)."""
+    # no FP8 dtype can be indexed
+    rows = buffer.view(torch.uint8)[slots].view(buffer.dtype) if buffer.dtype.itemsize == 1 else buffer[slots]
+    return rows.transpose(0, 1)
 
 
 def part_of(forward_batch: Any, requests: Sequence[int], rows: slice | Tensor) -> Any:

@@ -28,6 +28,7 @@ _OF_A_LAYER = {
 }  # fmt: skip
 _FUNCTIONS = {
     "backend.init_forward_metadata": ("forward_batch",),
+    "backend.init_forward_metadata_out_graph": ("forward_batch",),
     "backend.forward_extend": ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
     "pool.set_kv_buffer": ("layer", None, "cache_k", "cache_v", "k_scale", "v_scale"),
     "pool.get_key_buffer": ("layer_id",),

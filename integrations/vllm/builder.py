@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
+from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.plan import StepPlan, plan_step
 from flexmask.integrations.vllm.engine import engine_of
 from flexmask.integrations.vllm.pages import Places
@@ -16,14 +16,14 @@ from flexmask.integrations.vllm.pages import Places
 class SparseStep(NamedTuple):
     plan: StepPlan
     stock: tuple[Any, ...]  # metadata per stock run
-    places: tuple[Places, ...]  # per sparse request
+    places: tuple[Places | None, ...]  # per sparse request, of the tokens before its chunk; None: there are none
 
 
 class SparsePrefillBuilder:
     """Mixin before a stock builder; its metadata carries the planned step as ``flexmask_step``.
 
-    Metadata without it runs stock: for CUDA graph capture, for draft models, and from wrappers of this builder (chunked local
-    attention, fast prefill), which show attention other requests.
+    Metadata without it runs stock: for CUDA graph capture, for layers none of which is sparse, and from wrappers of this builder
+    (chunked local attention, fast prefill), which show attention other requests.
     """
 
     # the parts of the metadata would keep the old block table
@@ -35,7 +35,10 @@ class SparsePrefillBuilder:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)  # type: ignore[call-arg]  # of the stock builder
         self._engine = engine_of(vllm_config)
         self._engine.prepare(device, in_profile=False)
-        self._plans = type(self) is self.flexmask_own
+        is_sparse = any(isinstance(self._engine.roles.get(name), SparseLayer) for name in layer_names)
+        self._plans = is_sparse and type(self) is self.flexmask_own
+        if is_sparse and not self._plans:
+            self._engine.counters.tell_once(f"{type(self).__name__} shows layers other requests")
         self._policy = self._engine.options.policy
 
     @classmethod
@@ -66,15 +69,15 @@ class SparsePrefillBuilder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         stock: Any = super()
         metadata = stock.build(common_prefix_len, common_attn_metadata, fast_build)
-        plan = self._plan(common_attn_metadata, metadata) if self._plans else None
-        if plan is None:
+        if not self._plans:
             return metadata
+        plan = self._plan(common_attn_metadata, metadata)
         parts = []
         if plan.sparse and plan.stock:
             slices = [UBatchSlice(slice(run.first, run.last), slice(run.start, run.stop)) for run in plan.stock]
             parts = [self._part(stock.build, part) for part in split_attn_metadata(slices, common_attn_metadata)]
         table = common_attn_metadata.block_table_tensor
-        places = tuple(Places(table[each.request], each.tokens) for each in plan.sparse)
+        places = tuple(Places(table[each.request], each.before) if each.before else None for each in plan.sparse)
         metadata.flexmask_step = SparseStep(plan, tuple(parts), places)
         return metadata
 
@@ -82,20 +85,24 @@ class SparsePrefillBuilder:
         # fast: the one buffer for an ahead-of-time schedule (FA3) belongs to the metadata of all rows
         return build(0, common, True)
 
-    def _plan(self, common: Any, metadata: Any) -> StepPlan | None:
-        """None without lengths on the host or with attention that is not causal.
-
-        Steps with images that see later tokens run stock; requests without images have an empty list.
-        """
-        lengths = common.seq_lens_cpu_upper_bound
-        if lengths is None or common.causal is not True:
-            return None
-        images = any((common.mm_req_doc_ranges or {}).values())
-        policy = self._policy._replace(least_rows=sys.maxsize) if images else self._policy
+    def _plan(self, common: Any, metadata: Any) -> StepPlan:
+        reason = stock_reason(common)
+        if reason is not None:
+            self._engine.counters.tell_once(reason)
         number = common.num_reqs
+        lengths = None if reason is not None else common.seq_lens_cpu_upper_bound[:number].tolist()
         prefilling = None if common.is_prefilling is None else common.is_prefilling[:number].tolist()
-        starts = common.query_start_loc_cpu[: number + 1].tolist()
-        return plan_step(starts, lengths[:number].tolist(), policy, prefilling)
+        return plan_step(common.query_start_loc_cpu[: number + 1].tolist(), lengths, self._policy, prefilling)
+
+
+def stock_reason(common: Any) -> str | None:
+    """Why all rows of a step run stock, if so."""
+    if common.causal is not True:
+        return "attention of a step is not causal"
+    if common.seq_lens_cpu_upper_bound is None:
+        return "the host has no lengths of a step"
+    # requests without images have an empty list
+    return "a step has images that see later tokens" if any((common.mm_req_doc_ranges or {}).values()) else None
 
 
 class SparseLatentBuilder(SparsePrefillBuilder):
@@ -107,10 +114,8 @@ class SparseLatentBuilder(SparsePrefillBuilder):
         most: int = self.reorder_batch_threshold
         self._policy = self._policy._replace(least_rows=max(self._policy.least_rows, most + 1))
 
-    def _plan(self, common: Any, metadata: Any) -> StepPlan | None:
+    def _plan(self, common: Any, metadata: Any) -> StepPlan:
         plan = super()._plan(common, metadata)
-        if plan is None:
-            return None
         first, start = metadata.num_decodes, metadata.num_decode_tokens
         runs = [run._replace(first=max(run.first, first), start=max(run.start, start)) for run in plan.stock]
         return plan._replace(stock=tuple(run for run in runs if run.first < run.last))

@@ -89,7 +89,7 @@ class Engine:
                 _log.info("flexmask: kernels compiled in %.1f s", seconds)
                 if is_first_stage():
                     self.counters.export()
-                self.counters.log_to(_log.info, self.options.log_every)
+                self.counters.log_to(_log, self.options.log_every)
                 # processes of multiprocessing run no atexit
                 Finalize(None, self.counters.log, exitpriority=100)
 

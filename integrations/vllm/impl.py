@@ -11,10 +11,11 @@ from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
 from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.keys import after_cached
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.vllm.builder import SparseStep
 from flexmask.integrations.vllm.engine import DRAFT, engine_of
-from flexmask.integrations.vllm.pages import FP8_CACHES, Places, gathered, scaled
+from flexmask.integrations.vllm.pages import FP8_CACHES, Places, gathered, in_fp8
 
 
 class FindsItsRole:
@@ -92,26 +93,25 @@ class SparsePrefillImpl(FindsItsRole):
             rows = slice(run.start, run.stop)
             stock.forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         cache = self._given.get("kv_cache_dtype") or "auto"
-        if query.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
-            scale = layer._q_scale if layer._q_scale.numel() == 1 else layer._q_scale.repeat_interleave(role.groups)
-            query = scaled(query.transpose(0, 1), scale, cache, output.dtype).transpose(0, 1)
+        cache_scales = (layer._k_scale, layer._v_scale) if cache in FP8_CACHES else (None, None)
         sinks = getattr(self, "sinks", None)
         # a parameter is not an inference tensor, and kernels are compiled for one kind
         sinks = None if sinks is None else sinks.clone()
         for each, places in zip(step.plan.sparse, step.places, strict=True):
             rows = slice(each.start, each.stop)
-            if each.tokens == each.stop - each.start:  # the first chunk
-                keys, values = (x[rows].transpose(0, 1).contiguous() for x in (key, value))
-            else:
-                keys, values = self.flexmask_gather(layer, kv_cache, places)
-                if cache in FP8_CACHES:
-                    keys = scaled(keys, layer._k_scale, cache, output.dtype)
-                    values = scaled(values, layer._v_scale, cache, output.dtype)
-            output[rows] = self.flexmask_attend(query[rows], keys, values, sinks)
+            found = (None, None) if places is None else self.flexmask_gather(layer, kv_cache, places)
+            cached = (None if each is None else in_fp8(each, cache) for each in found)
+            keys, values = map(after_cached, cached, (key[rows], value[rows]), cache_scales)
+            own = query[rows]
+            if own.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
+                scale = layer._q_scale.view(-1, 1)
+                by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.groups, 0)
+                own = in_fp8(own, cache).to(output.dtype).mul_(by_head)
+            output[rows] = self.flexmask_attend(own, keys, values, sinks)
         return output
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Keys and values from the cache, which holds this step's before attention runs."""
+        """Keys and values of these tokens from the cache, (num_kv_heads, tokens, head_dim) each."""
         return gathered(kv_cache, places, self._given["head_size"])
 
 
@@ -150,10 +150,10 @@ class SparseLatentImpl(FindsItsRole):
         for each, places in zip(step.plan.sparse, step.places, strict=True):
             rows = slice(each.start - decoding, each.stop - decoding)
             latent, rotated = kv_c_normed[rows], k_pe[rows]
-            if each.tokens > each.stop - each.start:
+            if places is not None:
                 page, place = places.of(kv_c_and_k_pe_cache.shape[1])
-                latent, rotated = kv_c_and_k_pe_cache[page, place].split([latent.shape[-1], rotated.shape[-1]], -1)
-                rotated = rotated.unsqueeze(1)
+                cached = kv_c_and_k_pe_cache[page, place].split([latent.shape[-1], rotated.shape[-1]], -1)
+                latent, rotated = torch.cat([cached[0], latent]), torch.cat([cached[1].unsqueeze(1), rotated])
             output[rows] = self.flexmask_attend(q[rows], *self._keys_and_values(latent, rotated)).flatten(1)
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ class Places:
 
 
 def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, (num_kv_heads, tokens, head_dim) each and contiguous, from the cache of FLASH_ATTN or TRITON_ATTN.
+    """Keys and values, (num_kv_heads, tokens, head_dim) each, from the cache of FLASH_ATTN or TRITON_ATTN.
 
     The cache is (pages, num_kv_heads, tokens per page, 2 * head_dim), keys before values, in any memory order; else RuntimeError.
     """
@@ -58,16 +58,12 @@ def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tens
         # vLLM's default order: torch gathers whole rows of memory several times as fast as single numbers
         rows = cache.transpose(1, 2).view(pages * page_size, heads * width)[places.slots(page_size)]
         by_head = rows.view(-1, heads, width).transpose(0, 1)
-        return by_head[..., :head_dim].contiguous(), by_head[..., head_dim:].contiguous()
+        return by_head[..., :head_dim], by_head[..., head_dim:]
     page, place = places.of(page_size)
     by_head = cache.transpose(0, 1)
     return by_head[:, page, place, :head_dim], by_head[:, page, place, head_dim:]
 
 
-def scaled(rows: Tensor, scale: Tensor, cache: str, dtype: torch.dtype) -> Tensor:
-    """Keys or values of an FP8 cache, (num_kv_heads, tokens, head_dim), in `dtype`, rounded once.
-
-    `cache` is one of `FP8_CACHES`; `scale` holds one number, or one per key head.
-    """
-    numbers = rows if rows.is_floating_point() else rows.view(FP8_CACHES[cache])
-    return numbers.to(dtype).mul_(scale.view(-1, 1, 1))
+def in_fp8(numbers: Tensor, cache: str) -> Tensor:
+    """The numbers of a cache, one of `FP8_CACHES`, which may be given as bytes."""
+    return numbers if numbers.is_floating_point() else numbers.view(FP8_CACHES[cache])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_arguments
+import torch
+
+from flexmask.integrations.serving.versions import absent_names, fields_of, names_in, wrong_arguments
 
 RUN: dict[tuple[int, ...], str] = {
     (0, 26): "one and two H200s, latent attention on one, and CPUs",
@@ -34,6 +36,7 @@ _OF_LATENT_ATTENTION = {
         "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale",
     ),
 }  # fmt: skip
+_LATENT_FORWARD = ("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata")
 # arguments of an implementation that decide which layers are served
 _ARGUMENTS = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
 _ARGUMENTS |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"}
@@ -43,6 +46,8 @@ _FIELDS = {"query_start_loc_cpu", "seq_lens_cpu_upper_bound", "num_reqs", "block
 _FIELDS |= {"mm_req_doc_ranges"}
 # of a step with latent attention
 _LATENT_FIELDS = {"num_decodes", "num_decode_tokens"}
+# of a layer with an FP8 cache
+_SCALES = {"_q_scale", "_k_scale", "_v_scale"}
 _MODEL = {"use_mla", "get_total_num_hidden_layers", "hf_text_config"}
 
 
@@ -52,6 +57,22 @@ def _arguments(impl: type) -> set[str]:
     passes = [any(each.kind is each.VAR_KEYWORD for each in inspect.signature(init).parameters.values()) for init in made]
     number = passes.index(False) + 1 if False in passes else len(made)
     return {name for init in made[:number] for name in inspect.signature(init).parameters}
+
+
+def _shape_of_cache(stock: Any, is_latent: bool) -> tuple[int, ...]:
+    """Of 3 pages of 16 tokens, with 2 key heads of 64 or latent rows of 576; () if vLLM does not say."""
+    heads, width = (1, 576) if is_latent else (2, 64)
+    if hasattr(stock, "get_kv_cache_shape"):  # until 0.28
+        return tuple(stock.get_kv_cache_shape(3, 16, heads, width))
+    from vllm.v1 import kv_cache_interface as caches
+
+    if not hasattr(caches, "compute_layer_kv_cache_shape_bytes"):
+        return ()
+    kind = caches.MLAAttentionSpec if is_latent else caches.FullAttentionSpec
+    # in bytes
+    spec = kind(block_size=16, num_kv_heads=heads, head_size=width, dtype=torch.int8)
+    shape = tuple(caches.compute_layer_kv_cache_shape_bytes(spec, 3))
+    return (shape[0], *shape[2:]) if is_latent else shape
 
 
 def interface_faults(stock: Any) -> list[str]:
@@ -76,11 +97,24 @@ def interface_faults(stock: Any) -> list[str]:
     faults += absent_names("vllm.config", {"get_current_vllm_config", "get_current_vllm_config_or_none"}, vars(config))
     faults += absent_names("CompilationConfig", {"static_forward_context"}, fields_of(config.CompilationConfig))
     faults += absent_names("ModelConfig", _MODEL, {*dir(config.ModelConfig), *fields_of(config.ModelConfig)})
+    # pages, key heads, tokens in a page, keys before values; or latent rows, whose one head vLLM drops
+    wanted_shape = (3, 16, 576) if is_latent else (3, 2, 16, 128)
+    shape = _shape_of_cache(stock, is_latent)
+    if shape != wanted_shape:
+        faults.append(f"the cache must have the shape {wanted_shape}; got {shape}")
     if is_latent:
-        from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+        from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonMetadata
+        from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
+        faults += wrong_arguments("MLAAttention.forward_impl", MLAAttention.forward_impl, _LATENT_FORWARD)
+        faults += absent_names("MLAPrefillBackend", {"clone"}, dir(MLAPrefillBackend))
+        faults += absent_names("builder", {"_prefill_backend"}, names_in(builder, "__init__"))
         faults += absent_names("metadata of latent attention", _LATENT_FIELDS, fields_of(MLACommonMetadata))
         faults += absent_names("builder", {"query_len_support", "reorder_batch_threshold"}, dir(builder))
-    elif stock.forward_includes_kv_cache_update:
-        faults.append("keys and values must be in the cache before forward runs")
+    else:
+        from vllm.model_executor.layers.attention import attention
+
+        faults += absent_names("an attention layer", _SCALES, names_in(attention, "set_default_quant_scales"))
+        if stock.forward_includes_kv_cache_update:
+            faults.append("keys and values must be in the cache before forward runs")
     return faults

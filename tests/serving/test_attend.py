@@ -8,7 +8,7 @@ import torch
 from flexmask import sparse_attention
 from flexmask.integrations.serving.attend import attend
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
-from flexmask.integrations.serving.startup import call_of_size, warm_up
+from flexmask.integrations.serving.startup import bytes_of, call_of_size, reserve, warm_up
 from flexmask.integrations.serving.warm_sizes import grouped_sizes, heads_together, warm_sizes
 from flexmask.settings import PrefillSettings
 
@@ -111,3 +111,17 @@ def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
             assert heads_together(layer, size, CPU) < 4
             call_of_size(layer, size, CPU, torch.float32, True)
     assert counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.attention
+def test_the_largest_call_needs_its_keys_twice_and_more():
+    device, size = torch.device("cuda"), (512, 4096)
+    layer = layer_of(**OPTIONS)
+    with torch.inference_mode():
+        warm_up([layer], size, device, torch.bfloat16, True)
+        before = torch.cuda.memory_allocated(device)
+        needed = bytes_of(lambda: reserve([layer], size, device, torch.bfloat16, True), device)
+    keys_and_values = 2 * 2 * size[1] * 2 * 32
+    assert needed > 2 * keys_and_values
+    assert torch.cuda.memory_allocated(device) == before

@@ -1,5 +1,7 @@
 """Counts of prefill tokens, density, and when they are logged."""
 
+import logging
+
 import pytest
 import torch
 
@@ -20,16 +22,27 @@ def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, 2), (60.0, 0)])
-def test_the_report_is_logged_now_and_then_in_steps_that_prefill(seconds, lines):
-    counters, logged = Counters(), []
+def test_the_report_is_logged_now_and_then_in_steps_that_prefill(seconds, lines, caplog):
+    caplog.set_level("INFO")
+    counters = Counters()
     counters.add_step(70, 0)
     counters.log()
-    counters.log_to(lambda form, report: logged.append(form % report), seconds)
+    counters.log_to(logging.getLogger("serving"), seconds)
     counters.add_step(0, 0)
-    assert logged == []
+    assert caplog.messages == []
     counters.add_step(70, 0)
     counters.add_step(0, 10)
-    assert len(logged) == lines
+    assert len(caplog.messages) == lines
     counters.log()
-    assert len(logged) == lines + 1
-    assert "140 prefill tokens sparse in 2 steps, 10 dense" in logged[-1]
+    assert len(caplog.messages) == lines + 1
+    assert "140 prefill tokens sparse in 2 steps, 10 dense" in caplog.messages[-1]
+
+
+def test_a_reason_is_told_once(caplog):
+    counters = Counters()
+    counters.tell_once("one")
+    assert caplog.messages == []
+    counters.log_to(logging.getLogger("serving"), 60.0)
+    for reason in ("one", "two", "one"):
+        counters.tell_once(reason)
+    assert caplog.messages == [f"flexmask: attention runs stock: {reason}" for reason in ("one", "two")]

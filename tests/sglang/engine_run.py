@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from tests.repository import ROOT
 from tests.vllm.engine_run import prompt
 from tests.vllm.engines import BY_HEAD, KEEP_ALL, MODEL, SPARSE
@@ -58,11 +60,11 @@ FAULT = "FLEXMASK_TESTS_FAULT"
 
 
 def plant(fault: str) -> None:
-    """Make the plug-in wrong in this process: later chunks read keys one slot off, or queries are those of the row before."""
+    """Make the plug-in wrong in this process: cached keys are read one slot off, or queries are those of the row before."""
     backend: Any = importlib.import_module("flexmask.integrations.sglang.backend")
     gathered, attend = backend.gathered, backend.attend
     if fault == "slots":
-        backend.gathered = lambda buffer, slots, *rest: gathered(buffer, slots.roll(1), *rest)
+        backend.gathered = lambda buffer, slots: gathered(buffer, torch.cat([slots[:1], slots[:-1]]))
     else:
         backend.attend = lambda role, query, *rest: attend(role, query.roll(1, 0), *rest)
 

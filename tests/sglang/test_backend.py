@@ -1,5 +1,6 @@
 """Steps of SGLang's own ForwardBatch, layer, pools and torch_native backend."""
 
+import logging
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -65,8 +66,8 @@ class Served:
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
         self.requests.req_to_token[:8, :512] = order.view(8, 512).int()
 
-    def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, **others):
-        """Attention of one step; `chunks` are (request, tokens before, rows)."""
+    def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, is_written=False, **others):
+        """Attention of one step; `chunks` are (request, tokens before, rows). `is_written`: another kernel filled the cache."""
         places, before, rows = (list(each) for each in zip(*chunks, strict=True))
         slots = [self.requests.req_to_token[p, b : b + r] for p, b, r in chunks]
         query, key, value = (
@@ -95,7 +96,9 @@ class Served:
             setattr(batch, name, each)
         self.backend.init_forward_metadata(batch)
         key, value = (x.view(-1, KV_HEADS, DIM) for x in (key, value))
-        return self.backend.forward(query, key, value, self.model.attn, batch)
+        if is_written:
+            self.pool.set_kv_buffer(self.model.attn, batch.out_cache_loc, key, value)
+        return self.backend.forward(query, key, value, self.model.attn, batch, not is_written)
 
     @staticmethod
     def data(kind, request):
@@ -113,8 +116,9 @@ STEPS = (
 )
 
 
-def outputs(served):
-    return [served.step(chunks, ForwardMode.MIXED if number else ForwardMode.EXTEND) for number, chunks in enumerate(STEPS)]
+def outputs(served, **options):
+    modes = [ForwardMode.EXTEND, *[ForwardMode.MIXED] * (len(STEPS) - 1)]
+    return [served.step(chunks, mode, **options) for chunks, mode in zip(STEPS, modes, strict=True)]
 
 
 def test_gamma_one_gives_the_stock_backend_s_outputs_and_cache():
@@ -129,33 +133,61 @@ def test_gamma_one_gives_the_stock_backend_s_outputs_and_cache():
     assert counters.density == pytest.approx(1)
 
 
+def test_a_cache_that_another_kernel_wrote_is_only_read(monkeypatch):
+    """As qwen3_moe's rotary embedding does on CUDA."""
+    stock, ours = Served(), Served(KEEP_ALL)
+    wanted, written = outputs(stock), []
+    write = ours.pool.set_kv_buffer
+
+    def counting(layer, loc, *rest):
+        written.append(len(loc))
+        write(layer, loc, *rest)
+
+    monkeypatch.setattr(ours.pool, "set_kv_buffer", counting)
+    for out, right in zip(outputs(ours, is_written=True), wanted, strict=True):
+        torch.testing.assert_close(out, right)
+    # once, of the whole step
+    assert written == [sum(rows for *_, rows in chunks) for chunks in STEPS]
+    assert ours.prefill.counters.sparse_tokens == 200 + 207 + 164 + 150
+
+
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_an_fp8_cache_is_read_by_later_chunks_only(cache):
-    stock, exact, ours = Served(cache=cache), Served(), Served(KEEP_ALL, cache=cache)
+def test_an_fp8_cache_rounds_only_what_was_there_before_the_chunk(cache):
+    stock, ours = Served(cache=cache), Served(KEEP_ALL, cache=cache)
     assert ours.prefill.sparse_layers
-    for number, (chunks, out, rounded, unrounded) in enumerate(zip(STEPS, *map(outputs, (ours, stock, exact)), strict=True)):
+    for number, (chunks, out, rounded) in enumerate(zip(STEPS, *map(outputs, (ours, stock)), strict=True)):
         start = 0
-        for _, before, rows in chunks:
+        for request, before, rows in chunks:
             own = slice(start, start + rows)
-            is_first = before == 0 and rows >= KEEP_ALL.block_size
-            torch.testing.assert_close(out[own], (unrounded if is_first else rounded)[own], msg=f"step {number}")
+            wanted = rounded[own]
+            if rows >= KEEP_ALL.block_size:
+                wanted = attention(request, before, rows, lambda x: x.to(cache).float())
+            torch.testing.assert_close(out[own], wanted, msg=lambda told, number=number: f"step {number}: {told}")
             start += rows
     for read in ("get_key_buffer", "get_value_buffer"):
         assert torch.equal(getattr(ours.pool, read)(0).float(), getattr(stock.pool, read)(0).float())
 
 
-def test_scales_of_an_fp8_cache():
+def attention(request, before, rows, rounded):
+    """Of one chunk, (rows, HEADS * DIM), behind `before` tokens whose keys and values are rounded."""
+    query, key, value = (
+        Served.data(kind, request)[: before + rows].view(1, before + rows, -1, DIM).transpose(1, 2)
+        for kind in ("query", "key", "value")
+    )
+    key, value = (torch.cat([rounded(x[:, :, :before]), x[:, :, before:]], 2) for x in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return out[0, :, before:].transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, float])
+def test_scales_of_an_fp8_cache(kind):
+    """A model with a file of scales (--quantization-param-path) has floats."""
     ours = Served(KEEP_ALL, cache=torch.float8_e4m3fn, kernel="fa3")
-    ours.model.attn.k_scale, ours.model.attn.v_scale = torch.tensor(0.25), torch.tensor(0.5)
-    first, later = ours.step([(0, 0, 200)]), ours.step([(0, 200, 100)])
-    query, key, value = (ours.data(kind, 0)[:300].view(1, 300, -1, DIM).transpose(1, 2) for kind in ("query", "key", "value"))
-    # a first chunk has the step's own keys and values, which writing them must not change
-    heads = {"is_causal": True, "enable_gqa": True}
-    wanted = torch.nn.functional.scaled_dot_product_attention(query[:, :, :200], key[:, :, :200], value[:, :, :200], **heads)
-    torch.testing.assert_close(first.view(200, HEADS, DIM), wanted[0].transpose(0, 1))
-    key, value = ((x / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in ((key, 0.25), (value, 0.5)))
-    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, **heads)[:, :, 200:]
-    torch.testing.assert_close(later.view(100, HEADS, DIM), wanted[0].transpose(0, 1))
+    ours.model.attn.k_scale = ours.model.attn.v_scale = kind(0.03)
+    for before, rows in ((0, 200), (200, 100)):
+        # writing a chunk's own keys and values, which the pool divides in place, must not change them
+        wanted = attention(0, before, rows, lambda x: (x / 0.03).to(torch.float8_e4m3fn).float() * 0.03)
+        torch.testing.assert_close(ours.step([(0, before, rows)]), wanted)
 
 
 def test_gamma_below_one_is_sparse_attention_of_the_same_chunks():
@@ -230,44 +262,59 @@ def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():
         assert torch.equal(out, wanted)
 
 
-def test_other_arguments_and_no_keys_run_stock_and_are_told_once(monkeypatch, caplog):
+def test_what_runs_stock_is_told_once(monkeypatch, caplog):
     ours, seen = Served(SPARSE), []
+    ours.prefill.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
     monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *arguments, **options: seen.append(options))
     for _ in range(2):
         ours.step([(0, 0, 200)])
     assert seen == []
     monkeypatch.setattr(module, "attend_by_plan", None)
     step = ours.backend.flexmask_step
-    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, extend_seq_lens_cpu=[200], extend_prefix_lens_cpu=[0])
     for _ in range(2):
         ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch, sinks=torch.ones(4))
     ours.backend.forward_extend(None, None, None, ours.model.attn, batch)
-    ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch, False)
+    batch.extend_prefix_lens_cpu = [200]
+    ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch)
     assert len(seen) == 4 and step is not None
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
-        "flexmask: attention runs stock: layers are called with sinks",
-        "flexmask: attention runs stock: layers write no keys and values",
+    monkeypatch.undo()
+    for _ in range(2):
+        ours.step([(0, 0, 200)], spec_info=object())
+    assert caplog.messages == [
+        f"flexmask: attention runs stock: {reason}"
+        for reason in (
+            "layers are called with sinks",
+            "layers get no keys and values",
+            "layers get another batch than was planned",
+            "a batch has spec_info",
+        )
     ]
+    # the last two steps; of the first only attention was replaced
+    assert (ours.prefill.counters.steps, ours.prefill.counters.dense_tokens) == (2, 400)
 
 
 def test_a_step_that_its_layers_run_stock_counts_as_dense(monkeypatch):
     ours = Served(SPARSE)
     monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *arguments, **options: None)
     forward = ours.backend.forward
-    monkeypatch.setattr(ours.backend, "forward", lambda *arguments: forward(*arguments, save_kv_cache=False))
+    monkeypatch.setattr(ours.backend, "forward", lambda *arguments: forward(*arguments, sinks=torch.ones(4)))
     for _ in range(2):
         ours.step([(0, 0, 200), (1, 0, 20)])
     counters = ours.prefill.counters
     assert (counters.steps, counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, 440, None)
 
 
-def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted():
+def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_memory():
     ours = Served(SPARSE)
     counters = ours.prefill.counters
+    # memory that graphs must not take, until they are captured
+    ours.prefill._held = torch.empty(1)
     ours.step([(0, 0, 200)], rids=None)
+    assert ours.prefill._held is not None
     assert (counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, None)
     ours.step([(0, 0, 200), (1, 0, 20)])
+    assert ours.prefill._held is None
     # as a second layer does
     ours.prefill.count(is_sparse=True)
     ours.step([(0, 200, 1)], ForwardMode.DECODE)
@@ -299,7 +346,8 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
 
         def wrong(table, indices, request, tokens):
             slots = right(table, indices, request, tokens)
-            slots[3] = table[(indices[request] + 1) % 8, 3]
+            if slots is not None:
+                slots[3] = table[(indices[request] + 1) % 8, 3]
             return slots
 
         monkeypatch.setattr(step_module, "slots_of", wrong)

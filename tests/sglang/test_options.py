@@ -38,7 +38,7 @@ def test_the_variable_may_name_a_file(of, tmp_path):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ({"gama": 0.9}, ValueError, "FLEXMASK_SGLANG: method 'hybrid' takes .* got 'gama'; .* kernel, file, count_density"),
+        ({"gama": 0.9}, ValueError, "FLEXMASK_SGLANG: method 'hybrid' takes .* got 'gama'; .* kernel, file, least_rows"),
         ({"gamma": 2}, ValueError, "gamma must be in"),
         ({"kernel": "FLASH_ATTN"}, ValueError, "kernel must be"),
         ({"count_density": 1}, TypeError, "count_density must be true or false; got 1"),

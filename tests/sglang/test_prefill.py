@@ -44,6 +44,16 @@ def test_the_kernel_for_everything_else_is_that_of_decoding():
     assert stock_kernel(server(decode="intel_amx"), "cpu") == "torch_native"
 
 
-@pytest.mark.parametrize(("chunk", "largest"), [(8192, (8192, 131072)), (-1, (131072, 131072)), (10**6, (131072, 131072))])
-def test_the_largest_call_is_the_last_chunk_of_the_longest_prompt(chunk, largest):
-    assert largest_call(SimpleNamespace(chunked_prefill_size=chunk), 131072) == largest
+@pytest.mark.parametrize(
+    ("chunk", "tokens", "largest"),
+    [
+        (8192, 10**6, (8192, 131072)),
+        (-1, 10**6, (131072, 131072)),
+        (10**6, 10**6, (131072, 131072)),
+        (8192, 50000, (8192, 50000)),
+        (8192, 5000, (5000, 5000)),
+    ],
+)
+def test_the_largest_call_is_the_last_chunk_of_the_longest_prompt(chunk, tokens, largest):
+    server, model = SimpleNamespace(chunked_prefill_size=chunk), SimpleNamespace(context_len=131072)
+    assert largest_call(SimpleNamespace(server_args=server, model_config=model, max_total_num_tokens=tokens)) == largest

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.sglang.step import STOCK_FIELDS, gathered, part_of, plan_batch, slots_of, step_of
+from flexmask.integrations.sglang.step import STOCK_FIELDS, gathered, part_of, plan_batch, slots_of, step_of, stock_reason
 
 POLICY = DensePolicy(100, 32)
 # request 0 decodes, 1 and 3 are long, 2 and 4 are short
@@ -57,9 +57,20 @@ def test_other_steps_have_no_plan(mode):
 
 
 @pytest.mark.parametrize("name", STOCK_FIELDS)
-def test_steps_with_something_special_have_no_plan(name):
-    assert plan_batch(batch_of(**{name: object()}), POLICY) is None
-    assert plan_batch(batch_of(), POLICY) is not None
+def test_steps_with_something_special_run_stock_and_count(name):
+    batch = batch_of(**{name: object()})
+    plan = plan_batch(batch, POLICY)
+    assert (plan.sparse, plan.sparse_tokens, plan.dense_tokens) == ((), 0, 200 + 7 + 40 + 30)
+    assert stock_reason(batch) == f"a batch has {name}"
+    assert stock_reason(batch_of()) is None
+
+
+def test_steps_without_lengths_on_the_host_run_stock_and_count():
+    batch = batch_of()
+    batch.extend_prefix_lens_cpu = None
+    plan = plan_batch(batch, POLICY)
+    assert (plan.sparse, plan.dense_tokens) == ((), 278)
+    assert stock_reason(batch) == "the host has no lengths of a batch"
 
 
 def test_the_rest_of_a_step_is_a_batch_of_its_own():
@@ -100,14 +111,10 @@ def test_keys_are_gathered_from_the_request_s_slots():
     table = torch.arange(4 * 10, dtype=torch.int32).view(4, 10)
     slots = slots_of(table, torch.tensor([2, 0, 3]), 2, 5)
     assert slots.tolist() == [30, 31, 32, 33, 34]
-    buffer = torch.randn(40, 2, 8)
-    rows = gathered(buffer, slots, torch.float32)
-    assert rows.is_contiguous()
-    assert torch.equal(rows, buffer[30:35].transpose(0, 1))
-    fp8 = (buffer / 0.5).to(torch.float8_e4m3fn)
-    rows = gathered(fp8, slots, torch.float32, torch.tensor(0.5))
-    assert rows.is_contiguous()
-    assert torch.equal(rows, fp8.float()[30:35].transpose(0, 1) * 0.5)
+    assert slots_of(table, torch.tensor([2, 0, 3]), 2, 0) is None
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        buffer = torch.randn(40, 2, 8).to(dtype)
+        assert torch.equal(gathered(buffer, slots).float(), buffer.float()[30:35].transpose(0, 1))
 
 
 def test_a_part_takes_requests_by_their_place():

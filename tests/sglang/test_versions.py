@@ -30,6 +30,7 @@ def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
     monkeypatch.setattr(ServerArgs, "__dataclass_fields__", options)
     told = "; ".join(interface_faults(Other))
     assert "backend.forward_extend must take q, k, v, layer, forward_batch, save_kv_cache; got none" in told
+    assert "backend.init_forward_metadata_out_graph must take forward_batch; got none" in told
     assert "pool.set_kv_buffer must take layer, ..., cache_k, cache_v, k_scale, v_scale; got cache_k" in told
     assert "ForwardBatch must have batch_size" in told
     assert "ServerArgs must have enable_pdmux" in told

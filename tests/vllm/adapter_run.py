@@ -1,45 +1,68 @@
-"""The adapter for transformers with the chunks of `engine_run`: ``python -m tests.vllm.adapter_run [cuda] OUT``."""
+"""The adapter for transformers with the prompts and chunks of `engine_run`: ``python -m tests.vllm.adapter_run [WORD ...] OUT``.
+
+Without words it runs the retriever in float32 on a CPU. ``cuda`` is a GPU in bfloat16, ``bfloat16`` that dtype on a CPU, and
+``latent`` the model of `random_models.deepseek`.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from flexmask import sparse_prefill
-from tests.vllm.engine_run import prompt
+from tests.vllm import random_models
+from tests.vllm.engine_run import latent_chunk, prompt
 from tests.vllm.engines import ENGINES, MODEL
 
-# as `engine_run` asks: the length and the seed of a prompt, and its chunks
-QUESTIONS = (("whole", 3001, 0, 3001), ("chunks", 5000, 2, 2048), ("odd_chunks", 3000, 3, 777))
+# as `engine_run` asks: the prompt's length and seed, and its chunks
+QUESTIONS = {"whole": (3001, 0, 3001), "chunks": (5000, 2, 2048), "odd_chunks": (3000, 3, 777)}
+# least rows of a chunk that runs sparse beside FLASH_ATTN_MLA, which decodes the others
+LEAST_LATENT_ROWS = {"cpu": 2, "cuda": 513}
 
 
 @torch.no_grad()
-def log_probabilities(model, tokens, chunk):
+def log_probabilities(model, tokens, chunk, options, least_rows=2):
     """Of every token but the first, given those before it; and the most likely next one."""
     cache, logits = DynamicCache(config=model.config), []
     tokens = torch.tensor([tokens], device=model.device)
     for part in tokens.split(chunk, 1):
-        logits.append(model(input_ids=part, past_key_values=cache).logits[0])
+        with sparse_prefill(model, **options) if part.shape[1] >= least_rows else nullcontext():
+            logits.append(model(input_ids=part, past_key_values=cache).logits[0])
     # as vLLM takes them
     every = torch.cat(logits).float().log_softmax(-1)
-    return every[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist(), int(every[-1].argmax())
+    return {"prompt_logprobs": every[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist(), "token": int(every[-1].argmax())}
 
 
-def main(*device_and_out):
-    *device, out = device_and_out
-    device, dtype = ("cuda", torch.bfloat16) if device == ["cuda"] else ("cpu", torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).to(device).eval()
-    results: dict[str, dict[str, object]] = {}
-    for engine in ("sparse", "flexprefill", "by_head"):
-        options = ENGINES[engine].options
-        for asked, length, seed, chunk in QUESTIONS if engine != "by_head" else QUESTIONS[:1]:
-            with sparse_prefill(model, **options):
-                prompt_logprobs, token = log_probabilities(model, prompt(length, seed), chunk)
-            results.setdefault(engine, {})[asked] = {"prompt_logprobs": prompt_logprobs, "token": token}
+def main(*words_and_out):
+    *words, out = words_and_out
+    device = "cuda" if "cuda" in words else "cpu"
+    path = random_models.deepseek(Path(out).with_suffix(".model")) if "latent" in words else MODEL
+    dtype = torch.bfloat16 if {"cuda", "bfloat16"} & set(words) else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    if "latent" in words:
+        tokens = random_models.prompt(1500)
+        chunks = {"whole": len(tokens), "odd_chunks": latent_chunk(device)}
+        results = {
+            engine: {
+                asked: log_probabilities(model, tokens, chunk, ENGINES[engine].options, LEAST_LATENT_ROWS[device])
+                for asked, chunk in chunks.items()
+            }
+            for engine in ("latent_sparse", "latent_half")
+        }
+    else:
+        results = {
+            engine: {
+                asked: log_probabilities(model, prompt(length, seed), chunk, ENGINES[engine].options)
+                for asked, (length, seed, chunk) in QUESTIONS.items()
+                if engine != "by_head" or asked == "whole"
+            }
+            for engine in ("sparse", "flexprefill", "by_head")
+        }
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 

@@ -52,6 +52,7 @@ _EVERYTHING = {"keep_all": "stock", "compiled": "stock", "graphs": "stock", "tri
 _OTHERS = dict.fromkeys(("windows", "sinks", "both", "latent", "latent_triton"), ("whole", "odd_chunks"))
 _OTHERS |= {"fp8": ("odd_chunks", "mixed")}
 _SPARSE = ("sparse", "graphs_sparse", "flexprefill")
+_LATENT = ("latent_sparse", "latent_half", "latent_triton_half")
 
 
 def row(name, asked, left, right):
@@ -82,9 +83,13 @@ def rows(runs):
         if stock and "whole" in stock:
             whole, odd = stock["whole"], stock["odd_chunks"]
             made.append(row(f"{name}_stock in other chunks", "whole", whole[: len(odd)], odd))
+            if name in runs:
+                own = runs[name]["odd_chunks"]
+                made.append(row(f"{name} in chunks and {name}_stock whole", "odd_chunks", own, whole[: len(own)]))
         compare(name, f"{name}_stock", questions)
+    for name in ("fp8_stock", "fp8", "fp8_later"):
+        compare(name, "stock", ("odd_chunks", "mixed"))
     compare("fp8_later", "fp8_stock", ("odd_chunks", "mixed"))
-    compare("fp8_stock", "stock", ("odd_chunks",))
     compare("keep_all_on_two", "stock_on_two", ("odd_chunks", "mixed"))
     compare("stock_on_two", "stock", ("odd_chunks", "mixed"))
     compare("keep_all_on_two", "stock", ("mixed",))
@@ -94,19 +99,31 @@ def rows(runs):
         compare(fault, "stock", ("odd_chunks",), f"planted {fault} and stock")
     for name in _SPARSE:
         compare(name, "stock", ("whole", "chunks", "odd_chunks"))
+    for name in _LATENT:
+        compare(name, "latent_stock", ("whole", "odd_chunks"))
     compare("graphs_sparse", "sparse", ("whole", "chunks", "odd_chunks", "mixed"))
     return made + _adapter_rows(runs)
 
 
 def _adapter_rows(runs):
     made = []
-    for engine, questions in (*((each, ("whole", "chunks", "odd_chunks")) for each in _SPARSE), ("by_head", ("whole",))):
-        for asked in [each for each in questions if "adapter" in runs and each in runs.get(engine, {})]:
-            ours, theirs = runs[engine][asked][0], runs["adapter"][engine.removeprefix("graphs_")][asked]
-            alike = int(ours["tokens"][0] == theirs["token"])
-            found = [abs(a - b) for a, b in zip(ours["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)]
-            told = {"compared": f"{engine} and adapter", "asked": asked, "tokens_alike": alike, "tokens": 1}
-            made.append({**told, **summary(found)})
+
+    def compare(name, asked, token, ours, theirs):
+        found = [abs(a - b) for a, b in zip(ours["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)]
+        told = {"compared": name, "asked": asked, "tokens_alike": int(token == theirs["token"]), "tokens": 1}
+        made.append({**told, **summary(found)})
+
+    adapter, rounded = ({**runs.get(name, {}), **runs.get(f"{name}_latent", {})} for name in ("adapter", "adapter_bfloat16"))
+    for engine in (*_SPARSE, "by_head", *_LATENT):
+        theirs = adapter.get(engine.removeprefix("graphs_").replace("_triton", ""), {})
+        for asked in [each for each in theirs if each in runs.get(engine, {})]:
+            # FLASH_ATTN_MLA decodes a short last chunk
+            if (engine, asked) != ("latent_triton_half", "odd_chunks"):
+                ours = runs[engine][asked][0]
+                compare(f"{engine} and adapter", asked, ours["tokens"][0], ours, theirs[asked])
+    for engine, answers_of in rounded.items():
+        for asked, ours in answers_of.items():
+            compare(f"adapter in bfloat16 and float32, {engine}", asked, ours["token"], ours, adapter[engine][asked])
     return made
 
 

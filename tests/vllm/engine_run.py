@@ -29,7 +29,7 @@ def main(name: str, *device_and_out: str) -> None:
         given |= {"model": engine.model(Path(out).with_suffix(".model")), "skip_tokenizer_init": True, "max_model_len": 2048}
     common = {"model": MODEL, "max_model_len": MOST_TOKENS, "seed": 0, "max_num_seqs": 8, "block_size": PAGE}
     common |= {
-        "max_num_batched_tokens": 777 if engine.asks in ("in_777s", "with_scales") else MOST_TOKENS,
+        "max_num_batched_tokens": 777 if engine.asks in ("in_777s", "with_scales", "with_rounded_rows") else MOST_TOKENS,
         "num_gpu_blocks_override": PAGES,
     }
     common |= {"additional_config": {} if options is None else {"flexmask": options}}
@@ -79,6 +79,16 @@ class Asked:
             layer._k_scale_float, layer._v_scale_float = 0.06, 0.03
         return self.in_777s()
 
+    def with_rounded_rows(self):
+        """`with_scales`, but a chunk's own keys and values come from the cache too, as in the stock backend."""
+        from flexmask.integrations.serving.plan import SparseRequest
+        from flexmask.integrations.vllm import impl
+
+        after_cached = impl.after_cached
+        SparseRequest.before = property(lambda request: request.tokens)
+        impl.after_cached = lambda cached, own, scale: after_cached(cached, own[:0], scale)
+        return self.with_scales()
+
     def of_random_model(self):
         tokens = random_models.prompt(1500)
         whole = self.generate([tokens, tokens[:700]], prompt_logprobs=0, detokenize=False)
@@ -86,12 +96,11 @@ class Asked:
         return {"whole": whole, "odd_chunks": self.generate([tokens], prompt_logprobs=0, detokenize=False)}
 
     def of_latent_model(self):
-        """On a GPU chunks exceed the 512 rows that FLASH_ATTN_MLA decodes."""
         tokens = random_models.prompt(1500)
         prompts = [tokens, tokens[:40], tokens[:700], tokens[300:330], tokens[100:900]]
         whole = self.generate(prompts, tokens=6, prompt_logprobs=0, detokenize=False)
         self.scheduler.scheduler_config.enable_chunked_prefill = True
-        self.budget(333 if self.llm.llm_engine.vllm_config.device_config.device_type == "cpu" else 605)
+        self.budget(latent_chunk(self.llm.llm_engine.vllm_config.device_config.device_type))
         return {"whole": whole, "odd_chunks": self.generate(prompts[:3], tokens=6, prompt_logprobs=0, detokenize=False)}
 
     def budget(self, tokens):
@@ -231,6 +240,11 @@ class Asked:
             return self.odd_chunks()
         finally:
             builder.plan_step = right
+
+
+def latent_chunk(device):
+    """Rows of a chunk: on a GPU more than the 512 that FLASH_ATTN_MLA decodes."""
+    return 333 if device == "cpu" else 605
 
 
 def prompt(length, seed=0):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flexmask.integrations.serving.versions import release_of
 from tests.vllm.agreement import SAME, answers, differences, distance, summary
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
@@ -51,6 +52,10 @@ def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
 @pytest.mark.parametrize("name", ["windows", "sinks"])
 def test_windows_soft_caps_and_sinks_are_the_stock_backend_s(name, asked, written):
+    import vllm
+
+    if name == "sinks" and release_of(vllm.__version__, 2) < (0, 32):
+        pytest.skip("the stock kernel for CPUs takes sinks in bfloat16 only")
     stock, ours = written("engine_run", f"{name}_stock"), written("engine_run", name)
     assert_same_answers(stock[asked], ours[asked])
     assert [role["window"] for role in ours["roles"].values()] == [200, None] * 2
@@ -92,22 +97,20 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapt
 
 
 @pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
-def test_later_chunks_read_a_cache_of_fp8_as_the_stock_backend_does(asked, stock, written):
-    """Only the stock backend's first chunks have keys and values that are not rounded."""
+def test_a_cache_of_fp8_is_read_as_the_stock_backend_reads_it(asked, stock, written):
+    """If a chunk's own keys and values come from it too."""
     ours, theirs = written("engine_run", "fp8_later"), written("engine_run", "fp8_stock")
     assert [each["tokens"] for each in answers(ours[asked])] == [each["tokens"] for each in answers(theirs[asked])]
-    found = differences(ours[asked], theirs[asked])
-    assert summary(found)["mean"] < NEAR
+    assert summary(differences(ours[asked], theirs[asked]))["mean"] < NEAR
     assert 0 < ours["counters"]["sparse"] < ours["counters"]["sparse"] + ours["counters"]["dense"]
     assert summary(differences(stock[asked], theirs[asked]))["mean"] > 100 * NEAR
 
 
-def test_first_chunks_are_nearer_to_a_cache_that_does_not_round(stock, written):
-    ours, theirs = written("engine_run", "fp8"), written("engine_run", "fp8_stock")
-    assert all(not isinstance(role, str) for role in ours["roles"].values())
-    rounding = summary(differences(stock["odd_chunks"], theirs["odd_chunks"]))
-    assert summary(differences(ours["odd_chunks"], theirs["odd_chunks"]))["mean"] < rounding["mean"]
-    assert summary(differences(stock["odd_chunks"], ours["odd_chunks"]))["mean"] < rounding["mean"]
+def test_a_cache_of_fp8_rounds_less_than_in_the_stock_backend(stock, written):
+    ours, theirs = (written("engine_run", name)["odd_chunks"] for name in ("fp8", "fp8_stock"))
+    rounding = summary(differences(stock["odd_chunks"], theirs))
+    assert summary(differences(ours, theirs))["mean"] < rounding["mean"]
+    assert summary(differences(stock["odd_chunks"], ours))["mean"] < rounding["mean"]
 
 
 @pytest.fixture
@@ -129,12 +132,17 @@ def test_latent_attention_is_the_stock_backend_s(asked, written):
     assert (ours["counters"]["sparse"], ours["counters"]["dense"]) == (5200, 110)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("latent")
-def test_latent_attention_runs_sparse(written):
-    stock, ours = written("engine_run", "latent_stock"), written("engine_run", "latent_sparse")
+@pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
+@pytest.mark.parametrize(("name", "least"), [("latent_sparse", 10 * NEAR), ("latent_half", 1000 * NEAR)])
+def test_latent_attention_at_gamma_below_one_is_the_adapter_s(name, least, asked, written):
+    stock, ours = written("engine_run", "latent_stock"), written("engine_run", name)
+    theirs = written("adapter_run", "latent")[name][asked]
     assert ours["counters"]["density"] < 0.99
-    assert 10 * NEAR < distance(stock["whole"], ours["whole"]) < 1
+    apart = [abs(a - b) for a, b in zip(ours[asked][0]["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)]
+    assert max(apart) < NEAR
+    assert ours[asked][0]["tokens"][0] == theirs["token"]
+    assert distance(stock[asked], ours[asked]) > least
 
 
 def test_gammas_by_head_are_those_of_the_adapter(adapter, written):

@@ -59,7 +59,7 @@ def test_a_file_holds_what_tune_saves(tmp_path):
         (
             {"gama": 0.9},
             ValueError,
-            r"\['flexmask'\]: method 'hybrid' takes .* got 'gama'; .* kernel, file, count_density, log_every",
+            r"\['flexmask'\]: method 'hybrid' takes .* got 'gama'; .* kernel, file, least_rows, count_density, log_every",
         ),
         ({"tau": 0.1}, ValueError, "got 'tau', an option of flexprefill"),
         ({"gamma": 2}, ValueError, "gamma must be in"),

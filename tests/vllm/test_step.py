@@ -1,5 +1,6 @@
 """Builder and implementation around a written-out stock backend, with the cache of FLASH_ATTN and vLLM's own splitting."""
 
+import logging
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -84,6 +85,8 @@ def engine(monkeypatch):
     made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting=LAYER.layer_name, counters=Counters())
     made.prepare = lambda *a, **k: None
     made.role_of = lambda name, model, given, defaults: role_of(0, given, {}, KEEP_ALL, torch.float32)
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "scale": 0.2}
+    made.roles = {LAYER.layer_name: made.role_of("", "", heads, {}), "stock": "in dense_layers"}
     monkeypatch.setattr(builder_module, "engine_of", lambda config: made)
     monkeypatch.setattr(impl_module, "engine_of", lambda config: made)
     config = SimpleNamespace(model_config=SimpleNamespace(model="a"))
@@ -96,7 +99,7 @@ def parts(engine):
     builder_class = type("Builder", (SparsePrefillBuilder, StockBuilder), {})
     builder_class.flexmask_own = builder_class
     impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS)
-    return builder_class(None, [], None, torch.device("cpu")), impl
+    return builder_class(None, [LAYER.layer_name], None, torch.device("cpu")), impl
 
 
 def step_of(requests, order="heads first"):
@@ -189,31 +192,74 @@ def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
         output = torch.empty_like(query)
         impl.forward(layer, quantized, key, value, stored.view(torch.uint8), builder.build(0, common), output)
     exact = quantized.float() * by_head
-    later = written_out(exact[:70], *rows_of(numbers, common.block_table_tensor[0], 103), 0.2)
+    # rounded before the chunk, and the step's own rows
+    both = zip(rows_of(numbers, common.block_table_tensor[0], 33), (key[:70], value[:70]), strict=True)
+    later = written_out(exact[:70], *(torch.cat(each) for each in both), 0.2)
     torch.testing.assert_close(output[:70], later, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output[70:], written_out(exact[70:], key[70:], value[70:], 0.2), rtol=1e-4, atol=1e-5)
-    # FP8 rounds what a first chunk does not read
-    assert (later - written_out(exact[:70], *rows_of(cache, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
+    # FP8 rounds what neither of them reads
+    for read in (numbers, cache):
+        assert (later - written_out(exact[:70], *rows_of(read, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
 
 
-def test_drafts_graphs_wrappers_and_images_get_no_plan(parts):
+def test_only_the_rows_of_a_sparse_request_are_no_longer_quantized(parts, monkeypatch):
+    """Decoding rows and short chunks stay in FP8, in the stock kernel."""
+    builder, impl = parts
+    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
+    scales = {f"_{name}_scale": torch.tensor(0.5) for name in "qkv"}
+    common, (query, key, value, cache) = step_of([(1, 40), (70, 33), (5, 60), (64, 0)])
+    seen = []
+
+    def attend(role, query, *rest):
+        seen.append((query.dtype, len(query)))
+        return torch.zeros(query.shape), None
+
+    monkeypatch.setattr(StockImpl, "forward", lambda self, layer, query, *rest: seen.append((query.dtype, len(query))))
+    monkeypatch.setattr(impl_module, "attend", attend)
+    with torch.inference_mode():
+        layer = SimpleNamespace(layer_name=LAYER.layer_name, **scales)
+        output, stored = torch.empty_like(query), cache.to(torch.float8_e4m3fn).view(torch.uint8)
+        quantized = query.to(torch.float8_e4m3fn)
+        impl.forward(layer, quantized, key, value, stored, builder.build(0, common), output)
+    assert seen == [(quantized.dtype, 1), (quantized.dtype, 5), (torch.float32, 70), (torch.float32, 64)]
+
+
+def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, engine, caplog):
     builder, _ = parts
     common, _ = step_of(MIXES["one whole prompt"])
     assert hasattr(builder.build(0, common), "flexmask_step")
     assert not hasattr(builder.build_for_cudagraph_capture(common), "flexmask_step")
     assert not hasattr(builder.build_for_drafting(common, 0), "flexmask_step")
     assert hasattr(builder.build(0, common), "flexmask_step")
-    for change in ({"causal": False}, {"seq_lens_cpu_upper_bound": None}):
-        assert not hasattr(builder.build(0, common.replace(**change)), "flexmask_step")
-    # models that take images name each request's images
-    assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.plan.sparse
-    with_image = builder.build(0, common.replace(mm_req_doc_ranges={0: [(3, 9)]})).flexmask_step.plan
-    assert (with_image.sparse, with_image.sparse_tokens) == ((), 0)
-    assert with_image.dense_tokens > 0
-    derived = type("Derived", (type(builder),), {})(None, [], None, torch.device("cpu"))
+    engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
+    derived = type("Derived", (type(builder),), {})(None, [LAYER.layer_name], None, torch.device("cpu"))
     assert not hasattr(derived.build(0, common), "flexmask_step")
+    assert caplog.messages == ["flexmask: attention runs stock: Derived shows layers other requests"]
+    of_stock_layers = type(builder)(None, ["stock"], None, torch.device("cpu"))
+    assert not hasattr(of_stock_layers.build(0, common), "flexmask_step")
     verifying = common.replace(is_prefilling=torch.tensor([False]))
     assert builder.build(0, verifying).flexmask_step.plan.sparse == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"causal": False}, "attention of a step is not causal"),
+        ({"seq_lens_cpu_upper_bound": None}, "the host has no lengths of a step"),
+        ({"mm_req_doc_ranges": {0: [(3, 9)]}}, "a step has images that see later tokens"),
+    ],
+)
+def test_steps_that_run_stock_count_as_dense_and_say_why(change, reason, parts, engine, caplog):
+    builder, impl = parts
+    engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
+    common, (query, key, value, cache) = step_of(MIXES["sparse ones between dense ones"])
+    for _ in range(2):
+        metadata = builder.build(0, common.replace(**change))
+        impl.forward(LAYER, query, key, value, cache, metadata, torch.empty_like(query))
+    assert (engine.counters.steps, engine.counters.sparse_tokens, engine.counters.dense_tokens) == (0, 0, 2 * 153)
+    assert caplog.messages == [f"flexmask: attention runs stock: {reason}"]
+    # models that take images name each request's images
+    assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.plan.sparse
 
 
 def test_memory_is_measured_before_the_first_step(parts, engine):
