@@ -85,9 +85,9 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
     what only the last ones seek. With n the key blocks that query block r sees, N the largest n, ``n0 = 16384 / block_size`` and
     ``e = (1 - gamma) min(2, n0/N)``, a head keeps in r
 
-    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, (n0/2n)^3 0.1/(1 - gamma)))^p``: R is the root mean square, over every
-      `row_stride`-th row of r, of the row's softmax attention to the means of visible key blocks, weighted by their number of
-      keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
+    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, (n0/2n)^3 0.1/(1 - gamma)))^p``: R is the root mean square, over
+      every `row_stride`-th row of r, of the row's softmax attention to the means of visible key blocks, weighted by their number
+      of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;
     - each block diagonal to which those rows give ``>= e/5`` on average, without those key blocks beyond the nearest blocks;
     - the previous two only where ``R[r, j] >= t[r]/16``, or where r holds one of those rows;

@@ -100,7 +100,8 @@ def test_a_later_chunk_has_hybrid_s_density_of_text(rows):
     layer = chunk.layer(method="hybrid", gamma=0.1, min_budget=chunk_rows.budget(rows, tokens))
     key, value = chunk.keys_and_values()
     even = attention_inputs(torch.zeros(1, 4, rows, 16), torch.zeros_like(key)[None], value[None])
-    found = attend(even, layer.selector.for_inputs(even), layer.run, statistics=("density",))
+    selector = layer.selector.for_inputs(even)
+    found = attend(even, selector, layer.run, layer.run.policy.plan(even, selector), statistics=("density",))
     assert found.stats is not None
     assert found.stats.density.mean().item() == pytest.approx(prefill_profile.own_density(tokens), abs=0.06)
 

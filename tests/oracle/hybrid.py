@@ -4,8 +4,9 @@ Not from the paper: FlexPrefill looks at the representative rows alone. With n t
 that a query block sees, n0 = length / B, ``e = (1 - gamma) min(2, n0 / N)`` and the other constants those of a `Rule`,
 query block r of a head keeps
 
-- each key block j with ``R[r, j] >= t[r]``, where ``t[r] = rows e (N / n)^p max(1, (first_rows n0 / n)^3 (1 - first_gamma) / (1 - gamma))^p``
-  and ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
+- each key block j with ``R[r, j] >= t[r]``, where
+  ``t[r] = rows e (N / n)^p max(1, (first_rows n0 / n)^3 (1 - first_gamma) / (1 - gamma))^p`` and
+  ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
   attention to the means of the key blocks it sees, each weighed by its number of keys;
 - each key block to which one of the representative rows gives ``>= key_block e`` of its attention;
 - each block diagonal with ``S >= diagonal e``, S as in the paper, of the attention of the representative rows without that to
