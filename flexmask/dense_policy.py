@@ -29,13 +29,12 @@ class DensePolicy(NamedTuple):
     """When dense attention runs instead of a selection.
 
     `dense_below`, tokens: shorter prompts run dense; 0 switches the policy off, except for fewer rows than `least_rows` and for
-    `dense_layers`, indices. `least_pairs`, rows times tokens: smaller chunks run dense.
+    `dense_layers`, indices.
     """
 
     dense_below: int = DENSE_BELOW
     least_rows: int = 2
     dense_layers: tuple[int, ...] = ()
-    least_pairs: int = 0
 
     def by_size(self, q_len: int, tokens: int) -> str | None:
         """Reason why `q_len` rows at the end of `tokens` run dense, if they do."""
@@ -43,8 +42,6 @@ class DensePolicy(NamedTuple):
             return f"{tokens} tokens < dense_below {self.dense_below}"
         if q_len < self.least_rows:
             return f"{q_len} rows < {self.least_rows}"
-        if self.dense_below > 0 and q_len * tokens < self.least_pairs:
-            return f"{q_len} rows of {tokens} tokens < {self.least_pairs} pairs of both"
         return None
 
     def plan(self, inputs: AttentionInputs, selector: Selector, return_lse: bool = False) -> DensePlan:

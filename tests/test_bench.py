@@ -169,7 +169,7 @@ def test_reports_are_filled_from_rows_and_from_none(tmp_path):
     write_reports(["--documents", str(tmp_path)])
     written = report.read_text()
     assert written.startswith("before\n<!-- table: calls -->\n\n| tokens |") and "stale" not in written and "\nafter\n" in written
-    assert "| published (the authors' code) |" in written and "| hybrid (second rule) |" in written
+    assert "| published (the authors' code) |" in written and "| hybrid (ours) |" in written
     drawn = {path.stem for path in (tmp_path / "bench/results").iterdir()}
     assert {"fidelity-by-density", "fidelity-needles", "speed-calls"} <= drawn <= set(FIGURES)
     assert "Not measured yet" in filled(text.replace("calls", "settings"), tmp_path / "none")

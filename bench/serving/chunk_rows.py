@@ -22,6 +22,7 @@ from bench import ON_GPU
 from bench.rows import Row, Sheet
 from bench.serving.prefill_profile import BLOCK, HYBRID, own_density
 from bench.speed.clock import device_name, in_turns, kernels_of
+from flexmask import run_method
 from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks.hybrid import NEAREST
 from flexmask.integrations.serving.attend import attend
@@ -31,7 +32,7 @@ from flexmask.integrations.vllm.pages import Places, gathered
 from flexmask.select import select_blocks
 from flexmask.settings import PrefillSettings
 
-IDENTITY = ("rows", "before", "stock_kernel", "device", "torch")
+IDENTITY = ("rows", "before", "selection", "stock_kernel", "device", "torch")
 TIMES = ("stock", "plug_in", "gather", "select")
 COLUMNS = (*IDENTITY, "density", *TIMES, "stock_kernels", "plug_in_kernels")
 SHAPE = LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, scale=128**-0.5)
@@ -169,7 +170,7 @@ def least_rows(found: Sequence[Row]) -> Iterator[str]:
         if below and above:
             (low, slow), (high, fast) = below[-1], above[0]
             even = round(low + (high - low) * (1 - slow) / (fast - slow))
-            yield line + f"even at about {even} rows, {even * (before + even):,} pairs of rows and tokens"
+            yield line + f"even at about {even} rows"
         else:
             yield line + ("all gain" if above else "none gains")
 
@@ -181,12 +182,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=rows, help="rows of a chunk")
     parser.add_argument("--before", type=int, nargs="+", default=before, help="cached tokens before it")
     parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument(
+        "--uncompiled", action="store_true", help="run the selection uncompiled: seconds per row, for its kernels"
+    )
     options = parser.parse_args(arguments)
+    if options.uncompiled:
+        vars(run_method)["run_compiled"] = lambda function, variant, inputs, *rest, by_kernels: function(inputs, *rest)
     sheet, found = Sheet(options.csv, COLUMNS, IDENTITY), []
     for tokens in options.before:
         for number in options.rows:
             with torch.inference_mode():
                 row = measured(number, tokens, "cuda" if ON_GPU else "cpu")
+            row["selection"] = "uncompiled" if options.uncompiled else "compiled"
             sheet.add(**row, device=device_name(), torch=torch.__version__)
             found.append(row)
             print(row, flush=True)

@@ -12,9 +12,8 @@ from flexmask.saved_settings import found_settings
 from flexmask.settings import PrefillSettings
 
 _OWN = ("kernel", "file", "least_rows", "count_density", "log_every")
-# of a chunk, below which the engine's kernel is faster than gather, mask and sparse attention: rows, and rows times tokens
-# (python -m bench.serving.chunk_rows)
-LEAST_ROWS, LEAST_PAIRS = 128, 0
+# of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (python -m bench.serving.chunk_rows)
+LEAST_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ class ServingOptions:
     kernel
         The engine's name of its backend for everything that is not sparse. vLLM's CPU build ignores it.
     least_rows
-        Chunks of fewer rows run dense; at least block_size. Default None: `LEAST_ROWS`, and as many as make `LEAST_PAIRS` with
-        the tokens; with ``dense_below=0`` block_size.
+        Chunks of fewer rows run dense; at least block_size. Default None: `LEAST_ROWS`; with ``dense_below=0``
+        block_size.
     count_density
         Sum the density of sparse calls on the device, for the log. Default True.
     log_every
@@ -52,7 +51,7 @@ class ServingOptions:
             return policy._replace(least_rows=max(self.least_rows, policy.least_rows))
         if policy.dense_below == 0:
             return policy
-        return policy._replace(least_rows=max(LEAST_ROWS, policy.least_rows), least_pairs=LEAST_PAIRS)
+        return policy._replace(least_rows=max(LEAST_ROWS, policy.least_rows))
 
 
 def read_options(

@@ -21,9 +21,8 @@ def roles_line(
     sparse = [role for role in roles.values() if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
-        line += f" ({_method(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least"
-        pairs = options.policy.least_pairs
-        line += f" {least_rows or options.policy.least_rows} rows" + (f" and {pairs:,} pairs of rows and tokens" if pairs else "")
+        rows = least_rows or options.policy.least_rows
+        line += f" ({_method(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least {rows} rows"
         line += f", on FlexAttention's backend {options.settings.backend!r}"
     line += f"; {kernel} serves all else. Settings: {options.source}."
     reasons: dict[str, int] = {}

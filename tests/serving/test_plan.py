@@ -29,64 +29,14 @@ def test_decoding_rows_short_chunks_and_long_prefills_share_a_step():
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "is_sparse"), [(64, 256, True), (63, 256, False), (64, 255, False), (256, 256, True), (1, 9000, False)]
+    ("given", "least_rows"), [({}, 200), ({"block_size": 256}, 256), ({"dense_below": 0}, 128), ({"least_rows": 1000}, 1000)]
 )
-def test_a_block_of_rows_and_dense_below_tokens_are_enough(rows, tokens, is_sparse):
-    plan = plan_step([0, rows], [tokens], DensePolicy(256, 64))
-    assert bool(plan.sparse) is is_sparse
-
-
-def test_requests_without_rows_pad_a_batch_and_are_in_no_run():
-    plan = plan_step([0, 1, 1, 3, 3, 3], [10, 0, 20, 0, 0], DensePolicy(0, 64))
-    assert plan.stock == (StockRun(0, 3, 0, 3),)
-    assert plan_step([0, 70, 70, 70], [70, 0, 0], DensePolicy(0, 64)).stock == ()
-    first = plan_step([0, 0, 5], [0, 5], DensePolicy(0, 64))
-    assert first.stock == (StockRun(1, 2, 0, 5),)
-
-
-def test_rows_that_verify_guesses_are_not_prefills():
-    plan = plan_step([0, 80, 160], [500, 500], DensePolicy(0, 64), prefilling=[False, True])
-    assert [each.request for each in plan.sparse] == [1]
-    assert (plan.sparse_tokens, plan.dense_tokens) == (80, 0)
-
-
-def test_lengths_that_cannot_be_run_stock():
-    assert plan_step([0, 100], [99], DensePolicy(0, 64)).sparse == ()
-
-
-def test_without_lengths_all_rows_run_stock_and_count():
-    plan = plan_step([0, 1, 101, 301], None, DensePolicy(0, 64))
-    assert (plan.sparse, plan.stock) == ((), (StockRun(0, 3, 0, 301),))
-    assert (plan.sparse_tokens, plan.dense_tokens) == (0, 300)
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens", "is_sparse"), [(64, 1000, True), (63, 1000, False), (80, 800, True), (79, 800, False)]
-)
-def test_a_chunk_needs_as_many_rows_as_its_tokens_want(rows, tokens, is_sparse):
-    policy = DensePolicy(256, 32, least_pairs=64_000)
-    assert bool(plan_step([0, rows], [tokens], policy).sparse) is is_sparse
-    # as other rules about lengths
-    assert plan_step([0, rows], [tokens], policy._replace(dense_below=0)).sparse
-
-
-@pytest.fixture
-def limits(monkeypatch):
+def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, least_rows, monkeypatch):
     monkeypatch.setattr(options_module, "LEAST_ROWS", 200)
-    monkeypatch.setattr(options_module, "LEAST_PAIRS", 10**6)
-
-
-@pytest.mark.usefixtures("limits")
-@pytest.mark.parametrize(
-    ("given", "least_rows", "least_pairs"),
-    [({}, 200, 10**6), ({"block_size": 256}, 256, 10**6), ({"dense_below": 0}, 128, 0), ({"least_rows": 1000}, 1000, 0)],
-)
-def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, least_rows, least_pairs):
     options = read_options(given, "options", "here", ("",), "")
-    assert (options.policy.least_rows, options.policy.least_pairs) == (least_rows, least_pairs)
-    words = f"in chunks of at least {least_rows} rows" + (" and 1,000,000 pairs of rows and tokens" if least_pairs else ",")
+    assert options.policy.least_rows == least_rows
     role = role_of_shape(LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2), 0, options.settings)
-    assert words in roles_line({"0": role}, options, "stock")
+    assert f"in chunks of at least {least_rows} rows," in roles_line({"0": role}, options, "stock")
 
 
 @pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
