@@ -146,7 +146,7 @@ def test_line_at_start_up():
     line = roles_line({**layers, "2": "ALiBi", "3": "ALiBi"}, ServingOptions(settings, source="defaults"), "FLASH_ATTN")
     for part in (
         "2 of 4 attention layers prefill sparse (hybrid, gamma 0.9 to 0.95 by layer or head, min_budget 300)",
-        "from 16384 tokens on, in chunks of at least 128 rows",
+        "from 16384 tokens on, in chunks of at least 1024 rows",
         "FLASH_ATTN serves all else. Settings: defaults.",
         "2 layers (ALiBi)",
     ):

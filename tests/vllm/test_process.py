@@ -106,7 +106,7 @@ def test_everything_before_the_first_request_happens_once(monkeypatch):
     assert [each[0] for each in done] == ["roles", "warm up", "export", "log", "at exit"]
     assert done[3:] == [("log", 7), ("at exit", engine.counters.log)]
     assert done[1][2] == (1024, 4096)  # the largest call
-    assert done[0] == ("roles", 3, "STOCK", 128)
+    assert done[0] == ("roles", 3, "STOCK", 1024)
     assert done[1][1] == 2
     assert engine.counting == "model.layers.1.attn"
 
@@ -139,7 +139,7 @@ def latent_builder(decoded, support):
     ],
 )
 def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support, guessed, least, monkeypatch):
-    engine, done = engine_with_layers(monkeypatch, {}, builder=latent_builder(decoded, support))
+    engine, done = engine_with_layers(monkeypatch, {"least_rows": 1}, builder=latent_builder(decoded, support))
     engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
     assert done[0] == ("roles", 3, "STOCK", least)
