@@ -121,12 +121,13 @@ def _as_one_operator(
     Traced into one graph with flex_attention, our kernels gave wrong results (torch 2.11 apparently does not order its reads).
     """
     fixed = {name: value for name, value in selector.options.items() if name not in numbers and value is not None}
-    words = [f"{name}={value}" for name, value in fixed.items() if isinstance(value, str)]
+    # no newline: Inductor writes them into a comment of its code
+    words = ",".join(f"{name}={value}" for name, value in fixed.items() if isinstance(value, str))
     # floats that stayed numbers are 0
     integers = {name: int(value) for name, value in fixed.items() if not isinstance(value, str)}
     found = selection_operator(
         inputs.query, inputs.key, list(numbers.values()), inputs.offset, inputs.attention_mask, inputs.scale,
-        inputs.softcap, inputs.window, selector.method.name, selector.block_size, ",".join(numbers), "\n".join(words),
+        inputs.softcap, inputs.window, selector.method.name, selector.block_size, ",".join(numbers), words,
         ",".join(integers), list(integers.values()), with_map, ",".join(statistics),
     )  # fmt: skip
     stats, title = dict(zip(statistics, found[5:], strict=True)), selector.title if with_map else None
@@ -161,7 +162,7 @@ def selection_operator(
     """`run_method` as an operator; options without a name in `number_names`, `words` and `integer_names` are None."""
     by_name = dict(zip(filter(None, number_names.split(",")), numbers, strict=True))
     options: dict[str, Any] = dict.fromkeys(METHODS[method].defaults)
-    options |= dict(line.split("=", 1) for line in filter(None, words.split("\n")))
+    options |= dict(line.split("=", 1) for line in filter(None, words.split(",")))
     options |= dict(zip(filter(None, integer_names.split(",")), integers, strict=True)) | by_name
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset)
     selector = Selector(METHODS[method], block_size, options)
