@@ -17,6 +17,10 @@ from flexmask.method import BlockProblem, ByHead, method
 # docs/design.md, "Why these constants", has how they were chosen.
 # prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
 LENGTH = 16384
+# above this gamma they fall faster with the length: (1 - gamma)/(1 - GAMMA) has the power 1, plus LONGER for each doubling of LENGTH
+GAMMA = 0.9
+LONGER = 1 / 2
+MOST_LONGER = 1  # in all
 # share of one representative row's attention that keeps a key block
 KEY_BLOCK = 0.5
 # share of their mean attention, outside those key blocks, that keeps a block diagonal
@@ -25,9 +29,8 @@ DIAGONAL = 0.2
 ROWS = 0.2
 # the threshold of a query block that sees n of N key blocks is (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
 EARLIER_ROWS = 0.6
-# share of LENGTH, n1 blocks: where (n1/n)^3 (1 - FIRST_GAMMA)/(1 - gamma) > 1 the threshold is its pth power times as high again
+# share of LENGTH, n1 blocks: where (n1/n)^3 (1 - GAMMA)/g > 1, g below, the threshold is its pth power times as high again
 FIRST_ROWS = 1 / 2
-FIRST_GAMMA = 0.9
 # share of its threshold below which a query block takes no line
 LINES = 1 / 16
 # query blocks with representative rows keep this many times the nearest blocks
@@ -48,10 +51,12 @@ def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
     """Thresholds per query block, from the number n of key blocks it sees and the call's largest, N; padding does not count."""
     seen = problem.seen.visible.sum(-1).to(gamma.dtype)
     most, reference = seen.amax(-1, keepdim=True), LENGTH / problem.block_size
-    shares = (1 - gamma) * (reference / most.clamp(min=1)).clamp(max=2)
+    longer = (LONGER * (most / reference).clamp(min=1).log2()).clamp(max=MOST_LONGER)
+    g = (1 - gamma) * ((1 - gamma).clamp(min=1e-6) / (1 - GAMMA)).clamp(max=1) ** longer
+    shares = g * (reference / most.clamp(min=1)).clamp(max=2)
     power = EARLIER_ROWS * (1 - reference / most).clamp(min=0)
     seen = seen.clamp(min=1).unsqueeze(1)
-    of_gamma = (1 - FIRST_GAMMA) / (1 - gamma).clamp(min=1e-6).unsqueeze(-1)
+    of_gamma = (1 - GAMMA) / g.clamp(min=1e-12).unsqueeze(-1)
     first = ((FIRST_ROWS * reference / seen) ** 3 * of_gamma).clamp(min=1)
     earlier = (most.unsqueeze(1) / seen * first) ** power.unsqueeze(1)
     return Thresholds(KEY_BLOCK * shares, DIAGONAL * shares, ROWS * shares.unsqueeze(-1) * earlier)
@@ -82,10 +87,10 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
     Not from the paper: FlexPrefill's last block of queries may miss what earlier rows attend to; a mean over all rows dilutes
-    what only the last ones seek. With n the key blocks that query block r sees, N the largest n, ``n0 = 16384 / block_size`` and
-    ``e = (1 - gamma) min(2, n0/N)``, a head keeps in r
+    what only the last ones seek. With n the key blocks that query block r sees, N the largest n, ``n0 = 16384 / block_size``,
+    ``g = 1 - gamma`` and ``e = g min(2, n0/N)``, a head keeps in r
 
-    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, (n0/2n)^3 0.1/(1 - gamma)))^p``: R is the root mean square, over
+    - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, (n0/2n)^3 0.1/g))^p``: R is the root mean square, over
       every `row_stride`-th row of r, of the row's softmax attention to the means of visible key blocks, weighted by their number
       of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;
@@ -94,13 +99,15 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
     - its nearest `min_budget` tokens' worth of blocks, eight times as many if it holds one of those rows;
     - its first visible key block and its diagonal.
 
+    For gamma above 0.9 and N above n0, ``g = (1 - gamma) (10 (1 - gamma))^min(1, log2(N/n0)/2)``.
+
     Parameters
     ----------
     query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
         As in `flexprefill_mask`; statistics take a second pass over the evidence.
     gamma
-        Trades error for speed: thresholds are proportional to ``1 - gamma``. Range (0, 1]; 1 keeps every visible block. Default
-        0.9 (ours). Per head as in flexprefill.
+        Trades error for speed: thresholds are proportional to g. Range (0, 1]; 1 keeps every visible block. Default 0.9 (ours).
+        Per head as in flexprefill.
     min_budget
         Tokens' worth of the nearest blocks that every query block keeps. Range >= 0, default 256 (ours).
     row_stride

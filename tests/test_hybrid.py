@@ -196,8 +196,17 @@ def test_windows_hide_what_they_hide_from_the_thresholds():
 def test_the_first_rows_fall_less_with_gamma_than_the_last():
     with hybrid_length(LONG):
         low, high = (thresholds(2048, gamma=gamma).rows[0, 0] for gamma in (0.9, 0.98))
-    torch.testing.assert_close(high[-1], low[-1] / 5)
-    assert (high[:8] > low[:8] / 4).all() and (high[1:] <= high[:-1]).all()
+    torch.testing.assert_close(high[-1], low[-1] / 25)
+    assert (high[:8] > low[:8] / 5).all() and (high[1:] <= high[:-1]).all()
+
+
+@pytest.mark.parametrize(("length", "power"), [(100, 1), (LONG, 1), (2 * LONG, 1.5), (4 * LONG, 2), (8 * LONG, 2)])
+def test_high_gammas_fall_faster_with_the_length(length, power):
+    with hybrid_length(LONG):
+        few, default, most = (thresholds(length, gamma=gamma) for gamma in (0.8, 0.9, 0.98))
+    for name in ("key_block", "diagonal"):
+        torch.testing.assert_close(getattr(few, name)[0, 0], 2 * getattr(default, name)[0, 0])
+        torch.testing.assert_close(getattr(most, name)[0, 0], getattr(default, name)[0, 0] / 5**power)
 
 
 def test_one_compilation_serves_both_sides_of_the_length():

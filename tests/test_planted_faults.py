@@ -191,8 +191,9 @@ def gate_everywhere(right, problem, lines, blocks, *rest):
 RULE_FAULTS = {
     **{
         name: other_constant(name, 1.5)
-        for name in ("LENGTH", "KEY_BLOCK", "DIAGONAL", "ROWS", "EARLIER_ROWS", "FIRST_ROWS", "FIRST_GAMMA", "LINES")
+        for name in ("LENGTH", "GAMMA", "LONGER", "KEY_BLOCK", "DIAGONAL", "ROWS", "EARLIER_ROWS", "FIRST_ROWS", "LINES")
     },
+    "MOST_LONGER": other_constant("MOST_LONGER", 0.5),
     "NEAREST": other_constant("NEAREST", 2),
     "mean instead of the most": other_step("last_rows_lines", mean_of_rows),
     "no residual": other_step("last_rows_lines", lambda right, *rest: right(*rest[:-1], 10**6)),
@@ -213,7 +214,7 @@ def hybrid_expected():
 @pytest.fixture
 def _sensitive(monkeypatch):
     """Constants that all decide something."""
-    for name, value in zip(Rule._fields, Rule(320, 0.5, 0.15, 0.2, 1.25, 0.5, 0.6, 0.5, 4), strict=True):
+    for name, value in zip(Rule._fields, Rule(320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4), strict=True):
         monkeypatch.setattr(hybrid, name.upper(), value)
 
 

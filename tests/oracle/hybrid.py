@@ -1,11 +1,11 @@
 """Hybrid selection as it is defined: each query block's own rows, and the lines of the representative rows.
 
 Not from the paper: FlexPrefill looks at the representative rows alone. With n the key blocks that query block r sees, N the most
-that a query block sees, n0 = length / B, ``e = (1 - gamma) min(2, n0 / N)`` and the other constants those of a `Rule`,
-query block r of a head keeps
+that a query block sees, n0 = length / B, ``e = g min(2, n0 / N)`` and the other constants those of a `Rule`, query block r of a
+head keeps
 
 - each key block j with ``R[r, j] >= t[r]``, where
-  ``t[r] = rows e (N / n)^p max(1, (first_rows n0 / n)^3 (1 - first_gamma) / (1 - gamma))^p`` and
+  ``t[r] = rows e (N / n)^p max(1, (first_rows n0 / n)^3 (1 - rule.gamma) / g)^p`` and
   ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
   attention to the means of the key blocks it sees, each weighed by its number of keys;
 - each key block to which one of the representative rows gives ``>= key_block e`` of its attention;
@@ -14,6 +14,9 @@ query block r of a head keeps
 - of these lines only blocks with ``R[r, j] >= lines t[r]``, unless r holds one of those rows;
 - each block on one of its nearest min_blocks block diagonals, or nearest min_blocks if it holds one of those rows;
 - the blocks that every selection keeps.
+
+Here ``g = 1 - gamma``; with gamma above rule.gamma and N above n0
+``g = (1 - rule.gamma) ((1 - gamma) / (1 - rule.gamma))^(1 + min(most_longer, longer log2(N / n0)))``.
 """
 
 import math
@@ -45,12 +48,14 @@ class Rule(NamedTuple):
     """The constants of the rule."""
 
     length: float  # tokens at which the thresholds are their multiples of 1 - gamma
+    gamma: float
+    longer: float
+    most_longer: float
     key_block: float
     diagonal: float
     rows: float
     earlier_rows: float
     first_rows: float
-    first_gamma: float
     lines: float
     nearest: int
 
@@ -100,14 +105,18 @@ def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
     """From the numbers of key blocks that query blocks see."""
     numbers = [sum(row == r for row, _ in seen.visible_blocks) for r in range(seen.num_q_blocks)]
     most, at_length = max(numbers), rule.length / seen.block_size
-    share = (1 - gamma) * min(2.0, at_length / most)
+    g = 1 - gamma
+    if gamma > rule.gamma and most > at_length:
+        exponent = 1 + min(rule.most_longer, rule.longer * math.log2(most / at_length))
+        g = (1 - rule.gamma) * (g / (1 - rule.gamma)) ** exponent
+    share = g * min(2.0, at_length / most)
     power = rule.earlier_rows * max(0.0, 1 - at_length / most)
     rows = []
     for number in numbers:
         number = max(number, 1)
         first = 1.0
         if gamma < 1:
-            first = max(first, (rule.first_rows * at_length / number) ** 3 * (1 - rule.first_gamma) / (1 - gamma))
+            first = max(first, (rule.first_rows * at_length / number) ** 3 * (1 - rule.gamma) / g)
         rows.append(rule.rows * share * (most / number) ** power * first**power)
     return Thresholds(rule.key_block * share, rule.diagonal * share, rows)
 
