@@ -17,7 +17,7 @@ from flexmask.method import BlockProblem, ByHead, method
 # docs/design.md, "Why these constants", has how they were chosen.
 # prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
 LENGTH = 16384
-# above this gamma they fall faster with the length: (1 - gamma)/(1 - GAMMA) has the power 1, plus LONGER for each doubling of LENGTH
+# above this gamma they fall faster: (1 - gamma)/(1 - GAMMA) has the power 1, and LONGER more for each doubling of LENGTH
 GAMMA = 0.9
 LONGER = 1 / 2
 MOST_LONGER = 1  # in all
