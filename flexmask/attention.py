@@ -68,8 +68,9 @@ def sparse_attention(
     window
         Tokens, >= 1: a row sees itself and the ``window - 1`` positions before it. Default None: all before it.
     attention_mask
-        (batch, kv_len), bool or integer on key's device, nonzero = token. Padding, on any side, does not affect the selection;
-        padded rows attend to nothing. Default None.
+        (batch, kv_len), bool or integer on key's device, nonzero = token. No token attends to padding; padded rows attend to
+        nothing. Padding on the right, or of a multiple of `block_size` on the left, leaves the selection unchanged; other padding
+        shifts the blocks. Default None.
     q_offset
         Position of query row 0, in [0, kv_len - q_len]: an int (checked) or an integer tensor, 0-d or (batch,), on the same
         device (clamped there). Keys from ``q_offset + q_len`` on are absent. Default None: kv_len - q_len.

@@ -101,7 +101,8 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
     for each in tests:
         verdict = "passed" if each.passed else "FAILED"
         found = "" if each.difference is None else f"{each.difference:.1e}"
-        rows.append([each.method, each.backend, each.dtype, each.density, found, f"{each.tolerance:g}", verdict, each.error])
+        density = "" if each.density is None else f"{each.density:.1%}"
+        rows.append([each.method, each.backend, each.dtype, density, found, f"{each.tolerance:g}", verdict, each.error])
     columns = ["method", "backend", "dtype", "density", "largest difference", "allowed", "", ""]
     output.line()
     output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")

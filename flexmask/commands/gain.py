@@ -196,7 +196,7 @@ def _show(output: Output, document: dict[str, Any]) -> None:
     if error is not None:
         output.line()
         output.line(
-            f"Error on this prompt, over {error['tokens']:,} tokens: mean |change of log p| {error['log_prob_change']:.3f}, "
+            f"Error on this prompt, over {error['tokens']:,} tokens: |Δ log p| {error['log_prob_change']:.3f}, "
             f"loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f} ({error['loss_sparse'] - error['loss_dense']:+.3f})"
         )
     output.line()
