@@ -43,8 +43,8 @@ def tune(
 ) -> None:
     """Find a gamma per head on your own text.
 
-    The target is a density or an error. One dense prefill per text compares the output of every head at every gamma.
-    Measurements are saved after each layer to OUT.measured: an interrupted run continues from there, and another target on the
+    The target is a density or an error. One dense prefill per text compares every head's output at every gamma with the dense
+    one. Measurements are saved to OUT.measured after each layer. An interrupted run continues from there. Another target on the
     same texts needs no new measurement.
     """
     output = Output(as_json)
