@@ -111,7 +111,7 @@ def flexprefill_mask(
         Of shape (batch, num_heads, q_len, kv_len). Its mask_mod holds the block choice too: ``to_dense()`` and uncompiled
         flex_attention agree with the compiled kernel. For gradients, which need lists by key block, use
         `flexmask.sparse_attention`. 9 bytes per pair of blocks (0.3 GB for 32 heads at 128k tokens); while it is made up to 14
-        on CUDA, elsewhere 80, plus 12 per representative row and key (18 with a soft cap). torch 2.5 rounds its lengths up to
+        on CUDA, elsewhere 72, plus 12 per representative row and key (18 with a soft cap). torch 2.5 rounds its lengths up to
         whole blocks. Pickle, ``torch.save``, ``copy.deepcopy`` and ``to`` take the mask_mod along (``torch.load`` with
         ``weights_only=False``), except for a mask made inside ``torch.compile``.
     SelectionStats

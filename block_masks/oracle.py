@@ -26,7 +26,7 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
 
     ``M[i, j]`` is the softmax attention to block j, averaged over the valid rows of query block i, which keeps the fewest j,
     heaviest first, that reach `gamma` times the sum of its row. Slower than dense attention. No selection holds more attention in
-    as few blocks, yet its outputs need not be the best: see `docs/algorithm.md`.
+    as few blocks, yet its outputs need not be the best: see `docs/design.md`.
 
     Source: none; the mass that the other methods estimate.
 

@@ -68,8 +68,9 @@ def sparse_attention(
     window
         Tokens, >= 1: a row sees itself and the ``window - 1`` positions before it. Default None: all before it.
     attention_mask
-        (batch, kv_len), bool or integer on key's device, nonzero = token. Padding, on any side, does not affect the selection;
-        padded rows attend to nothing. Default None.
+        (batch, kv_len), bool or integer on key's device, nonzero = token. No token attends to padding; padded rows attend to
+        nothing. Padding on the right, or of a multiple of `block_size` on the left, leaves the selection unchanged; other padding
+        shifts the blocks. Default None.
     q_offset
         Position of query row 0, in [0, kv_len - q_len]: an int (checked) or an integer tensor, 0-d or (batch,), on the same
         device (clamped there). Keys from ``q_offset + q_len`` on are absent. Default None: kv_len - q_len.
@@ -82,9 +83,9 @@ def sparse_attention(
         (default): flash on a Hopper GPU where it can run, else triton; on CPUs the compiled C++ kernel.
     dense_below
         Tokens: calls with a smaller kv_len, or a single query row, run dense. Default None: 16384, the shortest length at which
-        plain calls beat dense attention on every input measured (docs/performance.md). From there on, whole prompts without
-        padding, window, soft cap, sinks, gradients or log-sum-exp run dense in key heads whose query heads keep every block, and
-        on CPUs more than 66% of them (float16: 51%, bfloat16: 43%). 0 switches all of this off, except for a single row.
+        plain calls beat dense attention on every input measured (docs/performance.md). In longer whole prompts without padding,
+        window, soft cap, sinks, gradients or log-sum-exp, a key head runs dense if its query heads keep every block, on CPUs if
+        they keep more than 66% of the blocks (float16: 51%, bfloat16: 43%). 0 switches all of this off, except for a single row.
     return_lse
         Also return each row's log-sum-exp (natural logarithm) over its keys without sinks, (batch, num_heads, q_len) float32;
         -inf for a row that sees nothing. Not on CPUs.

@@ -107,7 +107,7 @@ def test_block_mask_shows_its_kinds_and_both_colours(pyplot, tmp_path):
     for axes, head, title in ((first, 0, "one"), (second, 3, "two")):
         kinds = block_kinds(mask, head)
         assert torch.equal(torch.from_numpy(axes.get_images()[0].get_array().data), kinds)
-        assert axes.get_title() == f"{title}, density {(kinds >= 2).sum() / (kinds >= 1).sum():.2f}"
+        assert axes.get_title() == f"{title}, density {(kinds >= 2).sum() / (kinds >= 1).sum():.1%}"
     first.figure.savefig(tmp_path / "masks.png")
     pixels = (image.imread(tmp_path / "masks.png")[..., :3] * 255).round()
     assert pixels.shape[1] > 1.5 * pixels.shape[0]
@@ -121,7 +121,7 @@ def test_block_mask_draws_on_the_axes_it_is_given(pyplot):
     assert plot_block_mask([mask, mask], [0, 1], axes=list(mine)) == list(mine)
     alone = pyplot.subplots()[1]
     assert plot_block_mask(mask, 1, "mine", axes=alone) is alone
-    assert alone.get_title() == "mine, density 1.00"
+    assert alone.get_title() == "mine, density 100.0%"
     assert len(pyplot.get_fignums()) == 2
     with pytest.raises(ValueError, match="block_mask must have one"):
         plot_block_mask([mask, causal_mask(64, 128)], [0, 1])
@@ -177,6 +177,7 @@ def test_frontier_lines_are_the_methods_by_density(pyplot):
     axes = plot_frontier({"a": [(0.3, 0.02), (0.2, 0.05)], "b": [(0.4, 0.01)]}, error="loss")
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines == {"a": [[0.2, 0.05], [0.3, 0.02]], "b": [[0.4, 0.01]]}
+    assert (axes.get_xlabel(), axes.xaxis.get_major_formatter()(0.3)) == ("blocks kept, %", "30")
     assert axes.get_ylabel() == "loss"
     styles = {(line.get_marker(), line.get_linestyle()) for line in axes.get_lines()}
     assert len(styles) == 2

@@ -73,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 density, error = (torch.cat([each[part] for each in found]) for part in (0, 1))
                 figures = {"density": density.mean().item(), "error": error.mean().item(), "worst": error.max().item()}
                 sheet.add(**row, **figures, device=where)
-                print(f"{name}, {length:,}, {setting}: error {figures['error']:.3f} at {figures['density']:.3f}", flush=True)
+                print(
+                    f"{name}, {length:,}, {setting}: error {figures['error']:.3f} at {figures['density']:.1%} of the blocks",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

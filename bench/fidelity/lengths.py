@@ -93,7 +93,7 @@ def measure(
                 continue
             seconds = round(time.monotonic() - start, 3)
             sheet.add(**row, method=setting.method, options=setting.options, **found, seconds=seconds, **where)
-            print(f"  {setting}: density {found['density']:.3f}, |d| {found['abs_d']:.3f}, {seconds:.1f} s", flush=True)
+            print(f"  {setting}: density {found['density']:.1%}, |Δ log p| {found['abs_d']:.3f}, {seconds:.1f} s", flush=True)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -84,7 +84,10 @@ def measure(model: SparseModel, chosen: Sequence[Setting], options: argparse.Nam
                 continue
             seconds = round(time.monotonic() - start, 3)
             sheet.add(**cell, method=setting.method, options=setting.options, **found, seconds=seconds, device=where)
-            print(f"{task}, {tokens:,}, {setting}: {found['right']} of {found['n']} at {found['density']:.3f}", flush=True)
+            print(
+                f"{task}, {tokens:,}, {setting}: {found['right']} of {found['n']} at {found['density']:.1%} of the blocks",
+                flush=True,
+            )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -63,8 +63,8 @@ def output_to(path: Path) -> Iterator[None]:
 
 def density(log: Path) -> float | None:
     """The mean density that the plug-in logged last."""
-    found = re.findall(r"mean density ([\d.]+)", log.read_text(encoding="utf-8", errors="replace"))
-    return float(found[-1]) if found else None
+    found = re.findall(r"mean density ([\d.]+)%", log.read_text(encoding="utf-8", errors="replace"))
+    return float(found[-1]) / 100 if found else None
 
 
 def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any]) -> Any:

@@ -47,7 +47,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for row in ROWS:
         dense = [each["ms"] for each in ROWS if each["tokens"] == row["tokens"] and each["what"].startswith("dense")]
         ratio = f"{min(dense) / row['ms']:.2f}x" if dense else "-"
-        density = f"{row['density']:.3f}" if "density" in row else "-"
+        density = f"{row['density']:.1%}" if "density" in row else "-"
         rows.append((thousands(row["tokens"]), row["what"], density, f"{row['ms']:,.3g}", ratio))
     terminalreporter.section("against the fastest dense attention of this run")
     terminalreporter.write_line(text_table(rows, "><>>>"))

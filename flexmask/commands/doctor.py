@@ -25,7 +25,7 @@ def doctor(
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="PATH", help="Also show the plan of each layer of this model.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt that the layers are planned for.")] = 32768,
+    tokens: Annotated[int, typer.Option(min=2, help="Prompt length to plan the layers for.")] = 32768,
     skip_self_test: Annotated[bool, typer.Option("--skip-self-test", help="Do not compile and run attention.")] = False,
     device: Device = None,
     dtype: DType = None,
@@ -37,10 +37,10 @@ def doctor(
     option: Option = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, and a model before any weights are loaded.
+    """Check this machine, and a model without its weights.
 
-    Shows device, versions, backends, known bad combinations, and a self-test: compiled sparse attention against dense attention
-    under its mask. With a model: the plan of each layer (sparse, dense or refused), from its config.
+    Shows device, versions, backends and known problems. A self-test compares compiled sparse attention with dense attention under
+    its mask. With --model it also shows the plan of each layer (sparse, dense or refused), from the model's config.
 
     Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
     """
@@ -101,7 +101,8 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
     for each in tests:
         verdict = "passed" if each.passed else "FAILED"
         found = "" if each.difference is None else f"{each.difference:.1e}"
-        rows.append([each.method, each.backend, each.dtype, each.density, found, f"{each.tolerance:g}", verdict, each.error])
+        density = "" if each.density is None else f"{each.density:.1%}"
+        rows.append([each.method, each.backend, each.dtype, density, found, f"{each.tolerance:g}", verdict, each.error])
     columns = ["method", "backend", "dtype", "density", "largest difference", "allowed", "", ""]
     output.line()
     output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")

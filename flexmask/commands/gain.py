@@ -29,7 +29,7 @@ _LENGTHS, _LENGTHS_ON_CPUS = "32768,131072", "16384,32768"
 def gain(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a transformers model, or its name on the hub.")],
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="FILE", help="A text to measure density and error on; needs weights.")
+        str | None, typer.Option("--prompt", "-p", metavar="FILE", help="Text to measure density and error on; needs weights.")
     ] = None,
     tokens: Annotated[str | None, typer.Option(help=f"Prompt lengths. Default: {_LENGTHS}; on a CPU {_LENGTHS_ON_CPUS}.")] = None,
     density: Annotated[str, typer.Option(help="Without a prompt: shares of the blocks to keep.")] = "0.1,0.2,0.4",
@@ -45,8 +45,8 @@ def gain(
 ) -> None:
     """Measure what sparse prefill gains on this machine.
 
-    A folder with a config.json is enough for times: of random queries and keys, over random blocks at densities that you give.
-    With weights and a prompt it measures the density and the error too, on the model's own queries and keys.
+    Without a prompt it reads only the model's config.json. It times random queries and keys over random blocks at each --density.
+    With --prompt it loads the weights. It measures density, error and times on the model's own queries and keys.
     """
     output = Output(as_json)
     where = chosen_device(device)
@@ -196,7 +196,7 @@ def _show(output: Output, document: dict[str, Any]) -> None:
     if error is not None:
         output.line()
         output.line(
-            f"Error on this prompt, over {error['tokens']:,} tokens: mean |change of log p| {error['log_prob_change']:.3f}, "
+            f"Error on this prompt, over {error['tokens']:,} tokens: |Δ log p| {error['log_prob_change']:.3f}, "
             f"loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f} ({error['loss_sparse'] - error['loss_dense']:+.3f})"
         )
     output.line()
@@ -235,9 +235,7 @@ def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str
             f"First token (an estimate): attention, and {weights} weights at 2 FLOPs per token and the {speed}FLOP/s of a matmul "
             "measured here."
         )
-        notes.append(
-            "Which density your text needs is unknown: --prompt FILE measures it, and the error, with the model's weights."
-        )
+        notes.append("Your text decides the density: --prompt FILE measures it, and the error, with the model's weights.")
     share = min(row.get("timed_share_of_heads", 1.0) for row in rows)
     if share < 1:
         notes.append(f"Dense attention is slow here: {share:.0%} of the heads were timed, and the seconds scaled up.")

@@ -46,10 +46,10 @@ def generate(
 ) -> None:
     """Continue a prompt, dense and sparse, side by side.
 
-    Compares new tokens, time to first token and density.
+    Compares new tokens, time to first token and density. Decoding is greedy. Each kind of attention first generates one token
+    that is not timed, to compile.
 
-    Each kind of attention first generates one token that is not timed: compilation happens there. Decoding is greedy. Without
-    options the settings in the model's config.json hold, else the defaults.
+    Without options the settings in the model's config.json apply, else the defaults.
     """
     output = Output(as_json)
     chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)

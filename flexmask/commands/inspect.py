@@ -32,7 +32,7 @@ def inspect(
         Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for report.html, the PNGs and inspection.json.")
     ],
     layers: Annotated[
-        str | None, typer.Option(help="Layers whose masks are shown, as in 0,5-7. Default: a few heads of all layers.")
+        str | None, typer.Option(help="Layers to show masks of, as in 0,5-7. Default: a few heads of all layers.")
     ] = None,
     heads: Annotated[str | None, typer.Option(help="Heads to show in each of --layers, as in 0,3. Default: a few.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Cut the prompt to this many tokens.")] = None,
@@ -48,8 +48,8 @@ def inspect(
 ) -> None:
     """Write a report on one prompt.
 
-    Density, patterns, distances and coverage of every head, attention held by position, time by stage. The report is one HTML
-    page that loads nothing from elsewhere. For a few heads it shows the mask over their true attention.
+    The report is one HTML page that loads nothing from elsewhere. It shows density, pattern, distance and coverage of every head,
+    the attention that the masks hold by position, and time by stage. For a few heads it draws the mask over the true attention.
     """
     output = Output(as_json)
     try:

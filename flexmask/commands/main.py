@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from flexmask.commands.exit_codes import MISSING
@@ -18,4 +19,7 @@ def main() -> None:
             raise
         print(f"flexmask: the command line needs {error.name}: pip install 'flexmask[cli]'", file=sys.stderr)
         sys.exit(MISSING)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a pipe on Windows lacks some characters
+        sys.stdout.reconfigure(errors="backslashreplace")
     app(prog_name="flexmask")

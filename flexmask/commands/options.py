@@ -25,13 +25,14 @@ Method = Annotated[
 ]
 Gamma = Annotated[float | None, typer.Option(help="In (0, 1]: higher keeps more blocks and loses less. Default of hybrid: 0.9.")]
 MinBudget = Annotated[
-    int | None, typer.Option("--min-budget", help="Tokens' worth of blocks that every query block keeps at least.")
+    int | None,
+    typer.Option("--min-budget", help="Tokens' worth of blocks to keep at least. Default of hybrid: 256 per query block."),
 ]
 Option = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="NAME=VALUE", help="Any other option or setting, as in --option block_size=64. Repeatable."),
 ]
-DenseBelow = Annotated[int | None, typer.Option(help="Tokens: shorter prompts run dense. Default: 16384; 0: none does.")]
+DenseBelow = Annotated[int | None, typer.Option(help="Prompts of fewer tokens run dense. Default: 16384. 0: no prompt does.")]
 Settings = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings as JSON, as 'flexmask tune' writes them; options override them.")
 ]

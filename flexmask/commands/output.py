@@ -44,8 +44,8 @@ class Output:
         # as Text: no markup
         table = Table(box=None, pad_edge=False, header_style="bold")
         for at, name in enumerate(columns):
-            numbers = [row[at] for row in rows if row[at] not in ("", None)]
-            right = bool(numbers) and all(isinstance(each, (int, float)) for each in numbers)
+            values = [row[at] for row in rows if row[at] not in ("", None)]
+            right = bool(values) and all(isinstance(each, (int, float)) or each.endswith("%") for each in values)
             table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(_cell(value)) for value in row))

@@ -35,7 +35,7 @@ def run(
         bool, typer.Option("--environment", help="Start nothing; print the variables for a shell's eval.")
     ] = False,
     name: Annotated[
-        str, typer.Option("--as", help="flexmask, or flex_attention for programs that accept known names only.")
+        str, typer.Option("--as", help="Name to register: flexmask, or flex_attention for programs that accept only known names.")
     ] = NAMES[0],
     method: Method = None,
     gamma: Gamma = None,

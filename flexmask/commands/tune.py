@@ -43,8 +43,8 @@ def tune(
 ) -> None:
     """Find a gamma per head on your own text.
 
-    The target is a density or an error. One dense prefill per text compares the output of every head at every gamma.
-    Measurements are saved after each layer to OUT.measured: an interrupted run continues from there, and another target on the
+    The target is a density or an error. One dense prefill per text compares every head's output at every gamma with the dense
+    one. Measurements are saved to OUT.measured after each layer. An interrupted run continues from there. Another target on the
     same texts needs no new measurement.
     """
     output = Output(as_json)
@@ -104,6 +104,7 @@ def _show(output: Output, document: dict[str, Any]) -> None:
     ]
     rows.append(["gamma per head, tuned", document["density"], document["error"]])
     rows.sort(key=lambda row: -row[1])
+    rows = [[name, f"{density:.1%}", error] for name, density, error in rows]
     what = "squared change of the loss that heads cause" if document["gradient"] else "relative squared error of head outputs"
     output.table(["settings", "density", "error"], rows, f"Density, and the {what}; means over heads")
     output.line()
@@ -113,8 +114,8 @@ def _show(output: Output, document: dict[str, Any]) -> None:
     by_layer = []
     for layer, heads in layers.items():
         gammas = sorted(head["gamma"] for head in heads)
-        means = (sum(head[name] for head in heads) / len(heads) for name in ("density", "error"))
-        by_layer.append([layer, gammas[0], gammas[len(gammas) // 2], gammas[-1], *means])
+        density, error = (sum(head[name] for head in heads) / len(heads) for name in ("density", "error"))
+        by_layer.append([layer, gammas[0], gammas[len(gammas) // 2], gammas[-1], f"{density:.1%}", error])
     columns = ["layer", "lowest gamma", "median", "highest", "density", "error"]
     output.table(columns, by_layer, "The tuned heads, by layer")
     for layer, reason in document["dense_layers"].items():

@@ -76,7 +76,7 @@ def plot_block_mask(
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> mask = create_block_mask(lambda b, h, q, k: k <= q, 1, 2, 512, 512, device="cpu")
     >>> plot_block_mask(mask, 1).get_title()
-    'head 1, density 1.00'
+    'head 1, density 100.0%'
     >>> figure = plot_block_mask(mask, [0, 1])[0].figure  # figure.savefig("masks.png")
     """
     if isinstance(heads, int):
@@ -101,7 +101,7 @@ def plot_block_mask(
     size: Any = sizes.pop()
     for axis, kind, title in zip(drawn, kinds, titles, strict=True):
         draw_blocks(axis, kind.numpy(), size, {"cmap": ListedColormap(_KINDS), "vmin": 0, "vmax": 3})
-        axis.set_title(f"{title}, density {(kind >= 2).sum() / (kind >= 1).sum():.2f}", fontsize=11)
+        axis.set_title(f"{title}, density {(kind >= 2).sum() / (kind >= 1).sum():.1%}", fontsize=11)
     drawn[0].set_ylabel("query (tokens)")
     return drawn
 

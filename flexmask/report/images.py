@@ -31,7 +31,7 @@ def head_images(found: Inspection) -> list[Image]:
     size = (min(max(4.8, 1.6 + 0.42 * heads), 14), min(max(2.6, 1.6 + 0.3 * layers), 12))
     density = found.summary.density
     images = [
-        _image("density", f"Density of each head by layer; {density:.3f} in all.", size, lambda axes: plot_density(rows, axes)),
+        _image("density", f"Density of each head by layer; {density:.1%} in all.", size, lambda axes: plot_density(rows, axes)),
         _image(
             "patterns",
             "Share of the heads by pattern, layer by layer.",

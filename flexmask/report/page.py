@@ -52,10 +52,10 @@ pooled to blocks: a cell is the mean share of a row's attention. Grey is what a 
 def _facts(found: Inspection) -> str:
     summary, about = found.summary, found.about
     sparse = sum(layer.ran != "dense" for layer in summary.layers)
-    density = "-" if summary.density is None else f"{summary.density:.3f}"
+    density = "-" if summary.density is None else f"{summary.density:.1%}"
     facts = [
         (f"{about['tokens']:,}", "tokens"),
-        (density, "density: kept share of all query-key pairs, dense layers at 1"),
+        (density, "of the query-key pairs kept (density); dense layers count as 100%"),
         (f"{sparse} of {len(summary.layers)}", "layers sparse"),
         (_seconds(found.times.total), "forward pass"),
     ]
@@ -104,7 +104,7 @@ mean over rows and heads.</p>
 
 def _shown(head: ShownHead, images: Sequence[Image]) -> str:
     row = head.row
-    about = f"Shown for: {head.why}. {row['pattern'].capitalize()}, density {row['density']:.3f}. The mask holds "
+    about = f"Shown for: {head.why}. {row['pattern'].capitalize()}, density {row['density']:.1%}. The mask holds "
     about += f"{head.attention_kept:.1%} of all rows' attention"
     about += "." if math.isnan(row["coverage"]) else f", {row['coverage']:.1%} of the last rows'."
     if row["reason"]:
@@ -133,9 +133,9 @@ def _layers(found: Inspection) -> str:
         patterns = ", ".join(f"{share:.0%} {name}" for name, share in layer.patterns.items())
         if layer.served_densely:
             patterns += f"; {layer.served_densely:.0%} served by dense attention, faster there"
-        coverage = "" if layer.coverage is None else f"{layer.coverage:.3f}"
+        coverage = "" if layer.coverage is None else f"{layer.coverage:.1%}"
         cells = [
-            f"{layer.density:.3f}",
+            f"{layer.density:.1%}",
             coverage,
             *(("", "") if took is None else (_seconds(took.selection), _seconds(took.call))),
         ]

@@ -29,8 +29,8 @@ _log = logging.getLogger("flexmask")
 class sparse_prefill(ContextDecorator):
     """Run a model's prefill sparse inside a ``with`` block, and restore the model afterwards, also after an error.
 
-    Calls `register`, whose names stay. In a model with ``config.text_config`` only the text part is switched. An object can be
-    entered again, also while it is open; each time gives a new run.
+    Calls `register`; the registered names stay. In a model with ``config.text_config`` only the text part is switched. An object
+    can be entered again, also while it is open; each time gives a new run.
 
     Blocks on one model may nest or overlap, across threads and asyncio tasks; the model gets its own attention back when the last
     one closes. A call uses the block that its thread or task entered last, else the one entered last of all. While blocks are

@@ -168,7 +168,7 @@ class PrefillRun:
         """One row per layer, kept prefill call, packed sequence, batch row and head.
 
         Each has its pattern, the statistics of `flexmask.SelectionStats` by name, q_len and kv_len, and the `reason` if the call
-        ran dense. A head that ran dense because that is faster keeps the pattern and the density of its mask.
+        ran dense. A head that ran dense because that is faster has the pattern and the density of its mask.
         """
         return rows_of(self._state()[0], self.method)
 

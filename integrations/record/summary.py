@@ -155,7 +155,8 @@ class LayerSummary:
     reasons
         Calls by the reason for running dense.
     density
-        Kept share of the causal query-key pairs: mean over calls weighted by their pairs, dense calls at 1.
+        Share of the causal query-key pairs that the masks keep: mean over calls weighted by their pairs. Dense calls, which have
+        no mask, count as 1; heads `served_densely` count by their mask, as in `tune` and in `flexmask.SelectionStats`.
     coverage
         Attention of the representative rows that the kept blocks hold, mean over the heads of sparse calls; None without one.
     patterns
@@ -206,7 +207,7 @@ class RunSummary:
 
     def __repr__(self) -> str:
         sparse = sum(layer.ran != "dense" for layer in self.layers)
-        density = "" if self.density is None else f", density {self.density:.3f}"
+        density = "" if self.density is None else f", density {self.density:.1%}"
         prefills = f"{self.prefills:,} prefill{'' if self.prefills == 1 else 's'} of {self.tokens:,} tokens"
         return f"<RunSummary: {prefills}{density}, {sparse} of {len(self.layers)} layers sparse>"
 
@@ -215,13 +216,13 @@ class RunSummary:
             return repr(self)
         rows: list[tuple[str, ...]] = [("layer", "ran", "density", "coverage", "heads", "dense because")]
         for layer in self.layers:
-            coverage = "-" if layer.coverage is None else f"{layer.coverage:.3f}"
+            coverage = "-" if layer.coverage is None else f"{layer.coverage:.1%}"
             heads = ", ".join(f"{share:.0%} {pattern}" for pattern, share in layer.patterns.items())
             if layer.served_densely:
                 heads += f" ({layer.served_densely:.0%} served by dense attention, faster there)"
             often = f" ({layer.dense_calls:,} of {layer.calls:,} calls dense)" if layer.ran == "both" else ""
             reasons = "; ".join(sorted(layer.reasons, key=lambda reason: -layer.reasons[reason])[:2])
-            rows.append((str(layer.layer), layer.ran + often, f"{layer.density:.3f}", coverage, heads or "-", reasons))
+            rows.append((str(layer.layer), layer.ran + often, f"{layer.density:.1%}", coverage, heads or "-", reasons))
         if not any(layer.reasons for layer in self.layers):
             rows = [row[:-1] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

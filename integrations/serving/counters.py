@@ -61,7 +61,7 @@ class Counters:
 
     def report(self) -> str:
         density = self.density
-        mean = "none" if density is None else f"{density:.3f}"
+        mean = "none" if density is None else f"{density:.1%}"
         tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.steps} steps, {self.dense_tokens} dense"
         return f"flexmask served {tokens}; mean density {mean}"
 

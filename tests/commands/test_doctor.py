@@ -1,6 +1,7 @@
 """`flexmask doctor`: self-test, backends, problems, layers."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def test_self_test_fails_where_attention_is_wrong(flexmask, monkeypatch, attenti
     result = flexmask("doctor", "--device", "cpu", code=exit_codes.PROBLEM)
     assert result.stdout.count("FAILED") == 2
     assert result.stdout.count("RuntimeError: no compiler") == (2 if attention is raises else 0)
+    assert len(re.findall(r" \d\d\.\d%  ", result.stdout)) == (0 if attention is raises else 2)
     assert "second line" not in result.output
     assert "A problem was found." in result.stdout
 

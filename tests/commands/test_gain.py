@@ -9,6 +9,7 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 import flexmask.commands.gain as command
+from flexmask.commands.output import Output
 from tests.integrations.common import MARKS
 
 pytestmark = MARKS[0]
@@ -119,6 +120,14 @@ def row_of(*ratios):
 )
 def test_verdict_is_nothing_where_the_first_token_comes_hardly_sooner(ratios, said):
     assert command.verdict(row_of(*ratios)) == f"4,096 tokens: {said}"
+
+
+def test_the_error_is_the_change_of_log_probability(capsys):
+    error = {"tokens": 1000, "log_prob_change": 0.1234, "loss_dense": 2.0, "loss_sparse": 2.25}
+    about = dict.fromkeys(("model", "type", "dtype", "torch", "device"), "x") | {"settings": {"method": "hybrid"}}
+    command._show(Output(), {**about, "lengths": [], "error": error, "verdict": [], "gains": False})
+    said = "Error on this prompt, over 1,000 tokens: |Δ log p| 0.123, loss 2.000 -> 2.250 (+0.250)"
+    assert said in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ def test_tables_in_a_pipe_are_not_folded(capsys):
     assert any(line.split() == [long, "none"] for line in capsys.readouterr().out.splitlines())
 
 
+def test_columns_of_percentages_stand_right(capsys):
+    Output().table(["kept", "name"], [["100.0%", "a"], ["9.5%", "b"]])
+    assert capsys.readouterr().out.splitlines()[1:] == ["100.0%  a   ", "  9.5%  b   "]
+
+
 def test_json_is_ascii(capsys):
     Output(as_json=True).result({"text": ODD, "missing": float("nan")})
     text = capsys.readouterr().out

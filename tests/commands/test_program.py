@@ -1,5 +1,6 @@
 """The program: entry point, exit codes, errors in one line."""
 
+import io
 import json
 import re
 import subprocess
@@ -51,6 +52,16 @@ def test_without_typer_one_line_says_what_to_install(monkeypatch, capsys):
         main.main()
     assert exit.value.code == exit_codes.MISSING
     assert capsys.readouterr().err == "flexmask: the command line needs typer: pip install 'flexmask[cli]'\n"
+
+
+def test_characters_that_stdout_lacks_are_escaped(monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["flexmask", "--version"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    with pytest.raises(SystemExit):
+        main.main()
+    print("|Δ|", flush=True)
+    assert b"|\\u0394|" in out.getvalue()
 
 
 @pytest.mark.parametrize(

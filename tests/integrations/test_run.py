@@ -55,10 +55,11 @@ def test_summary_adds_up_the_rows():
 def test_summary_is_short_and_prints_a_line_a_layer():
     run = recorded()
     summary = run.summary()
-    assert repr(summary).startswith("<RunSummary: 6 prefills of 1,140 tokens, density 0.")
+    assert repr(summary).startswith(f"<RunSummary: 6 prefills of 1,140 tokens, density {summary.density:.1%}, ")
     assert repr(summary).endswith("2 of 3 layers sparse>")
     lines = str(summary).splitlines()
     assert len(lines) == 5
+    assert lines[2].split()[:4] == ["0", "sparse", f"{summary.layers[0].density:.1%}", f"{summary.layers[0].coverage:.1%}"]
     assert "both (2 of 6 calls dense)" in lines[3]
     assert lines[4].endswith("in dense_layers")
     assert len(repr(run)) < 100

@@ -119,6 +119,7 @@ def test_the_page_holds_the_numbers():
     # 2.2 of 3 rows' attention
     assert "The mask holds 73.3% of all rows' attention, 90.0% of the last rows'" in words
     assert "2 of 3" in words
+    assert "Vertical-slash, density 56.2%." in words
     # 2 * 0.125 s of selection, 3 * 0.5 s of calls, 2.5 s in all
     for stage in ("selection250.0 ms10.0%", "attention1.25 s50.0%", "rest1.00 s40.0%"):
         assert stage in words

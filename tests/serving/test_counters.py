@@ -18,7 +18,7 @@ def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
     counters.add_density(torch.tensor(0.5), 100, 100)
     counters.add_density(torch.tensor(0.2), 100, 200)
     assert counters.density == pytest.approx((0.5 * 5050 + 0.2 * 15050) / 20100)
-    assert counters.report() == "flexmask served 100 prefill tokens sparse in 1 steps, 42 dense; mean density 0.275"
+    assert counters.report() == "flexmask served 100 prefill tokens sparse in 1 steps, 42 dense; mean density 27.5%"
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, 2), (60.0, 0)])

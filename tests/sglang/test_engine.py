@@ -1,5 +1,7 @@
 """The plug-in in SGLang on a CPU, in float32, against the stock backend and the adapter. `make test-sglang` runs it."""
 
+import re
+
 import pytest
 
 from tests.vllm.agreement import differences, distance, summary
@@ -62,7 +64,7 @@ def test_the_log_says_what_runs_and_what_ran(run):
         and "torch_native serves all else. Settings: FLEXMASK_SGLANG." in line
         for line in lines
     )
-    assert "flexmask served 3000 prefill tokens sparse in 4 steps, 0 dense; mean density 0." in lines[-1]
+    assert re.search(r"flexmask served 3000 prefill tokens sparse in 4 steps, 0 dense; mean density \d\d\.\d%", lines[-1])
     # kernels are compiled before the first request
     ready = next(place for place, line in enumerate(lines) if "kernels compiled in" in line)
     assert not any("compiling" in line for line in lines[ready:])
