@@ -16,11 +16,11 @@ from tests.block_masks.gallery import (
     SPARSE,
     Setting,
     all_masks,
-    lists_of,
     made,
     masks_and_settings,
 )
 from tests.comparisons import assert_honest
+from tests.compile_support import lists_of
 
 
 @masks_and_settings
