@@ -10,17 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import _torch, block_masks, compilation, flexprefill_mask
 from tests.attention_calls import flexprefill_attention
-from tests.compile_support import (
-    KEY,
-    LENGTHS,
-    PADDING,
-    QUERY,
-    SPARSE,
-    assert_same_lists,
-    cut,
-    dense_under,
-    traced,
-)
+from tests.compile_support import KEY, LENGTHS, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, traced
 from tests.compile_support import counting as counting
 from tests.compile_support import fresh_compiler as fresh_compiler
 
