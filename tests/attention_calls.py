@@ -30,11 +30,11 @@ class Call:
         with torch.no_grad():
             return sparse_attention(case.query, case.key, value, **keywords)
 
-    def under(self, keep):
+    def under(self, keep, sinks=None):
         """Dense attention under a block map, and its log-sum-exp."""
         case, scores = self.case, self.case.scores
         mask = expanded(keep, case)
-        return masked_attention(case.query, case.key, self.value, mask, scores.get("scale"), scores.get("softcap"))
+        return masked_attention(case.query, case.key, self.value, mask, scores.get("scale"), scores.get("softcap"), sinks)
 
 
 def call(

@@ -151,6 +151,18 @@ def assert_well_formed(result: Chosen) -> None:
     assert torch.equal(partial | full, result.keep)
 
 
+def assert_as_the_oracle(
+    result: Chosen, expected: ReferenceResult, tally: Tally | None = None, underflow: bool = False
+) -> Tensor:
+    """Well-formed lists, and the oracle's blocks and statistics; returns which heads were too close."""
+    assert_well_formed(result)
+    close = assert_same_blocks(result, expected)
+    if tally is not None:
+        tally.add_decisions(expected)
+    assert_same_statistics(result, expected, underflow=underflow)
+    return close
+
+
 def known_lengths(q_len: int, kv_len: int, block_size: int) -> tuple[int, int]:
     """The lengths in a BlockMask's shape: torch 2.5 rounds up to whole blocks."""
     if KNOWS_LENGTHS:

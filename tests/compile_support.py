@@ -1,6 +1,7 @@
 """Shared by the tests of compilation, most of which trace with a backend that compiles nothing."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,9 +28,9 @@ PADDING[0, :70] = 0
 PADDING[1, 540:545] = 0
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Forget what was compiled, before and after a test."""
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """Forget what was compiled, before and after; without gradients."""
 
     def forget() -> None:
         torch._dynamo.reset()
@@ -39,6 +40,21 @@ def fresh_compiler():
     with torch.no_grad():
         yield
     forget()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    with forgotten():
+        yield
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """Let the project compile with a backend that only counts graphs; attention's results are worthless then."""
+    counter, compile_ = CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(compilation.torch, "compile", lambda function, **options: compile_(function, **options, backend=counter))
+    with forgotten():
+        yield counter
 
 
 def cut(length: int, batch: int = 2, num_kv_heads: int = 2) -> list[Tensor]:
@@ -63,7 +79,12 @@ def dense_under(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor) -> T
     return torch.where(sees, F.scaled_dot_product_attention(query, key, value, attn_mask=pairs | ~sees, enable_gqa=True), 0.0)
 
 
+def lists_of(mask: BlockMask) -> tuple[Tensor, ...]:
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+
+
 def assert_same_lists(mask: BlockMask, expected: BlockMask) -> None:
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        assert torch.equal(getattr(mask, name), getattr(expected, name)), name
+    for got, wanted in zip(lists_of(mask), lists_of(expected), strict=True):
+        assert torch.equal(got, wanted)
     assert mask.shape == expected.shape

@@ -31,6 +31,7 @@ PAGES = (
 _BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 _NEEDS = re.compile(r"# needs: (?P<what>\S.*)")
 UNKNOWN = "is no command that this check knows"
+OTHERS = ("cd", "git", "pip", "pre-commit", ".", "source", "torchrun", "curl", "cat", "echo", "export", "lm_eval", "vllm")
 SHELLS = ("sh", "bash", "shell", "console")
 
 
@@ -66,10 +67,8 @@ def unknown_names(code: str, names: dict[str, Any]) -> list[str]:
     """
     wrong = []
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            wrong += [problem for alias in node.names for problem in _import(alias.name, alias.asname, names)]
-        elif isinstance(node, ast.ImportFrom):
-            wrong += [problem for alias in node.names for problem in _import_from(node.module or "", alias, names)]
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            wrong += [problem for alias in node.names for problem in _import(node, alias, names)]
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call) and (called := _called(node.func, names)) is not None:
             known = _keywords(called)
@@ -125,21 +124,7 @@ def _wrong_command(words: list[str]) -> Iterator[str]:
                 yield from (f"there is no extra {extra}" for extra in found[1].split(",") if extra not in extras)
     elif program == "flexmask":
         yield from _wrong_flexmask(rest)
-    elif program not in (
-        "cd",
-        "git",
-        "pip",
-        "pre-commit",
-        ".",
-        "source",
-        "torchrun",
-        "curl",
-        "cat",
-        "echo",
-        "export",
-        "lm_eval",
-        "vllm",
-    ):
+    elif program not in OTHERS:
         yield f"{program} {UNKNOWN}"
 
 
@@ -192,28 +177,23 @@ def _wrong_flexmask(words: list[str]) -> Iterator[str]:
             yield f"flexmask {command.name} has no option {word}"
 
 
-def _import(module: str, alias: str | None, names: dict[str, Any]) -> Iterator[str]:
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
+def _import(node: ast.Import | ast.ImportFrom, alias: ast.alias, names: dict[str, Any]) -> Iterator[str]:
+    """Enter what a statement imports under one name into `names`."""
+    module = node.module or "" if isinstance(node, ast.ImportFrom) else alias.name
+    top = name = module.partition(".")[0]
+    if importlib.util.find_spec(top) is None:
         return
     try:
-        imported = importlib.import_module(module)
+        value = importlib.import_module(module)
+        if isinstance(node, ast.ImportFrom):
+            name = alias.name
+            value = getattr(value, name) if hasattr(value, name) else importlib.import_module(f"{module}.{name}")
+        elif alias.asname is None:
+            value = importlib.import_module(top)
     except ModuleNotFoundError as error:
         yield str(error)
         return
-    top = module.partition(".")[0]
-    names[alias or top] = imported if alias else importlib.import_module(top)
-
-
-def _import_from(module: str, alias: ast.alias, names: dict[str, Any]) -> Iterator[str]:
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        return
-    try:
-        source = importlib.import_module(module)
-        value = getattr(source, alias.name) if hasattr(source, alias.name) else importlib.import_module(f"{module}.{alias.name}")
-    except ModuleNotFoundError as error:
-        yield str(error)
-        return
-    names[alias.asname or alias.name] = value
+    names[alias.asname or name] = value
 
 
 def _called(function: ast.expr, names: dict[str, Any]) -> Any:

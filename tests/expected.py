@@ -47,9 +47,13 @@ def masked_attention(
     mask: Tensor,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     product_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention under a mask of pairs and its log-sum-exp, in float64; rows that see nothing give 0 and -inf."""
+    """Dense attention under a mask of pairs and its log-sum-exp, in float64; rows that see nothing give 0 and -inf.
+
+    Each of the `sinks`, (num_heads,), is a last key without a value, which the log-sum-exp leaves out.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     value = value.double()
@@ -58,5 +62,8 @@ def masked_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -math.inf)
-    weights = scores.masked_fill(~mask.any(-1, keepdim=True), 0.0).softmax(-1).masked_fill(~mask, 0.0)
-    return weights @ value, scores.logsumexp(-1)
+    lse = scores.logsumexp(-1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.masked_fill(~mask.any(-1, keepdim=True), 0.0).softmax(-1)[..., : key.shape[2]]
+    return weights.masked_fill(~mask, 0.0) @ value, lse

@@ -53,9 +53,6 @@ def assert_close(out: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
-SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
-
-
 def one_call(inputs: list[Tensor], q_bounds: list[int], k_bounds: list[int], **scores: Any) -> Tensor:
     """Dense attention of all sequences by one FlexAttention call, as on GPUs."""
     if not (inputs[0].is_cuda or CPU_TAKES_UNBACKED_SIZES):

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask import METHODS, _torch, compilation, flexprefill_mask, numbers, run_method, sparse_attention
@@ -16,7 +15,8 @@ from flexmask.selector import selector_of
 from tests.attention_calls import SINKS, call, flexprefill_attention, padding
 from tests.cases import mask_function, structured_inputs
 from tests.comparisons import assert_same_stats
-from tests.compile_support import assert_same_lists, cut, traced
+from tests.compile_support import assert_same_lists, cut, lists_of, traced
+from tests.compile_support import counting as counting
 from tests.compile_support import fresh_compiler as fresh_compiler
 
 
@@ -105,14 +105,12 @@ def test_autocast_does_not_reach_a_traced_search(outside):
 
     def lists(query, key):
         with contextlib.nullcontext() if outside else torch.autocast("cpu", torch.bfloat16):
-            mask = flexprefill_mask(query, key, gamma=0.6, block_size=32, min_budget=0)
-        return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+            return lists_of(flexprefill_mask(query, key, gamma=0.6, block_size=32, min_budget=0))
 
     run, counter = traced(lists)
     with torch.autocast("cpu", torch.bfloat16) if outside else contextlib.nullcontext():
         found, *_ = [run(query[:, :, :n].clone(), key[:, :, :n].clone()) for n in (300, 200, 150, 100)]
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    assert all(torch.equal(got, getattr(expected, name)) for got, name in zip(found, names, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(found, lists_of(expected), strict=True))
     assert counter.frame_count <= 2
 
 
@@ -188,9 +186,7 @@ WITHOUT_ANOTHER_KERNEL = ("autocast", "another autocast")
 
 
 @pytest.mark.attention
-def test_alternating_states_use_up_no_recompilations(monkeypatch):
-    counter, compile_ = CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(compilation.torch, "compile", lambda function, **options: compile_(function, **options, backend=counter))
+def test_alternating_states_use_up_no_recompilations(counting):
     before, inputs = torch.get_num_threads(), cut(100)
     with torch.set_grad_enabled(True), torch._dynamo.config.patch({_torch.recompile_limit(): 1}):
         graphs = []
@@ -200,7 +196,7 @@ def test_alternating_states_use_up_no_recompilations(monkeypatch):
                     # inference tensors are of another kind
                     for given in (inputs, [x.clone() for x in inputs]):
                         sparse_attention(*given, block_size=32, min_budget=32, dense_below=0)
-                graphs.append(counter.frame_count)
+                graphs.append(counting.frame_count)
     first, second = graphs[: len(STATES)], graphs[len(STATES) :]
     assert torch.get_num_threads() == before
     # one for each state, and two for inference mode

@@ -1,11 +1,9 @@
 """sparse_attention against dense attention under the expanded mask, through the compiled kernel."""
 
 import sys
-import warnings
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import sparse_attention
 from flexmask.flex.backend import flash_installed
@@ -44,26 +42,6 @@ def test_nan_in_one_head_stays_there():
     spoiled = call()
     spoiled.case.key[0, 1, 200] = float("inf")
     assert torch.equal(spoiled.attend()[:, :2], before[:, :2])
-
-
-def own_flex_attention(query, key, value, block_mask):
-    return flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
-
-
-@pytest.mark.attention
-@pytest.mark.parametrize("name", [pytest.param("groups", marks=pytest.mark.slow), "bfloat16, padded chunk"])
-def test_the_mask_gives_users_the_same_with_and_without_compilation(name):
-    it = call(**VARIANTS[name])
-    mask = it.case.config.mask(it.case.query, it.case.key, **it.case.keywords())
-    compiled = torch.compile(own_flex_attention, fullgraph=True)
-    with torch.no_grad():
-        out = compiled(it.case.query, it.case.key, it.value, mask)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it was called without compilation
-        plain = own_flex_attention(it.case.query, it.case.key, it.value, mask)
-    expected, _ = it.under(it.case.search().keep)
-    assert_same_attention(out, expected)
-    assert_same_attention(plain, expected)
 
 
 # What a CPU does not have

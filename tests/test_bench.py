@@ -17,8 +17,7 @@ import pandas as pd
 import flexmask
 from bench import intervals
 from bench.prompts.structured import structured_prompt
-from bench.report.__main__ import FIGURES, FILLED, TABLES, filled
-from bench.report.__main__ import main as write_reports
+from bench.report.__main__ import FILLED, filled
 from bench.report.appendix import appendix
 from bench.report.rows import Curves, newest, own_rows, shown
 from bench.report.speed import speed_up
@@ -159,22 +158,6 @@ def test_intervals_of_shares_and_means():
     # pieces of one book go together: two files are drawn, not three texts
     low, high = intervals.over_files(["a-0", "a-1", "b-0"], lambda weights: float(weights[2]))
     assert (low, high) == (0, 1)
-
-
-def test_reports_are_filled_from_rows_and_from_none(tmp_path):
-    text = "before\n<!-- table: calls -->\nstale\n<!-- end -->\nafter\n"
-    (tmp_path / "bench").mkdir()
-    report = tmp_path / "bench" / "FIDELITY.md"
-    report.write_text(text + "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in TABLES))
-    write_reports(["--documents", str(tmp_path)])
-    written = report.read_text()
-    assert written.startswith("before\n<!-- table: calls -->\n\n| tokens |") and "stale" not in written and "\nafter\n" in written
-    assert "| published (the authors' code) |" in written and "| hybrid (ours) |" in written
-    drawn = {path.stem for path in (tmp_path / "bench/results").iterdir()}
-    assert {"fidelity-by-density", "fidelity-needles", "speed-calls"} <= drawn <= set(FIGURES)
-    assert "Not measured yet" in filled(text.replace("calls", "settings"), tmp_path / "none")
-    with pytest.raises(KeyError):
-        filled(text.replace("calls", "nothing"), tmp_path)
 
 
 def test_the_appendix_has_every_setting_with_one_figure_per_cell():

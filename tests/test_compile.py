@@ -12,12 +12,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import _torch, flexprefill_mask, sparse_attention, sparse_attention_varlen
 from flexmask.base.inputs import AttentionInputs
-from flexmask.block_masks import causal_mask
 from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import flexprefill_attention
 from tests.cases import mask_function
 from tests.comparisons import assert_same_stats
-from tests.compile_support import KEY, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, traced
+from tests.compile_support import KEY, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, lists_of, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 
 
@@ -84,20 +83,6 @@ def test_mask_and_attention_are_compiled_whole(name, device):
     tiles = None if device == "cpu" else {"BLOCK_M": 32, "BLOCK_N": 32}
     expected = dense_under(mask_function(name)(query, key, **options), query, key, value)
     torch.testing.assert_close(attend(query, key, value), expected, atol=2e-5, rtol=0)
-
-
-# Where flex_attention would ignore the block lists
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_uncompiled_flex_attention_ignores_the_lists_but_not_an_honest_mask_mod():
-    query, key, value = cut(200)
-    inputs = query, key, value[..., :16]  # torch 2.5 takes powers of two only
-    mask = flexprefill_mask(*inputs[:2], **SPARSE)
-    expected = dense_under(mask, *inputs)
-    torch.testing.assert_close(flex_attention(*inputs, block_mask=mask, enable_gqa=True), expected, atol=2e-5, rtol=0)
-    mask.mask_mod = causal_mask(*inputs[:2], block_size=32).mask_mod
-    assert (flex_attention(*inputs, block_mask=mask, enable_gqa=True) - expected).abs().max() > 0.1
 
 
 @pytest.mark.attention
@@ -208,12 +193,8 @@ def test_dense_attention_is_exported(name, strict):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", ["flexprefill", "hybrid"])
 def test_block_lists_are_exported(name, strict):
-    def lists(query, key):
-        mask = mask_function(name)(query, key, **SPARSE)
-        return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-
     query, key, _ = cut(256)
-    module = Module(lists)
+    module = Module(lambda query, key: lists_of(mask_function(name)(query, key, **SPARSE)))
     program = torch.export.export(module, (query, key), strict=strict).module()
     for got, expected in zip(program(3 * query, key), module(3 * query, key), strict=True):
         assert torch.equal(got, expected)

@@ -1,18 +1,15 @@
 """The demo's lines, the order of its prefills, and a run on a model that answers nothing."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("tqdm")
 
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import demo
-from bench.demo import METHODS, NEXT, ROUNDS, Measured, line, main, python, to_try
+from bench.demo import METHODS, NEXT, Measured, line, main, python, to_try
 from bench.retriever.vocabulary import TOKENS
 from tests.documents import wrong_commands
 
@@ -54,16 +51,6 @@ def test_a_short_prompt_says_that_it_runs_dense(tmp_path, capsys):
     assert [each.startswith(name) for each, name in zip(lines, METHODS.values(), strict=True)] == [True] * 3
     assert all("the same 3 answers, 100% of the blocks" in each for each in lines[1:])
     assert printed.endswith(to_try(python()) + "\n")
-
-
-def test_methods_take_turns_in_two_rounds_or_more(monkeypatch):
-    turns = []
-    monkeypatch.setattr(demo, "attention", lambda model, method, **options: nullcontext(turns.append(method)))
-    monkeypatch.setattr(demo, "prefill", lambda model, prompt: (RIGHT, None))
-    monkeypatch.setattr(demo, "decode_answers", lambda *arguments: RIGHT)
-    monkeypatch.setattr(demo, "METHODS", {"": "dense"})
-    demo.measure(None, None, {}, tqdm(disable=True))
-    assert len(turns) == ROUNDS >= 2
 
 
 def test_the_commands_to_try_next_exist():

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import flexmask
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.documents import blocks
-from tests.repository import ROOT
+from tests.repository import ROOT, module_of
 
-
-def _hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs/site_pages.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SITE = _hook()
+SITE = module_of(ROOT / "docs/site_pages.py")
 NOTEBOOKS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/notebooks").glob("*.ipynb")}
 PAGES = sorted({*SITE.PAGES} | {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")} | NOTEBOOKS)
 
@@ -83,15 +72,6 @@ def test_the_site_finds_names_that_are_imported_on_first_use():
         assert set(module.__all__) <= set(dir(module))
 
 
-def test_notebooks_are_pages_with_their_pictures():
-    made = dict(SITE.notebooks(None))
-    assert {"notebooks/tuning.md", "notebooks/tuning-1.png", "notebooks/gpu.md"} <= set(made)
-    text = made["notebooks/tuning.md"]
-    assert text.startswith("# From a model to tuned settings\n\n*This page is [a notebook](tuning.ipynb)")
-    assert "](../evaluation.md)" in text and "](../bench/retriever/README.md)" in text and "](gpu.md)" in text
-    assert "(tuning-1.png)" in text and made["notebooks/tuning-1.png"].startswith(b"\x89PNG")
-
-
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", navigation, re.MULTILINE)
@@ -112,34 +92,6 @@ def test_broken_links_are_found(tmp_path):
         "line 10: no heading no-heading in docs/other.md",
         "line 11: no file docs/nowhere.png",
     ]
-
-
-@pytest.mark.parametrize(
-    ("page", "text", "expected"),
-    [
-        ("docs/limits.md", "[a](../integrations/README.md#x)", "[a](integrations/README.md#x)"),
-        ("docs/reference/a.md", "[a](../options.md)", "[a](../options.md)"),
-        ("docs/reference/a.md", "[a](../../block_masks/README.md)", "[a](../block_masks/README.md)"),
-        (
-            "integrations/README.md",
-            "[a](../README.md#b) [c](huggingface/SUPPORT.md)",
-            "[a](../index.md#b) [c](huggingface/SUPPORT.md)",
-        ),
-        ("README.md", "![p](docs/masks.png) [q](#use)", "![p](masks.png) [q](#use)"),
-        ("README.md", "[![b](docs/badges/l.svg)](LICENSE)", "![b](badges/l.svg)"),
-        ("block_masks/README.md", "[`f`](causal.py), [web](https://x.org)", "`f`, [web](https://x.org)"),
-        ("docs/a.md", "```\n[a](../README.md)\n```\n", "```\n[a](../README.md)\n```\n"),
-    ],
-)
-def test_links_of_the_site(page, text, expected):
-    assert SITE.relinked(text, page, None) == expected
-
-
-def test_links_to_sources_lead_to_the_repository_if_there_is_one():
-    assert (
-        SITE.relinked("[f](causal.py)", "block_masks/README.md", "https://x.org/y/")
-        == "[f](https://x.org/y/blob/main/block_masks/causal.py)"
-    )
 
 
 def test_badges_name_the_versions():

@@ -1,7 +1,5 @@
 """bench/fidelity: the sparse model, and each benchmark end to end on small models."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -11,11 +9,12 @@ pytest.importorskip("transformers")
 
 import pandas as pd
 
-from bench.fidelity import heads, lengths, long_texts, retrieval, settings, smollm, texts
+from bench.fidelity import heads, lengths, retrieval, settings, smollm, texts
 from bench.fidelity.settings import Setting
 from bench.fidelity.sparse_model import SparseModel
 from bench.ruler_model.prompts import make_prompts
 from flexmask.base.inputs import attention_inputs
+from tests.expected import masked_attention
 
 WINDOW = Setting("streaming_llm", {"sink_blocks": 1, "window_blocks": 1})
 IDS = torch.randint(97, (600,), generator=torch.Generator().manual_seed(1))
@@ -70,11 +69,6 @@ def test_chunks_choose_for_themselves(model):
     assert model.density() == pytest.approx((1 + 2 + 1 + 4) / 10)
     changed = (whole - chunked).abs()
     assert changed[:128].max() < 1e-5 and changed[128:256].max() > 1e-4
-
-
-def test_an_option_of_another_method_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="method 'hybrid' takes the options"):
-        lengths.main(["--out", str(tmp_path / "out.csv"), "--methods", "hybrid", "--options", '{"threshold": 0.5}'])
 
 
 @pytest.fixture
@@ -142,11 +136,9 @@ def test_errors_of_heads_are_those_of_attention_written_out():
         Setting("streaming_llm", {**WINDOW.options, "block_size": 32}),
     )
     density, error = heads.errors(inputs, setting)
-    keep = torch.eye(8, dtype=torch.bool) | (torch.arange(8) == 0)
-    keys, values = (x[0].double().repeat_interleave(2, 0) for x in (key, value))
-    p = (query[0].double() @ keys.mT * 0.5).masked_fill(~torch.ones(256, 256, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
-    mass = p * keep.repeat_interleave(32, 0).repeat_interleave(32, 1)
-    sparse, dense = mass / mass.sum(-1, keepdim=True) @ values, p @ values
+    causal, keep = torch.ones(256, 256, dtype=torch.bool).tril(), torch.eye(8, dtype=torch.bool) | (torch.arange(8) == 0)
+    kept = causal & keep.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    sparse, dense = (masked_attention(query, key, value, mask, 0.5)[0][0] for mask in (kept, causal))
     expected = (sparse - dense).flatten(1).norm(dim=1) / dense.flatten(1).norm(dim=1)
     torch.testing.assert_close(error.double(), expected, atol=1e-5, rtol=1e-4)
     assert (expected > 0.1).all() and density.tolist() == pytest.approx([15 / 36] * 4)
@@ -201,26 +193,3 @@ def test_a_prompt_goes_by_its_number(bed, task):
     assert torch.equal(whole, torch.cat([drawn(0, 3), drawn(3, 3)]))
     if bed == "tasks":
         assert torch.equal(whole[:4], make_prompts("single", 32768, 4, 90_000).token_ids)
-
-
-def test_long_texts_are_token_ids_that_the_benchmark_reads(tmp_path, monkeypatch):
-    data = tmp_path / "brotli" / "tests" / "testdata"
-    data.mkdir(parents=True)
-    for name in ("lcet10", "plrabn12"):
-        (data / f"{name}.txt").write_text(f"   {name} \n    two\n", encoding="latin-1")
-    words: list[str] = []
-
-    def tokenizer(text):
-        words.append(text)
-        return SimpleNamespace(input_ids=[ord(letter) % 256 for letter in text])
-
-    monkeypatch.setattr(long_texts.smollm, "tokenizer", lambda path: tokenizer)
-    long_texts.main([str(tmp_path / "out"), "--brotli", str(tmp_path / "brotli")])
-    assert words[:2] == ["lcet10\ntwo", "plrabn12\ntwo"]
-    found = {name: len(ids) for name, ids in texts.read(tmp_path / "out").items()}
-    assert found == {
-        "test/prose/lcet10-64k": 10,
-        "test/prose/plrabn12-64k": 12,
-        "test/python/stdlib-64k": 65536,
-        "test/docs/numpy-64k": 65536,
-    }

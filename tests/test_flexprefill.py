@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import SelectionStats, flexprefill_mask
+from flexmask import flexprefill_mask
 from flexmask._torch import RELEASE
 from tests.cases import Case, Config, cases, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention
@@ -36,25 +36,6 @@ def test_lists_and_mask_mod_say_the_same(case):
     mask = mask_of(case)
     assert_honest(mask, lengths_of(case.query, case.key))
     assert torch.equal(mask.to_dense().bool(), case.search().keep)
-
-
-def test_statistics_come_when_asked_for():
-    query, key = inputs(batch=2)
-    mask, stats = flexprefill_mask(query, key, **OPTIONS, return_stats=True)
-    assert_same_lists(mask, flexprefill_mask(query, key, **OPTIONS))
-    assert isinstance(stats, SelectionStats)
-    assert stats.dense is False
-    assert stats.is_query_aware.dtype == torch.bool
-    for name in ("is_query_aware", "js_distance", "density", "num_vertical_blocks", "num_slash_blocks", "coverage"):
-        assert getattr(stats, name).shape == (2, 4), name
-    causal = mask.to_dense().shape[-1] * (mask.to_dense().shape[-1] + 1) / 2
-    torch.testing.assert_close(stats.density, mask.to_dense().sum((-2, -1)) / causal)
-
-
-def test_defaults_keep_a_short_prompt_whole():
-    query, key = inputs(1000, num_heads=2)
-    mask = flexprefill_mask(query, key)
-    assert torch.equal(mask.to_dense().bool(), torch.ones(8, 8).tril().bool().expand(1, 2, 8, 8))
 
 
 def test_inputs_are_left_as_they_are_and_may_be_written_over():
@@ -104,16 +85,3 @@ def test_flex_attention_without_compilation_sees_the_block_choice(keywords, dtyp
     whole, _ = masked_attention(query, key, value, expanded(torch.ones_like(case.search().keep), case))
     with pytest.raises(AssertionError, match="not close"):
         assert_same_attention(out, whole)
-
-
-@pytest.mark.gpu
-def test_lists_and_mask_mod_say_the_same_on_cuda(cuda):
-    query, key = inputs(777, batch=2, num_heads=8)
-    valid = torch.arange(777)[None] >= torch.tensor([[100], [0]])
-    mask = flexprefill_mask(query.to(cuda), key.to(cuda), **OPTIONS, window=300, attention_mask=valid.to(cuda))
-    assert_honest(mask, (777, 777))
-    assert mask.kv_indices.device.type == "cuda"
-    case = Case(query, key, Config(**OPTIONS), {"window": 300}, valid)
-    expected = case.reference()
-    clear = expected.margin > 1e-5
-    assert torch.equal(mask.to_dense().bool().cpu()[clear], expected.keep[clear])

@@ -15,7 +15,6 @@ from tests.comparisons import known_lengths
 from tests.refusals import right
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "statistics": {"return_stats": True},
     "everything kept": {"gamma": 1.0},
     "no query-aware head": {"tau": 0.0},
@@ -25,7 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offset tensor": {"q_offset": torch.tensor([3, 50]), "attention_mask": torch.ones(2, 200, dtype=torch.bool)},
     "gammas by head": {"gamma": [0.3, 0.5, 0.7, 1.0]},
     "a tensor of gammas": {"gamma": torch.tensor([0.3, 0.5, 0.7, 1.0])},
-    "published": {"method": "published", "q_len": 192, "kv_len": 192},
     "hybrid": {"method": "hybrid", "return_stats": True, "attention_mask": torch.ones(2, 200, dtype=torch.int64), "window": 70},
 }
 

@@ -1,10 +1,8 @@
 """The notebooks run from first to last cell and become pages of the site."""
 
-import importlib.util
 import json
 import os
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from tests.documents import unknown_names
-from tests.repository import ROOT
+from tests.repository import ROOT, module_of
 from tests.test_readme import differences
 
 FOLDER = ROOT / "docs/notebooks"
@@ -22,15 +20,7 @@ NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 ON_CPU, ON_GPU = "tuning.ipynb", "gpu.ipynb"
 
 
-def _module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("notebook", ROOT / "docs/notebook.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-notebook = _module()
+notebook = module_of(ROOT / "docs/notebook.py")
 
 
 def load(name, *changes):

@@ -6,22 +6,12 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import _torch, block_masks, compilation, flexprefill_mask
 from tests.attention_calls import flexprefill_attention
-from tests.compile_support import (
-    KEY,
-    LENGTHS,
-    PADDING,
-    QUERY,
-    SPARSE,
-    assert_same_lists,
-    cut,
-    dense_under,
-    traced,
-)
+from tests.compile_support import KEY, LENGTHS, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, traced
+from tests.compile_support import counting as counting
 from tests.compile_support import fresh_compiler as fresh_compiler
 
 CPP_ERROR = pytest.mark.xfail(
@@ -94,14 +84,6 @@ def test_masks_in_a_compilation_of_the_user_serve_all_lengths():
         mask = flexprefill_mask(*inputs[:2], **SPARSE, attention_mask=PADDING[:, -length:], window=100 + step)
         torch.testing.assert_close(run(*inputs, mask), dense_under(mask, *inputs), atol=2e-5, rtol=0)
     assert 1 <= graphs["unique_graphs"] - before <= 3
-
-
-@pytest.fixture
-def counting(monkeypatch):
-    """Let the project compile with a backend that only counts graphs; attention's results are worthless then."""
-    counter, compile_ = CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(compilation.torch, "compile", lambda function, **options: compile_(function, **options, backend=counter))
-    return counter
 
 
 @pytest.mark.attention

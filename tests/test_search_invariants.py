@@ -6,7 +6,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.cases import cases, sparse_cases
-from tests.comparisons import assert_same_stats, same_values
+from tests.comparisons import assert_honest, assert_same_stats, same_values
+from tests.compile_support import assert_same_lists
 from tests.expected import by_block, visible_pairs
 
 # What is kept at all
@@ -14,16 +15,10 @@ from tests.expected import by_block, visible_pairs
 
 @settings(max_examples=60)
 @given(cases())
-def test_keeps_visible_blocks_only(case):
-    visible = by_block(visible_pairs(case), case.config.block_size)[:, None]
-    assert not (case.search().keep & ~visible).any()
-
-
-@settings(max_examples=60)
-@given(cases())
-def test_full_blocks_are_those_without_a_hidden_pair(case):
-    result = case.search()
-    full = result.keep & by_block(visible_pairs(case), case.config.block_size, every=True)[:, None]
+def test_keeps_visible_blocks_only_and_full_ones_are_without_a_hidden_pair(case):
+    result, pairs, size = case.search(), visible_pairs(case), case.config.block_size
+    assert not (result.keep & ~by_block(pairs, size)[:, None]).any()
+    full = result.keep & by_block(pairs, size, every=True)[:, None]
     assert torch.equal(result.lists.full_kv_num_blocks, full.sum(-1))
     assert torch.equal(result.lists.kv_num_blocks, (result.keep & ~full).sum(-1))
 
@@ -115,6 +110,20 @@ def test_tokens_that_do_not_count_have_no_say(case, seed):
     after = case.search(query)
     for name in before.lists._fields:
         assert torch.equal(getattr(before.lists, name), getattr(after.lists, name)), name
+
+
+@settings(max_examples=40)
+@given(cases() | cases(method="hybrid", row_stride=16), st.sampled_from([1, 2, 2**63]))
+def test_window_of_all_tokens_or_more_is_none(case, times):
+    length = case.key.shape[2]
+    keywords = {**case.keywords(), "return_stats": True}
+    (mask, stats), (none, none_stats) = (
+        case.config.mask(case.query, case.key, **{**keywords, "window": window})
+        for window in (min(times * length, 2**63 - 1), None)
+    )
+    assert_same_lists(mask, none)
+    assert_honest(mask, (case.query.shape[2], length))
+    assert_same_stats(stats, none_stats)
 
 
 @settings(max_examples=20)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from flexmask.precision import without_tf32
 from tests.attention_calls import flexprefill_attention
 from tests.cases import Case, Config, cases, hybrid_length, sparse_cases, structured_inputs
-from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed
+from tests.comparisons import Drawn, Tally, assert_as_the_oracle, assert_same_blocks, assert_well_formed
 
 
 def gpu_cases(count, **fixed):
@@ -32,12 +32,7 @@ def test_equals_the_reference_on_cuda(cuda):
     # the next test compiles
     with torch.compiler.set_stance("force_eager"):
         for case in [*gpu_cases(60), *gpu_cases(20, method="hybrid", max_budget=None)]:
-            expected = case.reference()
-            result = case.to(cuda).search()
-            assert_well_formed(result)
-            assert_same_blocks(result, expected)
-            tally.add_decisions(expected)
-            assert_same_statistics(result, expected)
+            assert_as_the_oracle(case.to(cuda).search(), case.reference(), tally)
     tally.check()
 
 
@@ -63,11 +58,8 @@ def test_compiled_search_equals_the_reference_on_cuda(cuda, fixed):
         expected = case.reference()
         result = case.to(cuda).search()
         again = case.to(cuda).search()
-        assert_well_formed(result)
         assert all(torch.equal(*pair) for pair in zip(result.lists, again.lists, strict=True))
-        assert_same_blocks(result, expected)
-        tally.add_decisions(expected)
-        assert_same_statistics(result, expected)
+        assert_as_the_oracle(result, expected, tally)
         drawn.add(expected)
     tally.check()
     assert drawn.sparse > 0
@@ -138,10 +130,7 @@ def test_reads_nothing_that_was_not_written(cuda, rule, tau, padded, scores):
         poison()
         assert torch.empty(1000, device=cuda).isnan().all()
         assert torch.empty(2**20, device=cuda).isnan().all()
-        result = there.search()
-        assert_well_formed(result)
-        assert_same_blocks(result, expected)
-        assert_same_statistics(result, expected)
+        assert_as_the_oracle(there.search(), expected)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ import torch
 
 from flexmask import METHODS, flexprefill_mask
 from flexmask.base.inputs import attention_inputs
-from flexmask.base.options import blocks_of
 from flexmask.selector import selector_of
 
 NUMBER = "{name} must be a number; got {got}"
@@ -150,13 +149,6 @@ def test_numbers_by_head_are_copied_and_compared_with_the_heads():
         False,
         True,
     ]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "block_size", "blocks"), [(None, 16, None), (0, 128, 0), (1, 128, 1), (128, 128, 1), (129, 128, 2), (1024, 48, 22)]
-)
-def test_tokens_in_blocks_are_rounded_up(tokens, block_size, blocks):
-    assert blocks_of(tokens, block_size) == blocks
 
 
 def test_a_method_is_named_by_its_name_its_mask_function_or_a_partial_of_it():

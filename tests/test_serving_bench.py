@@ -8,9 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.prompts.models import ALL_SHAPES
 from bench.serving import chunk_rows, packed_call, prefill_profile, table
-from bench.serving.first_token import shape_folder
 from flexmask.attend import attend
 from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.serving.layers import LayerShape
@@ -77,16 +75,6 @@ def test_a_step_is_taken_apart_by_kernels():
     assert parts == pytest.approx(wanted)
     # two streams at once: nothing is idle
     assert prefill_profile.parts_of([("nvjet", 0.0, 100.0), ("nccl", 10.0, 20.0), ("nvjet", 100.0, 10.0)], 0.0)["idle"] == 0
-
-
-@pytest.mark.parametrize("shape", ALL_SHAPES)
-def test_shapes_are_configs_of_their_models(shape, tmp_path):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(shape_folder(shape, tmp_path, 2))
-    family, sizes = ALL_SHAPES[shape]
-    assert (config.architectures, config.num_hidden_layers) == ([f"{family}ForCausalLM"], 2)
-    assert all(getattr(config, name) == value for name, value in sizes.items() if name != "num_hidden_layers")
 
 
 SMALL = LayerShape(num_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, scale=0.25)

@@ -64,17 +64,3 @@ def test_the_recommended_method_is_the_default(without_kernel):
     assert RECOMMENDED == "hybrid" in METHODS
     assert torch.equal(default.density, named.density)
     assert not default.row_coverage.isnan().any()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"method": "flash"}, "method must be one of 'causal'.*; got 'flash'"),
-        ({"method": "published", "query_aware": "flatten"}, "'published' takes .*; got 'query_aware', an option of flexprefill$"),
-        ({"method": "causal", "backend": "cudnn"}, "backend must be one of"),
-        ({"method": "causal", "dense_below": -1}, "dense_below must be >= 0"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_every_length(arguments, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        sparse_attention(QUERY, KEY, VALUE, **arguments)

@@ -8,12 +8,12 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexmask import compilation
 from flexmask.flex.packed import Segment
 from flexmask.varlen import segments_of
-from tests.attention_calls import flexprefill_attention_varlen
+from tests.attention_calls import SINKS, flexprefill_attention_varlen
 from tests.comparisons import assert_same_stats
-from tests.packs import K_LENS, LONG, Q_LENS, SINKS, SPARSE, alone, assert_close, one_call, pack
+from tests.compile_support import counting as counting
+from tests.packs import K_LENS, LONG, Q_LENS, SPARSE, alone, assert_close, one_call, pack
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -145,22 +145,13 @@ def test_log_sum_exp_has_flash_attns_layout():
 
 
 @pytest.mark.attention
-def test_many_lengths_share_the_compilations(monkeypatch):
+def test_many_lengths_share_the_compilations(counting):
     """Two graphs for whole prompts, two for chunks."""
-    torch._dynamo.reset()
-    compilation._compile.cache_clear()
-    counter, compile_ = CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(compilation.torch, "compile", lambda function, **options: compile_(function, **options, backend=counter))
-    try:
-        with torch.no_grad():
-            for step in range(12):
-                lengths = (300 + 17 * step, 40, 260 + 5 * step)
-                inputs, q_bounds, k_bounds = pack(lengths, (lengths[0], 90 + step, 400), seed=step)
-                flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, **SPARSE, dense_below=LONG)
-    finally:
-        torch._dynamo.reset()
-        compilation._compile.cache_clear()
-    assert 2 <= counter.frame_count <= 4
+    for step in range(12):
+        lengths = (300 + 17 * step, 40, 260 + 5 * step)
+        inputs, q_bounds, k_bounds = pack(lengths, (lengths[0], 90 + step, 400), seed=step)
+        flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, **SPARSE, dense_below=LONG)
+    assert 2 <= counting.frame_count <= 4
 
 
 @pytest.mark.attention

@@ -138,16 +138,10 @@ def top_p(values: dict[int, float], forced: Blocks, share: float) -> tuple[Block
 def static(keeps: Callable[..., bool]) -> Callable[..., tuple[Tensor, Tensor]]:
     """A definition from a rule about single blocks."""
 
-    def definition(call: Call, **options: Any) -> tuple[Tensor, Tensor]:
-        keep, margin = call.empty()
-        for b in range(call.batch):
-            for h in range(call.num_heads):
-                for i in range(call.num_q_blocks):
-                    for j in range(call.num_kv_blocks):
-                        keep[b, h, i, j] = keeps(call, b, h, i, j, **options)
-        return keep, margin
+    def row_of(call: Call, b: int, h: int, i: int, **options: Any) -> tuple[Blocks, float]:
+        return [j for j in range(call.num_kv_blocks) if keeps(call, b, h, i, j, **options)], math.inf
 
-    return definition
+    return by_row(row_of)
 
 
 def by_row(row_of: Callable[..., tuple[Blocks, float]]) -> Callable[..., tuple[Tensor, Tensor]]:

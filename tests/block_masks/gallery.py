@@ -135,9 +135,3 @@ def made(name: str, setting: str, device: str = "cpu") -> Made:
     mask = MASKS[name](*chosen.inputs(device), **SPARSE[name], **chosen.shared_options(device))
     allowed = create_mask(mask.mask_mod, chosen.batch, mask.shape[1], chosen.q_len, chosen.kv_len, device=device)
     return Made(mask, allowed.cpu())
-
-
-def lists_of(mask: BlockMask) -> tuple[Tensor, ...]:
-    assert mask.full_kv_num_blocks is not None
-    assert mask.full_kv_indices is not None
-    return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices

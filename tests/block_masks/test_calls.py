@@ -8,7 +8,8 @@ import torch._dynamo
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from tests.block_masks.gallery import MASKS, SETTINGS, SPARSE, all_masks, lists_of, made, serves
+from tests.block_masks.gallery import MASKS, SETTINGS, SPARSE, all_masks, made, serves
+from tests.compile_support import lists_of
 
 # with padding, a window and offsets by batch row, where a method serves these
 FULLEST = {name: "offsets by batch row" if serves(name, "offsets by batch row") else "whole" for name in MASKS}

@@ -9,18 +9,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, KNOWS_LENGTHS
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.run import run_flex_attention
-from tests.block_masks.gallery import (
-    KEEP_EVERYTHING,
-    MASKS,
-    SETTINGS,
-    SPARSE,
-    Setting,
-    all_masks,
-    lists_of,
-    made,
-    masks_and_settings,
-)
+from tests.block_masks.gallery import KEEP_EVERYTHING, MASKS, SETTINGS, SPARSE, Setting, all_masks, made, masks_and_settings
 from tests.comparisons import assert_honest
+from tests.compile_support import lists_of
 
 
 @masks_and_settings

@@ -56,12 +56,6 @@ def test_counts_have_a_least_value(name, option, least):
         ("minference", {"plan": 7}, "plan must be a pair .*; got int"),
         ("minference", {"plan": None}, "plan must be a pair .*; got NoneType"),
         ("moa", {"plan": (1, float("inf"))}, "plan must be finite; got inf"),
-        (
-            "xattention",
-            {"tau": 0.1},
-            "method 'xattention' takes the options stride, .*; got 'tau', an option of flexprefill, published",
-        ),
-        ("flexprefill", {"row_stride": 4}, "takes the options gamma, .*; got 'row_stride', an option of hybrid"),
         ("causal", {"beta": 1}, "method 'causal' takes the options of every mask only; got 'beta'$"),
     ],
 )

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from flexmask.block_masks import published_mask
 from tests.cases import Case, Config, published_cases, structured_inputs
-from tests.comparisons import Drawn, Tally, assert_same_blocks, assert_same_statistics, assert_well_formed
+from tests.comparisons import Drawn, Tally, assert_as_the_oracle
 
 
 def test_equals_the_reference():
@@ -15,12 +15,9 @@ def test_equals_the_reference():
     @settings(max_examples=60)
     @given(published_cases(max_budget=None))
     def run(case):
-        result, expected = case.search(), case.reference()
-        assert_well_formed(result)
-        assert_same_blocks(result, expected)
-        tally.add_decisions(expected)
+        expected = case.reference()
+        assert_as_the_oracle(case.search(), expected, tally, underflow=True)
         drawn.add(expected)
-        assert_same_statistics(result, expected, underflow=True)
 
     run()
     tally.check()
@@ -30,18 +27,15 @@ def test_equals_the_reference():
 @settings(max_examples=25)
 @given(published_cases() | published_cases(min_budget=0))
 def test_equals_the_reference_with_caps_and_without_a_floor(case):
-    result, expected = case.search(), case.reference()
-    assert_same_blocks(result, expected)
-    assert_same_statistics(result, expected, underflow=True)
+    assert_as_the_oracle(case.search(), case.reference(), underflow=True)
 
 
 @settings(max_examples=15)
 @given(published_cases())
 def test_equals_the_reference_where_shares_underflow(case):
     case.scores = {"scale": 3.0}
-    result, expected = case.search(), case.reference()
-    assert_same_blocks(result, expected)
-    assert_same_statistics(result, expected, underflow=True)
+    result = case.search()
+    assert_as_the_oracle(result, case.reference(), underflow=True)
     # near float32's smallest number underflow depends on the order of a sum
     underflown = result.stats.js_distance.isnan()
     assert not (underflown & result.stats.is_query_aware).any()
@@ -51,11 +45,9 @@ def test_equals_the_reference_where_shares_underflow(case):
 def test_equals_the_reference_in_blocks_of_real_size(block_size):
     generator = torch.Generator().manual_seed(block_size)
     query, key = structured_inputs(generator, 1, 4, 2, 1536, 1536, 32, sharpness=4.0)
-    config = Config(0.8, 0.3, block_size=block_size, min_budget=block_size, method="published")
-    case = Case(query, key, config)
-    result, expected = case.search(), case.reference()
-    assert not assert_same_blocks(result, expected).any()
-    assert_same_statistics(result, expected, underflow=True)
+    case = Case(query, key, Config(0.8, 0.3, block_size=block_size, min_budget=block_size, method="published"))
+    result = case.search()
+    assert not assert_as_the_oracle(result, case.reference(), underflow=True).any()
     assert (result.stats.density < 0.9).any()
 
 
@@ -75,11 +67,7 @@ def test_equals_the_reference_on_cuda(cuda):
     generator = torch.Generator().manual_seed(3)
     for length in (512, 640, 1024):
         case = Case(*structured_inputs(generator, 1, 8, 2, length, length, 64, sharpness=4.0), config)
-        result, expected = case.to(cuda).search(), case.reference()
-        assert_well_formed(result)
-        assert_same_blocks(result, expected)
-        tally.add_decisions(expected)
-        assert_same_statistics(result, expected, underflow=True)
+        assert_as_the_oracle(case.to(cuda).search(), case.reference(), tally, underflow=True)
     tally.check()
 
 

@@ -1,6 +1,5 @@
 """`flexmask run`: programs and their children with the name registered; settings; refusals."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,7 +12,7 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 from flexmask.commands import run as command
-from tests.repository import ROOT
+from tests.repository import ROOT, module_of
 
 # prints what a model with this attention would run with
 PROGRAM = """
@@ -120,9 +119,7 @@ def test_wrong_settings_in_the_environment_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "sitecustomize" not in entry])
     monkeypatch.setenv("FLEXMASK_SETTINGS", '{"gamma": 5}')
-    spec = importlib.util.spec_from_file_location("startup_under_test", command.STARTUP / "sitecustomize.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of(command.STARTUP / "sitecustomize.py")
     sys.meta_path.pop(0)
     module._register()
     assert capsys.readouterr().err == (

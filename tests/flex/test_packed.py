@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import create_mask
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.flex.packed import Segment, _mask, _shared_calls, _table, attention_in_one_call, dense_attention_packed
 from flexmask.varlen import segments_of
-from tests.packs import SINKS, alone, assert_close, bounds_of, one_call, pack
+from tests.attention_calls import SINKS
+from tests.packs import alone, assert_close, bounds_of, one_call, pack
 
 
 @pytest.mark.parametrize("window", [None, 70, 270])

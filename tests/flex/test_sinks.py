@@ -6,27 +6,13 @@ import torch
 from flexmask.flex.sinks import with_sinks
 from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call, flexprefill_attention
 from tests.comparisons import assert_same_attention
-from tests.expected import expanded
-
-
-def under_with_sinks(it, keep, sinks):
-    """Dense attention under a block map with a last key of no value, in float64."""
-    case, scores = it.case, it.case.scores
-    groups = case.query.shape[1] // case.key.shape[1]
-    key, value = (x.double().repeat_interleave(groups, 1) for x in (case.key, it.value))
-    logits = case.query.double() @ key.mT * scores.get("scale", case.query.shape[-1] ** -0.5)
-    if "softcap" in scores:
-        logits = scores["softcap"] * torch.tanh(logits / scores["softcap"])
-    logits = logits.masked_fill(~expanded(keep, case), float("-inf"))
-    sink = sinks.double()[:, None, None].expand(*logits.shape[:3], 1)
-    return torch.cat([logits, sink], -1).softmax(-1)[..., :-1] @ value
 
 
 def test_sinks_come_in_by_the_log_sum_exp():
     it = call(**VARIANTS["groups"])
     keep = it.case.search().keep
     out, lse = it.under(keep)
-    expected = under_with_sinks(it, keep, SINKS)
+    expected = it.under(keep, SINKS)[0]
     torch.testing.assert_close(with_sinks(out.float(), lse.float(), SINKS).double(), expected, atol=1e-5, rtol=1e-5)
     assert not with_sinks(torch.zeros(1, 4, 2, 8), torch.full((1, 4, 2), float("-inf")), SINKS).any()
 
@@ -79,7 +65,7 @@ def test_sinks_are_one_more_logit(name, device):
     keep = it.case.to(device).search().keep
     out, stats = it.attend(device, sinks=SINKS.to(device), return_stats=True)
     assert (stats.density < 1).any()
-    assert_same_attention(out, under_with_sinks(it, keep, SINKS))
+    assert_same_attention(out, it.under(keep, SINKS)[0])
     with pytest.raises(AssertionError, match="not close"):
         assert_same_attention(out, it.under(keep)[0])
 
@@ -97,7 +83,7 @@ def test_dense_path_has_sinks(rows):
     it = call(**VARIANTS["everything"])
     it.case.query = it.case.query[:, :, :rows]
     keep = torch.ones(3, 4, -(-rows // 16), 18, dtype=torch.bool)
-    assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), under_with_sinks(it, keep, SINKS))
+    assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), it.under(keep, SINKS)[0])
 
 
 @pytest.mark.parametrize("others_too", [True, False], ids=["of all", "of sinks"])
@@ -108,7 +94,7 @@ def test_gradients_reach_sinks_on_the_dense_path(name, others_too):
     weights = torch.randn(batch, num_heads, q_len, it.value.shape[3])
     keep = torch.ones(batch, num_heads, -(-q_len // 16), -(-it.case.key.shape[2] // 16), dtype=torch.bool)
     exact = SINKS.double().requires_grad_()
-    (under_with_sinks(it, keep, exact) * weights).sum().backward()
+    (it.under(keep, exact)[0] * weights).sum().backward()
     tensors = [x.requires_grad_(others_too) for x in (it.case.query, it.case.key, it.value)]
     sinks = SINKS.clone().requires_grad_()
     out = flexprefill_attention(*tensors, **it.case.config.call, sinks=sinks, dense_below=1000, **it.case.keywords())
@@ -140,7 +126,7 @@ def test_gradients_reach_sinks(cuda):
     keep = it.case.to(cuda).search().keep
     weights = torch.randn(1, 4, 600, 64, generator=torch.Generator().manual_seed(4))
     exact = SINKS.double().requires_grad_()
-    (under_with_sinks(it, keep, exact) * weights).sum().backward()
+    (it.under(keep, exact)[0] * weights).sum().backward()
     for others_too in (True, False):
         tensors = [x.to(cuda).requires_grad_(others_too) for x in (it.case.query, it.case.key, it.value)]
         sinks = SINKS.to(cuda).requires_grad_()

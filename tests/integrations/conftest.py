@@ -20,6 +20,11 @@ def tokens():
 
 
 @pytest.fixture
+def prompt(tokens):
+    return tokens[:1]
+
+
+@pytest.fixture
 def no_gradients():
     with torch.no_grad():
         yield

@@ -10,7 +10,7 @@ VOCABULARY = 96  # even, for two processes to share
 NUM_LAYERS = 2
 WINDOW = 200
 _HEADS, _KV_HEADS, _HEAD_DIM = 4, 2, 16
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -50,7 +50,7 @@ class Family:
     def make(self, seed: int = 0, **options: Any) -> Any:
         """A model half of whose query heads attend sharply, the others nearly evenly."""
         torch.manual_seed(seed)
-        config = getattr(transformers, self.config.format(self.name))(**{**_SIZES, **self.options, **options})
+        config = getattr(transformers, self.config.format(self.name))(**{**SIZES, **self.options, **options})
         model = getattr(transformers, f"{self.name}ForCausalLM")(config).eval()
         with torch.no_grad():
             for layer in model.model.layers:

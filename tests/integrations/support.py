@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,8 +9,9 @@ import transformers
 
 from tests.integrations.cells import BATCH, CHOICES, CHUNK, LENGTH, Cell
 from tests.integrations.families import FAMILIES
+from tests.repository import ROOT
 
-PATH = Path(__file__).resolve().parents[2] / "integrations" / "huggingface" / "SUPPORT.md"
+PATH = ROOT / "integrations" / "huggingface" / "SUPPORT.md"
 _, CACHES, PADDINGS, PREFILLS, CALLS = CHOICES
 
 

@@ -11,21 +11,9 @@ import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.common import MARKS, padded, switchable
+from tests.integrations.families import SIZES
 
 pytestmark = MARKS
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 
 
 def made(name: str, **options: Any) -> Any:

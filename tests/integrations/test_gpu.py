@@ -9,33 +9,21 @@ import torch
 pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.families import FAMILIES, VOCABULARY
+from tests.integrations import common
+from tests.integrations.families import FAMILIES
 from tests.integrations.written_out import written_out
 
-pytestmark = pytest.mark.gpu
-LENGTH = 530
-KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 64, "min_budget": 0, "dense_below": 0}
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_gradients")]
+KEEP_ALL: dict[str, Any] = {**common.KEEP_ALL, "block_size": 64}
 SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.4, "tau": 0.13}
 TOLERANCE = 1e-3  # of logits below 1, in float32
-
-
-@pytest.fixture
-def tokens():
-    return torch.randint(1, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_dense_attention(cuda, tokens, family):
     model = FAMILIES[family].make().to(cuda)
     model.set_attn_implementation(FAMILIES[family].dense)
-    mask = torch.ones_like(tokens)
-    mask[1, :70] = 0
+    mask = common.padded(tokens)
     inputs = {"input_ids": tokens.to(cuda), "attention_mask": mask.to(cuda)}
     real = mask.to(cuda) != 0
     dense = model(**inputs).logits
@@ -90,8 +78,7 @@ def test_model_over_two_gpus(tokens, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = FAMILIES["Llama"].make()
-    mask = torch.ones_like(tokens)
-    mask[1, :70] = 0
+    mask = common.padded(tokens)
     expected = model(tokens, attention_mask=mask).logits
     model.save_pretrained(tmp_path)
     layers = {f"model.layers.{layer}": layer for layer in (0, 1)}

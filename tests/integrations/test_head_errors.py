@@ -9,6 +9,7 @@ from flexmask.integrations.tune.allocation import Choice, allocate
 from flexmask.integrations.tune.head_errors import errors_of_key_head, head_errors
 from flexmask.selector import selector_of
 from tests.cases import structured_inputs
+from tests.expected import masked_attention
 
 GAMMAS = (0.2, 0.5, 0.8, 1.0)
 METHODS = {"hybrid": {"min_budget": 0}, "flexprefill": {"min_budget": 0, "tau": 0.12}}
@@ -18,17 +19,9 @@ def expected_errors(query, key, value, gamma, method, scores, sinks, gradient=No
     """Density and error by head, in float64."""
     make_mask = getattr(block_masks, f"{method}_mask")
     num_heads, length = query.shape[1:3]
-    groups = num_heads // key.shape[1]
-    keys, values = (x.double().repeat_interleave(groups, 1) for x in (key, value))
 
     def attend(keep):
-        raw = query.double() @ keys.mT * (scores.get("scale") or query.shape[3] ** -0.5)
-        cap = scores.get("softcap")
-        raw = raw if cap is None else cap * torch.tanh(raw / cap)
-        raw = raw.masked_fill(~keep, -torch.inf)
-        if sinks is not None:
-            raw = torch.cat([raw, sinks.double().view(1, -1, 1, 1).expand(1, num_heads, length, 1)], -1)
-        return raw.softmax(-1)[..., :length] @ values
+        return masked_attention(query, key, value, keep, scores.get("scale"), scores.get("softcap"), sinks)[0]
 
     row, column = torch.arange(length)[:, None], torch.arange(length)
     visible = (column <= row) & (column > row - scores.get("window", length))

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
 from tests.integrations.cells import ALL_CELLS, FEWER_CELLS, Cell, refusal, run_cell
+from tests.integrations.common import KEEP_ALL
 from tests.integrations.families import FAMILIES
 from tests.integrations.support import Result
 from tests.integrations.written_out import written_out
@@ -18,7 +19,6 @@ from tests.integrations.written_out import written_out
 pytestmark = pytest.mark.attention
 
 TOLERANCE = 1e-4
-KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
 SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.4, "tau": 0.13}
 # few blocks lie in a window
 SPARSE_IN_WINDOWS: dict[str, Any] = {"tau": 0.17}

@@ -31,24 +31,6 @@ def test_takes_another_method(tokens, family, method):
     assert [len(run.masks[layer]) for layer in (0, 1)] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("heads", "message"),
-    [
-        (3, r"method of_some_heads must give kv_num_blocks of \(2 or 1, 4 or 1, 17\), .*; got \(2, 3, 17\)"),
-        (None, "got NoneType"),
-    ],
-)
-def test_method_that_gives_a_wrong_mask_is_refused_by_name(model, tokens, heads, message):
-    def of_some_heads(query, key, *, block_size, **visibility):
-        return heads and create_block_mask(everything, 2, heads, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block_size)
-
-    with (
-        flexmask_hf.sparse_prefill(model, method=of_some_heads, block_size=32, dense_below=0),
-        pytest.raises((TypeError, ValueError), match=message),
-    ):
-        model(tokens)
-
-
 def everything(b, h, q_idx, kv_idx):
     return q_idx >= 0
 

@@ -62,10 +62,3 @@ def test_collects_what_is_asked_for(model, tokens, collected):
     with flexmask_hf.sparse_prefill(model, **SPARSE, collect_stats=stats, collect_masks=masks) as run:
         model(tokens)
     assert (len(run.stats), len(run.masks)) == (2 * stats, 2 * masks)
-
-
-def test_short_prompt_runs_dense(model, tokens):
-    with flexmask_hf.sparse_prefill(model, collect_masks=True) as run:
-        model(tokens)
-    assert run.stats[1][0].dense
-    assert run.masks[1] == [None]

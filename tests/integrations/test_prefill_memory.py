@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.repository import ROOT
+
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 32768
 
 # Its own process; only Linux lets a process reset its peak.

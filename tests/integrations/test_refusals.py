@@ -38,14 +38,6 @@ def test_packed_prompts_are_refused_under_a_mask_without_padding(model, tokens, 
         model(tokens, position_ids=position_ids, attention_mask=torch.ones_like(tokens))
 
 
-@pytest.mark.usefixtures("without_kernel")
-def test_positions_that_stand_still_or_leap_are_no_pack(model, tokens):
-    position_ids = torch.arange(LENGTH) + (torch.arange(LENGTH) > 200) * 50 - (torch.arange(LENGTH) > 100).long()
-    with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run:
-        model(tokens, position_ids=position_ids[None], attention_mask=torch.ones_like(tokens))
-    assert run.stats
-
-
 def test_positions_of_padding_and_gaps_are_not_packed():
     positions = torch.tensor([[1, 1, 1, 0, 1, 2], [0, 1, 2, 9, 9, 10]])
     tokens = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()

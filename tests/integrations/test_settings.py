@@ -15,7 +15,7 @@ from flexmask.integrations.huggingface.layer_plan import layer_plan
 from flexmask.integrations.huggingface.side_by_side import side_by_side
 from flexmask.saved_settings import saved_settings
 from flexmask.settings import PrefillSettings
-from tests.integrations.common import MARKS, SPARSE, make_model, padded
+from tests.integrations.common import MARKS, SPARSE, padded
 
 pytestmark = MARKS
 
@@ -51,15 +51,6 @@ def test_dense_layers_are_dense(model, tokens, attention_mask):
         logits = model(tokens, attention_mask=mask).logits
     assert (logits - expected)[torch.ones_like(tokens) != 0 if mask is None else mask != 0].abs().max() < 1e-4
     assert [calls[0].dense for calls in run.stats.values()] == [True, True]
-
-
-def test_windows_below_the_break_even_stay_exact(tokens):
-    model = make_model("Gemma3")
-    with flexmask_hf.sparse_prefill(model, **{**SPARSE, "dense_below": 300}) as run:
-        model(tokens)
-    assert run.reasons == {0: ["sliding window 200 < dense_below 300"], 1: [None]}
-    assert run.stats[0][0].dense
-    assert run.stats[1][0].density.max() < 1
 
 
 def test_options_are_saved_with_the_model(model, tokens, tmp_path):

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 pytest.importorskip("transformers")
 
 from flexmask.integrations.huggingface import sparse_prefill
-from tests.integrations.families import FAMILIES, VOCABULARY
+from tests.integrations.families import FAMILIES
+from tests.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCKS: dict[str, Any] = {"method": "flexprefill", "block_size": 64, "min_budget": 0, "dense_below": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {"gamma": 1.0, **BLOCKS},
@@ -41,11 +40,6 @@ def results_of_two_processes(folder, model, tokens, surroundings):
     results = torch.load(folder / "results.pt")
     assert results["processes"] == 2
     return results
-
-
-@pytest.fixture
-def tokens():
-    return torch.randint(1, VOCABULARY, (2, 530), generator=torch.Generator().manual_seed(1))
 
 
 def test_two_processes_give_what_one_gives(tmp_path, tokens):

@@ -19,11 +19,6 @@ from tests.integrations.tune_calls import GAMMAS, OPTIONS, tuned
 pytestmark = MARKS
 
 
-@pytest.fixture
-def prompt(tokens):
-    return tokens[:1]
-
-
 @pytest.mark.attention
 @pytest.mark.parametrize("method", ["hybrid", "flexprefill"])
 def test_the_settings_keep_what_was_predicted(model, prompt, method):

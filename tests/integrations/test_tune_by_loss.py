@@ -10,16 +10,12 @@ import flexmask.integrations.huggingface as flexmask_hf
 import flexmask.integrations.tune.loss_gradient as loss_gradient
 import flexmask.integrations.tune.probe as head_probe
 from flexmask.integrations.tune.head_errors import head_errors
+from tests.integrations import tune_calls
 from tests.integrations.common import MARKS
 
 pytestmark = MARKS
 
-OPTIONS = {"gammas": (0.2, 0.5, 0.8, 1.0), "block_size": 16, "min_budget": 0, "progress": False, "density": 1.0}
-
-
-@pytest.fixture
-def prompt(tokens):
-    return tokens[:1]
+OPTIONS = {**tune_calls.OPTIONS, "density": 1.0}
 
 
 @pytest.fixture

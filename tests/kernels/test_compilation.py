@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.repository import ROOT
+
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).resolve().parents[2]
 # bytes of shared memory per program
 LIMITS = {
     "sm_80": 166_912,
@@ -23,14 +24,20 @@ LIMITS = {
 }
 
 
-def compiled(tmp_path: Path, which: str, *targets: str) -> set[str]:
-    """Names of the compiled kernels, none of which failed or took too much memory."""
+def printed(tmp_path: Path, program: str, *arguments: str) -> str:
+    """What a program of this folder prints without Triton's interpreter."""
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.kernels.compile_kernels", which, *targets]
+    command = [sys.executable, "-m", f"tests.kernels.{program}", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, env=surroundings, cwd=ROOT, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
-    results = [json.loads(line.removeprefix("compiled ")) for line in run.stdout.splitlines() if line.startswith("compiled ")]
+    return run.stdout
+
+
+def compiled(tmp_path: Path, which: str, *targets: str) -> set[str]:
+    """Names of the compiled kernels, none of which failed or took too much memory."""
+    lines = printed(tmp_path, "compile_kernels", which, *targets).splitlines()
+    results = [json.loads(line.removeprefix("compiled ")) for line in lines if line.startswith("compiled ")]
     assert {result["target"] for result in results} == set(targets)
     for result in results:
         assert result["error"] is None, result
@@ -41,12 +48,7 @@ def compiled(tmp_path: Path, which: str, *targets: str) -> set[str]:
 # numbers are symbolic from the second variant on; the third has all options
 @pytest.mark.parametrize("variants", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_search_is_traced_where_its_numbers_are_symbolic(tmp_path, variants):
-    surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.kernels.trace_kernels", str(variants)]
-    run = subprocess.run(command, capture_output=True, text=True, env=surroundings, cwd=ROOT, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split() == ["traced"] * 4 * variants
+    assert printed(tmp_path, "trace_kernels", str(variants)).split() == ["traced"] * 4 * variants
 
 
 # gfx942 has the memory of gfx1100

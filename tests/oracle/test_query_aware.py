@@ -2,15 +2,7 @@
 
 import torch
 
-from tests.oracle.by_hand import (
-    BLOCK,
-    THREE_ROWS,
-    block_scores,
-    blocks,
-    causal_blocks,
-    decide,
-    lines,
-)
+from tests.oracle.by_hand import BLOCK, THREE_ROWS, block_scores, blocks, causal_blocks, decide, lines
 
 
 def test_pooled_map_is_block_softmax():

@@ -1,13 +1,12 @@
-"""Key blocks and block diagonals: candidates, counts and what they extend to."""
+"""Key blocks and block diagonals: candidates and what they extend to."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmask.base.candidate_lines import candidate_diagonals
 from flexmask.base.visibility import block_visibility, token_validity
-from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines, line_counts
+from flexmask.plain.vertical_slash import extended_lines
 from tests.expected import by_block, seen_pairs
 
 
@@ -48,37 +47,3 @@ def test_lines_extend_to_every_visible_block_on_them(prompt, seed):
         for r, j in visible.nonzero().tolist():
             on_slash = any(slash[0, h, block - j].item() for block in stands_in[r] if block >= j)
             assert kept[0, h, r, j].item() == (vertical[0, h, j].item() or on_slash)
-
-
-@settings(max_examples=80)
-@given(prompts())
-def test_first_visible_block_and_own_blocks_are_kept_always(prompt):
-    pairs, seen, stands_in, size = prompt
-    visible = by_block(pairs, size)[0]
-    expected = torch.zeros_like(visible)
-    for r, row in enumerate(visible):
-        columns = row.nonzero().flatten().tolist()
-        for j in columns:
-            expected[r, j] = j == columns[0] or j in stands_in[r]
-    assert torch.equal(blocks_kept_always(seen)[0], expected)
-
-
-VALUES = torch.tensor([[[0.4, 0.1, 0.3, 0.2], [0.97, 0.01, 0.01, 0.01]]])
-GAMMA = torch.tensor(0.6, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("min_blocks", "max_blocks", "counts", "floor"),
-    [
-        (0, None, [2, 1], 0),
-        (2, None, [2, 2], 2),
-        (9, None, [4, 4], 4),
-        (0, 1, [1, 1], 0),
-        (1, 1, [1, 1], 1),
-        (3, 3, [3, 3], 3),
-    ],
-)
-def test_counts_stay_between_floor_and_cap(min_blocks, max_blocks, counts, floor):
-    got, got_floor = line_counts(VALUES, torch.ones(1, 1, 4).bool(), GAMMA, min_blocks, max_blocks)
-    assert got.tolist() == [counts]
-    assert (got_floor == floor).all()

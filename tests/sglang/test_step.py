@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.sglang.step import STOCK_FIELDS, gathered, part_of, plan_batch, slots_of, step_of, stock_reason
+from flexmask.integrations.sglang.step import STOCK_FIELDS, gathered, plan_batch, slots_of, step_of, stock_reason
 
 POLICY = DensePolicy(100, 32)
 # request 0 decodes, 1 and 3 are long, 2 and 4 are short
@@ -115,9 +115,3 @@ def test_keys_are_gathered_from_the_request_s_slots():
     for dtype in (torch.float32, torch.float8_e4m3fn):
         buffer = torch.randn(40, 2, 8).to(dtype)
         assert torch.equal(gathered(buffer, slots).float(), buffer.float()[30:35].transpose(0, 1))
-
-
-def test_a_part_takes_requests_by_their_place():
-    part = part_of(batch_of(), [1, 4], torch.tensor([*range(1, 201), *range(248, 278)]))
-    assert part.req_pool_indices.tolist() == [4, 7]
-    assert part.extend_start_loc.tolist() == [0, 200]

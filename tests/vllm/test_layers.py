@@ -29,10 +29,6 @@ def role(number=1, settings=None, dtype=torch.bfloat16, ranks=(0, 1), **given):
     return role_of(number, {**GIVEN, **given}, DEFAULTS, settings or PrefillSettings(), dtype, *ranks)
 
 
-def settings_of(**options):
-    return PrefillSettings(**options)
-
-
 @pytest.mark.parametrize(
     ("name", "number"),
     [("model.layers.3.self_attn.attn", 3), ("transformer.h.11.attn", 11), ("attn", None), ("a.1.b.2.attn", None)],
@@ -85,8 +81,8 @@ def test_latent_attention_is_served_as_the_plain_attention_that_it_becomes():
         ({"something_new": torch.zeros(1)}, "something_new"),
         ({"number": None}, "no layer number"),
         ({"settings": PrefillSettings(dense_layers=(1,))}, "in dense_layers"),
-        ({"settings": settings_of(gamma=1.0)}, "every head keeps every block"),
-        ({"settings": settings_of(layers={1: {"gamma": [1.0] * 4}})}, "every head keeps every block"),
+        ({"settings": PrefillSettings(gamma=1.0)}, "every head keeps every block"),
+        ({"settings": PrefillSettings(layers={1: {"gamma": [1.0] * 4}})}, "every head keeps every block"),
     ],
 )
 def test_layers_that_stay_stock_say_why(given, message):
@@ -104,27 +100,27 @@ def test_layers_that_stay_stock_say_why(given, message):
     ],
 )
 def test_gamma_one_is_not_always_stock(options):
-    assert isinstance(role(settings=settings_of(**options)), SparseLayer)
+    assert isinstance(role(settings=PrefillSettings(**options)), SparseLayer)
 
 
 def test_a_method_that_takes_no_chunks_is_refused():
     with pytest.raises(ValueError, match="published"):
-        role(settings=settings_of(method="published"))
+        role(settings=PrefillSettings(method="published"))
 
 
 def test_each_rank_gets_the_numbers_of_its_heads():
-    shares = settings_of(gamma=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    shares = PrefillSettings(gamma=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
     assert role(settings=shares, ranks=(0, 2)).selector.options["gamma"] == (0.1, 0.2, 0.3, 0.4)
     assert role(settings=shares, ranks=(1, 2)).selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
     with pytest.raises(ValueError, match="gamma must hold one number a head, 4 in layer 1; got 8"):
         role(settings=shares)
-    one = settings_of(gamma=0.7)
+    one = PrefillSettings(gamma=0.7)
     assert role(settings=one, ranks=(1, 2)).selector.options["gamma"] == 0.7
-    pairs = settings_of(method="minference", plan=[[number, 100] for number in range(1, 9)])
+    pairs = PrefillSettings(method="minference", plan=[[number, 100] for number in range(1, 9)])
     assert role(settings=pairs, ranks=(1, 2)).selector.options["plan"] == tuple((number, 100) for number in range(5, 9))
     # a method's own plan is the whole model's
-    whole = role(settings=settings_of(method="moa"), num_heads=8).selector.options["plan"]
-    halves = [role(settings=settings_of(method="moa"), ranks=(rank, 2)).selector.options["plan"] for rank in range(2)]
+    whole = role(settings=PrefillSettings(method="moa"), num_heads=8).selector.options["plan"]
+    halves = [role(settings=PrefillSettings(method="moa"), ranks=(rank, 2)).selector.options["plan"] for rank in range(2)]
     assert halves[0] + halves[1] == whole
 
 
@@ -134,14 +130,14 @@ def test_variants_differ_in_what_is_compiled_and_not_in_numbers():
         "gamma": 0.9,
         "layers": {1: {"gamma": 0.5, "tau": 0.2}, 2: {"tau": 0.0}, 3: {"min_budget": 7}},
     }
-    variants = [role(number, settings_of(**options)).variant for number in range(4)]
-    capped = role(0, settings_of(**options), logits_soft_cap=30.0).variant
+    variants = [role(number, PrefillSettings(**options)).variant for number in range(4)]
+    capped = role(0, PrefillSettings(**options), logits_soft_cap=30.0).variant
     assert variants[0] == variants[1]
     assert len({*variants, capped}) == 4
 
 
 def test_line_at_start_up():
-    settings = settings_of(gamma=0.9, layers={1: {"gamma": 0.95}}, min_budget=300)
+    settings = PrefillSettings(gamma=0.9, layers={1: {"gamma": 0.95}}, min_budget=300)
     layers = {str(number): role(number, settings) for number in range(2)}
     line = roles_line({**layers, "2": "ALiBi", "3": "ALiBi"}, ServingOptions(settings, source="defaults"), "FLASH_ATTN")
     for part in (
