@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.memory import map_bytes
 from flexmask.base.representative_rows import RepresentativeRows, representative_rows
-from flexmask.base.visibility import in_blocks
+from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method
 from flexmask.plain.representative import representative_attention
 from flexmask.plain.top_p import ranks
