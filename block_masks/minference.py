@@ -87,8 +87,8 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
         return extended_lines(kept[0], kept[1], problem.seen)
     columns, offsets = _sums(attention, rows)
     valid = tokens.key_valid[:, None]
-    place = valid.cumsum(-1)
-    columns = columns.masked_fill(valid & (place <= SINK_TOKENS), float("inf"))
+    ordinal = valid.cumsum(-1)
+    columns = columns.masked_fill(valid & (ordinal <= SINK_TOKENS), float("inf"))
     offset = torch.arange(offsets.shape[-1], device=offsets.device)
     offsets = offsets.masked_fill(offset < NEAR_OFFSETS, float("inf"))
     keys = in_blocks(ranks(columns, valid) < count[0], size, False).any(-1)

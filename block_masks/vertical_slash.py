@@ -69,7 +69,7 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
     candidates = candidate_lines(problem.tokens, size, inputs.window).unsqueeze(2)
     first, main = problem.sinks(1)[:, 0], problem.kv_block == 0
     lines = torch.stack([mass.vertical.masked_fill(first, float("inf")), mass.slash.masked_fill(main, float("inf"))])
-    place = ranks(lines, candidates)
-    vertical = place[0] < -(-vertical_size // size)
-    slash = place[1] < -(-slash_size // size)
+    rank = ranks(lines, candidates)
+    vertical = rank[0] < -(-vertical_size // size)
+    slash = rank[1] < -(-slash_size // size)
     return extended_lines(vertical, slash, problem.seen)

@@ -42,7 +42,7 @@ def run_method(
     statistics: tuple[str, ...],
     end: Tensor | None = None,
 ) -> Selected:
-    """Run a method on placed inputs; `numbers` are its options that are tensors, for the heads of the inputs.
+    """Run a method on inputs `with_offset`; `numbers` are its options that are tensors, for the heads of the inputs.
 
     For a slice of rows, `end` is the position after the whole's last row, (batch,) int32.
     """

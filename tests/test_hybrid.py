@@ -150,7 +150,7 @@ def test_packed_sequences_keep_what_they_keep_alone(without_kernel):
 
 def thresholds(length, kv_len=0, window=None, attention_mask=None, gamma=0.9, block_size=16):
     query, key = torch.zeros(1, 2, length, 16), torch.zeros(1, 1, kv_len or length, 16)
-    inputs = attention_inputs(query, key, window=window, attention_mask=attention_mask).placed()
+    inputs = attention_inputs(query, key, window=window, attention_mask=attention_mask).with_offset()
     return hybrid.thresholds(cut_into_blocks(inputs, block_size, plain), torch.tensor([gamma, 0.5], dtype=torch.float64))
 
 

@@ -138,7 +138,7 @@ def measured(rows: int, before: int, device: str, shape: LayerShape = SHAPE) -> 
     layer = chunk.layer(method=HYBRID, gamma=0.1, min_budget=budget(rows, chunk.tokens))
     name, stock = stock_call(chunk, every_block(chunk)())
     key, value = chunk.keys_and_values()
-    inputs = attention_inputs(chunk.query.transpose(0, 1)[None], key[None], value[None]).placed()
+    inputs = attention_inputs(chunk.query.transpose(0, 1)[None], key[None], value[None]).with_offset()
     selector = layer.selector.for_inputs(inputs)
     density = attend(layer, chunk.query, key, value, None, True)[1]
     assert density is not None
