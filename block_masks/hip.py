@@ -78,8 +78,8 @@ def hip_mask(
     end = (problem.seen.first_diagonal[:, None, :, None] - window_blocks + 1).clamp(min=0)
     length = (end - start).clamp(min=0)
 
-    place = torch.arange(topk_blocks + 1, device=scores.device)
-    bounds = start + place * length // topk_blocks
+    chunk = torch.arange(topk_blocks + 1, device=scores.device)
+    bounds = start + chunk * length // topk_blocks
     bounds = bounds.expand(*scores.shape[:3], -1)
     low, high = bounds[..., :-1], bounds[..., 1:]
     halvings = 2

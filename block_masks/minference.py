@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.memory import map_bytes
 from flexmask.base.representative_rows import RepresentativeRows, representative_rows
-from flexmask.base.visibility import in_blocks
+from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method
 from flexmask.plain.representative import representative_attention
 from flexmask.plain.top_p import ranks
@@ -88,8 +87,8 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
         return extended_lines(kept[0], kept[1], problem.seen)
     columns, offsets = _sums(attention, rows)
     valid = tokens.key_valid[:, None]
-    place = valid.cumsum(-1)
-    columns = columns.masked_fill(valid & (place <= SINK_TOKENS), float("inf"))
+    ordinal = valid.cumsum(-1)
+    columns = columns.masked_fill(valid & (ordinal <= SINK_TOKENS), float("inf"))
     offset = torch.arange(offsets.shape[-1], device=offsets.device)
     offsets = offsets.masked_fill(offset < NEAR_OFFSETS, float("inf"))
     keys = in_blocks(ranks(columns, valid) < count[0], size, False).any(-1)

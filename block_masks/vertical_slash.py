@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.memory import map_bytes
 from flexmask.base.options import check_count
 from flexmask.base.representative_rows import representative_rows
+from flexmask.base.visibility import candidate_lines
 from flexmask.method import BlockProblem, method
 from flexmask.plain.representative import representative_attention
 from flexmask.plain.top_p import ranks
@@ -69,7 +69,7 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
     candidates = candidate_lines(problem.tokens, size, inputs.window).unsqueeze(2)
     first, main = problem.sinks(1)[:, 0], problem.kv_block == 0
     lines = torch.stack([mass.vertical.masked_fill(first, float("inf")), mass.slash.masked_fill(main, float("inf"))])
-    place = ranks(lines, candidates)
-    vertical = place[0] < -(-vertical_size // size)
-    slash = place[1] < -(-slash_size // size)
+    rank = ranks(lines, candidates)
+    vertical = rank[0] < -(-vertical_size // size)
+    slash = rank[1] < -(-slash_size // size)
     return extended_lines(vertical, slash, problem.seen)

@@ -54,7 +54,7 @@ def attend(
     statistics: tuple[str, ...] = (),
     with_maps: bool = False,
 ) -> Attended:
-    """`sparse_attention` of checked inputs, not necessarily placed. Autocast must be off.
+    """`sparse_attention` of checked inputs, before `with_offset`. Autocast must be off.
 
     `selector` is from `Selector.for_inputs`, `statistics` names of `flexmask.stats.STATISTICS`; `with_maps` also returns the
     selections with their maps of kept blocks, for pictures.

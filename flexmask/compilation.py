@@ -44,13 +44,13 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
 
     @functools.cache
     def compiled_in(state: Hashable) -> Callable[..., Any]:
-        what = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
-        _log.warning("flexmask: compiling %s (%s), once; this takes seconds to a minute", function.__name__, what)
-        own = types.FunctionType(
+        kind = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
+        _log.warning("flexmask: compiling %s (%s), once; this takes seconds to a minute", function.__name__, kind)
+        copy = types.FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
-        own.__kwdefaults__ = function.__kwdefaults__
-        return torch.compile(own, fullgraph=True, **options)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return torch.compile(copy, fullgraph=True, **options)
 
     def call(*arguments: Any) -> Any:
         try:
@@ -76,12 +76,12 @@ def run_compiled(
     if runs_plain(query):
         return function(inputs, *rest)
     batch, num_heads, q_len, head_dim = query.shape
-    where = (query.device.type, query.device.index, query.dtype)
+    device = (query.device.type, query.device.index, query.dtype)
     shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, rest[0])
     # a wider window may not fit into the int32 of a symbol
     window = None if inputs.window is None else min(inputs.window, 2**30)
     given = (inputs.scale, inputs.softcap, *(x is None for x in (window, inputs.offset, inputs.attention_mask, *rest)))
-    run = compiled(function, *variant, *where, *shape, *given, launched=by_kernels)
+    run = compiled(function, *variant, *device, *shape, *given, launched=by_kernels)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
     # drop unused fields to avoid recompilations
     given_query, given_key = with_dynamic(query, 2), with_dynamic(key, 2)

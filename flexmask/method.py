@@ -66,9 +66,9 @@ def method(
     )  # fmt: skip
     known = METHODS.get(made.name)
     # a module may be imported again
-    if known is not None and _place(known.choose) != _place(choose):
+    if known is not None and _qualified_name(known.choose) != _qualified_name(choose):
         raise ValueError(
-            f"{choose.__name__} must have another name: method {made.name!r} is that of {'.'.join(_place(known.choose))}"
+            f"{choose.__name__} must have another name: method {made.name!r} is that of {'.'.join(_qualified_name(known.choose))}"
         )
     positional = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
 
@@ -95,7 +95,7 @@ def method(
         inputs = attention_inputs(
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
         )
-        inputs = inputs.placed().with_fields(needs_grad=False)
+        inputs = inputs.with_offset().with_fields(needs_grad=False)
         selector = made.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * selector.head_bytes
         if needed > MOST_MASK_BYTES:
@@ -122,5 +122,5 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _place(function: Callable[..., Any]) -> tuple[str, str]:
+def _qualified_name(function: Callable[..., Any]) -> tuple[str, str]:
     return function.__module__, function.__qualname__

@@ -31,6 +31,9 @@ MOST_NUMBERS = 2**27
 
 MAP = Method(lambda problem, kept: kept, {"kept": None}, "map")
 
+# between options that are text: in none of them, and no line break, since Inductor writes arguments into a comment of its code
+_SEPARATOR = "\x1f"
+
 Chosen = tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...], MaskMod | None]
 
 
@@ -42,7 +45,7 @@ def run_method(
     statistics: tuple[str, ...],
     end: Tensor | None = None,
 ) -> Selected:
-    """Run a method on placed inputs; `numbers` are its options that are tensors, for the heads of the inputs.
+    """Run a method on inputs `with_offset`; `numbers` are its options that are tensors, for the heads of the inputs.
 
     For a slice of rows, `end` is the position after the whole's last row, (batch,) int32.
     """
@@ -121,8 +124,7 @@ def _as_one_operator(
     Traced into one graph with flex_attention, our kernels gave wrong results (torch 2.11 apparently does not order its reads).
     """
     fixed = {name: value for name, value in selector.options.items() if name not in numbers and value is not None}
-    # no newline: Inductor writes them into a comment of its code
-    words = ",".join(f"{name}={value}" for name, value in fixed.items() if isinstance(value, str))
+    words = _SEPARATOR.join(f"{name}={value}" for name, value in fixed.items() if isinstance(value, str))
     # floats that stayed numbers are 0
     integers = {name: int(value) for name, value in fixed.items() if not isinstance(value, str)}
     found = selection_operator(
@@ -162,7 +164,7 @@ def selection_operator(
     """`run_method` as an operator; options without a name in `number_names`, `words` and `integer_names` are None."""
     by_name = dict(zip(filter(None, number_names.split(",")), numbers, strict=True))
     options: dict[str, Any] = dict.fromkeys(METHODS[method].defaults)
-    options |= dict(line.split("=", 1) for line in filter(None, words.split(",")))
+    options |= dict(line.split("=", 1) for line in filter(None, words.split(_SEPARATOR)))
     options |= dict(zip(filter(None, integer_names.split(",")), integers, strict=True)) | by_name
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset)
     selector = Selector(METHODS[method], block_size, options)

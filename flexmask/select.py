@@ -14,7 +14,7 @@ from flexmask.selector import Selector
 
 
 def mask_of(selector: Selector, inputs: AttentionInputs, statistics: tuple[str, ...] = ()) -> tuple[BlockMask, Selected]:
-    """The mask of placed inputs, its block choice in the mask_mod too, and its selection."""
+    """The mask of inputs `with_offset`, its block choice in the mask_mod too, and its selection."""
     selected = select_blocks(selector, inputs, with_map=True, statistics=statistics)
     return block_mask(inputs, selected), selected
 
@@ -28,8 +28,8 @@ def select_blocks(
 ) -> Selected:
     """Choose the blocks of every head, outside of autograd. Autocast must be off.
 
-    `selector` is from `Selector.for_inputs` of the whole call, `heads` are those of the call that the placed `inputs` hold
-    (default: all).
+    `selector` is from `Selector.for_inputs` of the whole call, `heads` are those of the call that `inputs` hold (default: all),
+    `with_offset`.
     """
     with torch.no_grad():
         numbers = numbers_of(selector, inputs.query, heads)

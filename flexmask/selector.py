@@ -162,13 +162,12 @@ class Selector:
 
 def _keeps_all(method: Method, options: dict[str, Any], num_heads: int) -> list[bool]:
     """For each query head: it keeps all its blocks. Reads no tensor."""
-    shares, keeps_all = method.shares, method.keeps_all
-    if keeps_all is None or any(isinstance(options[name], Tensor) for name in shares):
+    keeps_all, by_head = method.keeps_all, [name for name in method.shares if isinstance(options[name], (tuple, Tensor))]
+    if keeps_all is None or any(isinstance(options[name], Tensor) for name in by_head):
         return [False] * num_heads
-    return [
-        keeps_all(**{name: x[head] if name in shares and isinstance(x, tuple) else x for name, x in options.items()})
-        for head in range(num_heads)
-    ]
+    if not by_head:
+        return [keeps_all(**options)] * num_heads
+    return [keeps_all(**{**options, **{name: options[name][head] for name in by_head}}) for head in range(num_heads)]
 
 
 def selector_of(named: str | Callable[..., Any], block_size: int, options: Mapping[str, Any]) -> Selector:

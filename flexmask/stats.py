@@ -114,8 +114,8 @@ def stats_of(
             whole[name][group.batch, group.query] = found
         served = dense[number] if dense else []
         shared = (group.query.stop - group.query.start) // max(len(served), 1)
-        for place, is_dense in enumerate(served):
-            first = group.query.start + place * shared
+        for key_head, is_dense in enumerate(served):
+            first = group.query.start + key_head * shared
             whole["is_dense"][group.batch, first : first + shared] = is_dense
     return SelectionStats(**whole)  # type: ignore[arg-type]  # mypy takes each for `dense`
 

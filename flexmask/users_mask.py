@@ -76,8 +76,8 @@ def _check(made: Any, must_give: str, inputs: AttentionInputs, block_size: int) 
 
 def _block_map(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor:
     """True for the listed blocks, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks) bool; others are ignored."""
-    place = torch.arange(indices.shape[-1], device=indices.device)
-    listed = (place < counts.unsqueeze(-1)) & (indices >= 0) & (indices < num_kv_blocks)
+    entry = torch.arange(indices.shape[-1], device=indices.device)
+    listed = (entry < counts.unsqueeze(-1)) & (indices >= 0) & (indices < num_kv_blocks)
     # the rest goes to one more column
     column = torch.where(listed, indices.long(), num_kv_blocks)
     marks = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.bool, device=indices.device)

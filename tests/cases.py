@@ -195,7 +195,7 @@ class Case:
         """Run the fast path, with statistics."""
         query, key = self.query if query is None else query, self.key if key is None else key
         inputs = attention_inputs(query, key, **self.keywords())
-        found = select_blocks(self.config.selector.for_inputs(inputs), inputs.placed(), with_map=True, statistics=STATISTICS)
+        found = select_blocks(self.config.selector.for_inputs(inputs), inputs.with_offset(), with_map=True, statistics=STATISTICS)
         assert found.keep is not None
         return Chosen(found.lists, found.keep, SimpleNamespace(**found.stats))
 

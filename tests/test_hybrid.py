@@ -126,7 +126,7 @@ def test_plain_code_and_kernels_equal_the_oracle(name, by, is_long):
 
 
 def thresholds(length, gamma=0.9):
-    inputs = attention_inputs(torch.zeros(1, 2, length, 16), torch.zeros(1, 1, length, 16)).placed()
+    inputs = attention_inputs(torch.zeros(1, 2, length, 16), torch.zeros(1, 1, length, 16)).with_offset()
     return hybrid.thresholds(cut_into_blocks(inputs, 16, plain), torch.tensor([gamma, 0.5], dtype=torch.float64))
 
 

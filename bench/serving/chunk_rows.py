@@ -28,7 +28,7 @@ from flexmask.block_masks.hybrid import NEAREST
 from flexmask.integrations.serving.attend import attend
 from flexmask.integrations.serving.keys import after_cached
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
-from flexmask.integrations.vllm.pages import Places, gathered
+from flexmask.integrations.vllm.pages import PageTable, gathered
 from flexmask.select import select_blocks
 from flexmask.settings import PrefillSettings
 
@@ -54,13 +54,13 @@ class Chunk:
         self.table = torch.randperm(pages, device=device, generator=random).int()
         self.query = torch.randn(rows, heads, width, dtype=dtype, device=device, generator=random)
         # the cache holds the chunk's rows too
-        own = gathered(self.cache, Places(self.table, self.tokens), width)
+        own = gathered(self.cache, PageTable(self.table, self.tokens), width)
         self.key, self.value = (each[:, before:].transpose(0, 1).contiguous() for each in own)
-        self.places = Places(self.table, before)
+        self.page_table = PageTable(self.table, before)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """As the plug-in gathers them."""
-        cached = gathered(self.cache, self.places, self.shape.head_dim)
+        cached = gathered(self.cache, self.page_table, self.shape.head_dim)
         return after_cached(cached[0], self.key), after_cached(cached[1], self.value)
 
     def layer(self, **settings: Any) -> SparseLayer:
@@ -138,7 +138,7 @@ def measured(rows: int, before: int, device: str, shape: LayerShape = SHAPE) -> 
     layer = chunk.layer(method=HYBRID, gamma=0.1, min_budget=budget(rows, chunk.tokens))
     name, stock = stock_call(chunk, every_block(chunk)())
     key, value = chunk.keys_and_values()
-    inputs = attention_inputs(chunk.query.transpose(0, 1)[None], key[None], value[None]).placed()
+    inputs = attention_inputs(chunk.query.transpose(0, 1)[None], key[None], value[None]).with_offset()
     selector = layer.selector.for_inputs(inputs)
     density = attend(layer, chunk.query, key, value, None, True)[1]
     assert density is not None

@@ -123,8 +123,8 @@ class BlockProblem:
 
     def sinks(self, count: int) -> Tensor:
         """The first `count` key blocks, counted from the first valid key's, (batch or 1, 1, 1, num_kv_blocks) bool."""
-        place = self.kv_block - self.first_block()
-        return (place >= 0) & (place < count)
+        index = self.kv_block - self.first_block()
+        return (index >= 0) & (index < count)
 
     def sinks_of_tokens(self, count: int) -> Tensor:
         """Key blocks that hold one of the first `count` valid keys, (batch or 1, 1, 1, num_kv_blocks) bool."""
@@ -153,7 +153,7 @@ class BlockProblem:
 def cut_into_blocks(
     inputs: AttentionInputs, block_size: int, steps: Steps, with_map: bool = True, end: Tensor | None = None
 ) -> BlockProblem:
-    """Cut placed inputs into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
+    """Cut inputs `with_offset` into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
     q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
     tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, inputs.key)
     if end is not None:

@@ -53,8 +53,8 @@ class AttentionInputs(NamedTuple):
         )
 
     def prepared(self) -> AttentionInputs:
-        """Placed, detached unless gradients are needed, and zero where there is no token: a weight of 0 does not hide NaN."""
-        placed, mask = self.placed(), self.attention_mask
+        """`with_offset`, detached unless gradients are needed, and zero where no token is: a weight of 0 does not hide NaN."""
+        mask = self.attention_mask
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
             # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
@@ -71,10 +71,10 @@ class AttentionInputs(NamedTuple):
             # not masked_fill, which copies first
             key = torch.where(absent, 0.0, key) if self.needs_grad else key
             value = None if value is None else torch.where(absent, 0.0, value)
-        return placed.with_fields(query=query, key=key, value=value, sinks=sinks)
+        return self.with_offset().with_fields(query=query, key=key, value=value, sinks=sinks)
 
-    def placed(self) -> AttentionInputs:
-        """With `offset` as a tensor, unless row 0 stands at position 0: another offset is not another compilation."""
+    def with_offset(self) -> AttentionInputs:
+        """The same with `offset` as a tensor, unless row 0 stands at position 0: another offset is not another compilation."""
         batch, q_len, kv_len = self.query.shape[0], self.query.shape[2], self.key.shape[2]
         if self.offset is not None or q_len == kv_len:
             return self

@@ -33,8 +33,8 @@ def ascending_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
     count = keep.sum(-1, dtype=torch.int32)
     kept_before = keep.cumsum(-1, dtype=torch.int32) - keep.int()
     # a permutation, kept entries first: no two writes collide
-    place = torch.where(keep, kept_before, count.unsqueeze(-1) + columns - kept_before)
-    indices = torch.zeros_like(kept_before).scatter(-1, place.long(), torch.where(keep, columns, 0))
+    rank = torch.where(keep, kept_before, count.unsqueeze(-1) + columns - kept_before)
+    indices = torch.zeros_like(kept_before).scatter(-1, rank.long(), torch.where(keep, columns, 0))
     return count, indices
 
 

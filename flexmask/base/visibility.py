@@ -1,4 +1,4 @@
-"""Visibility by token and by block: causality, padding, window and the chunk's offset.
+"""Visibility by token, by block and by line: causality, padding, window and the chunk's offset.
 
 A pair (row, key) is visible iff both tokens are valid, ``0 <= position - k`` and, with a window, ``position - k < window``.
 Keys at positions ``>= offset + q_len`` are not valid. Leading sizes are batch, or 1 where all batch rows agree.
@@ -133,6 +133,29 @@ def visible_keys(positions: Tensor, row_valid: Tensor, tokens: Tokens, window: i
     key, positions = torch.arange(tokens.key_valid.shape[1], device=positions.device), positions.unsqueeze(-1)
     visible = tokens.key_valid.unsqueeze(-2) & row_valid.unsqueeze(-1) & (key <= positions)
     return visible if window is None else visible & (key > positions - window)
+
+
+def candidate_lines(tokens: Tokens, block_size: int, window: int | None) -> Tensor:
+    """Key blocks, then block diagonals, that hold a visible block, (2, batch or 1, num_kv_blocks) bool."""
+    if tokens.padded or window is not None:
+        seen = block_visibility(tokens, block_size, window)
+        return torch.stack([seen.visible.any(-2), candidate_diagonals(seen)])
+    # the last row sees every filled key
+    block = torch.arange(num_blocks(tokens.key_valid.shape[1], block_size), device=tokens.offset.device)
+    filled = block * block_size < tokens.offset.unsqueeze(-1) + tokens.row_valid.shape[1]
+    return filled.expand(2, *filled.shape)
+
+
+def candidate_diagonals(seen: BlockVisibility) -> Tensor:
+    """Block diagonals that hold a visible block, (batch or 1, num_kv_blocks) bool."""
+    visible = seen.visible
+    diagonal = torch.arange(visible.shape[-1], device=visible.device)
+    holds = torch.zeros_like(visible[:, 0])
+    for row_diagonal in (seen.first_diagonal, seen.last_diagonal):
+        kv_block = row_diagonal.unsqueeze(-1) - diagonal
+        on_diagonal = visible.gather(-1, kv_block.clamp(min=0).expand(visible.shape)) & (kv_block >= 0)
+        holds = holds | on_diagonal.any(-2)
+    return holds
 
 
 def valid_keys(tokens: Tokens, block_size: int) -> Tensor:

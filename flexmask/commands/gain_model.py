@@ -116,7 +116,7 @@ class _Timed:
         wait(self._device)
         start = time.perf_counter()
         call = call._replace(probe=None, run=None)
-        inputs = call.inputs.placed()
+        inputs = call.inputs.with_offset()
         is_sparse = call.reason_dense() is None
         out = call.attention()
         shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window, is_sparse)

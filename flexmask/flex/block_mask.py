@@ -18,7 +18,7 @@ from flexmask.flex.mask_mods import kept_mask_mod, limited_mask_mod, named, visi
 
 
 def block_mask(inputs: AttentionInputs, selected: Selected) -> BlockMask:
-    """The BlockMask of kept blocks, for placed inputs; with the lists by key block where the inputs need gradients."""
+    """The BlockMask of kept blocks, for inputs `with_offset`; with the lists by key block where the inputs need gradients."""
     mask_mod, title = visible_mask_mod(inputs), selected.title
     if selected.keep is not None:
         mask_mod = kept_mask_mod(mask_mod, selected.keep, selected.block_size)

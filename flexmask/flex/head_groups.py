@@ -30,5 +30,7 @@ def head_groups(query: Tensor, key: Tensor, at_once: int | None, shared: bool = 
 
 def _largest_divisor(number: int, limit: int) -> int:
     """Largest divisor of `number` up to `limit`, at least 1."""
+    if limit >= number:
+        return number
     # a list: torch 2.8 cannot trace max of a generator
     return max([d for d in range(1, number + 1) if number % d == 0 and d <= max(1, limit)])

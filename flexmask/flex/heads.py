@@ -28,8 +28,8 @@ def attend_heads(
 ) -> tuple[Tensor, Tensor | None, list[bool]]:
     """Output, log-sum-exp or None, and the key heads that ran dense.
 
-    `inputs` are placed; of a whole prompt without anything special where only some key heads are `dense`. `selected` is None if
-    all are. `most_kept` is the density above which others run dense too.
+    `inputs` are `with_offset`; of a whole prompt without anything special where only some key heads are `dense`. `selected` is
+    None if all are. `most_kept` is the density above which others run dense too.
     """
     if selected is not None and most_kept is not None:
         more = _keeps_more(selected.lists, len(dense), most_kept)

@@ -17,7 +17,7 @@ Parts = Sequence[tuple[HeadGroup, Selected]]
 
 
 def joined_mask(parts: Parts, inputs: AttentionInputs) -> BlockMask:
-    """The mask of every head of placed `inputs`, copied from the selections of its groups."""
+    """The mask of every head of `inputs`, `with_offset`, copied from the selections of its groups."""
     heads = (inputs.query.shape[0], inputs.query.shape[1])
 
     def join(tensors: list[Tensor]) -> Tensor:

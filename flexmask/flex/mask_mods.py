@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def visible_mask_mod(inputs: AttentionInputs) -> MaskMod:
-    """The mask_mod of placed inputs: causality, padding and window.
+    """The mask_mod of inputs `with_offset`: causality, padding and window.
 
     Attention is compiled once per ``__name__``, which names kinds of inputs and no values.
     """

@@ -35,11 +35,11 @@ def run_flex_attention(
     if sinks is not None and on_cpu:
         key, value, block_mask = with_sink_block(key, value, block_mask)
         sinks = captured(sinks.float())
-    where = (query.device.type, query.device.index, query.dtype)
+    device = (query.device.type, query.device.index, query.dtype)
     shapes = (query.shape[0], query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE)
     needs_lse = return_lse or (sinks is not None and not on_cpu)
     fixed = (scale, softcap, backend, needs_lse, block_mask.mask_mod.__name__)
-    run = compiled(_flex_attention, *where, *shapes, *fixed)
+    run = compiled(_flex_attention, *device, *shapes, *fixed)
     # As text, a constant: a float becomes symbolic once another variant had another one (dynamo remembers values by their place
     # in the source), and score_mods cannot capture a symbolic float.
     limit = softcap if softcap is None or torch.compiler.is_compiling() else repr(float(softcap))

@@ -161,9 +161,9 @@ def _evidence_kernel(
     b_total = tl.zeros([LINES * ROWS], tl.float32)
     for is_edge in tl.static_range(2):
         for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
-            place = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
+            index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
             b_score, o_kv = _scores(
-                b_q, p_means, begin + place * COLUMNS, p_keys, p_keys + 2 * keys_stride, b_position, m_row, o_dim, num_kv_blocks,
+                b_q, p_means, begin + index * COLUMNS, p_keys, p_keys + 2 * keys_stride, b_position, m_row, o_dim, num_kv_blocks,
                 max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM, PADDED_DIM=PADDED_DIM,
                 BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
             )  # fmt: skip
@@ -191,9 +191,9 @@ def _evidence_kernel(
     POWER: tl.constexpr = 1 if MEASURE else 2
     for is_edge in tl.static_range(2):
         for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
-            place = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
+            index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
             b_score, o_kv = _scores(
-                b_q, p_means, begin + place * COLUMNS, p_keys, p_keys + 2 * keys_stride, b_position, m_row, o_dim, num_kv_blocks,
+                b_q, p_means, begin + index * COLUMNS, p_keys, p_keys + 2 * keys_stride, b_position, m_row, o_dim, num_kv_blocks,
                 max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM, PADDED_DIM=PADDED_DIM,
                 BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
             )  # fmt: skip

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.candidate_lines import candidate_lines
-from flexmask.base.visibility import Tokens, block_edges, valid_keys
+from flexmask.base.visibility import Tokens, block_edges, candidate_lines, valid_keys
 
 
 class PackedEdges(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.candidate_lines import candidate_lines
+from flexmask.base.visibility import candidate_lines
 from flexmask.plain.representative import RepresentativeMass
 from flexmask.plain.vertical_slash import Lines, RowMass, line_mass, row_mass
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.scores import masked_softmax
-from flexmask.base.visibility import Tokens, blocks_seen_by_rows, valid_keys
+from flexmask.base.visibility import Tokens, blocks_seen_by_rows, candidate_lines, valid_keys
 from flexmask.plain.pooling import pooled_scores
 from flexmask.plain.representative import RepresentativeMass, take_rows
 from flexmask.plain.vertical_slash import Lines, kept_lines

@@ -9,7 +9,7 @@ from flexmask.base.floats import running_sums
 
 
 def ranks(values: Tensor, candidates: Tensor) -> Tensor:
-    """Place of every entry >= 0 in descending order over the last dimension, int64 from 0.
+    """Rank of every entry >= 0 in descending order over the last dimension, int64 from 0.
 
     Equal values rank by lower index, candidates before all others.
     """

@@ -18,7 +18,7 @@ from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.visible import attention_to_visible
-from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_own_heads
+from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_local_heads
 from flexmask.integrations.huggingface.compat import check_release, refusal
 from flexmask.integrations.huggingface.mask import prefill_mask
 from flexmask.integrations.huggingface.model_config import process_settings, settings_for
@@ -124,7 +124,7 @@ def _call(module: nn.Module, inputs: AttentionInputs, tokens: int, number: objec
         return block.call(module, inputs, tokens, number)
     settings, layer = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
     layer = -1 if layer is None else layer
-    selector = of_own_heads(settings.selector(layer), module, inputs.query.shape[1])
+    selector = of_local_heads(settings.selector(layer), module, inputs.query.shape[1])
     return PrefillCall(inputs, tokens, number, layer, settings, selector)
 
 

@@ -44,7 +44,7 @@ class PrefillCall(NamedTuple):
         with_maps = run is not None and run.collect_masks
         found = attend(self.inputs, selector, self.settings.run_options, plan, statistics=wanted, with_maps=with_maps)
         if run is not None:
-            mask = joined_mask(found.selections, self.inputs.placed()) if found.selections else None
+            mask = joined_mask(found.selections, self.inputs.with_offset()) if found.selections else None
             run.record(self.layer, found.stats, mask, plan.reason, self.prefill, self.size)
         return found.out
 
@@ -100,20 +100,20 @@ class PrefillCall(NamedTuple):
         return self.reason_no_mask() or self.reason_dense_layer()
 
 
-def of_own_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
+def of_local_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
     """`selector` with the options of this process's `num_heads` heads.
 
     Under tensor parallelism transformers gives processes equal shares of the heads, in order.
     """
-    own = {}
+    local = {}
     for name in (*selector.method.shares, *selector.method.pairs):
         value = selector.options[name]
         by_head = isinstance(value, tuple) and (name in selector.method.shares or isinstance(value[0], tuple))
         if by_head and len(value) != num_heads and len(value) % num_heads == 0:
             rank = _rank(module, len(value) // num_heads)
             if rank is not None:
-                own[name] = value[rank * num_heads : (rank + 1) * num_heads]
-    return replace(selector, options={**selector.options, **own}) if own else selector
+                local[name] = value[rank * num_heads : (rank + 1) * num_heads]
+    return replace(selector, options={**selector.options, **local}) if local else selector
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:

@@ -91,8 +91,8 @@ class PrefillMask(BlockMask):
         """Some of the rows; keeps all dimensions, as BlockMask does."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
-            at = parts.index(Ellipsis)
-            parts[at : at + 1] = [slice(None)] * (5 - len(parts))
+            dim = parts.index(Ellipsis)
+            parts[dim : dim + 1] = [slice(None)] * (5 - len(parts))
         parts += [slice(None)] * (4 - len(parts))
         batch, _, q_len, kv_len = self._shape
         whole = {0: batch, 3: kv_len}

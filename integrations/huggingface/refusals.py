@@ -67,15 +67,15 @@ def checked_call(
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]) -> AttentionInputs:
     """Also of head sizes without a mask, which run dense."""
-    where = dict(scores)
+    arguments = dict(scores)
     if mask is not None:
         at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
-        where |= {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
+        arguments |= {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
     if query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS:
-        return attention_inputs(query, key, value, **where)
+        return attention_inputs(query, key, value, **arguments)
     # check everything else on a supported head size
     stand_ins = [x.new_empty(()).expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
-    checked = attention_inputs(*stand_ins, **where)
+    checked = attention_inputs(*stand_ins, **arguments)
     scale = query.shape[3] ** -0.5 if scores["scale"] is None else checked.scale
     return checked._replace(query=query, key=key, value=value, scale=scale)
 

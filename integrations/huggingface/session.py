@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_own_heads
+from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_local_heads
 from flexmask.integrations.huggingface.compat import check_servable, text_config
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.saved_settings import saved_settings
@@ -115,7 +115,7 @@ class OpenBlock:
         layer, num_heads, settings = self.session.layer_of(module), inputs.query.shape[1], self.run.settings
         selector = self.selectors.get((layer, num_heads))
         if selector is None:
-            selector = self.selectors[layer, num_heads] = of_own_heads(settings.selector(layer), module, num_heads)
+            selector = self.selectors[layer, num_heads] = of_local_heads(settings.selector(layer), module, num_heads)
         return PrefillCall(inputs, tokens, prefill, layer, settings, selector, self.run, self.probe)
 
     def _give_back(self) -> None:

@@ -56,7 +56,7 @@ class SideBySide:
     def same_tokens(self) -> int:
         """Number of equal new tokens before the first difference."""
         pairs = list(zip(self.dense.tokens, self.sparse.tokens, strict=False))
-        return next((at for at, (left, right) in enumerate(pairs) if left != right), len(pairs))
+        return next((token for token, (left, right) in enumerate(pairs) if left != right), len(pairs))
 
     @property
     def logit_difference(self) -> float:
@@ -138,12 +138,12 @@ def side_by_side(
 class _FirstToken(LogitsProcessor):
     def __init__(self) -> None:
         self.logits: Tensor | None = None
-        self.at = 0.0
+        self.time = 0.0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.logits is None:
             self.logits = scores[0].float().cpu()  # waits for the device
-            self.at = time.perf_counter()
+            self.time = time.perf_counter()
         return scores
 
 
@@ -167,4 +167,4 @@ def _generate(
     with torch.no_grad():
         tokens = generate(ids, **arguments)
     assert first.logits is not None
-    return first.at - start, (tokens[0, ids.shape[1] :].tolist(), first.logits)
+    return first.time - start, (tokens[0, ids.shape[1] :].tolist(), first.logits)

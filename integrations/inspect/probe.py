@@ -131,14 +131,14 @@ def select_all(inputs: AttentionInputs, selector: Selector, run: RunOptions) -> 
 
 def _select(inputs: AttentionInputs, call: PrefillCall) -> None:
     with without_autocast(inputs.query.device):
-        inputs = inputs.prepared().placed()
+        inputs = inputs.prepared().with_offset()
         select_all(inputs, call.selector.for_inputs(inputs), call.settings.run_options)
 
 
 def _maps(inputs: AttentionInputs, call: PrefillCall) -> Iterator[tuple[AttentionInputs, HeadGroup, Tensor]]:
     """Groups of heads with the maps of their kept blocks."""
     with without_autocast(inputs.query.device):
-        inputs = inputs.prepared().placed()
+        inputs = inputs.prepared().with_offset()
         selector = call.selector.for_inputs(inputs)
         for part, group in _groups(inputs, selector, call.settings.run_options):
             keep = select_blocks(selector, part, group.query, with_map=True).keep

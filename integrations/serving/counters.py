@@ -25,7 +25,7 @@ class Counters:
         self._logger: logging.Logger | None = None
         self._log_every = 0.0
         self._logged = time.monotonic()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def reset(self) -> None:
         """Count from zero; the exported metric goes on."""
@@ -74,10 +74,10 @@ class Counters:
         if self._logger is not None:
             self._logger.info("%s", self.report())
 
-    def tell_once(self, reason: str) -> None:
+    def warn_once(self, reason: str) -> None:
         """Log why prompts that may run sparse run stock, once per reason."""
-        if self._logger is not None and reason not in self._told:
-            self._told.add(reason)
+        if self._logger is not None and reason not in self._warned:
+            self._warned.add(reason)
             self._logger.warning("flexmask: attention runs stock: %s", reason)
 
     def export(self) -> None:

@@ -77,7 +77,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
         run=run._replace(policy=always),
         dense_below=run.policy.dense_below,
     )
-    keeps_all = layer.selector.for_inputs(layer.inputs_of(*_CHUNK, torch.device("cpu")).placed()).keeps_all
+    keeps_all = layer.selector.for_inputs(layer.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()).keeps_all
     return run.policy.by_selection(keeps_all) or layer
 
 

@@ -9,15 +9,15 @@ from flexmask.dense_policy import DensePolicy
 
 
 class SparseRequest(NamedTuple):
-    request: int  # index in the batch and in the block table
+    batch_index: int  # in the block table too
     start: int  # rows of the packed batch
     stop: int
-    tokens: int  # so far, including this chunk
+    seq_len: int  # tokens so far, including this chunk
 
     @property
-    def before(self) -> int:
+    def cached_len(self) -> int:
         """Tokens before the chunk."""
-        return self.tokens - (self.stop - self.start)
+        return self.seq_len - (self.stop - self.start)
 
 
 class StockRun(NamedTuple):
@@ -39,32 +39,35 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(
-    starts: Sequence[int], lengths: Sequence[int] | None, policy: DensePolicy, prefilling: Sequence[bool] | None = None
+    query_start_loc: Sequence[int],
+    seq_lens: Sequence[int] | None,
+    policy: DensePolicy,
+    is_prefilling: Sequence[bool] | None = None,
 ) -> StepPlan:
     """Plan one step from the requests' first rows, the end of the last, and tokens including this step's.
 
-    Without `lengths` all rows run stock. `prefilling` is False for requests that decode or verify guessed tokens; None: more than
-    one row means a prefill.
+    Without `seq_lens` all rows run stock. `is_prefilling` is False for requests that decode or verify guessed tokens; None: more
+    than one row means a prefill.
     """
-    lengths = [0] * (len(starts) - 1) if lengths is None else lengths
+    seq_lens = [0] * (len(query_start_loc) - 1) if seq_lens is None else seq_lens
     sparse: list[SparseRequest] = []
     stock: list[StockRun] = []
     run: StockRun | None = None
     sparse_tokens = dense_tokens = 0
-    for request, (start, stop, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+    for index, (start, stop, seq_len) in enumerate(zip(query_start_loc, query_start_loc[1:], seq_lens, strict=False)):
         rows = stop - start
         if rows <= 0:
             continue
-        prefills = rows > 1 if prefilling is None else prefilling[request]
-        if prefills and tokens >= rows and policy.by_size(rows, tokens) is None:
-            sparse.append(SparseRequest(request, start, stop, tokens))
+        prefills = rows > 1 if is_prefilling is None else is_prefilling[index]
+        if prefills and seq_len >= rows and policy.by_size(rows, seq_len) is None:
+            sparse.append(SparseRequest(index, start, stop, seq_len))
             sparse_tokens += rows
             run = None
             continue
         dense_tokens += rows if prefills else 0
         if run is None:
-            run = StockRun(request, request + 1, start, stop)
+            run = StockRun(index, index + 1, start, stop)
             stock.append(run)
         else:
-            run = stock[-1] = StockRun(run.first, request + 1, run.start, stop)
+            run = stock[-1] = StockRun(run.first, index + 1, run.start, stop)
     return StepPlan(tuple(sparse), tuple(stock), sparse_tokens, dense_tokens)

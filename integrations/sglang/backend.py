@@ -77,10 +77,10 @@ def sparse(stock: Any, others: Any, prefill: Prefill) -> Any:
 
     The object stays, because parts of a backend refer to it.
     """
-    own = type(stock)
+    base = type(stock)
     overridden = {name: vars(SparsePrefill)[name] for name in _OVERRIDDEN}
     # derived from one class: an object cannot become one of a class with several
-    stock.__class__ = type(f"Sparse{own.__name__}", (own,), {"__module__": __name__, "flexmask_stock": own, **overridden})
+    stock.__class__ = type(f"Sparse{base.__name__}", (base,), {"__module__": __name__, "flexmask_stock": base, **overridden})
     stock.flexmask, stock.flexmask_others, stock.flexmask_step = prefill, others, None
     return stock
 
@@ -123,15 +123,15 @@ class SparsePrefill:
             if step is None:
                 pass
             elif step.lengths != lengths_of(forward_batch):
-                self.flexmask.counters.tell_once("layers get another batch than was planned")
+                self.flexmask.counters.warn_once("layers get another batch than was planned")
             elif k is None or v is None:
-                self.flexmask.counters.tell_once("layers get no keys and values")
+                self.flexmask.counters.warn_once("layers get no keys and values")
             elif given:
-                self.flexmask.counters.tell_once(f"layers are called with {', '.join(given)}")
+                self.flexmask.counters.warn_once(f"layers are called with {', '.join(given)}")
             else:
                 self.flexmask.count(is_sparse=True)
-                rows = (q, k, v)
-                return attend_by_plan(self.flexmask, self.flexmask_others, step, role, rows, layer, forward_batch, save_kv_cache)
+                qkv = (q, k, v)
+                return attend_by_plan(self.flexmask, self.flexmask_others, step, role, qkv, layer, forward_batch, save_kv_cache)
             self.flexmask.count(is_sparse=False)
         return self.flexmask_stock.forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, **options)
 
@@ -144,17 +144,17 @@ def attend_by_plan(
     others: Any,
     step: Step,
     role: SparseLayer,
-    rows_of_all: tuple[Tensor, Tensor, Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
     layer: Any,
     forward_batch: Any,
     save_kv_cache: bool = True,
 ) -> Tensor:
     """Attention of one layer in a step with sparse requests.
 
-    `rows_of_all` are the step's queries, keys and values as the layer got them; the output has the shape of the queries. Keys and
-    values go to the cache unless another kernel wrote them there, with ``save_kv_cache=False``.
+    `qkv` are the step's queries, keys and values as the layer got them; the output has the shape of the queries. Keys and values
+    go to the cache unless another kernel wrote them, with ``save_kv_cache=False``.
     """
-    q, k, v = rows_of_all
+    q, k, v = qkv
     query = q.reshape(-1, role.num_heads, role.head_dim)
     key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
     # of SGLang's, where it calls layers between pieces of a graph
@@ -163,20 +163,20 @@ def attend_by_plan(
     by_head = out.view(query.shape)
     if step.stock_rows is not None:
         rows = step.stock_rows
-        given = (x[rows] for x in (q, k, v))
-        by_head[rows] = others.forward_extend(*given, layer, step.stock_batch, save_kv_cache).view(-1, *query.shape[1:])
+        stock_out = others.forward_extend(q[rows], k[rows], v[rows], layer, step.stock_batch, save_kv_cache)
+        by_head[rows] = stock_out.view(-1, *query.shape[1:])
     pool, counted, scales = prefill.pool, prefill.options.count_density, prefill.scales(layer)
-    for each, slots in zip(step.plan.sparse, step.slots, strict=True):
-        own = slice(each.start, each.stop)
+    for request, slots in zip(step.plan.sparse, step.slots, strict=True):
+        chunk = slice(request.start, request.stop)
         if save_kv_cache:
             # the pool divides by scales in place
-            rows_of_own = (x[own] if scales is None else x[own].clone() for x in (key, value))
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc[own], *rows_of_own, *(scales or ()))
+            written = (x[chunk] if scales is None else x[chunk].clone() for x in (key, value))
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc[chunk], *written, *(scales or ()))
         reads = (pool.get_key_buffer, pool.get_value_buffer)
         cached = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
-        keys, values = map(after_cached, cached, (key[own], value[own]), scales or (None, None))
-        by_head[own], density = attend(role, query[own], keys, values, None, counted)
+        keys, values = map(after_cached, cached, (key[chunk], value[chunk]), scales or (None, None))
+        by_head[chunk], density = attend(role, query[chunk], keys, values, None, counted)
         if density is not None and not prefill.is_dummy:
-            prefill.counters.add_density(density, each.stop - each.start, each.tokens)
+            prefill.counters.add_density(density, request.stop - request.start, request.seq_len)
     by_head[step.rows :] = 0  # padding
     return out

@@ -26,7 +26,7 @@ REFUSED = {
     "enable_hierarchical_cache": "a hierarchical cache",
     "enable_lmcache": "LMCache",
 }
-ONE = ("attn_cp_size", "dcp_size")
+MUST_BE_ONE = ("attn_cp_size", "dcp_size")
 
 
 def refuse_server(server_args: Any, uses_mla: bool) -> None:
@@ -36,10 +36,10 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     decoding = server_args.get_attention_backends()[1]
     if decoding == NAME:
         raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
-    for name, told in REFUSED.items():
+    for name, feature in REFUSED.items():
         if getattr(server_args, name):
-            raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not serve {told}")
-    for name in ONE:
+            raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not serve {feature}")
+    for name in MUST_BE_ONE:
         size = getattr(server_args, name) or 1
         if size > 1:
             raise ValueError(
@@ -129,7 +129,7 @@ class Prefill:
             self._held = None
             reason = None if plan is None else stock_reason(forward_batch)
             if reason is not None:
-                self.counters.tell_once(reason)
+                self.counters.warn_once(reason)
         return step_of(forward_batch, plan, self.req_to_token) if plan is not None and plan.sparse else None
 
     def scales(self, layer: Any) -> tuple[Any, Any] | None:

@@ -1,4 +1,4 @@
-"""One step of SGLang: its plan, where the tokens of sparse requests are in the cache, and the batch of all other requests."""
+"""One step of SGLang: its plan, the cache slots of sparse requests, and the batch of all other requests."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Step(NamedTuple):
     """A planned step with at least one sparse request."""
 
     plan: StepPlan
-    slots: tuple[Tensor | None, ...]  # of each sparse request: where its tokens before the chunk are, int64; None: there are none
+    slots: tuple[Tensor | None, ...]  # of each sparse request's cached tokens, int64; None: it has none
     stock_rows: slice | Tensor | None  # of the packed batch; None: all rows are sparse
     stock_batch: Any  # SGLang's batch of the requests of these rows
-    lengths: tuple[list[int], list[int]]  # of all requests: rows, and tokens before them
+    lengths: tuple[list[int], list[int]]  # of all requests: rows, and cached tokens
 
     @property
     def rows(self) -> int:
@@ -44,9 +44,9 @@ class Step(NamedTuple):
 
 
 def lengths_of(forward_batch: Any) -> tuple[list[int], list[int]] | None:
-    """Rows of each request, and tokens before them, if the host has them."""
-    rows, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-    return None if rows is None or before is None else ([int(each) for each in rows], [int(each) for each in before])
+    """Rows and cached tokens of each request, if the host has them."""
+    rows, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    return None if rows is None or cached is None else ([int(each) for each in rows], [int(each) for each in cached])
 
 
 def stock_reason(forward_batch: Any) -> str | None:
@@ -64,10 +64,9 @@ def plan_batch(forward_batch: Any, policy: DensePolicy) -> StepPlan | None:
     lengths = lengths_of(forward_batch)
     if lengths is None:
         return StepPlan((), (), 0, forward_batch.extend_num_tokens or 0)
-    rows, before = lengths
-    starts = [0, *accumulate(rows)]
-    tokens = [a + b for a, b in zip(before, rows, strict=True)]
-    return plan_step(starts, None if stock_reason(forward_batch) else tokens, policy)
+    rows, cached = lengths
+    seq_lens = [a + b for a, b in zip(cached, rows, strict=True)]
+    return plan_step([0, *accumulate(rows)], None if stock_reason(forward_batch) else seq_lens, policy)
 
 
 def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:
@@ -75,7 +74,7 @@ def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:
     lengths = lengths_of(forward_batch)
     assert lengths is not None
     indices = forward_batch.req_pool_indices
-    slots = tuple(slots_of(req_to_token, indices, each.request, each.before) for each in plan.sparse)
+    slots = tuple(slots_of(req_to_token, indices, each.batch_index, each.cached_len) for each in plan.sparse)
     if not plan.stock:
         return Step(plan, slots, None, None, lengths)
     requests = list(chain.from_iterable(range(run.first, run.last) for run in plan.stock))
@@ -88,7 +87,7 @@ def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:
 
 
 def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, tokens: int) -> Tensor | None:
-    """Places in the cache of a request's first `tokens` tokens, (tokens,) int64, without waiting for the device; None of none.
+    """Slots of a request's first `tokens` tokens, (tokens,) int64, without waiting for the device; None of none.
 
     `req_to_token` is SGLang's table, (requests, tokens); `req_pool_indices` the row in it of each request of the batch.
     """
@@ -98,7 +97,7 @@ def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, token
 
 
 def gathered(buffer: Tensor, slots: Tensor) -> Tensor:
-    """Keys or values at these places, (num_kv_heads, tokens, head_dim), from (slots, num_kv_heads, head_dim)."""
+    """Keys or values in these slots, (num_kv_heads, tokens, head_dim), from (slots, num_kv_heads, head_dim)."""
     # no FP8 dtype can be indexed
     rows = buffer.view(torch.uint8)[slots].view(buffer.dtype) if buffer.dtype.itemsize == 1 else buffer[slots]
     return rows.transpose(0, 1)

@@ -6,23 +6,23 @@ import inspect
 from typing import Any
 
 from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_arguments
-from flexmask.integrations.sglang.prefill import ONE, REFUSED
+from flexmask.integrations.sglang.prefill import MUST_BE_ONE, REFUSED
 
 RUN: dict[tuple[int, ...], str] = {
     (0, 5, 16): "one H200 and CPUs",
 }
 """By release: where tests/sglang ran on it"""
-_OF_A_STEP = {
+_FIELDS = {
     "forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc", "positions",
     "spec_info", "encoder_lens", "multi_item_delimiter_indices", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens",
     "extend_start_loc", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "rids",
 }  # fmt: skip
 # options of the server under which it is refused, and those that the plug-in reads
-_OF_A_SERVER = {*REFUSED, *ONE, "chunked_prefill_size", "enable_metrics"}
+_SERVER_ARGS = {*REFUSED, *MUST_BE_ONE, "chunked_prefill_size", "enable_metrics"}
 # what a batch has where slots are no longer what the pool is read and written by
-_NOT_OF_A_STEP = {"kv_loc_plan"}
+_ABSENT_FIELDS = {"kv_loc_plan"}
 # arguments of a layer that say whether it is served; another one may change attention
-_OF_A_LAYER = {
+_LAYER_ARGUMENTS = {
     "num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "logit_cap", "v_head_dim", "sliding_window_size",
     "is_cross_attention", "pos_encoding_mode", "logit_capping_method", "quant_config", "attn_type", "use_irope", "prefix",
 }  # fmt: skip
@@ -49,12 +49,12 @@ def interface_faults(stock: Any) -> list[str]:
         holder = stock if owner == "backend" else MHATokenToKVPool
         faults += wrong_arguments(name, getattr(holder, attribute, None), wanted)
     fields = fields_of(ForwardBatch)
-    faults += absent_names("ForwardBatch", _OF_A_STEP, fields)
+    faults += absent_names("ForwardBatch", _FIELDS, fields)
     faults += absent_names("ForwardMode", {"EXTEND", "MIXED"}, ForwardMode.__members__)
-    faults += absent_names("ServerArgs", _OF_A_SERVER, fields_of(ServerArgs))
-    if _NOT_OF_A_STEP & fields:
-        faults.append(f"ForwardBatch must not have {', '.join(sorted(_NOT_OF_A_STEP & fields))}")
+    faults += absent_names("ServerArgs", _SERVER_ARGS, fields_of(ServerArgs))
+    if _ABSENT_FIELDS & fields:
+        faults.append(f"ForwardBatch must not have {', '.join(sorted(_ABSENT_FIELDS & fields))}")
     arguments = set(inspect.signature(RadixAttention).parameters)
-    if arguments != _OF_A_LAYER:
-        faults.append(f"RadixAttention must take {', '.join(sorted(_OF_A_LAYER))}; got {', '.join(sorted(arguments))}")
+    if arguments != _LAYER_ARGUMENTS:
+        faults.append(f"RadixAttention must take {', '.join(sorted(_LAYER_ARGUMENTS))}; got {', '.join(sorted(arguments))}")
     return faults

@@ -63,11 +63,11 @@ def head_errors(
             density[group.query] = keep.sum((-2, -1)).to(density.dtype) / visible.sum()
             groups = part.query.shape[1] // part.key.shape[1]
             for key_head in range(part.key.shape[1]):
-                own = slice(key_head * groups, (key_head + 1) * groups)
-                whole = slice(group.query.start + own.start, group.query.start + own.stop)
-                one = part.of_heads(HeadGroup(slice(0, 1), own, slice(key_head, key_head + 1)))
-                weight = None if gradient is None else gradient[0, whole]
-                error[whole] = errors_of_key_head(one, keep[own], selector.block_size, out[0, whole], weight)
+                of_part = slice(key_head * groups, (key_head + 1) * groups)
+                heads = slice(group.query.start + of_part.start, group.query.start + of_part.stop)
+                one = part.of_heads(HeadGroup(slice(0, 1), of_part, slice(key_head, key_head + 1)))
+                weight = None if gradient is None else gradient[0, heads]
+                error[heads] = errors_of_key_head(one, keep[of_part], selector.block_size, out[0, heads], weight)
     return out, HeadErrors(int(visible.sum()), density.tolist(), error.tolist())
 
 
@@ -95,7 +95,7 @@ def errors_of_key_head(
     query = inputs.query[0].float()
     key = whole_blocks(inputs.key[0, 0].float(), 0, block_size)
     value = whole_blocks(inputs.value[0, 0].float(), 0, block_size)
-    wrong, whole = (torch.zeros(keep.shape[:2], dtype=widest_float(keep.device), device=keep.device) for _ in range(2))
+    error, norm = (torch.zeros(keep.shape[:2], dtype=widest_float(keep.device), device=keep.device) for _ in range(2))
     for block, rows in enumerate(query.split(block_size, 1)):
         start = block * block_size
         first = 0 if inputs.window is None else max(0, start - inputs.window + 1) // block_size
@@ -108,15 +108,15 @@ def errors_of_key_head(
         out[:, start : start + block_size] = dense[:, 0].to(out.dtype)
         change = outs[:, :-1] - dense
         if gradient is None:
-            wrong += change.square().sum((-2, -1))
+            error += change.square().sum((-2, -1))
         else:
             change.mul_(gradient[:, None, start : start + block_size].float())
-            wrong += change.sum(-1).square().sum(-1)
-        whole += dense.square().sum((-2, -1))
+            error += change.sum(-1).square().sum(-1)
+        norm += dense.square().sum((-2, -1))
     if gradient is not None:
-        return wrong
+        return error
     # a head whose values are all zero has no error
-    return wrong / whole.clamp(min=torch.finfo(whole.dtype).tiny)
+    return error / norm.clamp(min=torch.finfo(norm.dtype).tiny)
 
 
 def _hidden(start: int, rows: int, first_key: int, window: int | None, key: Tensor) -> Tensor:

@@ -66,11 +66,11 @@ class MeasuredErrors:
             (layer, head): [
                 Choice(
                     gamma,
-                    sum(errors[layer].density[head][at] * errors[layer].visible / blocks for errors, blocks in prompts)
+                    sum(errors[layer].density[head][i] * errors[layer].visible / blocks for errors, blocks in prompts)
                     / len(prompts),
-                    sum(errors[layer].error[head][at] for errors, _ in prompts) / len(prompts),
+                    sum(errors[layer].error[head][i] for errors, _ in prompts) / len(prompts),
                 )
-                for at, gamma in enumerate(self.gammas)
+                for i, gamma in enumerate(self.gammas)
             ]
             for layer in sorted(self.by_prompt[0])
             for head in range(len(self.by_prompt[0][layer].density))

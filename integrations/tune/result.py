@@ -66,28 +66,28 @@ def result_of(
 ) -> TuneResult:
     """The gammas for one target; `base` holds the other options."""
     heads = measured.choices()
-    way = allocate(list(heads.values()))
+    allocation = allocate(list(heads.values()))
     if density is not None:
-        steps = way.steps_to_density(density)
+        steps = allocation.steps_to_density(density)
         if steps is None:
-            least = way.curve[-1][0]
+            least = allocation.curve[-1][0]
             raise ValueError(f"density must be at least {least:.4f}, that of the lowest gammas in every head; got {density}")
     else:
         assert error is not None
-        steps = way.steps_to_error(error)
+        steps = allocation.steps_to_error(error)
         if steps is None:
-            least = way.curve[0][1]
+            least = allocation.curve[0][1]
             raise ValueError(f"error must be at least {least:.3g}, that of the highest gammas in every head; got {error}")
-    chosen = tuple(way.after(steps))
+    chosen = tuple(allocation.after(steps))
     layers: dict[int, list[float]] = {}
     for (layer, _), choice in zip(heads, chosen, strict=True):
         layers.setdefault(layer, []).append(choice.gamma)
     settings = base.with_fields(layers={layer: {"gamma": tuple(by_head)} for layer, by_head in layers.items()})
     uniform = tuple(
-        (gamma, sum(each[at].blocks for each in heads.values()), sum(each[at].error for each in heads.values()) / len(heads))
-        for at, gamma in enumerate(measured.gammas)
+        (gamma, sum(each[i].blocks for each in heads.values()), sum(each[i].error for each in heads.values()) / len(heads))
+        for i, gamma in enumerate(measured.gammas)
     )
-    return TuneResult(settings, *way.curve[steps], way.curve, uniform, dense, chosen, measured)
+    return TuneResult(settings, *allocation.curve[steps], allocation.curve, uniform, dense, chosen, measured)
 
 
 def check_target(density: float | None, error: float | None) -> None:

@@ -91,9 +91,9 @@ def _backend(name: str) -> type:
         from flexmask.integrations.vllm.cpu_pages import ReadsCPUCache
 
         bases = (ReadsCPUCache, *bases)
-    where = {"__module__": __name__}
-    impl = type(f"{name}Impl", bases, {**where, "flexmask_kernel": kernel})
-    builder: Any = type(f"{name}Builder", (own_builder, stock.get_builder_cls()), where)
+    namespace = {"__module__": __name__}
+    impl = type(f"{name}Impl", bases, {**namespace, "flexmask_kernel": kernel})
+    builder: Any = type(f"{name}Builder", (own_builder, stock.get_builder_cls()), namespace)
     builder.flexmask_own = builder
 
     def supports_batch_invariance(cls: type) -> bool:
@@ -102,11 +102,11 @@ def _backend(name: str) -> type:
     def supports_device_cpu_query_lens_mismatch(cls: type) -> bool:
         return False  # the host's lengths plan steps
 
-    own = {
+    overrides = {
         "get_name": staticmethod(lambda: vllm_name),
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
         "supports_batch_invariance": classmethod(supports_batch_invariance),
         "supports_device_cpu_query_lens_mismatch": classmethod(supports_device_cpu_query_lens_mismatch),
     }
-    return type(name, (stock,), {**where, "__qualname__": name, **own})
+    return type(name, (stock,), {**namespace, "__qualname__": name, **overrides})

@@ -10,13 +10,13 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.plan import StepPlan, plan_step
 from flexmask.integrations.vllm.engine import engine_of
-from flexmask.integrations.vllm.pages import Places
+from flexmask.integrations.vllm.pages import PageTable
 
 
 class SparseStep(NamedTuple):
     plan: StepPlan
     stock: tuple[Any, ...]  # metadata per stock run
-    places: tuple[Places | None, ...]  # per sparse request, of the tokens before its chunk; None: there are none
+    page_tables: tuple[PageTable | None, ...]  # of each sparse request's cached tokens; None: it has none
 
 
 class SparsePrefillBuilder:
@@ -38,7 +38,7 @@ class SparsePrefillBuilder:
         is_sparse = any(isinstance(self._engine.roles.get(name), SparseLayer) for name in layer_names)
         self._plans = is_sparse and type(self) is self.flexmask_own
         if is_sparse and not self._plans:
-            self._engine.counters.tell_once(f"{type(self).__name__} shows layers other requests")
+            self._engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
         self._policy = self._engine.options.policy
 
     @classmethod
@@ -76,9 +76,11 @@ class SparsePrefillBuilder:
         if plan.sparse and plan.stock:
             slices = [UBatchSlice(slice(run.first, run.last), slice(run.start, run.stop)) for run in plan.stock]
             parts = [self._part(stock.build, part) for part in split_attn_metadata(slices, common_attn_metadata)]
-        table = common_attn_metadata.block_table_tensor
-        places = tuple(Places(table[each.request], each.before) if each.before else None for each in plan.sparse)
-        metadata.flexmask_step = SparseStep(plan, tuple(parts), places)
+        pages = common_attn_metadata.block_table_tensor
+        page_tables = tuple(
+            PageTable(pages[each.batch_index], each.cached_len) if each.cached_len else None for each in plan.sparse
+        )
+        metadata.flexmask_step = SparseStep(plan, tuple(parts), page_tables)
         return metadata
 
     def _part(self, build: Any, common: Any) -> Any:
@@ -88,11 +90,11 @@ class SparsePrefillBuilder:
     def _plan(self, common: Any, metadata: Any) -> StepPlan:
         reason = stock_reason(common)
         if reason is not None:
-            self._engine.counters.tell_once(reason)
-        number = common.num_reqs
-        lengths = None if reason is not None else common.seq_lens_cpu_upper_bound[:number].tolist()
-        prefilling = None if common.is_prefilling is None else common.is_prefilling[:number].tolist()
-        return plan_step(common.query_start_loc_cpu[: number + 1].tolist(), lengths, self._policy, prefilling)
+            self._engine.counters.warn_once(reason)
+        num_reqs = common.num_reqs
+        seq_lens = None if reason is not None else common.seq_lens_cpu_upper_bound[:num_reqs].tolist()
+        is_prefilling = None if common.is_prefilling is None else common.is_prefilling[:num_reqs].tolist()
+        return plan_step(common.query_start_loc_cpu[: num_reqs + 1].tolist(), seq_lens, self._policy, is_prefilling)
 
 
 def stock_reason(common: Any) -> str | None:
@@ -121,10 +123,10 @@ class SparseLatentBuilder(SparsePrefillBuilder):
         return plan._replace(stock=tuple(run for run in runs if run.first < run.last))
 
     def _part(self, build: Any, common: Any) -> Any:
-        own = {name: getattr(self, name) for name in ("reorder_batch_threshold", "_prefill_backend")}
+        saved = {name: getattr(self, name) for name in ("reorder_batch_threshold", "_prefill_backend")}
         # no decoding rows, and a prefill backend with the part's metadata
-        self.reorder_batch_threshold, self._prefill_backend = 0, own["_prefill_backend"].clone()
+        self.reorder_batch_threshold, self._prefill_backend = 0, saved["_prefill_backend"].clone()
         try:
             return super()._part(build, common)
         finally:
-            vars(self).update(own)
+            vars(self).update(saved)

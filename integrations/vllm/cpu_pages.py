@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.integrations.vllm.pages import FP8_CACHES, Places
+from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable
 
 # of the element numbers: base 8 is exact in every cache dtype, and 8**6 exceeds the elements of a page
 _BASE, _DIGITS = 8, 6
@@ -22,14 +22,14 @@ class ReadsCPUCache:
 
     flexmask_orders: tuple[Tensor, Tensor] | None = None
 
-    def flexmask_gather(self, layer: Any, kv_cache: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
         stock: Any = self
         page_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
         cache = kv_cache if kv_cache.is_floating_point() else kv_cache.view(FP8_CACHES[stock.kv_cache_dtype])
         if self.flexmask_orders is None:
             write = functools.partial(_write, stock, _Unscaled(layer), kv_cache.dtype)
             self.flexmask_orders = order_of_cache(page_size, head_dim, cache.dtype, write)
-        return gathered_on_cpu(kv_cache, places, head_dim, self.flexmask_orders)
+        return gathered_on_cpu(kv_cache, page_table, head_dim, self.flexmask_orders)
 
 
 class _Unscaled:
@@ -58,7 +58,7 @@ def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Write) -> tuple[Tensor, Tensor]:
-    """The places of a page's keys and values, for each element ``token * head_dim + dimension``: (page_size * head_dim,) int64.
+    """The indices in a page of its keys and values, by element ``token * head_dim + dimension``: (page_size * head_dim,) int64.
 
     Writes element numbers digit by digit and reads the cache back. Raises RuntimeError if the cache loses elements.
     """
@@ -80,13 +80,13 @@ def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Wri
     return orders[0], orders[1]
 
 
-def gathered_on_cpu(cache: Tensor, places: Places, head_dim: int, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def gathered_on_cpu(cache: Tensor, page_table: PageTable, head_dim: int, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values, (num_kv_heads, tokens, head_dim) each and contiguous."""
     page_size = cache.shape[2]
-    pages = places.numbers(page_size)
+    pages = page_table.pages(page_size)
     made = []
     for half, order in zip(halves(cache), orders, strict=True):
         # (pages, heads, elements in order) -> (heads, tokens, head_dim)
         rows = half[pages][:, :, order].unflatten(-1, (page_size, head_dim)).transpose(0, 1)
-        made.append(rows.flatten(1, 2)[:, : places.tokens].contiguous())
+        made.append(rows.flatten(1, 2)[:, : page_table.tokens].contiguous())
     return made[0], made[1]

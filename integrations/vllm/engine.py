@@ -45,7 +45,7 @@ class Engine:
         self.roles: dict[str, SparseLayer | str] = {}
         self.counters = Counters()
         # the layer whose calls count a step's tokens
-        self.counting: str | None = None
+        self.counting_layer: str | None = None
         self._prepared = False
 
     def role_of(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
@@ -58,11 +58,11 @@ class Engine:
         return role
 
     def _role(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
-        number, own = layer_number(name), self._vllm_config.model_config
+        number, target = layer_number(name), self._vllm_config.model_config
         # a model's own draft layers continue its numbers
-        if model != own.model or (number is not None and number >= own.get_total_num_hidden_layers()):
+        if model != target.model or (number is not None and number >= target.get_total_num_hidden_layers()):
             return DRAFT
-        if getattr(own, "rswa_window", None) is not None:
+        if getattr(target, "rswa_window", None) is not None:
             return "a window that leaves the prompt visible"
         return role_of(number, given, defaults, self.options.settings, self.dtype, *_tensor_parallel_rank())
 
@@ -74,7 +74,7 @@ class Engine:
             self._prepared = True
             kernel = self._settle_all()
             sparse = [role for role in self.roles.values() if isinstance(role, SparseLayer)]
-            self.counting = next((name for name, role in self.roles.items() if isinstance(role, SparseLayer)), None)
+            self.counting_layer = next((name for name, role in self.roles.items() if isinstance(role, SparseLayer)), None)
             is_first = _tensor_parallel_rank()[0] == 0  # of a group, logs and counts
             if is_first:
                 _log.info("%s", roles_line(self.roles, self.options, kernel, self._least_rows()))

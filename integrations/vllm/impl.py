@@ -15,7 +15,7 @@ from flexmask.integrations.serving.keys import after_cached
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.vllm.builder import SparseStep
 from flexmask.integrations.vllm.engine import DRAFT, engine_of
-from flexmask.integrations.vllm.pages import FP8_CACHES, Places, gathered, in_fp8
+from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
 
 
 class FindsItsRole:
@@ -32,12 +32,12 @@ class FindsItsRole:
         self._model = DRAFT if is_draft else config.model_config.model
         self._role: SparseLayer | str | None = None
         self._layer_name = ""
-        own: Any = super()
-        signature = inspect.signature(own.__init__)
+        stock: Any = super()
+        signature = inspect.signature(stock.__init__)
         bound = signature.bind(*arguments, **options).arguments
-        more = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), None)
-        others = bound.pop(more, {}) if more else {}
-        self._given = {**bound, **others}
+        keywords = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), None)
+        rest = bound.pop(keywords, {}) if keywords else {}
+        self._given = {**bound, **rest}
         self._defaults = {name: each.default for name, each in signature.parameters.items()}
 
     def flexmask_role(self, name: str) -> SparseLayer | str:
@@ -49,7 +49,7 @@ class FindsItsRole:
     def flexmask_step(self, attn_metadata: Any) -> SparseStep | None:
         """The planned step of a sparse layer; counts its tokens once."""
         step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
-        if step is not None and self._engine.counting == self._layer_name:
+        if step is not None and self._engine.counting_layer == self._layer_name:
             self._engine.counters.add_step(step.plan.sparse_tokens, step.plan.dense_tokens)
         return step if step is not None and step.plan.sparse and isinstance(self._role, SparseLayer) else None
 
@@ -97,22 +97,22 @@ class SparsePrefillImpl(FindsItsRole):
         sinks = getattr(self, "sinks", None)
         # a parameter is not an inference tensor, and kernels are compiled for one kind
         sinks = None if sinks is None else sinks.clone()
-        for each, places in zip(step.plan.sparse, step.places, strict=True):
-            rows = slice(each.start, each.stop)
-            found = (None, None) if places is None else self.flexmask_gather(layer, kv_cache, places)
+        for request, page_table in zip(step.plan.sparse, step.page_tables, strict=True):
+            rows = slice(request.start, request.stop)
+            found = (None, None) if page_table is None else self.flexmask_gather(layer, kv_cache, page_table)
             cached = (None if each is None else in_fp8(each, cache) for each in found)
             keys, values = map(after_cached, cached, (key[rows], value[rows]), cache_scales)
-            own = query[rows]
-            if own.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
+            queries = query[rows]
+            if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)
                 by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.groups, 0)
-                own = in_fp8(own, cache).to(output.dtype).mul_(by_head)
-            output[rows] = self.flexmask_attend(own, keys, values, sinks)
+                queries = in_fp8(queries, cache).to(output.dtype).mul_(by_head)
+            output[rows] = self.flexmask_attend(queries, keys, values, sinks)
         return output
 
-    def flexmask_gather(self, layer: Any, kv_cache: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
         """Keys and values of these tokens from the cache, (num_kv_heads, tokens, head_dim) each."""
-        return gathered(kv_cache, places, self._given["head_size"])
+        return gathered(kv_cache, page_table, self._given["head_size"])
 
 
 class SparseLatentImpl(FindsItsRole):
@@ -145,14 +145,14 @@ class SparseLatentImpl(FindsItsRole):
         decoding = attn_metadata.num_decode_tokens
         for run, metadata in zip(step.plan.stock, step.stock, strict=True):
             rows = slice(run.start - decoding, run.stop - decoding)
-            own = (q[rows], kv_c_normed[rows], k_pe[rows])
-            stock.forward_mha(*own, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
-        for each, places in zip(step.plan.sparse, step.places, strict=True):
-            rows = slice(each.start - decoding, each.stop - decoding)
+            part = (q[rows], kv_c_normed[rows], k_pe[rows])
+            stock.forward_mha(*part, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
+        for request, page_table in zip(step.plan.sparse, step.page_tables, strict=True):
+            rows = slice(request.start - decoding, request.stop - decoding)
             latent, rotated = kv_c_normed[rows], k_pe[rows]
-            if places is not None:
-                page, place = places.of(kv_c_and_k_pe_cache.shape[1])
-                cached = kv_c_and_k_pe_cache[page, place].split([latent.shape[-1], rotated.shape[-1]], -1)
+            if page_table is not None:
+                page, offset = page_table.pages_and_offsets(kv_c_and_k_pe_cache.shape[1])
+                cached = kv_c_and_k_pe_cache[page, offset].split([latent.shape[-1], rotated.shape[-1]], -1)
                 latent, rotated = torch.cat([cached[0], latent]), torch.cat([cached[1].unsqueeze(1), rotated])
             output[rows] = self.flexmask_attend(q[rows], *self._keys_and_values(latent, rotated)).flatten(1)
 

@@ -9,42 +9,37 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 """Caches of bytes by vLLM's name; keys and values have one scale each per layer, or one per key head."""
 
 
-class Places:
-    """Page and place of each token of one request, made once per step for all layers."""
+class PageTable:
+    """Pages and slots of a request's first tokens, made once per step for all layers."""
 
     def __init__(self, pages: Tensor, tokens: int) -> None:
         self._pages = pages
-        self._tokens = tokens
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tokens = tokens
+        self._pages_and_offsets: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: dict[int, Tensor] = {}
 
-    def of(self, page_size: int) -> tuple[Tensor, Tensor]:
-        """Page and place of every token, (tokens,) int64 each."""
-        made = self._made.get(page_size)
+    def pages_and_offsets(self, page_size: int) -> tuple[Tensor, Tensor]:
+        """Page of every token, and the token's offset in it, (tokens,) int64 each."""
+        made = self._pages_and_offsets.get(page_size)
         if made is None:
-            token = torch.arange(self._tokens, device=self._pages.device)
-            made = self._pages[token // page_size].long(), token % page_size
-            self._made[page_size] = made
+            token = torch.arange(self.tokens, device=self._pages.device)
+            made = self._pages_and_offsets[page_size] = self._pages[token // page_size].long(), token % page_size
         return made
 
     def slots(self, page_size: int) -> Tensor:
-        """Place among the tokens of all pages, (tokens,) int64."""
+        """Slot of every token among those of all pages, (tokens,) int64."""
         made = self._slots.get(page_size)
         if made is None:
-            page, place = self.of(page_size)
-            made = self._slots[page_size] = page * page_size + place
+            page, offset = self.pages_and_offsets(page_size)
+            made = self._slots[page_size] = page * page_size + offset
         return made
 
-    def numbers(self, page_size: int) -> Tensor:
+    def pages(self, page_size: int) -> Tensor:
         """The pages that the tokens fill, (pages,) int64."""
-        return self._pages[: -(-self._tokens // page_size)].long()
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens
+        return self._pages[: -(-self.tokens // page_size)].long()
 
 
-def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tensor]:
+def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values, (num_kv_heads, tokens, head_dim) each, from the cache of FLASH_ATTN or TRITON_ATTN.
 
     The cache is (pages, num_kv_heads, tokens per page, 2 * head_dim), keys before values, in any memory order; else RuntimeError.
@@ -56,12 +51,12 @@ def gathered(cache: Tensor, places: Places, head_dim: int) -> tuple[Tensor, Tens
     pages, heads, page_size, width = cache.shape
     if cache.stride() == (page_size * heads * width, width, heads * width, 1):
         # vLLM's default order: torch gathers whole rows of memory several times as fast as single numbers
-        rows = cache.transpose(1, 2).view(pages * page_size, heads * width)[places.slots(page_size)]
+        rows = cache.transpose(1, 2).view(pages * page_size, heads * width)[page_table.slots(page_size)]
         by_head = rows.view(-1, heads, width).transpose(0, 1)
         return by_head[..., :head_dim], by_head[..., head_dim:]
-    page, place = places.of(page_size)
+    page, offset = page_table.pages_and_offsets(page_size)
     by_head = cache.transpose(0, 1)
-    return by_head[:, page, place, :head_dim], by_head[:, page, place, head_dim:]
+    return by_head[:, page, offset, :head_dim], by_head[:, page, offset, head_dim:]
 
 
 def in_fp8(numbers: Tensor, cache: str) -> Tensor:

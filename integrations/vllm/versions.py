@@ -24,13 +24,13 @@ _FUNCTIONS = {
     "split_attn_metadata": ("ubatch_slices", "common_attn_metadata"),
     "UBatchSlice": ("request_slice", "token_slice"),
 }
-_OF_PLAIN_ATTENTION = {
+_PLAIN_FUNCTIONS = {
     "impl.forward": (
         "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale",
     ),
     "impl.do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
 }  # fmt: skip
-_OF_LATENT_ATTENTION = {
+_LATENT_FUNCTIONS = {
     "builder._init_reorder_batch_threshold": ("reorder_batch_threshold", "supports_spec_as_decode"),
     "impl.forward_mha": (
         "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale",
@@ -86,7 +86,7 @@ def interface_faults(stock: Any) -> list[str]:
     faults = []
     is_latent = stock.is_mla()
     arguments = _ARGUMENTS | (_LATENT_ARGUMENTS if is_latent else {"sinks"})
-    for name, wanted in {**_FUNCTIONS, **(_OF_LATENT_ATTENTION if is_latent else _OF_PLAIN_ATTENTION)}.items():
+    for name, wanted in {**_FUNCTIONS, **(_LATENT_FUNCTIONS if is_latent else _PLAIN_FUNCTIONS)}.items():
         owner, _, attribute = name.rpartition(".")
         holder: Any = {"builder": builder, "impl": impl}.get(owner, ubatch_utils)
         faults += wrong_arguments(name, getattr(holder, attribute, None), wanted)

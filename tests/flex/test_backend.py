@@ -79,7 +79,7 @@ def test_no_mask_of_ours_is_trivial(window, padded, shifted):
     query, key = torch.zeros(1, 1, 24, 16), torch.zeros(1, 1, 24 if shifted is None else 64, 16)
     mask = torch.ones(1, key.shape[2], dtype=torch.bool) if padded else None
     inputs = attention_inputs(query, key, window=window, attention_mask=mask, q_offset=shifted)
-    visible = visible_mask_mod(inputs.placed())
+    visible = visible_mask_mod(inputs.with_offset())
     for mask_mod in (
         visible,
         kept_mask_mod(visible, torch.ones(1, 1, 1, 1, dtype=torch.bool), 64),

@@ -106,7 +106,7 @@ def heads_reach(query, key, block_size, **given):
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_mask_joined_of_groups_is_that_of_all_heads(case, method, at_once):
     query, key = 3 * torch.randn(2, 4, 130, 16), torch.randn(2, 2, 160, 16)
-    inputs = attention_inputs(query, key, **case).placed()
+    inputs = attention_inputs(query, key, **case).with_offset()
     options = {"gamma": 0.5, "tau": 0.0, "min_budget": 0} if method == "flexprefill" else {}
     selector = selector_of(method, 32, options).for_inputs(inputs)
     whole, _ = mask_of(selector, inputs)

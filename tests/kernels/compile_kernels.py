@@ -125,7 +125,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
         config = Config(0.5, 0.5, **options)
         fixed = {name: value for name, value in config.options.items() if name not in numbers}
         tensors = {name: value for name, value in numbers.items() if name in config.options}
-        inputs, choose = AttentionInputs(query, key, None, *scores).placed(), config.selector.method.choose
+        inputs, choose = AttentionInputs(query, key, None, *scores).with_offset(), config.selector.method.choose
         _chosen(inputs, block_size, choose, fixed, tensors, rich, STATISTICS if rich else (), True, None)
     return found
 

@@ -38,7 +38,7 @@ def test_equals_the_plain_step(q_len, kv_len, options, near):
     padding = None
     if options.get("padded"):
         padding = torch.arange(kv_len, device=DEVICE)[None] >= torch.tensor([[0], [70]], device=DEVICE)
-    inputs = attention_inputs(query, key, attention_mask=padding, window=options.get("window")).placed()
+    inputs = attention_inputs(query, key, attention_mask=padding, window=options.get("window")).with_offset()
     attention = lines_of(plain, inputs, (torch.ones(1, 4).double(), torch.ones(1, 4).double()), near)[1]
     # thresholds away from every share
     most = torch.where(attention.rows.taken[:, None, :, None], attention.mass.by_row, 0.0).amax(2)
@@ -60,7 +60,7 @@ def test_shares_that_are_nan_drop_nothing():
     """A maximum drops NaN on a GPU."""
     query, key = 2 * normal(1, 2, 70, 32), normal(1, 1, 70, 32, seed=1)
     query[0, 1, 65] = torch.nan
-    inputs = attention_inputs(query, key).placed()
+    inputs = attention_inputs(query, key).with_offset()
     thresholds = (torch.full((1, 2), 0.5, device=DEVICE).double(),) * 2
     (expected, _), (found, _) = (lines_of(steps, inputs, thresholds, 1) for steps in (plain, kernels))
     kept = torch.stack([expected.vertical, expected.slash])

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from flexmask.base.candidate_lines import candidate_lines
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import representative_rows
+from flexmask.base.visibility import candidate_lines
 from flexmask.plain import vertical_slash
 from flexmask.plain.representative import representative_attention
 from tests.kernels.support import HALF, LAYOUTS, in_layout, normal, tokens_of

@@ -29,7 +29,7 @@ def test_halves_of_the_means_hold_twice_the_digits(dtype):
 
 def compare(query, key, row_stride, gammas, padding=None, **scores):
     """Blocks and coverage of both; evidence within rounding of its threshold may fall either way."""
-    inputs = attention_inputs(query, key, attention_mask=padding, **scores).placed()
+    inputs = attention_inputs(query, key, attention_mask=padding, **scores).with_offset()
     problems = [cut_into_blocks(inputs, 16, steps) for steps in (plain, kernels)]
     plain_evidence, evidence = (problem.steps.row_evidence(problem, row_stride) for problem in problems)
     share, of_lines = plain_evidence.root_mean_square, 0.25
@@ -101,7 +101,7 @@ def test_padding_in_tiles_far_from_every_edge():
 def test_coverage_of_a_head_with_nan_is_nan():
     query, key = normal(1, 2, 100, 32), normal(1, 1, 100, 32, seed=1)
     query[0, 1, 64] = torch.nan  # a sampled row
-    inputs = attention_inputs(query, key).placed()
+    inputs = attention_inputs(query, key).with_offset()
     for steps in (plain, kernels):
         problem = cut_into_blocks(inputs, 16, steps)
         keep = torch.ones(1, 2, 7, 7, dtype=torch.bool, device=DEVICE)

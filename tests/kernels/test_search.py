@@ -195,7 +195,7 @@ def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
 @pytest.mark.parametrize(("with_map", "statistics"), [(False, ()), (False, FROM_LISTS), (True, STATISTICS)], ids=str)
 def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     def outcome(query, key):
-        inputs = attention_inputs(query, key).placed()
+        inputs = attention_inputs(query, key).with_offset()
         selector = Config(**EVERYTHING, method=method).selector.for_inputs(inputs)
         found = run_method._as_one_operator(selector, inputs, numbers_of(selector, query, None), with_map, statistics)
         assert tuple(found.stats) == statistics

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmask.base.candidate_lines import candidate_diagonals
-from flexmask.base.visibility import block_visibility, token_validity
+from flexmask.base.visibility import block_visibility, candidate_diagonals, token_validity
 from flexmask.plain.vertical_slash import extended_lines
 from tests.expected import by_block, seen_pairs
 

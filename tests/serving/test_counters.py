@@ -38,11 +38,11 @@ def test_the_report_is_logged_now_and_then_in_steps_that_prefill(seconds, lines,
     assert "140 prefill tokens sparse in 2 steps, 10 dense" in caplog.messages[-1]
 
 
-def test_a_reason_is_told_once(caplog):
+def test_a_reason_is_logged_once(caplog):
     counters = Counters()
-    counters.tell_once("one")
+    counters.warn_once("one")
     assert caplog.messages == []
     counters.log_to(logging.getLogger("serving"), 60.0)
     for reason in ("one", "two", "one"):
-        counters.tell_once(reason)
+        counters.warn_once(reason)
     assert caplog.messages == [f"flexmask: attention runs stock: {reason}" for reason in ("one", "two")]

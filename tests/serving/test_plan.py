@@ -60,9 +60,13 @@ def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
     assert [edge for pair in covered for edge in pair] == sorted(edge for pair in covered for edge in pair)
     assert sum(stop - start for start, stop in covered) == starts[-1]
     for each in plan.sparse:
-        assert (each.start, each.stop, each.tokens) == (starts[each.request], starts[each.request + 1], lengths[each.request])
+        assert (each.start, each.stop, each.seq_len) == (
+            starts[each.batch_index],
+            starts[each.batch_index + 1],
+            lengths[each.batch_index],
+        )
         assert each.stop - each.start >= least_rows
-        assert each.tokens >= dense_below
+        assert each.seq_len >= dense_below
     for run in plan.stock:
         assert (run.start, run.stop) == (starts[run.first], starts[run.last])
         # vLLM's splitting needs it

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from flexmask.integrations.sglang.backend import largest_call, stock_kernel
-from flexmask.integrations.sglang.prefill import ONE, REFUSED, refuse_server
+from flexmask.integrations.sglang.prefill import MUST_BE_ONE, REFUSED, refuse_server
 
 
 def server(prefill="flexmask", decode="fa3", **others):
-    given = {**dict.fromkeys(REFUSED, False), **dict.fromkeys(ONE, 1), **others}
+    given = {**dict.fromkeys(REFUSED, False), **dict.fromkeys(MUST_BE_ONE, 1), **others}
     return SimpleNamespace(get_attention_backends=lambda: (prefill, decode), **given)
 
 

@@ -85,7 +85,7 @@ class Asked:
         from flexmask.integrations.vllm import impl
 
         after_cached = impl.after_cached
-        SparseRequest.before = property(lambda request: request.tokens)
+        SparseRequest.cached_len = property(lambda request: request.seq_len)
         impl.after_cached = lambda cached, own, scale: after_cached(cached, own[:0], scale)
         return self.with_scales()
 
@@ -212,18 +212,18 @@ class Asked:
         """A fault: a later chunk reads another request's page."""
         from flexmask.integrations.vllm import pages
 
-        right = pages.Places.__init__
+        right = pages.PageTable.__init__
 
-        def wrong(places, table, tokens):
+        def wrong(page_table, table, tokens):
             table = table.clone()
             table[3] = table[20] if tokens > 700 else table[3]
-            right(places, table, tokens)
+            right(page_table, table, tokens)
 
-        pages.Places.__init__ = wrong
+        pages.PageTable.__init__ = wrong
         try:
             return self.odd_chunks()
         finally:
-            pages.Places.__init__ = right
+            pages.PageTable.__init__ = right
 
     def with_offset_off_by_one(self):
         """A fault: a later chunk stands one token too early."""

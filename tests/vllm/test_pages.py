@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexmask.integrations.vllm.cpu_pages import gathered_on_cpu, order_of_cache
-from flexmask.integrations.vllm.pages import FP8_CACHES, Places, gathered, in_fp8
+from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
 
 PAGES, HEADS, PAGE, DIM = 9, 3, 16, 32
 TABLE = torch.tensor([7, 2, 5, 0, 0], dtype=torch.int32)
@@ -28,15 +28,15 @@ def test_pages_of_a_gpu_cache(order, tokens, rows):
         cache = torch.full((PAGES, 2, PAGE, HEADS, 2 * DIM), float("nan"))[:, 1].transpose(1, 2)
     for token in range(tokens):
         cache[TABLE[token // PAGE], :, token % PAGE] = torch.cat([each[:, token] for each in rows], -1)
-    places = Places(TABLE, tokens)
-    for made, expected in zip(gathered(cache, places, DIM), rows, strict=True):
+    page_table = PageTable(TABLE, tokens)
+    for made, expected in zip(gathered(cache, page_table, DIM), rows, strict=True):
         torch.testing.assert_close(made, expected[:, :tokens], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(PAGES, PAGE, HEADS, DIM), (2, PAGES, PAGE, HEADS, 2 * DIM)])
 def test_a_cache_of_another_shape_is_refused(shape):
     with pytest.raises(RuntimeError, match=r"vLLM's cache must be \(pages, num_kv_heads, tokens in a page, 64\); got shape"):
-        gathered(torch.zeros(shape), Places(TABLE, 34), DIM)
+        gathered(torch.zeros(shape), PageTable(TABLE, 34), DIM)
 
 
 @pytest.mark.parametrize("name", FP8_CACHES)
@@ -48,7 +48,7 @@ def test_pages_of_an_fp8_cache_are_bytes(name, order, rows):
         cache = torch.zeros(PAGES, PAGE, HEADS, 2 * DIM, dtype=torch.uint8).transpose(1, 2)
     for token in range(34):
         cache[TABLE[token // PAGE], :, token % PAGE] = torch.cat([each[:, token].view(torch.uint8) for each in stored], -1)
-    for made, numbers in zip(gathered(cache, Places(TABLE, 34), DIM), stored, strict=True):
+    for made, numbers in zip(gathered(cache, PageTable(TABLE, 34), DIM), stored, strict=True):
         assert torch.equal(in_fp8(made, name).float(), numbers[:, :34].float())
     # vLLM's CPU cache has the dtype
     assert in_fp8(stored[0], name) is stored[0]
@@ -80,7 +80,7 @@ def test_pages_of_a_cpu_cache_in_an_order_found_by_writing(write, dtype, rows):
         part = slice(number * PAGE, (number + 1) * PAGE)
         write(keys[:, part].transpose(0, 1), values[:, part].transpose(0, 1), cache[page : page + 1])
     for tokens in LENGTHS:
-        for made, right in zip(gathered_on_cpu(cache, Places(TABLE, tokens), DIM, orders), (keys, values), strict=True):
+        for made, right in zip(gathered_on_cpu(cache, PageTable(TABLE, tokens), DIM, orders), (keys, values), strict=True):
             assert torch.equal(made.float(), right[:, :tokens].float())
 
 

@@ -108,7 +108,7 @@ def test_everything_before_the_first_request_happens_once(monkeypatch):
     assert done[1][2] == (1024, 4096)  # the largest call
     assert done[0] == ("roles", 3, "STOCK", 1024)
     assert done[1][1] == 2
-    assert engine.counting == "model.layers.1.attn"
+    assert engine.counting_layer == "model.layers.1.attn"
 
 
 def latent_builder(decoded, support):

@@ -82,7 +82,7 @@ def written_out(query, keys, values, scale, sinks=None):
 
 @pytest.fixture
 def engine(monkeypatch):
-    made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting=LAYER.layer_name, counters=Counters())
+    made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting_layer=LAYER.layer_name, counters=Counters())
     made.prepare = lambda *a, **k: None
     made.role_of = lambda name, model, given, defaults: role_of(0, given, {}, KEEP_ALL, torch.float32)
     heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "scale": 0.2}
