@@ -73,11 +73,11 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None,
         arguments |= {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
     if query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS:
         return attention_inputs(query, key, value, **arguments)
-    # check everything else on a supported head size
-    stand_ins = [x.new_empty(()).expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
+    # check everything else on a supported head size, gradients included
+    stand_ins = [x[..., :1].expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
     checked = attention_inputs(*stand_ins, **arguments)
     scale = query.shape[3] ** -0.5 if scores["scale"] is None else checked.scale
-    return checked._replace(query=query, key=key, value=value, scale=scale)
+    return checked.with_fields(query=query, key=key, value=value, scale=scale)
 
 
 def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None) -> None:

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.cells import static_cache
@@ -108,6 +109,23 @@ def test_model_by_name_is_compiled_with_its_config(model, prompt, counted):
     changed = step(prompt, past_key_values=static_cache(model, LENGTH + 8)).logits
     assert (changed - expected).abs().max() > 1e-3
     assert counted.frame_count == before
+
+
+@pytest.mark.parametrize("head_dim", [8, 32], ids=["no mask", "a mask"])
+def test_dense_layers_of_a_compiled_model_have_gradients(prompt, counted, head_dim):
+    sizes = {"hidden_size": 2 * head_dim, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
+    prompt = prompt % 128
+
+    def gradient(run):
+        model.zero_grad()
+        with torch.enable_grad(), flexmask_hf.sparse_prefill(model, **{**OPTIONS, "dense_below": 1000}):
+            run(prompt, use_cache=False).logits.square().mean().backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    expected = gradient(model)
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(gradient(torch.compile(model, backend=counted)), expected)
 
 
 def test_a_copy_of_a_compiled_model_has_no_open_block(model, prompt, counted):
