@@ -262,6 +262,22 @@ def test_steps_that_run_stock_count_as_dense_and_say_why(change, reason, parts, 
     assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.plan.sparse
 
 
+def test_a_scale_set_after_construction_runs_stock(parts, engine, caplog):
+    """vLLM's Transformers backend sets it at every forward."""
+    builder, impl = parts
+    engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
+    common, (query, key, value, cache) = step_of(MIXES["sparse ones between dense ones"])
+    impl.scale = 1.0
+    with torch.inference_mode():
+        output, expected = torch.empty_like(query), torch.empty_like(query)
+        for _ in range(2):
+            impl.forward(LAYER, query, key, value, cache, builder.build(0, common), output)
+        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
+    torch.testing.assert_close(output, expected)
+    assert (engine.counters.steps, engine.counters.sparse_tokens, engine.counters.dense_tokens) == (0, 0, 2 * 153)
+    assert caplog.messages == ["flexmask: attention runs stock: a layer made with scale 0.2 has scale 1"]
+
+
 def test_memory_is_measured_before_the_first_step(parts, engine):
     _, impl = parts
     prepared = []
