@@ -21,6 +21,7 @@ from flexmask.integrations.vllm.options import serving_options
 _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
+DERIVED = "its backend shows layers other requests"
 
 
 class Engine:
@@ -110,6 +111,10 @@ class Engine:
         for name, layer in self.layers.items():
             settle = getattr(getattr(layer, "impl", None), "flexmask_role", None)
             if settle is not None:
+                builder = layer.attn_backend.get_builder_cls()
+                # as for chunked local attention (Llama 4): vLLM derives it, and it plans nothing
+                if builder.flexmask_own is not builder:
+                    self.roles[name] = DERIVED
                 settle(name)
                 kernel = layer.impl.flexmask_kernel
         return kernel

@@ -78,7 +78,14 @@ def test_one_engine_for_a_configuration():
     assert engine_of(other) is not first
 
 
-def engine_with_layers(monkeypatch, options, first_stage=True, builder=None):
+class OwnBuilder:
+    """As the plug-in makes it: the class, and not one derived from it, has itself as `flexmask_own`."""
+
+
+OwnBuilder.flexmask_own = OwnBuilder
+
+
+def engine_with_layers(monkeypatch, options, first_stage=True, builders=(OwnBuilder,) * 3, is_latent=False):
     """Three layers, the first dense; and what happens before the first request."""
     config, done = config_of({"dense_layers": [0], **options}), []
     engine = Engine(config)
@@ -89,11 +96,10 @@ def engine_with_layers(monkeypatch, options, first_stage=True, builder=None):
     monkeypatch.setattr(engine.counters, "log_to", lambda log, seconds: done.append(("log", seconds)))
     monkeypatch.setattr(engine.counters, "export", lambda: done.append(("export",)))
     monkeypatch.setattr(module, "is_first_stage", lambda: first_stage)
-    # latent attention's, if any
-    backend = SimpleNamespace(is_mla=lambda: builder is not None, get_builder_cls=lambda: builder)
-    for number in range(3):
+    for number, builder in enumerate(builders):
         name = f"model.layers.{number}.attn"
         impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, "a", GIVEN, {}))
+        backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda builder=builder: builder)
         config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
     config.compilation_config.static_forward_context["another"] = SimpleNamespace()
     return engine, done
@@ -111,6 +117,17 @@ def test_everything_before_the_first_request_happens_once(monkeypatch):
     assert engine.counting_layer == "model.layers.1.attn"
 
 
+def test_layers_whose_builder_vllm_derived_are_dense(monkeypatch):
+    """As those with chunked local attention (Llama 4); the first layer that plans counts."""
+    derived = type("Derived", (OwnBuilder,), {})
+    engine, done = engine_with_layers(monkeypatch, {"dense_layers": []}, builders=(derived, OwnBuilder, derived))
+    engine.prepare(torch.device("cpu"), False)
+    dense = {name: role for name, role in engine.roles.items() if isinstance(role, str)}
+    assert dense == {f"model.layers.{each}.attn": "its backend shows layers other requests" for each in (0, 2)}
+    assert done[1][:2] == ("warm up", 1)
+    assert engine.counting_layer == "model.layers.1.attn"
+
+
 def latent_builder(decoded, support):
     """A builder's class as vLLM has them; it may decode the rows that verify guesses."""
 
@@ -125,6 +142,7 @@ def latent_builder(decoded, support):
             guessed = self.vllm_config.guessed if supports_spec_as_decode else 0
             self.reorder_batch_threshold = max(reorder_batch_threshold, 1 + guessed)
 
+    Builder.flexmask_own = Builder
     return Builder
 
 
@@ -139,7 +157,9 @@ def latent_builder(decoded, support):
     ],
 )
 def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support, guessed, least, monkeypatch):
-    engine, done = engine_with_layers(monkeypatch, {"least_rows": 1}, builder=latent_builder(decoded, support))
+    engine, done = engine_with_layers(
+        monkeypatch, {"least_rows": 1}, builders=[latent_builder(decoded, support)] * 3, is_latent=True
+    )
     engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
     assert done[0] == ("roles", 3, "STOCK", least)
