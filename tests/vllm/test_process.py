@@ -13,7 +13,7 @@ GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "kv_c
 
 
 def config_of(options=None, layers=3, **parallel):
-    model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=4096, rswa_window=None, model="a")
+    model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=32768, rswa_window=None, model="a")
     model.hf_text_config = SimpleNamespace(num_hidden_layers=layers)
     model.get_total_num_hidden_layers = lambda: layers
     return SimpleNamespace(
@@ -111,7 +111,7 @@ def test_everything_before_the_first_request_happens_once(monkeypatch):
         engine.prepare(torch.device("cpu"), in_profile)
     assert [each[0] for each in done] == ["roles", "warm up", "export", "log", "at exit"]
     assert done[3:] == [("log", 7), ("at exit", engine.counters.log)]
-    assert done[1][2] == (1024, 4096)  # the largest call
+    assert done[1][2] == (1024, 32768)  # the largest call
     assert done[0] == ("roles", 3, "STOCK", 1024)
     assert done[1][1] == 2
     assert engine.counting_layer == "model.layers.1.attn"
@@ -126,6 +126,23 @@ def test_layers_whose_builder_vllm_derived_are_dense(monkeypatch):
     assert dense == {f"model.layers.{each}.attn": "its backend shows layers other requests" for each in (0, 2)}
     assert done[1][:2] == ("warm up", 1)
     assert engine.counting_layer == "model.layers.1.attn"
+
+
+@pytest.mark.parametrize(
+    ("options", "longest", "reason"),
+    [
+        ({"dense_below": 10**6}, 32768, "32768 tokens < dense_below 1000000"),
+        ({}, 8192, "8192 tokens < dense_below 16384"),
+        ({"least_rows": 2048}, 32768, "1024 rows < 2048"),
+    ],
+)
+def test_nothing_is_compiled_if_the_largest_call_is_dense(options, longest, reason, monkeypatch):
+    engine, done = engine_with_layers(monkeypatch, options)
+    engine._vllm_config.model_config.max_model_len = longest
+    engine.prepare(torch.device("cuda"), in_profile=True)
+    assert [each[0] for each in done] == ["roles"]
+    assert list(engine.roles.values()) == ["in dense_layers", *[f"the largest call: {reason}"] * 2]
+    assert engine.counting_layer is None
 
 
 def latent_builder(decoded, support):
@@ -169,8 +186,8 @@ def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support
 def test_the_largest_call_is_made_while_memory_is_measured(monkeypatch, in_profile):
     engine, done = engine_with_layers(monkeypatch, {})
     engine.prepare(torch.device("cuda"), in_profile)
-    # the last 1,024 rows of 4,096 tokens
-    assert [each[2] for each in done if each[0] == "reserve"] == ([(1024, 4096)] if in_profile else [])
+    # the last 1,024 rows of 32,768 tokens
+    assert [each[2] for each in done if each[0] == "reserve"] == ([(1024, 32768)] if in_profile else [])
 
 
 def test_one_stage_exports_the_counters(monkeypatch):
