@@ -34,6 +34,8 @@ def roles_line(
     roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None
 ) -> str:
     """The line at start-up."""
+    if not roles:
+        return f"flexmask runs dense: no attention layers found in this model; {kernel} serves it. Settings: {options.source}."
     sparse = [role for role in roles.values() if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:

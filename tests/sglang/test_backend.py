@@ -318,6 +318,18 @@ def test_nothing_is_compiled_if_the_largest_call_is_dense(largest, reason, monke
     assert "0 of 1 attention layers prefill sparse" in caplog.text and f"(the largest call: {reason})" in caplog.text
 
 
+def test_layers_that_the_model_hides_are_told_and_not_served(caplog):
+    """SGLang's Transformers backend keeps them in a dict, and changes their scale at every call."""
+    caplog.set_level(logging.INFO)
+    served = Served()
+    served.runner.model = torch.nn.Module()
+    served.runner.model.attention_instances = {0: served.model.attn}
+    prefill = Prefill(served.runner, ServingOptions(SPARSE, "torch_native"))
+    prefill.prepare((512, 512), torch.device("cpu"), torch.float32)
+    assert not prefill.sparse_layers
+    assert "flexmask runs dense: no attention layers found in this model; torch_native serves it." in caplog.text
+
+
 def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_memory():
     ours = Served(SPARSE)
     counters = ours.prefill.counters
