@@ -47,6 +47,15 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
             )
 
 
+def refuse_model(model: Any, is_multimodal: bool) -> None:
+    """Raise ValueError for a model that shows tokens of images later ones, which it does with SGLang's Triton backend only."""
+    if is_multimodal and hasattr(model, "prepare_attn_masks"):
+        raise ValueError(
+            f"--enable-multimodal must be off with the attention backend {NAME!r} and {type(model).__name__}, whose images see "
+            "later tokens"
+        )
+
+
 class Prefill:
     """Options and roles that the layers of one model share in this process.
 
