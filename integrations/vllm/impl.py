@@ -108,9 +108,11 @@ class SparsePrefillImpl(FindsItsRole):
         sinks = None if sinks is None else sinks.clone()
         for request, page_table in zip(step.plan.sparse, step.page_tables, strict=True):
             rows = slice(request.start, request.stop)
-            found = (None, None) if page_table is None else self.flexmask_gather(layer, kv_cache, page_table)
+            # vLLM frees pages before the window of the first row
+            skipped = 0 if role.window is None else max(0, request.cached_len - role.window + 1)
+            found = (None, None) if page_table is None else self.flexmask_gather(layer, kv_cache, page_table.since(skipped))
             cached = (None if each is None else in_fp8(each, cache) for each in found)
-            keys, values = map(after_cached, cached, (key[rows], value[rows]), cache_scales)
+            keys, values = map(after_cached, cached, (key[rows], value[rows]), cache_scales, (skipped, skipped))
             queries = query[rows]
             if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)
