@@ -44,7 +44,7 @@ class Gemma3ForConditionalGeneration:
 
 
 def test_a_model_whose_images_see_later_tokens_is_refused():
-    with pytest.raises(ValueError, match="--enable-multimodal must be off .* Gemma3ForConditionalGeneration"):
+    with pytest.raises(ValueError, match=r"--enable-multimodal must be off .* Gemma3ForConditionalGeneration"):
         refuse_model(Gemma3ForConditionalGeneration(), is_multimodal=True)
     refuse_model(Gemma3ForConditionalGeneration(), is_multimodal=False)
     refuse_model(object(), is_multimodal=True)

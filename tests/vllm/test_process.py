@@ -1,6 +1,7 @@
 """What the layers of one engine process share, and the steps before the first request."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,8 @@ def test_one_engine_for_a_configuration():
 
 class OwnBuilder:
     """As the plug-in makes it: the class, and not one derived from it, has itself as `flexmask_own`."""
+
+    flexmask_own: Any = None
 
 
 OwnBuilder.flexmask_own = OwnBuilder

@@ -184,7 +184,7 @@ class WindowedImpl(StockImpl):
 @pytest.mark.attention
 @pytest.mark.parametrize("junk", [float("nan"), -50.0])
 def test_pages_before_the_window_are_not_read(junk, parts, engine, monkeypatch):
-    """vLLM frees them: they are empty, or another request's."""
+    """They are free: empty, or those of another request."""
     builder, _ = parts
     settings = PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0)
     engine.role_of = lambda name, model, given, defaults: role_of(0, given, {}, settings, torch.float32)
@@ -295,7 +295,7 @@ def test_steps_that_run_stock_count_as_dense_and_say_why(change, reason, parts, 
 
 
 def test_a_scale_set_after_construction_runs_stock(parts, engine, caplog):
-    """vLLM's Transformers backend sets it at every forward."""
+    """As in every forward of vLLM's Transformers backend."""
     builder, impl = parts
     engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
     common, (query, key, value, cache) = step_of(MIXES["sparse ones between dense ones"])
