@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.attend import attend
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.warm_sizes import warm_sizes
+
+Name = TypeVar("Name")
+
+
+def served_roles(
+    roles: Mapping[Name, SparseLayer | str], policy: DensePolicy, largest: tuple[int, int]
+) -> dict[Name, SparseLayer | str]:
+    """The roles, all of them dense if `policy` runs even the largest call, rows and tokens, dense."""
+    reason = policy.by_size(*largest)
+    found = dict(roles)
+    for name, role in roles.items():
+        if reason is not None and isinstance(role, SparseLayer):
+            found[name] = f"the largest call: {reason}"
+    return found
 
 
 def roles_line(
     roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None
 ) -> str:
     """The line at start-up."""
+    if not roles:
+        return f"flexmask runs dense: no attention layers found in this model; {kernel} serves it. Settings: {options.source}."
     sparse = [role for role in roles.values() if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:

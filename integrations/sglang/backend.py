@@ -13,7 +13,7 @@ from flexmask.integrations.serving.keys import after_cached
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, serving_options
-from flexmask.integrations.sglang.prefill import Prefill, refuse_server
+from flexmask.integrations.sglang.prefill import Prefill, refuse_model, refuse_server
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import RUN, interface_faults
 
@@ -40,6 +40,7 @@ def make_backend(runner: Any) -> Any:
     if runner.is_draft_worker:
         return make_stock(runner)
     refuse_server(server, runner.use_mla_backend)
+    refuse_model(runner.model, model.is_multimodal)
     options.settings.check_model(model.hf_text_config)
     stock = make_stock(runner)
     warning = check_release("SGLang", sglang.__version__, RUN, interface_faults(type(stock)))

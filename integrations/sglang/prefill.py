@@ -11,7 +11,7 @@ from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.plan import StepPlan
-from flexmask.integrations.serving.startup import bytes_of, reserve, roles_line, warm_up
+from flexmask.integrations.serving.startup import bytes_of, reserve, roles_line, served_roles, warm_up
 from flexmask.integrations.sglang.layers import FP8, role_of_layer
 from flexmask.integrations.sglang.options import NAME
 from flexmask.integrations.sglang.step import Step, plan_batch, step_of, stock_reason
@@ -45,6 +45,15 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
             raise ValueError(
                 f"{name} must be 1 with the attention backend {NAME!r}, whose masks need all of a prompt; got {size}"
             )
+
+
+def refuse_model(model: Any, is_multimodal: bool) -> None:
+    """Raise ValueError for a model that shows tokens of images later ones, which it does with SGLang's Triton backend only."""
+    if is_multimodal and hasattr(model, "prepare_attn_masks"):
+        raise ValueError(
+            f"--enable-multimodal must be off with the attention backend {NAME!r} and {type(model).__name__}, whose images see "
+            "later tokens"
+        )
 
 
 class Prefill:
@@ -95,6 +104,7 @@ class Prefill:
 
         SGLang captures its graphs afterwards. The memory of the call is held until the first request.
         """
+        self.roles = served_roles(self.roles, self._policy, largest)
         if self._first:
             by_name = {str(number): role for number, role in enumerate(self.roles.values())}
             _log.info("%s", roles_line(by_name, self.options, self.options.kernel))

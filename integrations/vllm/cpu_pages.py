@@ -83,10 +83,10 @@ def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Wri
 def gathered_on_cpu(cache: Tensor, page_table: PageTable, head_dim: int, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values, (num_kv_heads, tokens, head_dim) each and contiguous."""
     page_size = cache.shape[2]
-    pages = page_table.pages(page_size)
+    pages, first = page_table.pages(page_size), page_table.first % page_size
     made = []
     for half, order in zip(halves(cache), orders, strict=True):
         # (pages, heads, elements in order) -> (heads, tokens, head_dim)
         rows = half[pages][:, :, order].unflatten(-1, (page_size, head_dim)).transpose(0, 1)
-        made.append(rows.flatten(1, 2)[:, : page_table.tokens].contiguous())
+        made.append(rows.flatten(1, 2)[:, first : first + page_table.stop - page_table.first].contiguous())
     return made[0], made[1]

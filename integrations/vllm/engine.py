@@ -13,7 +13,7 @@ import torch
 from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
+from flexmask.integrations.serving.startup import reserve, roles_line, served_roles, warm_up
 from flexmask.integrations.vllm.layers import layer_number, role_of
 from flexmask.integrations.vllm.options import serving_options
 
@@ -21,6 +21,7 @@ from flexmask.integrations.vllm.options import serving_options
 _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
+DERIVED = "its backend shows layers other requests"
 
 
 class Engine:
@@ -72,16 +73,17 @@ class Engine:
             if self._prepared:
                 return
             self._prepared = True
-            kernel = self._settle_all()
+            kernel, largest = self._settle_all(), self._largest_call()
+            policy = self.options.policy._replace(least_rows=self._least_rows())
+            self.roles = served_roles(self.roles, policy, largest)
             sparse = [role for role in self.roles.values() if isinstance(role, SparseLayer)]
             self.counting_layer = next((name for name, role in self.roles.items() if isinstance(role, SparseLayer)), None)
             is_first = _tensor_parallel_rank()[0] == 0  # of a group, logs and counts
             if is_first:
-                _log.info("%s", roles_line(self.roles, self.options, kernel, self._least_rows()))
+                _log.info("%s", roles_line(self.roles, self.options, kernel, policy.least_rows))
             if not sparse:
                 return
             with torch.inference_mode():
-                largest = self._largest_call()
                 seconds = warm_up(sparse, largest, device, self.dtype, self.options.count_density)
                 if in_profile and device.type != "cpu":
                     reserve(sparse, largest, device, self.dtype, self.options.count_density)
@@ -110,6 +112,10 @@ class Engine:
         for name, layer in self.layers.items():
             settle = getattr(getattr(layer, "impl", None), "flexmask_role", None)
             if settle is not None:
+                builder = layer.attn_backend.get_builder_cls()
+                # as for chunked local attention (Llama 4): vLLM derives it, and it plans nothing
+                if builder.flexmask_own is not builder:
+                    self.roles[name] = DERIVED
                 settle(name)
                 kernel = layer.impl.flexmask_kernel
         return kernel

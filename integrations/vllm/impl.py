@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,11 +47,20 @@ class FindsItsRole:
         return self._role
 
     def flexmask_step(self, attn_metadata: Any) -> SparseStep | None:
-        """The planned step of a sparse layer; counts its tokens once."""
+        """The planned step of a layer that runs it sparse; counts its tokens once."""
         step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
-        if step is not None and self._engine.counting_layer == self._layer_name:
-            self._engine.counters.add_step(step.plan.sparse_tokens, step.plan.dense_tokens)
-        return step if step is not None and step.plan.sparse and isinstance(self._role, SparseLayer) else None
+        if step is None:
+            return None
+        plan, role, scale = step.plan, self._role, float(cast(Any, self).scale)
+        if isinstance(role, SparseLayer) and scale != role.scale:
+            # vLLM's Transformers backend sets it at every forward; kernels are compiled for that of construction
+            self._engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
+            role = None
+        is_sparse = isinstance(role, SparseLayer) and bool(plan.sparse)
+        if self._engine.counting_layer == self._layer_name:
+            sparse = plan.sparse_tokens if is_sparse else 0
+            self._engine.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
+        return step if is_sparse else None
 
     def flexmask_attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         assert isinstance(self._role, SparseLayer)
@@ -99,9 +108,11 @@ class SparsePrefillImpl(FindsItsRole):
         sinks = None if sinks is None else sinks.clone()
         for request, page_table in zip(step.plan.sparse, step.page_tables, strict=True):
             rows = slice(request.start, request.stop)
-            found = (None, None) if page_table is None else self.flexmask_gather(layer, kv_cache, page_table)
+            # vLLM frees pages before the window of the first row
+            skipped = 0 if role.window is None else max(0, request.cached_len - role.window + 1)
+            found = (None, None) if page_table is None else self.flexmask_gather(layer, kv_cache, page_table.since(skipped))
             cached = (None if each is None else in_fp8(each, cache) for each in found)
-            keys, values = map(after_cached, cached, (key[rows], value[rows]), cache_scales)
+            keys, values = map(after_cached, cached, (key[rows], value[rows]), cache_scales, (skipped, skipped))
             queries = query[rows]
             if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)

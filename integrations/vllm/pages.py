@@ -10,19 +10,28 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 
 
 class PageTable:
-    """Pages and slots of a request's first tokens, made once per step for all layers."""
+    """Pages and slots of a request's tokens from `first` to before `stop`, made once per step for all layers."""
 
-    def __init__(self, pages: Tensor, tokens: int) -> None:
+    def __init__(self, pages: Tensor, stop: int, first: int = 0) -> None:
         self._pages = pages
-        self.tokens = tokens
+        self.first, self.stop = first, stop
         self._pages_and_offsets: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: dict[int, Tensor] = {}
+        self._since: dict[int, PageTable] = {}
+
+    def since(self, first: int) -> PageTable:
+        """The same without tokens before `first`."""
+        if first == self.first:
+            return self
+        if first not in self._since:
+            self._since[first] = PageTable(self._pages, self.stop, first)
+        return self._since[first]
 
     def pages_and_offsets(self, page_size: int) -> tuple[Tensor, Tensor]:
         """Page of every token, and the token's offset in it, (tokens,) int64 each."""
         made = self._pages_and_offsets.get(page_size)
         if made is None:
-            token = torch.arange(self.tokens, device=self._pages.device)
+            token = torch.arange(self.first, self.stop, device=self._pages.device)
             made = self._pages_and_offsets[page_size] = self._pages[token // page_size].long(), token % page_size
         return made
 
@@ -36,7 +45,7 @@ class PageTable:
 
     def pages(self, page_size: int) -> Tensor:
         """The pages that the tokens fill, (pages,) int64."""
-        return self._pages[: -(-self.tokens // page_size)].long()
+        return self._pages[self.first // page_size : -(-self.stop // page_size)].long()
 
 
 def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tensor, Tensor]:

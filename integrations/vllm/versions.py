@@ -91,6 +91,7 @@ def interface_faults(stock: Any) -> list[str]:
         holder: Any = {"builder": builder, "impl": impl}.get(owner, ubatch_utils)
         faults += wrong_arguments(name, getattr(holder, attribute, None), wanted)
     faults += absent_names("the implementation's arguments", arguments, _arguments(impl))
+    faults += absent_names("the implementation", {"scale"}, names_in(impl, "__init__"))
     faults += absent_names("CommonAttentionMetadata", _FIELDS, fields_of(CommonAttentionMetadata))
     faults += absent_names("AttentionCGSupport", {"UNIFORM_BATCH"}, AttentionCGSupport.__members__)
     faults += absent_names("vllm.compilation.backends", {"model_tag"}, vars(backends))

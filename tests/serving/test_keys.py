@@ -31,3 +31,11 @@ def test_only_cached_rows_are_scaled_and_rounded_once(cache, dtype, scale):
     # 0.03 is no number of bfloat16: a scale in the dtype of the rows is off by up to 2**-9
     assert torch.equal(made[:, :BEFORE], (cached.double() * factor).to(dtype))
     assert torch.equal(made[:, BEFORE:], own.transpose(0, 1))
+
+
+@pytest.mark.parametrize("scale", [None, 0.03])
+def test_skipped_tokens_are_zero(scale):
+    own, cached = torch.randn(ROWS, HEADS, DIM), torch.randn(HEADS, BEFORE, DIM)
+    made = after_cached(cached, own, scale, 5)
+    assert not made[:, :5].any()
+    assert torch.equal(made[:, 5:], after_cached(cached, own, scale))

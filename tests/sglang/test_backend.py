@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from flexmask.integrations.sglang import backend as module
+from flexmask.integrations.sglang import prefill as prefill_module
 from flexmask.integrations.sglang import step as step_module
 from flexmask.integrations.sglang.backend import sparse
 from flexmask.integrations.sglang.prefill import Prefill
@@ -60,7 +61,7 @@ class Served:
         )
         self.backend = TorchNativeAttnBackend(self.runner)
         if settings is not None:
-            self.prefill = Prefill(self.runner, ServingOptions(settings, kernel, count_density))
+            self.prefill = Prefill(self.runner, ServingOptions(settings, kernel, count_density=count_density))
             self.backend = sparse(self.backend, TorchNativeAttnBackend(self.runner), self.prefill)
         # slots of requests are mixed in the cache
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
@@ -303,6 +304,30 @@ def test_a_step_that_its_layers_run_stock_counts_as_dense(monkeypatch):
         ours.step([(0, 0, 200), (1, 0, 20)])
     counters = ours.prefill.counters
     assert (counters.steps, counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, 440, None)
+
+
+@pytest.mark.parametrize(
+    ("largest", "reason"), [((512, 20000), "512 rows < 1024"), ((8192, 9000), "9000 tokens < dense_below 16384")]
+)
+def test_nothing_is_compiled_if_the_largest_call_is_dense(largest, reason, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(prefill_module, "warm_up", lambda *arguments: pytest.fail("compiled"))
+    prefill = Served(PrefillSettings(gamma=0.9)).prefill
+    prefill.prepare(largest, torch.device("cpu"), torch.float32)
+    assert not prefill.sparse_layers
+    assert "0 of 1 attention layers prefill sparse" in caplog.text and f"(the largest call: {reason})" in caplog.text
+
+
+def test_layers_that_the_model_hides_are_told_and_not_served(caplog):
+    """SGLang's Transformers backend keeps them in a dict, and changes their scale at every call."""
+    caplog.set_level(logging.INFO)
+    served = Served()
+    served.runner.model = torch.nn.Module()
+    served.runner.model.attention_instances = {0: served.model.attn}
+    prefill = Prefill(served.runner, ServingOptions(SPARSE, "torch_native"))
+    prefill.prepare((512, 512), torch.device("cpu"), torch.float32)
+    assert not prefill.sparse_layers
+    assert "flexmask runs dense: no attention layers found in this model; torch_native serves it." in caplog.text
 
 
 def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_memory():

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexmask.integrations.sglang.backend import largest_call, stock_kernel
-from flexmask.integrations.sglang.prefill import MUST_BE_ONE, REFUSED, refuse_server
+from flexmask.integrations.sglang.backend import largest_call, make_backend, stock_kernel
+from flexmask.integrations.sglang.prefill import MUST_BE_ONE, REFUSED, refuse_model, refuse_server
 
 
 def server(prefill="flexmask", decode="fa3", **others):
@@ -36,6 +36,33 @@ def test_servers_that_cannot_be_served_are_refused_by_name(given, message):
 def test_latent_attention_is_refused():
     with pytest.raises(ValueError, match="does not serve multi-head latent attention"):
         refuse_server(server(), uses_mla=True)
+
+
+class Gemma3ForConditionalGeneration:
+    def prepare_attn_masks(self):
+        """As in SGLang, with whose Triton backend alone it shows images later tokens."""
+
+
+def test_a_model_whose_images_see_later_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"--enable-multimodal must be off .* Gemma3ForConditionalGeneration"):
+        refuse_model(Gemma3ForConditionalGeneration(), is_multimodal=True)
+    refuse_model(Gemma3ForConditionalGeneration(), is_multimodal=False)
+    refuse_model(object(), is_multimodal=True)
+
+
+def test_the_backend_refuses_such_a_model(monkeypatch):
+    pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
+    monkeypatch.setenv("FLEXMASK_SGLANG", "{}")
+    runner = SimpleNamespace(server_args=server(decode="torch_native"), device="cpu", is_draft_worker=False)
+    runner.model_config, runner.use_mla_backend = SimpleNamespace(hf_config=None, is_multimodal=True), False
+    runner.model = Gemma3ForConditionalGeneration()
+    with pytest.raises(ValueError, match="--enable-multimodal must be off"):
+        make_backend(runner)
+
+
+def test_sglang_s_gemma_3_has_what_it_is_refused_for():
+    models = pytest.importorskip("sglang.srt.models.gemma3_mm", reason="`make test-sglang` has it in an environment of its own")
+    assert hasattr(models.Gemma3ForConditionalGeneration, "prepare_attn_masks")
 
 
 def test_the_kernel_for_everything_else_is_that_of_decoding():

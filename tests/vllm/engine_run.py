@@ -86,7 +86,7 @@ class Asked:
 
         after_cached = impl.after_cached
         SparseRequest.cached_len = property(lambda request: request.seq_len)
-        impl.after_cached = lambda cached, own, scale: after_cached(cached, own[:0], scale)
+        impl.after_cached = lambda cached, own, *rest: after_cached(cached, own[:0], *rest)
         return self.with_scales()
 
     def of_random_model(self):

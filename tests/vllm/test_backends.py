@@ -137,3 +137,11 @@ def test_other_releases_are_refused_or_warned_of_in_the_log(version, faults, mes
 def test_names_that_are_not_there_raise_as_ever():
     with pytest.raises(AttributeError, match="no_such"):
         _ = backends.no_such
+
+
+def test_chunked_local_attention_derives_the_builder():
+    """By which its layers are found."""
+    from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+
+    builder = create_chunked_local_attention_backend(backends.SparseCPUAttention, 8192).get_builder_cls()
+    assert builder is not builder.flexmask_own is backends.SparseCPUAttention.get_builder_cls()

@@ -149,3 +149,5 @@ def test_line_at_start_up():
         assert part in line
     assert "in chunks of at least 513 rows" in roles_line(layers, ServingOptions(settings), "FLASH_ATTN_MLA", 513)
     assert "0 of 1 attention layers" in roles_line({"2": "ALiBi"}, ServingOptions(settings), "FLASH_ATTN")
+    nothing = "flexmask runs dense: no attention layers found in this model; FLASH_ATTN serves it."
+    assert roles_line({}, ServingOptions(settings), "FLASH_ATTN").startswith(nothing)

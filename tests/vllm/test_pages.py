@@ -31,6 +31,9 @@ def test_pages_of_a_gpu_cache(order, tokens, rows):
     page_table = PageTable(TABLE, tokens)
     for made, expected in zip(gathered(cache, page_table, DIM), rows, strict=True):
         torch.testing.assert_close(made, expected[:, :tokens], rtol=0, atol=0)
+    for first in (0, 3, tokens):
+        for made, expected in zip(gathered(cache, page_table.since(first), DIM), rows, strict=True):
+            torch.testing.assert_close(made, expected[:, first:tokens], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(PAGES, PAGE, HEADS, DIM), (2, PAGES, PAGE, HEADS, 2 * DIM)])
@@ -82,6 +85,10 @@ def test_pages_of_a_cpu_cache_in_an_order_found_by_writing(write, dtype, rows):
     for tokens in LENGTHS:
         for made, right in zip(gathered_on_cpu(cache, PageTable(TABLE, tokens), DIM, orders), (keys, values), strict=True):
             assert torch.equal(made.float(), right[:, :tokens].float())
+        for first in (3, tokens):
+            later = gathered_on_cpu(cache, PageTable(TABLE, tokens).since(first), DIM, orders)
+            for made, right in zip(later, (keys, values), strict=True):
+                assert torch.equal(made.float(), right[:, first:tokens].float())
 
 
 def test_a_cache_that_loses_elements_is_refused():

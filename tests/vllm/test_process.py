@@ -1,6 +1,7 @@
 """What the layers of one engine process share, and the steps before the first request."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "kv_c
 
 
 def config_of(options=None, layers=3, **parallel):
-    model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=4096, rswa_window=None, model="a")
+    model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=32768, rswa_window=None, model="a")
     model.hf_text_config = SimpleNamespace(num_hidden_layers=layers)
     model.get_total_num_hidden_layers = lambda: layers
     return SimpleNamespace(
@@ -78,7 +79,16 @@ def test_one_engine_for_a_configuration():
     assert engine_of(other) is not first
 
 
-def engine_with_layers(monkeypatch, options, first_stage=True, builder=None):
+class OwnBuilder:
+    """As the plug-in makes it: the class, and not one derived from it, has itself as `flexmask_own`."""
+
+    flexmask_own: Any = None
+
+
+OwnBuilder.flexmask_own = OwnBuilder
+
+
+def engine_with_layers(monkeypatch, options, first_stage=True, builders=(OwnBuilder,) * 3, is_latent=False):
     """Three layers, the first dense; and what happens before the first request."""
     config, done = config_of({"dense_layers": [0], **options}), []
     engine = Engine(config)
@@ -89,11 +99,10 @@ def engine_with_layers(monkeypatch, options, first_stage=True, builder=None):
     monkeypatch.setattr(engine.counters, "log_to", lambda log, seconds: done.append(("log", seconds)))
     monkeypatch.setattr(engine.counters, "export", lambda: done.append(("export",)))
     monkeypatch.setattr(module, "is_first_stage", lambda: first_stage)
-    # latent attention's, if any
-    backend = SimpleNamespace(is_mla=lambda: builder is not None, get_builder_cls=lambda: builder)
-    for number in range(3):
+    for number, builder in enumerate(builders):
         name = f"model.layers.{number}.attn"
         impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, "a", GIVEN, {}))
+        backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda builder=builder: builder)
         config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
     config.compilation_config.static_forward_context["another"] = SimpleNamespace()
     return engine, done
@@ -105,10 +114,38 @@ def test_everything_before_the_first_request_happens_once(monkeypatch):
         engine.prepare(torch.device("cpu"), in_profile)
     assert [each[0] for each in done] == ["roles", "warm up", "export", "log", "at exit"]
     assert done[3:] == [("log", 7), ("at exit", engine.counters.log)]
-    assert done[1][2] == (1024, 4096)  # the largest call
+    assert done[1][2] == (1024, 32768)  # the largest call
     assert done[0] == ("roles", 3, "STOCK", 1024)
     assert done[1][1] == 2
     assert engine.counting_layer == "model.layers.1.attn"
+
+
+def test_layers_whose_builder_vllm_derived_are_dense(monkeypatch):
+    """As those with chunked local attention (Llama 4); the first layer that plans counts."""
+    derived = type("Derived", (OwnBuilder,), {})
+    engine, done = engine_with_layers(monkeypatch, {"dense_layers": []}, builders=(derived, OwnBuilder, derived))
+    engine.prepare(torch.device("cpu"), False)
+    dense = {name: role for name, role in engine.roles.items() if isinstance(role, str)}
+    assert dense == {f"model.layers.{each}.attn": "its backend shows layers other requests" for each in (0, 2)}
+    assert done[1][:2] == ("warm up", 1)
+    assert engine.counting_layer == "model.layers.1.attn"
+
+
+@pytest.mark.parametrize(
+    ("options", "longest", "reason"),
+    [
+        ({"dense_below": 10**6}, 32768, "32768 tokens < dense_below 1000000"),
+        ({}, 8192, "8192 tokens < dense_below 16384"),
+        ({"least_rows": 2048}, 32768, "1024 rows < 2048"),
+    ],
+)
+def test_nothing_is_compiled_if_the_largest_call_is_dense(options, longest, reason, monkeypatch):
+    engine, done = engine_with_layers(monkeypatch, options)
+    engine._vllm_config.model_config.max_model_len = longest
+    engine.prepare(torch.device("cuda"), in_profile=True)
+    assert [each[0] for each in done] == ["roles"]
+    assert list(engine.roles.values()) == ["in dense_layers", *[f"the largest call: {reason}"] * 2]
+    assert engine.counting_layer is None
 
 
 def latent_builder(decoded, support):
@@ -125,6 +162,7 @@ def latent_builder(decoded, support):
             guessed = self.vllm_config.guessed if supports_spec_as_decode else 0
             self.reorder_batch_threshold = max(reorder_batch_threshold, 1 + guessed)
 
+    Builder.flexmask_own = Builder
     return Builder
 
 
@@ -139,7 +177,9 @@ def latent_builder(decoded, support):
     ],
 )
 def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support, guessed, least, monkeypatch):
-    engine, done = engine_with_layers(monkeypatch, {"least_rows": 1}, builder=latent_builder(decoded, support))
+    engine, done = engine_with_layers(
+        monkeypatch, {"least_rows": 1}, builders=[latent_builder(decoded, support)] * 3, is_latent=True
+    )
     engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
     assert done[0] == ("roles", 3, "STOCK", least)
@@ -149,8 +189,8 @@ def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support
 def test_the_largest_call_is_made_while_memory_is_measured(monkeypatch, in_profile):
     engine, done = engine_with_layers(monkeypatch, {})
     engine.prepare(torch.device("cuda"), in_profile)
-    # the last 1,024 rows of 4,096 tokens
-    assert [each[2] for each in done if each[0] == "reserve"] == ([(1024, 4096)] if in_profile else [])
+    # the last 1,024 rows of 32,768 tokens
+    assert [each[2] for each in done if each[0] == "reserve"] == ([(1024, 32768)] if in_profile else [])
 
 
 def test_one_stage_exports_the_counters(monkeypatch):

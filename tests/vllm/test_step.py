@@ -176,6 +176,38 @@ def test_sinks_reach_both_kernels(parts):
     assert (without - expected).abs().amax((1, 2)).min() > 1e-2
 
 
+class WindowedImpl(StockImpl):
+    def __init__(self, num_heads, head_size, scale, num_kv_heads, sliding_window):
+        super().__init__(num_heads, head_size, scale, num_kv_heads)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("junk", [float("nan"), -50.0])
+def test_pages_before_the_window_are_not_read(junk, parts, engine, monkeypatch):
+    """They are free: empty, or those of another request."""
+    builder, _ = parts
+    settings = PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0)
+    engine.role_of = lambda name, model, given, defaults: role_of(0, given, {}, settings, torch.float32)
+    impl = type("Impl", (SparsePrefillImpl, WindowedImpl), {})(HEADS, DIM, 0.2, KV_HEADS, 150)
+    common, (query, key, value, cache) = step_of([(96, 230), (64, 40)])
+    metadata, outputs, selected_from, attend = builder.build(0, common), [], [], impl_module.attend
+
+    def attend_and_note(role, query, key, *rest):
+        selected_from.append(key)
+        return attend(role, query, key, *rest)
+
+    monkeypatch.setattr(impl_module, "attend", attend_and_note)
+    with torch.inference_mode():
+        for _ in range(2):
+            outputs.append(impl.forward(LAYER, query, key, value, cache, metadata, torch.empty_like(query)))
+            # the first row sees 81 and later: 5 pages are free
+            cache[common.block_table_tensor[0, :5].long()] = junk
+    assert engine.counters.density is not None and engine.counters.density < 0.9
+    assert torch.equal(*outputs)
+    # masks too
+    assert all(map(torch.equal, selected_from[:2], selected_from[2:]))
+
+
 @pytest.mark.attention
 def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
     """As FLASH_ATTN's kernels get them, with scales by key head."""
@@ -260,6 +292,22 @@ def test_steps_that_run_stock_count_as_dense_and_say_why(change, reason, parts, 
     assert caplog.messages == [f"flexmask: attention runs stock: {reason}"]
     # models that take images name each request's images
     assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.plan.sparse
+
+
+def test_a_scale_set_after_construction_runs_stock(parts, engine, caplog):
+    """As in every forward of vLLM's Transformers backend."""
+    builder, impl = parts
+    engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
+    common, (query, key, value, cache) = step_of(MIXES["sparse ones between dense ones"])
+    impl.scale = 1.0
+    with torch.inference_mode():
+        output, expected = torch.empty_like(query), torch.empty_like(query)
+        for _ in range(2):
+            impl.forward(LAYER, query, key, value, cache, builder.build(0, common), output)
+        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
+    torch.testing.assert_close(output, expected)
+    assert (engine.counters.steps, engine.counters.sparse_tokens, engine.counters.dense_tokens) == (0, 0, 2 * 153)
+    assert caplog.messages == ["flexmask: attention runs stock: a layer made with scale 0.2 has scale 1"]
 
 
 def test_memory_is_measured_before_the_first_step(parts, engine):
