@@ -17,10 +17,11 @@ from flexmask.method import BlockProblem, ByHead, method
 # docs/design.md, "Why these constants", has how they were chosen.
 # prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
 LENGTH = 16384
-# above this gamma they fall faster: (1 - gamma)/(1 - GAMMA) has the power 1, and LONGER more for each doubling of LENGTH
+# above this gamma they fall faster with the length: (1 - gamma)/(1 - GAMMA) is raised to 1 + LONGER per doubling of LENGTH, the
+# latter at most MOST_LONGER
 GAMMA = 0.9
 LONGER = 1 / 2
-MOST_LONGER = 1  # in all
+MOST_LONGER = 1
 # share of one representative row's attention that keeps a key block
 KEY_BLOCK = 0.5
 # share of their mean attention, outside those key blocks, that keeps a block diagonal
@@ -29,7 +30,7 @@ DIAGONAL = 0.2
 ROWS = 0.2
 # the threshold of a query block that sees n of N key blocks is (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
 EARLIER_ROWS = 0.6
-# share of LENGTH, n1 blocks: where (n1/n)^3 (1 - GAMMA)/g > 1, g below, the threshold is its pth power times as high again
+# share of LENGTH, n1 blocks: where (n1/n)^3 (1 - GAMMA)/g > 1, g below, the threshold is multiplied by its pth power too
 FIRST_ROWS = 1 / 2
 # share of its threshold below which a query block takes no line
 LINES = 1 / 16
@@ -75,7 +76,7 @@ def _keeps_all(*, gamma: float, **_: Any) -> bool:
 
 
 def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
-    """As flexprefill's; kernels take one more byte per pair of blocks."""
+    """Kernels take 10 bytes per pair of blocks, and 16 per key block and representative row."""
     if by_kernels:
         q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (inputs.query, inputs.key))
         return kv_blocks * (q_blocks * 10 + block_size * 16)
@@ -87,7 +88,8 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
     Not from the paper (`docs/design.md`). With n the key blocks that query block r sees, N the largest n, ``n0 = 16384 /
-    block_size``, ``g = 1 - gamma`` and ``e = g min(2, n0/N)``, a head keeps in r
+    block_size`` and ``e = g min(2, n0/N)``; g is ``1 - gamma``, and with gamma above 0.9 and N above n0
+    ``(1 - gamma) (10 (1 - gamma))^min(1, log2(N/n0)/2)``. A head keeps in r
 
     - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, (n0/2n)^3 0.1/g))^p``: R is the root mean square, over
       every `row_stride`-th row of r, of the row's softmax attention to the means of visible key blocks, weighted by their number
@@ -97,8 +99,6 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
     - the previous two only where ``R[r, j] >= t[r]/16``, or where r holds one of those rows;
     - its nearest `min_budget` tokens' worth of blocks, eight times as many if it holds one of those rows;
     - its first visible key block and its diagonal.
-
-    For gamma above 0.9 and N above n0, ``g = (1 - gamma) (10 (1 - gamma))^min(1, log2(N/n0)/2)``.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ MOST_NUMBERS = 2**27
 
 MAP = Method(lambda problem, kept: kept, {"kept": None}, "map")
 
-# between options that are text: in none of them, and no line break, since Inductor writes arguments into a comment of its code
+# joins options that are text; no line break, because Inductor writes arguments into a comment of its code
 _SEPARATOR = "\x1f"
 
 Chosen = tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...], MaskMod | None]

@@ -8,18 +8,18 @@ from torch import Tensor
 def after_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:
     """A request's keys or values up to its chunk's end, (num_kv_heads, tokens, head_dim) and contiguous.
 
-    `cached` is (num_kv_heads, cached_len, head_dim), None for a first chunk; `chunk` is (rows, num_kv_heads, head_dim) and copied
-    as it is. An FP8 cache holds numbers divided by `scale`, one number or one per key head; products are rounded once. The first
-    `skipped` tokens, which the chunk does not see, are zero and not in `cached`.
+    `cached` is (num_kv_heads, cached_len - skipped, head_dim), None for a first chunk; `chunk` is (rows, num_kv_heads, head_dim)
+    and copied as it is. An FP8 cache holds numbers divided by `scale`, one number or one per key head; products are rounded once.
+    The first `skipped` tokens, which the chunk does not see, are zero; `cached` begins behind them.
     """
     cached_len = skipped if cached is None else skipped + cached.shape[1]
     out = chunk.new_empty((chunk.shape[1], cached_len + chunk.shape[0], chunk.shape[2]))
     out[:, cached_len:] = chunk.transpose(0, 1)
     out[:, :skipped] = 0
     if cached is not None:
-        seen = out[:, skipped:cached_len]
-        seen.copy_(cached)
+        earlier = out[:, skipped:cached_len]
+        earlier.copy_(cached)
         if scale is not None:
             # with dimensions, in which a float32 scale is not rounded to the dtype of the rows
-            seen.mul_(scale if isinstance(scale, float) else scale.view(-1, 1, 1))
+            earlier.mul_(scale if isinstance(scale, float) else scale.view(-1, 1, 1))
     return out

@@ -21,13 +21,11 @@ Name = TypeVar("Name")
 def served_roles(
     roles: Mapping[Name, SparseLayer | str], policy: DensePolicy, largest: tuple[int, int]
 ) -> dict[Name, SparseLayer | str]:
-    """The roles, all of them dense if `policy` runs even the largest call, rows and tokens, dense."""
+    """The roles; all dense if even the largest call (rows, tokens) would run dense."""
     reason = policy.by_size(*largest)
-    found = dict(roles)
-    for name, role in roles.items():
-        if reason is not None and isinstance(role, SparseLayer):
-            found[name] = f"the largest call: {reason}"
-    return found
+    if reason is None:
+        return dict(roles)
+    return {name: f"the largest call: {reason}" if isinstance(role, SparseLayer) else role for name, role in roles.items()}
 
 
 def roles_line(
@@ -48,7 +46,7 @@ def roles_line(
         if isinstance(role, str):
             reasons[role] = reasons.get(role, 0) + 1
     if reasons:
-        line += f" Dense at any length: {'; '.join(f'{number} layers ({reason})' for reason, number in reasons.items())}."
+        line += f" Dense: {'; '.join(f'{number} layers ({reason})' for reason, number in reasons.items())}."
     return line
 
 

@@ -48,7 +48,7 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
 
 
 def refuse_model(model: Any, is_multimodal: bool) -> None:
-    """Raise ValueError for a model that shows tokens of images later ones, which it does with SGLang's Triton backend only."""
+    """Raise ValueError for a model whose image tokens see later ones, which SGLang serves with its Triton backend only."""
     if is_multimodal and hasattr(model, "prepare_attn_masks"):
         raise ValueError(
             f"--enable-multimodal must be off with the attention backend {NAME!r} and {type(model).__name__}, whose images see "

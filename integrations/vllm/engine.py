@@ -113,7 +113,7 @@ class Engine:
             settle = getattr(getattr(layer, "impl", None), "flexmask_role", None)
             if settle is not None:
                 builder = layer.attn_backend.get_builder_cls()
-                # as for chunked local attention (Llama 4): vLLM derives it, and it plans nothing
+                # vLLM derives a builder for chunked local attention (Llama 4), which plans nothing
                 if builder.flexmask_own is not builder:
                     self.roles[name] = DERIVED
                 settle(name)
