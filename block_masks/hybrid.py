@@ -87,7 +87,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
 def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8) -> Selection:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
-    Not from the paper (`docs/design.md`). With n the key blocks that query block r sees, N the largest n, ``n0 = 16384 /
+    Source: none, it is ours (`docs/design.md`). With n the key blocks that query block r sees, N the largest n, ``n0 = 16384 /
     block_size`` and ``e = g min(2, n0/N)``; g is ``1 - gamma``, and with gamma above 0.9 and N above n0
     ``(1 - gamma) (10 (1 - gamma))^min(1, log2(N/n0)/2)``. A head keeps in r
 
