@@ -67,8 +67,7 @@ def test_wrong_options_are_refused(name, options, message):
 @pytest.mark.parametrize("name", OWN)
 def test_docstring_states_the_defaults_and_the_difference(name):
     text = inspect.getdoc(MASKS[name])
-    ours = "Not from the paper:" in text or "Source: none" in text
-    assert ours or ("Source: " in text and "Differs from the p" in text)
+    assert "Source: none" in text or ("Source: " in text and "Differs from the p" in text)
     for option, default in METHODS[name].defaults.items():
         entry = re.search(rf"^(?:\w+, )*{option}(?:, \w+)*\n((?: .*\n?)+)", text, re.MULTILINE).group(1)
         if "As in `flexprefill_mask`" in entry:
