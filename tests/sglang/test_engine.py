@@ -85,7 +85,7 @@ def test_planted_faults_are_found(fault, run):
 def test_the_model_s_own_config_is_read(run):
     ours = run("its_config")
     assert any(
-        "from 16384 tokens on" in line and "Settings: the model's config.json." in line and "gamma 0.6 to 0.98" in line
+        "(the largest call: 8192 tokens < dense_below 16384)" in line and "Settings: the model's config.json." in line
         for line in log_of(ours)
     )
     # a short prompt is the stock backend's
