@@ -25,6 +25,7 @@ def pyplot():
     pytest.importorskip("matplotlib").use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.close("all")  # of other tests
     yield plt
     plt.close("all")
 
