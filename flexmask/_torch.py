@@ -1,4 +1,4 @@
-"""What differs between releases of torch, and names that torch keeps private."""
+"""Differences between releases of torch, and names that torch keeps private."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _is_inductor: Callable[[], bool] = torch.compiler.assume_constant_result(_backen
 
 
 def ambient_state() -> Hashable:
-    """What torch.compile guards globally: grad and inference mode, dtype, device, autocast, threads, TF32, determinism."""
+    """State that torch.compile guards globally: grad and inference mode, dtype, device, autocast, threads, TF32, determinism."""
     guarded = GlobalStateGuard()
     written = guarded.__getstate__() if hasattr(guarded, "__getstate__") else None
     if isinstance(written, str):

@@ -107,7 +107,7 @@ class PrefillSettings:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What differs from the defaults, and the method's options."""
+        """Options that differ from the defaults, and the method's options."""
         own = {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
         return {**own, **self.options}
 
@@ -146,7 +146,7 @@ class PrefillSettings:
                 _check_heads(self.selector(layer), num_heads, f"layer {layer}: ")
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, with the method's options on the same level, in JSON types.
+        """Write what differs from the defaults, with the method's options on the same level, in JSON types.
 
         Raises
         ------

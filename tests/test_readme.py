@@ -80,7 +80,7 @@ def _prompt(tokens: int) -> str:
 
 @pytest.fixture
 def names(tmp_path, page):
-    """What the pages leave to the reader, and the checkout's bench/."""
+    """Names that the pages leave to the reader, and the checkout's bench/."""
     shutil.copytree(ROOT / "bench/retriever/model", tmp_path / "model")
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "out").mkdir()

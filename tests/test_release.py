@@ -30,4 +30,11 @@ def test_table_of_versions_names_the_pins_and_the_oldest():
         pin = re.search(rf"^{package}==([\d.]+)", text("constraints.txt"), re.MULTILINE).group(1)
         assert re.search(rf"^\| {package} \|.*\b{re.escape(pin)}\b", table, re.MULTILINE), package
     for package in ("torch", "transformers"):
-        assert re.search(rf'"{package}>=(\S+)"', text("pyproject.toml")).group(1) in table
+        assert re.search(rf'"{package}>=([\d.]+)', text("pyproject.toml")).group(1) in table
+
+
+def test_extras_install_the_releases_of_transformers_that_the_adapter_serves():
+    code = text("integrations/huggingface/compat.py")
+    oldest, newest = re.search(r"^OLDEST, NEWEST = \((.*)\), \((.*)\)$", code, re.MULTILINE).groups()
+    served = f">={oldest.replace(', ', '.')},<{newest.split(', ')[0]}.{int(newest.split(', ')[1]) + 1}"
+    assert set(re.findall(r'"transformers([^"]*)"', text("pyproject.toml"))) == {served}

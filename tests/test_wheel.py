@@ -1,4 +1,4 @@
-"""What wheel and sdist hold; the package works from the wheel alone.
+"""Contents of wheel and sdist; the package works from the wheel alone.
 
 They are built by the environment's setuptools, without a download. `make test-wheel` also installs the sdist into a clean
 environment.

@@ -88,7 +88,7 @@ class SparseModel:
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        inputs, layer = attention_inputs(query, key, value, scale=scaling), int(module.layer_idx)  # type: ignore[arg-type]
+        inputs, layer = attention_inputs(query, key, value, scale=scaling), int(module.layer_idx)  # type: ignore[arg-type]  # an int
         if self._look is not None:
             self._look(inputs, layer)
         if query.shape[2] == 1 or self._setting is None:

@@ -42,7 +42,7 @@ def language(folder: Path) -> list[str]:
     cells = []
     for (yarn, length, method, options, chunk), own in rows.groupby(["yarn", "length", "method", "options", "chunk"]):
         errors = own["abs_d"].to_numpy()
-        low, high = over_files(list(own["text"]), lambda weights, errors=errors: float(weights @ errors))  # type: ignore[misc]
+        low, high = over_files(list(own["text"]), lambda weights, errors=errors: float(weights @ errors))  # type: ignore[misc]  # a default
         figures = [percent(own["density"].mean()), number(own["abs_d"].mean(), 3), number(low, 3), number(high, 3)]
         where = [f"{yarn:g}", f"{length:,}", *method_and_rule(method), in_words(options), _text(chunk or float("nan"))]
         cells.append([*where, str(len(own)), *figures, f"{own['d_loss'].mean():+.3f}"])

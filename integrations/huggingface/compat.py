@@ -91,7 +91,7 @@ def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
 
 
 def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None, Tensor | None]:
-    """Whether a mask is plain causality of single or packed prompts, its window, and the ids of packed sequences.
+    """Return whether a mask is plain causality of single or packed prompts, its window, and the ids of packed sequences.
 
     Compares the code of `mask_function` with what transformers builds; newer releases count positions from the start of each
     sequence. Ids, (batch or 1, q_len), come without a cache and an attention_mask; before release 5 also for a single prompt, all
@@ -113,7 +113,7 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two functions have the same code and, recursively, captured values; tensors compare by identity."""
+    """True if two functions have the same code and, recursively, captured values; tensors compare by identity."""
     if left is right:
         return True
     if isinstance(left, tuple) and isinstance(right, tuple):

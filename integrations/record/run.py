@@ -154,7 +154,7 @@ class PrefillRun:
         return self._ran and not self._called
 
     def dense_summary(self) -> tuple[bool, str] | None:
-        """Whether every call ran dense, and the log line; None if none did."""
+        """True if every call ran dense, and the log line; None if none did."""
         if not self._dense:
             return None
         dense = set().union(*self._dense.values())
@@ -173,7 +173,7 @@ class PrefillRun:
         return rows_of(self._state()[0], self.method)
 
     def summary(self) -> RunSummary:
-        """What ran sparse, what dense and why, densities, patterns and tokens, of all calls so far.
+        """Summarise what ran sparse, what dense and why, densities, patterns and tokens, of all calls so far.
 
         Counts nothing without `collect_stats`. ``print(run.summary())`` shows a line per layer.
         """

@@ -176,7 +176,7 @@ class LayerSummary:
 
     @property
     def ran(self) -> str:
-        """Whether its calls ran ``"sparse"``, ``"dense"`` or ``"both"``."""
+        """``"sparse"``, ``"dense"`` or ``"both"``, as its calls ran."""
         return "sparse" if self.dense_calls == 0 else "dense" if self.dense_calls == self.calls else "both"
 
 

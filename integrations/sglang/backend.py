@@ -87,7 +87,7 @@ def sparse(stock: Any, others: Any, prefill: Prefill) -> Any:
 
 
 class SparsePrefill:
-    """What is overridden in a stock backend's class."""
+    """Methods that override those of a stock backend's class."""
 
     flexmask: Prefill
     flexmask_stock: Any

@@ -143,7 +143,7 @@ class Prefill:
         return step_of(forward_batch, plan, self.req_to_token) if plan is not None and plan.sparse else None
 
     def scales(self, layer: Any) -> tuple[Any, Any] | None:
-        """What the stock kernel divides a layer's keys and values by in an FP8 cache, tensors or floats; None: nothing."""
+        """Divisors of a layer's keys and values in the stock kernel's FP8 cache, tensors or floats; None: not divided."""
         if self.pool.dtype not in FP8 or self.options.kernel == "torch_native":
             return None
         scales = (layer.k_scale, layer.v_scale)

@@ -58,7 +58,7 @@ def test_flash_is_refused_on_other_gpus(chosen, capability):
 
 
 def is_trivial(mask_mod):
-    """What torch says of the graph that Inductor sees of a mask_mod."""
+    """Return torch's verdict on the graph that Inductor sees of a mask_mod."""
     if not HAS_FLASH_BACKEND:  # nor can 2.5.1 import the package in which later releases have it
         pytest.skip("needs a torch with the FLASH backend")
     flash = pytest.importorskip("torch._inductor.kernel.flex.flex_flash_attention")

@@ -44,3 +44,11 @@ def written(tmp_path_factory):
         return made[named]
 
     return run
+
+
+@pytest.fixture
+def no_grad():
+    import torch
+
+    with torch.no_grad():
+        yield

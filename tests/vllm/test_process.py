@@ -1,4 +1,4 @@
-"""What the layers of one engine process share, and the steps before the first request."""
+"""State that the layers of one engine process share, and the steps before the first request."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,0 +1,150 @@
+"""Layers and caches that SGLang serves stock, with their reasons; what the plug-in logs and counts."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexmask.integrations.serving.options import ServingOptions
+from flexmask.settings import PrefillSettings
+
+pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
+
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from flexmask.integrations.sglang import backend as module
+from flexmask.integrations.sglang import prefill as prefill_module
+from flexmask.integrations.sglang.prefill import Prefill
+from tests.sglang.served import KEEP_ALL, SPARSE, Served, outputs
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        ({"sliding_window_size": 63}, "a sliding window of 64"),
+        ({"logit_cap": 30.0, "logit_capping_method": "other"}, "a soft cap by other"),
+        ({"pos_encoding_mode": "ALIBI"}, "positions of kind ALIBI"),
+        ({"use_irope": True}, "chunked local attention"),
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"v_head_dim": 16}, "values 16 wide beside keys 32 wide"),
+    ],
+)
+def test_layers_that_are_not_served_have_a_reason(layer, reason):
+    assert list(Served(KEEP_ALL, **layer).prefill.roles.values()) == [reason]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float16}, "a cache of float16"),
+        ({"__class__": type("MHATokenToKVPool", (MHATokenToKVPool,), {"is_quantized_kv_cache": True})}, "a quantized cache"),
+        ({"__class__": type("MHATokenToKVPoolFP4", (MHATokenToKVPool,), {})}, "a cache of type MHATokenToKVPoolFP4"),
+        ({"use_hnd": True}, "a cache with heads before tokens"),
+    ],
+)
+def test_caches_that_are_not_served_have_a_reason(changes, reason):
+    served = Served()
+    for name, value in changes.items():
+        setattr(served.pool, name, value)
+    made = Prefill(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
+    assert list(made.roles.values()) == [reason]
+
+
+def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():
+    assert not isinstance(next(iter(Served(KEEP_ALL, logit_cap=30.0).prefill.roles.values())), str)
+    stock, ours = Served(sliding_window_size=63), Served(KEEP_ALL, sliding_window_size=63)
+    for out, wanted in zip(outputs(ours), outputs(stock), strict=True):
+        assert torch.equal(out, wanted)
+
+
+def test_what_runs_stock_is_logged_once(monkeypatch, caplog):
+    ours, seen = Served(SPARSE), []
+    ours.prefill.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
+    monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *arguments, **options: seen.append(options))
+    for _ in range(2):
+        ours.step([(0, 0, 200)])
+    assert seen == []
+    monkeypatch.setattr(module, "attend_by_plan", None)
+    step = ours.backend.flexmask_step
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, extend_seq_lens_cpu=[200], extend_prefix_lens_cpu=[0])
+    for _ in range(2):
+        ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch, sinks=torch.ones(4))
+    ours.backend.forward_extend(None, None, None, ours.model.attn, batch)
+    batch.extend_prefix_lens_cpu = [200]
+    ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch)
+    assert len(seen) == 4 and step is not None
+    monkeypatch.undo()
+    for _ in range(2):
+        ours.step([(0, 0, 200)], spec_info=object())
+    assert caplog.messages == [
+        f"flexmask: attention runs stock: {reason}"
+        for reason in (
+            "layers are called with sinks",
+            "layers get no keys and values",
+            "layers get another batch than was planned",
+            "a batch has spec_info",
+        )
+    ]
+    # the last two steps; of the first only attention was replaced
+    assert (ours.prefill.counters.steps, ours.prefill.counters.dense_tokens) == (2, 400)
+
+
+def test_a_step_that_its_layers_run_stock_counts_as_dense(monkeypatch):
+    ours = Served(SPARSE)
+    monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *arguments, **options: None)
+    forward = ours.backend.forward
+    monkeypatch.setattr(ours.backend, "forward", lambda *arguments: forward(*arguments, sinks=torch.ones(4)))
+    for _ in range(2):
+        ours.step([(0, 0, 200), (1, 0, 20)])
+    counters = ours.prefill.counters
+    assert (counters.steps, counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, 440, None)
+
+
+@pytest.mark.parametrize(
+    ("largest", "reason"), [((512, 20000), "512 rows < 1024"), ((8192, 9000), "9000 tokens < dense_below 16384")]
+)
+def test_nothing_is_compiled_if_the_largest_call_is_dense(largest, reason, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(prefill_module, "warm_up", lambda *arguments: pytest.fail("compiled"))
+    prefill = Served(PrefillSettings(gamma=0.9)).prefill
+    prefill.prepare(largest, torch.device("cpu"), torch.float32)
+    assert not prefill.sparse_layers
+    assert "0 of 1 attention layers prefill sparse" in caplog.text and f"(the largest call: {reason})" in caplog.text
+
+
+def test_layers_that_the_model_hides_are_logged_and_not_served(caplog):
+    """SGLang's Transformers backend keeps them in a dict, and changes their scale at every call."""
+    caplog.set_level(logging.INFO)
+    served = Served()
+    served.runner.model = torch.nn.Module()
+    served.runner.model.attention_instances = {0: served.model.attn}
+    prefill = Prefill(served.runner, ServingOptions(SPARSE, "torch_native"))
+    prefill.prepare((512, 512), torch.device("cpu"), torch.float32)
+    assert not prefill.sparse_layers
+    assert "flexmask runs dense: no attention layers found in this model; torch_native serves it." in caplog.text
+
+
+def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_memory():
+    ours = Served(SPARSE)
+    counters = ours.prefill.counters
+    # memory that graphs must not take, until they are captured
+    ours.prefill._held = torch.empty(1)
+    ours.step([(0, 0, 200)], rids=None)
+    assert ours.prefill._held is not None
+    assert (counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, None)
+    ours.step([(0, 0, 200), (1, 0, 20)])
+    assert ours.prefill._held is None
+    # as a second layer does
+    ours.prefill.count(is_sparse=True)
+    ours.step([(0, 200, 1)], ForwardMode.DECODE)
+    assert (counters.steps, counters.sparse_tokens, counters.dense_tokens) == (1, 200, 20)
+    assert counters.density is not None
+    # planned, and then replayed in a graph
+    ours.prefill.uncounted = ours.backend.flexmask_step
+    ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
+    assert ours.prefill.uncounted is None
