@@ -1,8 +1,9 @@
 """The version matrix: the tests on several releases of torch, and those of the adapter on several of transformers.
 
-The promises are ``torch>=2.5`` and ``transformers>=4.54,<5.24``. The sessions are the oldest release of each, some before a change that
-matters here (torch 2.9: the signatures of BlockMask and flex_attention; transformers 5.0: caches and mask functions, 5.4: the
-arguments of mask functions), the ones that constraints.txt pins, and the newest torch. ``RELEASE`` tries another one::
+The promises are ``torch>=2.5`` and ``transformers>=4.54,<5.24``. The sessions are the oldest release of each, some before a
+change that matters here (torch 2.9: the signatures of BlockMask and flex_attention; transformers 5.0: caches and mask functions,
+5.4: the arguments of mask functions), the ones that constraints.txt pins, and the newest torch. ``RELEASE`` tries
+another one::
 
     nox                                       # all; or make test-versions
     nox -l
