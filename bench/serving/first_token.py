@@ -27,7 +27,6 @@ from bench.speed.clock import device_name, kernels_of
 
 # vLLM reads them when it is imported
 ENVIRONMENT = {
-    "FLEXMASK_VLLM_LATENT": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     # a package that the engine does without

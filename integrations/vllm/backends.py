@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 from typing import Any
 
 from flexmask.integrations.serving.versions import check_release
-from flexmask.integrations.vllm.registration import LATENT_VARIABLE
 from flexmask.integrations.vllm.versions import RUN, interface_faults
 
 _log = logging.getLogger("vllm.flexmask")
@@ -33,16 +31,7 @@ _BY_KERNEL = {
 
 def __getattr__(name: str) -> Any:
     if name == "Custom":
-        kernel, is_latent = _chosen()
-        if is_latent and os.environ.get(LATENT_VARIABLE) != "1":
-            message = (
-                "flexmask: latent attention (MLA) on a GPU is refused: its answers were compared with gamma 1 only; "
-                f"{LATENT_VARIABLE}=1 runs it nevertheless"
-            )
-            # vLLM drops the message of a backend's ImportError
-            _log.error("%s", message)
-            raise ImportError(message)
-        return _backend(_BY_KERNEL[kernel, is_latent])
+        return _backend(_BY_KERNEL[_chosen()])
     if name in _STOCK:
         return _backend(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

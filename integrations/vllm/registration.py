@@ -6,7 +6,6 @@ import logging
 import os
 
 CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
-LATENT_VARIABLE = "FLEXMASK_VLLM_LATENT"
 _BACKENDS = "flexmask.integrations.vllm.backends"
 _log = logging.getLogger("vllm.flexmask")
 

@@ -32,7 +32,7 @@ def test_rows_beyond_their_bounds_are_found():
         fewer = {**row, "tokens_alike": row["tokens"] - 1}
         assert beyond(fewer, rows, VLLM, MASKS) is not None
     fault = next(each for each in rows if each["compared"] in FAULTS)
-    assert "not by more than" in beyond({**fault, "mean": 0.02}, rows, VLLM, MASKS)
+    assert "not by more than" in beyond({**fault, "most": 2.0}, rows, VLLM, MASKS)
 
 
 def answer(token, *logprobs):

@@ -226,7 +226,7 @@ class Asked:
             pages.PageTable.__init__ = right
 
     def with_offset_off_by_one(self):
-        """A fault: a later chunk stands one token too early."""
+        """A fault: a later chunk misses the last cached token."""
         from flexmask.integrations.vllm import builder
 
         right = builder.plan_step

@@ -107,4 +107,4 @@ def on_cuda(options, kernel):
     """In bfloat16, compiled and with CUDA graphs; memory for several engines."""
     backend = kernel if options is None else "CUSTOM"
     memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
-    return {**ON_CUDA, "FLEXMASK_VLLM_LATENT": "1"}, {"dtype": "bfloat16", "attention_backend": backend, **memory}
+    return ON_CUDA, {"dtype": "bfloat16", "attention_backend": backend, **memory}
