@@ -1,14 +1,14 @@
 """The version matrix: the tests on several releases of torch, and those of the adapter on several of transformers.
 
-The promises are ``torch>=2.5`` and ``transformers>=4.54,<5.24``. The sessions are the oldest release of each, some before a
+The promises are ``torch>=2.5`` and ``transformers>=4.54,<5.25``. The sessions are the oldest release of each, some before a
 change that matters here (torch 2.9: the signatures of BlockMask and flex_attention; transformers 5.0: caches and mask functions,
-5.4: the arguments of mask functions), the ones that constraints.txt pins, and the newest torch. ``RELEASE`` tries
+5.4: the arguments of mask functions), the ones that constraints.txt pins, and the newest. ``RELEASE`` tries
 another one::
 
     nox                                       # all; or make test-versions
     nox -l
     nox -s "torch(2.5.1)" -- -x -k lists
-    RELEASE=5.24.0 nox -s transformers
+    RELEASE=5.25.0 nox -s transformers
 
 An environment is made once and kept. On Linux pip takes CUDA builds of torch unless it is told of an index with others: 5 to 7
 GB each with their dependencies; they run on a CPU as well.
@@ -80,7 +80,7 @@ def run_tests(session: nox.Session, package: str, release: str, chosen: list[str
 
 
 TORCH = releases("torch", "2.5.1", "2.8.0", newer=("2.15.0",))
-TRANSFORMERS = releases("transformers", "4.54.1", "4.57.6", "5.0.0")
+TRANSFORMERS = releases("transformers", "4.54.1", "4.57.6", "5.0.0", newer=("5.24.0",))
 
 
 @nox.session

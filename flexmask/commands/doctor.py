@@ -90,7 +90,7 @@ def _of_the_adapter(needed: bool) -> list[Problem]:
             raise
         return [Problem(severity, "transformers is missing: no Hugging Face models", "pip install 'flexmask[hf]'")]
     except ImportError as error:
-        return [Problem(severity, str(error), "pip install 'transformers>=4.54,<=5.23'")]
+        return [Problem(severity, str(error), "pip install 'transformers>=4.54,<5.25'")]
     return []
 
 

@@ -52,7 +52,7 @@ def register(
     Raises
     ------
     ImportError
-        With a transformers older than 4.54 or newer than 5.23.
+        With a transformers older than 4.54 or newer than 5.24.
     OSError, TypeError, ValueError
         For unknown options, values out of range, or an invalid settings file.
 

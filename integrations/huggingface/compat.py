@@ -12,7 +12,7 @@ from transformers import Pipeline, PreTrainedModel, masking_utils
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
-OLDEST, NEWEST = (4, 54), (5, 23)
+OLDEST, NEWEST = (4, 54), (5, 24)
 SDPA, EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
 # wraps the mask of packed sequences in newer releases
 remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
@@ -106,7 +106,9 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
         if _same(mask_function, and_masks(expected, own)):
             return True, local_size, ids
         if remap_positions is not None:
-            forms = (and_masks(own, remap_positions(expected, positions)) for positions in tensors)
+            # transformers 5.24 changed the order
+            remapped = [remap_positions(expected, positions) for positions in tensors]
+            forms = [and_masks(*parts) for each in remapped for parts in ((own, each), (each, own))]
             if any(_same(mask_function, form) for form in forms):
                 return True, local_size, ids
     return False, None, None

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.packed import Segment
+from flexmask.integrations.huggingface import compat
 from flexmask.integrations.huggingface.mask import MaskNotServed, PrefillMask
 from flexmask.integrations.huggingface.packed import GivenBounds, in_one_row, in_rows, segments_of_ids
 from tests.attention_calls import call
@@ -133,6 +134,21 @@ def test_collator_of_transformers_makes_what_is_served(model, tokens):
     with flexmask_hf.sparse_prefill(model, **OPTIONS["gamma 1"]):
         logits = model(**batch, use_cache=False).logits
     assert (logits - one_by_one(model, tokens[:1])).abs().max() < 1e-4
+
+
+@pytest.mark.skipif(compat.remap_positions is None, reason="this release does not count positions per sequence")
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("ids_first", [True, False], ids=["before 5.24", "since 5.24"])
+def test_both_orders_of_a_packed_mask_are_read(window, ids_first):
+    ids, positions = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]])
+    inner = compat.causal_mask_function if window is None else compat.window_function(window)
+    parts = [compat.packed_sequence_mask_function(ids), compat.remap_positions(inner, positions)]
+    served, found, own = compat.window_of(compat.and_masks(*parts[:: 1 if ids_first else -1]), window)
+    assert served
+    assert found == window
+    assert own is ids
+    another = compat.remap_positions(compat.window_function(7), positions)
+    assert not compat.window_of(compat.and_masks(parts[0], another), window)[0]
 
 
 def test_ids_become_segments_of_all_rows():
