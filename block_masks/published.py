@@ -116,7 +116,7 @@ def published_mask(
 
 
 class _Choice(NamedTuple):
-    """Select what each head keeps, before the blocks that every row keeps."""
+    """Lines and blocks of each head, before the blocks that every row keeps."""
 
     vertical: Tensor  # (batch, num_heads, num_blocks) bool
     slash: Tensor  # the same shape

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
-from bench.decoding import decode, prefill
+from bench.decoding import CACHE, decode, prefill
 from bench.fidelity.settings import Setting
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.base.selection import Selected
@@ -65,7 +65,7 @@ class SparseModel:
         cache = DynamicCache(config=self.model.config) if chunk else None
         found = []
         for part, following in zip(ids.split(chunk or len(ids)), ids[1:].split(chunk or len(ids)), strict=False):
-            hidden = self.model.base_model(input_ids=part[None], past_key_values=cache, use_cache=cache is not None)
+            hidden = self.model.base_model(input_ids=part[None], use_cache=cache is not None, **{CACHE: cache})
             pieces = zip(hidden.last_hidden_state[0, : len(following)].split(_LOGITS), following.split(_LOGITS), strict=True)
             for states, target in pieces:
                 logits = self.model.get_output_embeddings()(states).float()

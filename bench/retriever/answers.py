@@ -41,4 +41,4 @@ def decode_answers(model: PreTrainedModel, prompt: Prompt, logits: Tensor, cache
 
 def _feed(model: PreTrainedModel, token: Tensor, cache: Cache) -> Tensor:
     """Logits after one more token, (vocab_size,)."""
-    return model(input_ids=token.to(model.device).view(1, 1), past_key_values=cache).logits[0, -1]
+    return model(input_ids=token.to(model.device).view(1, 1), **{decoding.CACHE: cache}).logits[0, -1]

@@ -25,7 +25,7 @@ LIMITS = {
 
 
 def printed(tmp_path: Path, program: str, *arguments: str) -> str:
-    """Run a program of this folder without Triton's interpreter."""
+    """Output of a program of this folder, run without Triton's interpreter."""
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", f"tests.kernels.{program}", *arguments]
