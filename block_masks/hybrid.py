@@ -50,8 +50,8 @@ class Thresholds(NamedTuple):
 
 def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
     """Thresholds per query block, from the number n of key blocks it sees and the call's largest, N; padding does not count."""
-    seen = problem.seen.visible.sum(-1).to(gamma.dtype)
-    most, reference = seen.amax(-1, keepdim=True), LENGTH / problem.block_size
+    seen, most = (number.to(gamma.dtype) for number in problem.blocks_seen())
+    reference = LENGTH / problem.block_size
     longer = (LONGER * (most / reference).clamp(min=1).log2()).clamp(max=MOST_LONGER)
     g = (1 - gamma) * ((1 - gamma).clamp(min=1e-6) / (1 - GAMMA)).clamp(max=1) ** longer
     shares = g * (reference / most.clamp(min=1)).clamp(max=2)

@@ -31,6 +31,11 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def stream_of(device: torch.device) -> int:
+    """The current CUDA stream, as a number."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
 def is_under_vmap(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
@@ -59,14 +64,22 @@ def computed_once(tensor: Tensor) -> Tensor:
 
 
 def options_for_launches() -> dict[str, Any] | None:
-    """Options of torch.compile for our Triton kernels: Inductor's launcher, which is faster than Triton's.
+    """Options of torch.compile for our Triton kernels that shorten a call on the host.
 
-    The option does not reach Inductor's compile processes (2.11), hence one thread.
+    Inductor's launcher is faster than Triton's. The option does not reach its compile processes (2.11), hence one thread.
+    Independent small kernels are launched as one. Guards on globals are left out, because our constants do not change.
     """
     import torch._inductor.config as inductor
 
     name = "static_launch_user_defined_triton_kernels"
-    return {name: True, "compile_threads": 1} if hasattr(inductor, name) else None
+    if not hasattr(inductor, name):
+        return None
+    return {
+        name: True,
+        "compile_threads": 1,
+        "combo_kernels": True,
+        "guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe,
+    }
 
 
 def is_exporting() -> bool:

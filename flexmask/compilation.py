@@ -39,9 +39,6 @@ def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = 
 
 @functools.cache
 def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launched: bool) -> Callable[..., Any]:
-    # other backends than Inductor take none
-    options: dict[str, Any] = {"options": options_for_launches()} if launched else {}
-
     @functools.cache
     def compiled_in(state: Hashable) -> Callable[..., Any]:
         kind = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
@@ -50,6 +47,8 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
             function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         copy.__kwdefaults__ = function.__kwdefaults__
+        # other backends than Inductor take no options; torch removes some from the dict that it is given
+        options: dict[str, Any] = {"options": options_for_launches()} if launched else {}
         return torch.compile(copy, fullgraph=True, **options)
 
     def call(*arguments: Any) -> Any:
@@ -88,7 +87,7 @@ def run_compiled(
     dynamic = AttentionInputs(given_query, given_key, None, inputs.scale, inputs.softcap, window, mask, inputs.offset)
     # Triton launches on the current device; TF32 does not affect our kernels
     surroundings: contextlib.AbstractContextManager[Any] = (
-        torch.cuda.device(query.device) if by_kernels else without_tf32() if query.is_cuda else contextlib.nullcontext()
+        torch.cuda.device(query.device.index) if by_kernels else without_tf32() if query.is_cuda else contextlib.nullcontext()
     )
     with surroundings:
         return run(dynamic, *rest)

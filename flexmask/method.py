@@ -95,7 +95,7 @@ def method(
         inputs = attention_inputs(
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
         )
-        inputs = inputs.with_offset().with_fields(needs_grad=False)
+        inputs = inputs.with_offset()
         selector = made.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * selector.head_bytes
         if needed > MOST_MASK_BYTES:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmask._torch import in_dispatch_mode, keep_static
+from flexmask._torch import keep_static
 from flexmask.base.floats import widest_float
+from flexmask.base.kept import made_once
 from flexmask.selector import Selector
 
 
@@ -34,26 +35,15 @@ def numbers_of(selector: Selector, query: Tensor, heads: slice | None) -> dict[s
         if name not in tensors:
             values[name] = options[name] if isinstance(options[name], tuple) else Filled(options[name], query.shape[1])
     values |= {name: options[name] for name in method.pairs}
-    kept, where = device.type == "cuda" and not torch.compiler.is_compiling(), (0, False)
-    # a mode's tensors must not outlive it
-    if not kept or in_dispatch_mode() or torch.cuda.is_current_stream_capturing():
-        write = _written
-    else:
-        # per stream, so none reads it before it is written, and per mode, which compiled code guards
-        write, where = _kept, (torch.cuda.current_stream(device).cuda_stream, torch.is_inference_mode_enabled())
-    made = write(tuple(values.values()), device, *where)
-    found = {**dict(zip(values, made, strict=True)), **tensors}
-    if kept:
-        for tensor in found.values():
-            keep_static(tensor)
-    return found
+    _keep_static(device, tensors.values())
+    return {**dict(zip(values, made_once(_written, device, *values.values()), strict=True)), **tensors}
 
 
 def _of_heads(value: Any, heads: slice) -> Any:
     return value[heads] if isinstance(value, (tuple, Tensor)) and len(value) > 1 else value
 
 
-def _written(values: tuple[Any, ...], device: torch.device, stream: int, inference: bool) -> tuple[Tensor, ...]:
+def _written(device: torch.device, *values: Any) -> tuple[Tensor, ...]:
     """The numbers, filled on the device: copying a list from the host would wait."""
     dtype = widest_float(device)
 
@@ -64,7 +54,12 @@ def _written(values: tuple[Any, ...], device: torch.device, stream: int, inferen
             return torch.stack([written(each) for each in value])
         return torch.full((), value, dtype=dtype, device=device)
 
-    return tuple(written(value) for value in values)
+    made = tuple(written(value) for value in values)
+    _keep_static(device, made)
+    return made
 
 
-_kept = functools.lru_cache(maxsize=256)(_written)
+def _keep_static(device: torch.device, tensors: Iterable[Tensor]) -> None:
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        for tensor in tensors:
+            keep_static(tensor)

@@ -91,6 +91,14 @@ class BlockProblem:
         assert option == 0
         return torch.zeros((), dtype=widest_float(self.inputs.query.device), device=self.inputs.query.device)
 
+    def blocks_seen(self) -> tuple[Tensor, Tensor]:
+        """How many key blocks each query block sees, (batch or 1, num_q_blocks) int64, and the most of them, (batch or 1, 1)."""
+        if self.tokens.padded or self.inputs.window is not None:
+            number = self.seen.visible.sum(-1)
+            return number, number.amax(-1, keepdim=True)
+        number = self.seen.last_diagonal + 1
+        return number, number[:, -1:]
+
     def key_counts(self) -> Tensor:
         """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""
         return in_blocks(self.tokens.key_valid, self.block_size, False).sum(-1)

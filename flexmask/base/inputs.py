@@ -121,5 +121,5 @@ def attention_inputs(
         None if attention_mask is None else attention_mask != 0,  # a copy: the mask outlives the call
         offset,
         sinks,
-        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in differentiable),
+        needs_grad=value is not None and torch.is_grad_enabled() and any(x.requires_grad for x in differentiable),
     )
