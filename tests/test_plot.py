@@ -138,7 +138,7 @@ def test_density_is_the_mean_of_the_sparse_calls(pyplot):
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1", "5"]
     assert len(axes.patches) == 4  # hatched: layer 5
     assert axes.get_legend().get_texts()[0].get_text() == "ran dense"
-    assert {text.get_text() for text in axes.texts} >= {".11", ".20", ".41"}
+    assert {text.get_text() for text in axes.texts} >= {"0.11", "0.20", "0.41"}
 
 
 def test_heat_maps_take_what_has_rows(pyplot):

@@ -56,7 +56,12 @@ class Selected(NamedTuple):
         for heads in runs:
             counts[:, heads] = 0
             full_counts[:, heads] = 0
-        return self._replace(lists=BlockLists(counts, self.lists.kv_indices, full_counts, self.lists.full_kv_indices))
+        lists = BlockLists(counts, self.lists.kv_indices, full_counts, self.lists.full_kv_indices)
+        return Selected(lists, self.keep, self.stats, self.block_size, self.title, self.mask_mod)
+
+    def without_map(self) -> Selected:
+        """Without map and title. Here and above not by `_replace`, which torch 2.5 cannot trace."""
+        return Selected(self.lists, None, self.stats, self.block_size, None, self.mask_mod)
 
 
 class Selection(NamedTuple):

@@ -105,7 +105,7 @@ def _draw(found: HeadMap, axes: Axes | None, limits: tuple[float, float], title:
     if layers <= 32 and heads <= 20:
         for number, head in np.argwhere(~shown.mask):
             value = found.values[number][head]
-            text = "1" if value > 0.995 else f"{value:.2f}".removeprefix("0")
+            text = "1" if value > 0.995 else f"{value:.2f}"
             ink = "#000000" if (value - limits[0]) / (limits[1] - limits[0]) < 0.55 else "#ffffff"
             axes.text(head, number, text, ha="center", va="center", fontsize=7, color=ink)
     whole_numbers(axes.xaxis, range(heads))
