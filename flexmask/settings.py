@@ -143,7 +143,7 @@ class PrefillSettings:
         for layer in range(number):
             num_heads = heads[layer] if isinstance(heads, tuple) else heads
             if num_heads is not None and layer not in self.dense_layers:
-                _check_heads(self.selector(layer), num_heads, f"layer {layer}: ")
+                check_heads(self.selector(layer), num_heads, f"layer {layer}: ")
 
     def to_dict(self) -> dict[str, Any]:
         """Write what differs from the defaults, with the method's options on the same level, in JSON types.
@@ -253,7 +253,8 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: frozen(value) for name, value in options.items()}
 
 
-def _check_heads(selector: Selector, num_heads: int, where: str) -> None:
+def check_heads(selector: Selector, num_heads: int, where: str) -> None:
+    """Refuse numbers by head that do not fit; `where` opens the message."""
     query = torch.empty(()).expand(1, num_heads, 1, 1)
     try:
         for name in selector.method.shares:

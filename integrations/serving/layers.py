@@ -12,7 +12,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import pairs_by_head
 from flexmask.dense_policy import by_head_dim
 from flexmask.selector import Selector
-from flexmask.settings import PrefillSettings
+from flexmask.settings import PrefillSettings, check_heads
 
 # rows and tokens of a chunk that every method must serve
 _CHUNK = (400, 1000)
@@ -84,13 +84,11 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
 def _of_rank(selector: Selector, number: int, num_heads: int, rank: int, ranks: int) -> Selector:
     """The selector with the options of this rank's `num_heads` heads."""
     every, own = num_heads * ranks, slice(rank * num_heads, (rank + 1) * num_heads)
+    check_heads(selector, every, f"layer {number}: ")
     method, options = selector.method, dict(selector.options)
     for name in method.shares:
-        value = options[name]
-        if isinstance(value, tuple):
-            if len(value) != every:
-                raise ValueError(f"{name} must hold one number a head, {every} in layer {number}; got {len(value)}")
-            options[name] = value[own]
+        if isinstance(options[name], tuple):
+            options[name] = options[name][own]
     for name, make in method.pairs.items():
         value = make(every) if make is not None and options[name] is None else options[name]
         pairs = pairs_by_head(name, value, every)

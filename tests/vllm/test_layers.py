@@ -112,7 +112,7 @@ def test_each_rank_gets_the_numbers_of_its_heads():
     shares = PrefillSettings(gamma=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
     assert role(settings=shares, ranks=(0, 2)).selector.options["gamma"] == (0.1, 0.2, 0.3, 0.4)
     assert role(settings=shares, ranks=(1, 2)).selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
-    with pytest.raises(ValueError, match="gamma must hold one number a head, 4 in layer 1; got 8"):
+    with pytest.raises(ValueError, match="layer 1: gamma must hold one number for each of query's 4 heads; got 8 numbers"):
         role(settings=shares)
     one = PrefillSettings(gamma=0.7)
     assert role(settings=one, ranks=(1, 2)).selector.options["gamma"] == 0.7
