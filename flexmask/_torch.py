@@ -31,6 +31,11 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def in_transform() -> bool:
+    """True in a function that ``torch.func`` transforms, where new tensors are wrapped."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def stream_of(device: torch.device) -> int:
     """The current CUDA stream, as a number."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
@@ -68,7 +73,7 @@ def options_for_launches() -> dict[str, Any] | None:
 
     Inductor's launcher is faster than Triton's. The option does not reach its compile processes (2.11), hence one thread.
     Independent small kernels are launched as one, on the release where that was tried. Guards on globals are left out, because
-    our constants do not change.
+    our constants and functions do not change.
     """
     import torch._inductor.config as inductor
 

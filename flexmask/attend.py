@@ -76,7 +76,7 @@ def attend(
             selected = select_blocks(chosen, part, group.query, with_maps, computed)
             selections.append(selected)
         # all methods share the kernel without maps
-        bare = selected if selected is None or selected.mask_mod is not None else selected.without_map()
+        bare = selected if selected is None or selected.mask_mod is not None else selected.with_fields(keep=None, title=None)
         part_out, part_lse, is_dense = attend_heads(part, bare, plan.key_heads[group.key], plan.most_kept, backend, return_lse)
         dense.append(is_dense)
         if len(groups) == 1:

@@ -133,7 +133,7 @@ def test_a_method_has_no_autocast():
 
 
 def test_numbers_kept_for_the_gpu_are_never_fake(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(kept, "_is_capturing", lambda: False)
     monkeypatch.setattr(kept, "stream_of", lambda device: 0)
     asked, tensors = [], (torch.tensor(0.1), torch.full((4,), 0.5))
     monkeypatch.setattr(kept, "_kept", lambda *given: asked.append(given[4:]) or tensors)

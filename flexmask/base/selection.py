@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,12 +56,14 @@ class Selected(NamedTuple):
         for heads in runs:
             counts[:, heads] = 0
             full_counts[:, heads] = 0
-        lists = BlockLists(counts, self.lists.kv_indices, full_counts, self.lists.full_kv_indices)
-        return Selected(lists, self.keep, self.stats, self.block_size, self.title, self.mask_mod)
+        return self.with_fields(lists=BlockLists(counts, self.lists.kv_indices, full_counts, self.lists.full_kv_indices))
 
-    def without_map(self) -> Selected:
-        """Without map and title. Here and above not by `_replace`, which torch 2.5 cannot trace."""
-        return Selected(self.lists, None, self.stats, self.block_size, None, self.mask_mod)
+    def with_fields(self, **fields: Any) -> Selected:
+        """The same with other values in some fields; torch 2.5 cannot trace `_replace`."""
+        return Selected(**{name: fields[name] if name in fields else getattr(self, name) for name in _FIELDS})
+
+
+_FIELDS = Selected._fields
 
 
 class Selection(NamedTuple):

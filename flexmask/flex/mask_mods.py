@@ -90,7 +90,8 @@ def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
 
     A Python int that changes becomes symbolic, which the FLASH backend (2.11) rejects and the CPU's template misnames.
     """
-    return captured(made_once(_filled, device, batch, min(number, 2**31 - 1)))
+    # a view, because torch.compile guards which captured tensors are one object
+    return captured(made_once(_filled, device, batch, min(number, 2**31 - 1)).detach())
 
 
 def _filled(device: torch.device, batch: int, number: int) -> Tensor:

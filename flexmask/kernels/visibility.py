@@ -48,7 +48,7 @@ def edges_of(tokens: Tokens, block_size: int, window: int | None) -> PackedEdges
     last_whole_key = torch.where(edges.rows_whole, edges.first_row, -1)
     rows = (edges.last_row, edges.first_row, edges.first_valid_row, edges.own_first, edges.own_last, last_whole_key)
     keys = (edges.last_valid_key, edges.keys_whole, valid_keys(tokens, block_size), *candidate_lines(tokens, block_size, window))
-    # not torch.stack: it ends in a view, which Inductor (2.11) computes anew for each of our kernels
+    # not torch.stack: it ends in a view, which Inductor (2.11) computes again for each of our kernels
     return PackedEdges(*(torch.cat([x.int().unsqueeze(0) for x in planes]) for planes in (rows, keys)))
 
 

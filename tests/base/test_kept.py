@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask import hybrid_mask
 from flexmask.base import kept
 from flexmask.base.kept import made_once
+from flexmask.flex import mask_mods
 from flexmask.numbers import Filled
 
 
@@ -20,11 +22,47 @@ def test_values_of_other_types_are_made_anew():
     assert kept._kept(make, cpu, 0, False, Filled(0.9, 1)) is found[0]
 
 
-def test_cpus_and_surrounding_compilations_make_their_own():
-    cpu = torch.device("cpu")
-    assert made_once(full, cpu, 2) is not made_once(full, cpu, 2)
-    traced = torch.compile(lambda x: x + made_once(full, x.device, 2), fullgraph=True, backend="eager")
+@pytest.fixture
+def pretended(monkeypatch):
+    """A device whose tensors are kept, which `full` makes on the CPU."""
+    monkeypatch.setattr(kept, "stream_of", lambda device: 0)
+    monkeypatch.setattr(kept, "_is_capturing", lambda: False)
+    kept._kept.cache_clear()
+    yield torch.device("cuda")
+    kept._kept.cache_clear()
+
+
+def on_cpu(device, number):
+    return torch.full((3,), number)
+
+
+def test_what_was_made_is_kept(pretended, monkeypatch):
+    first = made_once(on_cpu, pretended, 2)
+    assert made_once(on_cpu, pretended, 2) is first
+    assert made_once(on_cpu, torch.device("cpu"), 2) is not first
+    with torch.inference_mode():
+        assert made_once(on_cpu, pretended, 2) is not first
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "_is_capturing", lambda: True)
+        assert made_once(on_cpu, pretended, 2) is not first
+    monkeypatch.setattr(kept, "stream_of", lambda device: 1)
+    assert made_once(on_cpu, pretended, 2) is not first
+
+
+def test_surroundings_that_wrap_tensors_make_their_own(pretended):
+    traced = torch.compile(lambda x: x + made_once(on_cpu, pretended, 2), fullgraph=True, backend="eager")
     assert torch.equal(traced(torch.ones(3)), torch.full((3,), 3.0))
+    assert torch.func.grad(lambda x: (x * made_once(on_cpu, pretended, 2)).sum())(torch.ones(3)).tolist() == [2, 2, 2]
+    with FakeTensorMode():
+        made_once(on_cpu, pretended, 2)
+    assert kept._kept.cache_info().currsize == 0
+
+
+def test_masks_capture_objects_of_their_own(pretended, monkeypatch):
+    monkeypatch.setattr(mask_mods, "_filled", lambda device, batch, number: torch.full((batch,), number))
+    monkeypatch.setattr(mask_mods, "captured", lambda tensor: tensor)
+    one, other = (mask_mods.captured_number(128, 1, pretended) for _ in range(2))
+    assert one is not other and one.data_ptr() == other.data_ptr()
 
 
 @pytest.mark.gpu
