@@ -54,7 +54,7 @@ def test_gammas_by_head_are_of_all_ranks_heads(ranks):
     assert isinstance(role, SparseLayer)
     assert role.selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
     ranks[:] = [0, 1]
-    with pytest.raises(ValueError, match="4 in layer 1; got 8"):
+    with pytest.raises(ValueError, match="layer 1: gamma must hold one number for each of query's 4 heads; got 8"):
         engine.role_of("model.layers.1.attn", "a", GIVEN, {})
 
 
