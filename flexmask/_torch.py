@@ -26,6 +26,11 @@ FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameter
 KNOWS_LENGTHS = "seq_lengths" in FROM_KV_BLOCKS
 
 
+def is_traced() -> bool:
+    """True where torch.compile or torch.export traces this thread; `torch.compiler.is_compiling` is true in every thread then."""
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
+
+
 def in_dispatch_mode() -> bool:
     """True under a mode such as FakeTensorMode, which may make other than plain tensors."""
     return torch._C._len_torch_dispatch_stack() > 0
@@ -95,7 +100,7 @@ def is_exporting() -> bool:
 
 def runs_flex_attention_uncompiled() -> bool:
     """True inside a torch.compile whose backend is not Inductor: there flex_attention runs dense under its mask_mod."""
-    return torch.compiler.is_compiling() and not _is_inductor()
+    return is_traced() and not _is_inductor()
 
 
 def _backend_is_inductor() -> bool:

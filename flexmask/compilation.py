@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexmask._torch import (
     ambient_state,
+    is_traced,
     options_for_launches,
     ran_out_of_recompilations,
     recompile_limit,
@@ -32,7 +33,7 @@ def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = 
     that changes between calls is compiled again once, as symbolic. Running out of recompilations raises RuntimeError. Inside a
     surrounding ``torch.compile`` it is the plain function. `launched`: it launches our Triton kernels.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return function
     return _compile(function, variant, launched)
 
@@ -95,4 +96,4 @@ def run_compiled(
 
 def runs_plain(query: Tensor) -> bool:
     """True on CPUs, where a compilation takes longer than it saves, and in a surrounding compilation."""
-    return query.device.type == "cpu" or torch.compiler.is_compiling()
+    return query.device.type == "cpu" or is_traced()

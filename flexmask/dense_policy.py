@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexmask._torch import in_dispatch_mode
+from flexmask._torch import in_dispatch_mode, is_traced
 from flexmask.base.checks import HEAD_DIMS, check_int
 from flexmask.base.inputs import AttentionInputs
 from flexmask.selector import Selector
@@ -59,7 +59,7 @@ class DensePolicy(NamedTuple):
         if reason is not None:
             return DensePlan(reason, [True] * num_kv_heads)
         # in a surrounding compilation nothing orders what empties lists before what reads them
-        if not fits or inputs.needs_grad or torch.compiler.is_compiling():
+        if not fits or inputs.needs_grad or is_traced():
             return DensePlan(None, [False] * num_kv_heads)
         reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
         key_heads = [all(keeps_all[head : head + groups]) for head in range(0, num_heads, groups)]

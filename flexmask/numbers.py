@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask._torch import keep_static
+from flexmask._torch import is_traced, keep_static
 from flexmask.base.floats import widest_float
 from flexmask.base.kept import made_once
 from flexmask.selector import Selector
@@ -60,6 +60,6 @@ def _written(device: torch.device, *values: Any) -> tuple[Tensor, ...]:
 
 
 def _keep_static(device: torch.device, tensors: Iterable[Tensor]) -> None:
-    if device.type == "cuda" and not torch.compiler.is_compiling():
+    if device.type == "cuda" and not is_traced():
         for tensor in tensors:
             keep_static(tensor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
-from flexmask._torch import HAS_TRITON, computed_once
+from flexmask._torch import HAS_TRITON, computed_once, is_traced
 from flexmask.base.blocks import BlockProblem, Steps, cut_into_blocks
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists, Selected, Selection, block_lists
@@ -50,7 +50,7 @@ def run_method(
     For a slice of rows, `end` is the position after the whole's last row, (batch,) int32.
     """
     block_size, by_kernels = selector.block_size, selector.runs_kernels(inputs.query)
-    if by_kernels and torch.compiler.is_compiling():
+    if by_kernels and is_traced():
         return _as_one_operator(selector, inputs, numbers, with_map, statistics)
     run = selector
     if selector.row_numbers and end is None:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import torch
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON
+from flexmask._torch import HAS_TRITON, is_traced
 from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.memory import map_bytes
@@ -154,7 +153,7 @@ class Selector:
     @property
     def title(self) -> str:
         """Its name with its options, for pictures; in a surrounding compilation, where floats may be symbolic, only the name."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self.method.name
         shown = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
         return f"{self.method.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **shown}.items())})"

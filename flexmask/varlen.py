@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask._torch import is_traced
 from flexmask.attend import MAX_MASK_BYTES, Attended, attend, run_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, check_plain, check_shape
@@ -192,7 +193,7 @@ def _as_ints(bounds: Any) -> list[int]:
 
 def _check_bounds_tensor(name: str, bounds: Tensor) -> None:
     check_plain(name, bounds)
-    if torch.compiler.is_compiling():
+    if is_traced():
         raise TypeError(
             f"{name} must be a list or tuple of ints inside torch.compile, where no value of a tensor can be read; got a tensor"
         )

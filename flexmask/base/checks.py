@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import Tensor
 
-from flexmask._torch import is_under_vmap
+from flexmask._torch import is_traced, is_under_vmap
 
 _LARGEST = sys.float_info.max  # read here: torch 2.5.1 cannot trace it
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,7 +56,7 @@ def check_shape(name: str, tensor: Tensor, layout: str) -> None:
 
 def check_plain(name: str, tensor: Tensor) -> None:
     """Refuse DTensors and tensors of ``torch.vmap`` or of the meta device."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         return
     if type(tensor).__name__ == "DTensor":
         raise TypeError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from flexmask._torch import is_traced
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import num_blocks
 
@@ -27,7 +26,7 @@ def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score
     groups = num_heads // inputs.key.shape[1]
     absent = inputs.attention_mask is not None or inputs.offset is not None or q_len != kv_len
     # a branch on symbolic lengths would add a graph
-    ragged = torch.compiler.is_compiling() or q_len % block_size != 0 or kv_len % block_size != 0
+    ragged = is_traced() or q_len % block_size != 0 or kv_len % block_size != 0
     copies = (inputs.query.element_size() < 4) + absent + ragged
     means = copies * 4 * head_dim * max(q_len, -(-kv_len // groups))
     pairs = num_blocks(q_len, block_size) * num_blocks(kv_len, block_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask._torch import HAS_BMM_TO_FLOAT32
+from flexmask._torch import HAS_BMM_TO_FLOAT32, is_traced
 
 
 def grouped_scores(query: Tensor, key: Tensor) -> Tensor:
@@ -41,6 +41,6 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
     Overwrites `scores`: on CPUs new memory takes longer than the arithmetic.
     """
     scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
-    if scores.device.type != "cpu" or torch.compiler.is_compiling():
+    if scores.device.type != "cpu" or is_traced():
         return scores.softmax(-1)
     return torch.softmax(scores, -1, out=scores)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmask._torch import is_traced
+
 
 class Tokens(NamedTuple):
     """Positions of the query rows, and valid tokens."""
@@ -198,6 +200,6 @@ def whole_blocks(x: Tensor, dim: int, block_size: int) -> Tensor:
     length = x.shape[dim]
     blocks = num_blocks(length, block_size)
     # uncompiled it saves a copy; compiled, one graph serves all lengths
-    if torch.compiler.is_compiling() or length != blocks * block_size:
+    if is_traced() or length != blocks * block_size:
         x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, blocks * block_size - length))
     return x.unflatten(dim, (blocks, block_size))

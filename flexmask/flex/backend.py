@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from flexmask._torch import HAS_CPU_KERNEL, HAS_FLASH_BACKEND, is_exporting
+from flexmask._torch import HAS_CPU_KERNEL, HAS_FLASH_BACKEND, is_exporting, is_traced
 from flexmask.base.inputs import AttentionInputs
 
 BACKENDS = ("auto", "triton", "flash")
@@ -70,7 +70,7 @@ def chosen_backend(
             raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
         if not flash_available():
             raise ValueError('backend="flash" needs torch >= 2.10 and the package flash-attn-4, which is not installed')
-        if capability in _BLACKWELL and not torch.compiler.is_compiling():
+        if capability in _BLACKWELL and not is_traced():
             # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program
             warnings.warn(
                 f'backend="flash" is untested on compute capability {capability}, where flash-attn-4 is said to take query '

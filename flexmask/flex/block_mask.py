@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask._torch import is_traced
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists, Selected
 from flexmask.flex.from_lists import block_mask_from_lists
@@ -28,7 +29,7 @@ def block_mask(inputs: AttentionInputs, selected: Selected) -> BlockMask:
         mask_mod = named(mask_mod, title)
     lengths = (inputs.query.shape[2], inputs.key.shape[2])
     mask = block_mask_from_lists(selected.lists, mask_mod, selected.block_size, lengths, inputs.needs_grad)
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         parts = (selected, lengths, inputs.window, inputs.attention_mask, inputs.offset)
         # a cycle would keep dropped masks in memory until garbage collection
         owner = weakref.ref(mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmask._torch import is_traced
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import token_validity, visible_keys
 from flexmask.flex.visible import attention_to_visible, is_written_out, sdpa
@@ -32,7 +33,7 @@ def _in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor
     tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
     row = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
     rows = q_len
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         most = _MOST_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MOST_VISIBLE // batch
         rows = max(1, most // kv_len)
     hidden = None if tokens.filled else ~tokens.key_valid

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, RELEASE
+from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, RELEASE, is_traced
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.kept import made_once
 
@@ -74,7 +74,7 @@ def captured(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type != "cpu":
         return tensor
-    if torch.compiler.is_compiling():
+    if is_traced():
         in_passing = tensor[torch.arange(tensor.shape[0], device=tensor.device)]
         return in_passing.as_strided(in_passing.shape, in_passing.stride())
     view = tensor.detach()
@@ -100,6 +100,6 @@ def _filled(device: torch.device, batch: int, number: int) -> Tensor:
 
 def named(function: _Function, name: str) -> _Function:
     """`function` with another ``__name__``; in a surrounding compilation only where torch traces that (2.8.0 does, 2.5.1 not)."""
-    if RELEASE >= (2, 8) or not torch.compiler.is_compiling():
+    if RELEASE >= (2, 8) or not is_traced():
         function.__name__ = name
     return function

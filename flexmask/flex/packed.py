@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask._torch import is_traced
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import block_lists
@@ -58,7 +59,7 @@ def dense_attention_packed(
     assert value is not None
     served = query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS
     # a compiled or captured graph would replay the copy of a freed table
-    is_recorded = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
+    is_recorded = is_traced() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
     together = query.is_cuda and served and not is_recorded
     done: dict[int, Result] = {}
     for numbers in _shared_calls(inputs, segments, return_lse) if together else ():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flexmask._torch import runs_flex_attention_uncompiled
+from flexmask._torch import is_traced, runs_flex_attention_uncompiled
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
 from flexmask.compilation import compiled
@@ -42,7 +42,7 @@ def run_flex_attention(
     run = compiled(_flex_attention, *device, *shapes, *fixed)
     # As text, a constant: a float becomes symbolic once another variant had another one (dynamo remembers values by their place
     # in the source), and score_mods cannot capture a symbolic float.
-    limit = softcap if softcap is None or torch.compiler.is_compiling() else repr(float(softcap))
+    limit = softcap if softcap is None or is_traced() else repr(float(softcap))
     out, lse = run(query, key, value, block_mask, scale, limit, options, needs_lse, sinks if on_cpu else None)
     if sinks is not None and lse is not None:
         out = with_sinks(out, lse, sinks)
@@ -64,7 +64,7 @@ def _flex_attention(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     # arguments one by one: unread fields of a tuple would be guarded too
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         raise RuntimeError(
             "torch.compile is switched off (TORCH_COMPILE_DISABLE, a compiler stance or torch._dynamo.config.disable): "
             "flex_attention would run uncompiled and ignore the block lists. Switch it on, or call dense attention."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from flexmask._torch import is_exporting
+from flexmask._torch import is_exporting, is_traced
 from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.dense import dense_attention
@@ -106,7 +106,7 @@ def serve(
 
     `tokens` and `number` are `PrefillMask.tokens` and `PrefillMask.prefill`.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
         if inputs.needs_grad:

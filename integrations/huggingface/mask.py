@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from flexmask._torch import is_traced
 from flexmask.integrations.huggingface.compat import rows_of_queries, window_of
 from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, Segments, segments_of_ids
 
@@ -62,7 +63,7 @@ class PrefillMask(BlockMask):
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
         self.segments = segments
         # another object would recompile at every call
-        self.prefill = None if torch.compiler.is_compiling() else object()
+        self.prefill = None if is_traced() else object()
         self.packed, self.bounds = PackedCheck(), GivenBounds()
 
     @property
@@ -163,7 +164,7 @@ def prefill_mask(
         )
     # a first row on a device is not waited for
     known_first = int_if_known(first)
-    if attention_mask is not None and isinstance(known_first, int) and not torch.compiler.is_compiling():
+    if attention_mask is not None and isinstance(known_first, int) and not is_traced():
         expected = (batch_size, known_first + q_len)
         if attention_mask.shape[1] < expected[1]:
             raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
@@ -171,7 +172,7 @@ def prefill_mask(
     # as many rows as keys: the first row stands at the first key
     offset = 0 if q_len == kv_length else int_if_known(first - kv_offset)
     known, window, ids = window_of(mask_function, local_size)
-    if not known or (ids is not None and torch.compiler.is_compiling()):
+    if not known or (ids is not None and is_traced()):
         return PrefillMask(shape, offset, refusal=_COMPILED if known else _REFUSAL)
     if ids is not None:
         # without a cache and without padding
@@ -184,14 +185,14 @@ def prefill_mask(
 
 def int_if_known(number: int | Tensor) -> int | Tensor:
     """`number` as an int on CPUs, where that does not wait."""
-    if type(number) is Tensor and number.device.type == "cpu" and not torch.compiler.is_compiling():
+    if type(number) is Tensor and number.device.type == "cpu" and not is_traced():
         return int(number)
     return number
 
 
 def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:
     """The padding mask of the keys, which may be fewer or more than the prompt's; None without padding."""
-    if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+    if attention_mask is None or (not is_traced() and bool(attention_mask.all())):
         return None
     position = torch.arange(kv_length, device=attention_mask.device) + kv_offset
     known = position < attention_mask.shape[1]

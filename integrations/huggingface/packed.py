@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from flexmask._torch import is_traced
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.packed import Segment
 from flexmask.varlen import segments_of
@@ -73,7 +74,7 @@ class PackedCheck:
 
     def is_packed(self, position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> bool:
         """True once the positions are found to restart."""
-        if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if is_traced() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         if self._answer is None:
             answer = starts_again(position_ids, attention_mask, offset)

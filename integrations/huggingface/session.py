@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from flexmask._torch import is_traced
 from flexmask.base.inputs import AttentionInputs
 from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_local_heads
 from flexmask.integrations.huggingface.compat import check_servable, text_config
@@ -139,7 +139,7 @@ def latest(blocks: Sequence[OpenBlock]) -> OpenBlock:
 
 def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Note a prefill that was not compiled. Module-level: models are pickled with their hooks."""
-    if torch.compiler.is_compiling() or _is_decoding((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))):
+    if is_traced() or _is_decoding((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))):
         return
     block = block_of(module)
     if block is not None:

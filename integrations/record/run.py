@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask._torch import is_traced
 from flexmask.base.checks import check_int
 from flexmask.integrations.record.files import SavedRun, load_run, save_run
 from flexmask.integrations.record.summary import (
@@ -121,7 +121,7 @@ class PrefillRun:
         layer (DiffLlama, HRM).
         """
         # in a compiled forward a lock would break the graph
-        with nullcontext() if torch.compiler.is_compiling() else self._lock:
+        with nullcontext() if is_traced() else self._lock:
             self._called.add(layer)
             if reason is None:
                 self._sparse.add(layer)
