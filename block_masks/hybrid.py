@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.memory import plain_bytes
 from flexmask.base.options import blocks_of, check_budgets, check_shares
 from flexmask.base.selection import Selection
+from flexmask.base.thresholds import ThresholdRule, Thresholds
 from flexmask.base.visibility import num_blocks
 from flexmask.method import BlockProblem, ByHead, method
 
@@ -40,27 +41,13 @@ NEAREST = 8
 GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
 
-class Thresholds(NamedTuple):
-    """The least attention that keeps a block or a line, in `widest_float`."""
-
-    key_block: Tensor  # (batch or 1, num_heads)
-    diagonal: Tensor  # (batch or 1, num_heads)
-    rows: Tensor  # (batch or 1, num_heads, num_q_blocks)
-
-
 def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
-    """Thresholds per query block, from the number n of key blocks it sees and the call's largest, N; padding does not count."""
-    seen, most = (number.to(gamma.dtype) for number in problem.blocks_seen())
-    reference = LENGTH / problem.block_size
-    longer = (LONGER * (most / reference).clamp(min=1).log2()).clamp(max=MOST_LONGER)
-    g = (1 - gamma) * ((1 - gamma).clamp(min=1e-6) / (1 - GAMMA)).clamp(max=1) ** longer
-    shares = g * (reference / most.clamp(min=1)).clamp(max=2)
-    power = EARLIER_ROWS * (1 - reference / most).clamp(min=0)
-    seen = seen.clamp(min=1).unsqueeze(1)
-    of_gamma = (1 - GAMMA) / g.clamp(min=1e-12).unsqueeze(-1)
-    first = ((FIRST_ROWS * reference / seen) ** 3 * of_gamma).clamp(min=1)
-    earlier = (most.unsqueeze(1) / seen * first) ** power.unsqueeze(1)
-    return Thresholds(KEY_BLOCK * shares, DIAGONAL * shares, ROWS * shares.unsqueeze(-1) * earlier)
+    """Thresholds of each head's lines and query blocks."""
+    rule = ThresholdRule(
+        LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
+    )
+    found: Thresholds = problem.steps.thresholds(problem, gamma, rule)
+    return found
 
 
 def _check(*, block_size: int, gamma: Any, min_budget: int, row_stride: int) -> None:
@@ -136,7 +123,7 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
 
     # the last rows: true attention, and the lines kept of it
     last = steps.representative_mass(problem, "last")
-    lines = steps.last_rows_lines(problem, last, least.key_block, least.diagonal, NEAREST * nearest)
+    lines = steps.last_rows_lines(problem, last, least.lines, NEAREST * nearest)
 
     # all rows: attention to key means, and the blocks kept of it
     evidence = steps.row_evidence(problem, row_stride)

@@ -36,16 +36,6 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def in_transform() -> bool:
-    """True in a function that ``torch.func`` transforms, where new tensors are wrapped."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def stream_of(device: torch.device) -> int:
-    """The current CUDA stream, as a number."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
-
-
 def is_under_vmap(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
@@ -71,26 +61,6 @@ def keep_static(tensor: Tensor) -> None:
 def computed_once(tensor: Tensor) -> Tensor:
     """`tensor`, written to memory: Inductor (2.11) recomputes it for each of our Triton kernels that reads it."""
     return tensor.as_strided(tensor.shape, tensor.stride())
-
-
-def options_for_launches() -> dict[str, Any] | None:
-    """Options of torch.compile for our Triton kernels that shorten a call on the host.
-
-    Inductor's launcher is faster than Triton's. The option does not reach its compile processes (2.11), hence one thread.
-    Independent small kernels are launched as one, on the release where that was tried. Guards on globals are left out, because
-    our constants and functions do not change.
-    """
-    import torch._inductor.config as inductor
-
-    name = "static_launch_user_defined_triton_kernels"
-    if not hasattr(inductor, name):
-        return None
-    return {
-        name: True,
-        "compile_threads": 1,
-        "combo_kernels": RELEASE == (2, 11),
-        "guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe,
-    }
 
 
 def is_exporting() -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor
 from flexmask._torch import (
     ambient_state,
     is_traced,
-    options_for_launches,
     ran_out_of_recompilations,
     recompile_limit,
     with_dynamic,
@@ -26,20 +25,20 @@ from flexmask.precision import without_tf32
 _log = logging.getLogger("flexmask")
 
 
-def compiled(function: Callable[..., Any], *variant: Hashable, launched: bool = False) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], *variant: Hashable) -> Callable[..., Any]:
     """`function`, which can be traced whole, compiled with fullgraph, once per `variant`, the constants that its calls share.
 
     Every variant and `ambient_state` has its own code object, since torch counts recompilations by code object. A size or number
     that changes between calls is compiled again once, as symbolic. Running out of recompilations raises RuntimeError. Inside a
-    surrounding ``torch.compile`` it is the plain function. `launched`: it launches our Triton kernels.
+    surrounding ``torch.compile`` it is the plain function.
     """
     if is_traced():
         return function
-    return _compile(function, variant, launched)
+    return _compile(function, variant)
 
 
 @functools.cache
-def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launched: bool) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...]) -> Callable[..., Any]:
     @functools.cache
     def compiled_in(state: Hashable) -> Callable[..., Any]:
         kind = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
@@ -48,9 +47,7 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
             function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         copy.__kwdefaults__ = function.__kwdefaults__
-        # other backends than Inductor take no options; torch removes some from the dict that it is given
-        options: dict[str, Any] = {"options": options_for_launches()} if launched else {}
-        return torch.compile(copy, fullgraph=True, **options)
+        return torch.compile(copy, fullgraph=True)
 
     def call(*arguments: Any) -> Any:
         try:
@@ -68,9 +65,7 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...], launch
     return call
 
 
-def run_compiled(
-    function: Callable[..., Any], variant: tuple[Hashable, ...], inputs: AttentionInputs, *rest: Any, by_kernels: bool = False
-) -> Any:
+def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], inputs: AttentionInputs, *rest: Any) -> Any:
     """Call ``function(inputs, *rest)``, on accelerators compiled per `variant` and kind of inputs; `rest[0]` is block_size."""
     query, key = inputs.query, inputs.key
     if runs_plain(query):
@@ -81,16 +76,12 @@ def run_compiled(
     # a wider window may not fit into the int32 of a symbol
     window = None if inputs.window is None else min(inputs.window, 2**30)
     given = (inputs.scale, inputs.softcap, *(x is None for x in (window, inputs.offset, inputs.attention_mask, *rest)))
-    run = compiled(function, *variant, *device, *shape, *given, launched=by_kernels)
+    run = compiled(function, *variant, *device, *shape, *given)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
     # drop unused fields to avoid recompilations
     given_query, given_key = with_dynamic(query, 2), with_dynamic(key, 2)
     dynamic = AttentionInputs(given_query, given_key, None, inputs.scale, inputs.softcap, window, mask, inputs.offset)
-    # Triton launches on the current device; TF32 does not affect our kernels
-    surroundings: contextlib.AbstractContextManager[Any] = (
-        torch.cuda.device(query.device.index) if by_kernels else without_tf32() if query.is_cuda else contextlib.nullcontext()
-    )
-    with surroundings:
+    with without_tf32() if query.is_cuda else contextlib.nullcontext():
         return run(dynamic, *rest)
 
 

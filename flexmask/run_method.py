@@ -1,4 +1,4 @@
-"""The one place where a method runs: plain or as kernels, compiled on accelerators, uncompiled on CPUs.
+"""The one place where a method runs: by kernels, which are launched, or in plain steps, compiled on accelerators only.
 
 Inside a surrounding ``torch.compile`` the plain steps are traced and the kernels are one operator.
 """
@@ -64,11 +64,14 @@ def run_method(
     # the plain steps make it in any case
     wants_map = not by_kernels or with_map or any(name not in FROM_LISTS for name in statistics)
     arguments = (block_size, run.method.choose, fixed, numbers, wants_map, statistics, by_kernels, end)
-    if selector.method.is_users:
+    if by_kernels and inputs.query.is_cuda:
+        with torch.cuda.device(inputs.query.device):  # where Triton launches
+            lists, keep, stats, own = _chosen(inputs, *arguments)
+    elif by_kernels or selector.method.is_users:
         lists, keep, stats, own = _chosen(inputs, *arguments)
     else:
         variant = (run.method.name, tuple(fixed.items()), wants_map, statistics)
-        lists, keep, stats, own = run_compiled(_chosen, variant, inputs, *arguments, by_kernels=by_kernels)
+        lists, keep, stats, own = run_compiled(_chosen, variant, inputs, *arguments)
     # without a title all methods share one compiled kernel
     title = selector.method.name if own is not None else selector.title if with_map else None
     found = dict(zip(statistics, stats, strict=True))
@@ -103,8 +106,7 @@ def _chosen(
     found = choose(blocks, **fixed, **numbers)
     if not isinstance(found, Selection):
         found = from_map(blocks, found)
-    heads = (inputs.query.shape[0], inputs.query.shape[1])
-    stats = computed(found, statistics, blocks.tokens, block_size, inputs.window, heads)
+    stats = computed(found, statistics, blocks)
     return tuple(found.lists), found.keep, stats, found.mask_mod
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import HeadGroup
 from flexmask.base.selection import BlockLists, Selection
-from flexmask.base.visibility import Tokens, block_visibility
 
 
 def _kind(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] | None = None) -> dict[str, Any]:
@@ -20,14 +20,11 @@ def _kind(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] | Non
     return {"dtype": dtype, "dense": dense, "compute": compute}
 
 
-def density(lists: BlockLists, tokens: Tokens, block_size: int, window: int | None) -> Tensor:
-    """Kept blocks as a share of the visible ones, (batch, num_heads) float32.
-
-    Row by row: a sum over a whole map is one program per head (Inductor 2.11), 9 ms at 128k tokens on an H200.
-    """
-    visible = block_visibility(tokens, block_size, window).visible
+def density(lists: BlockLists, problem: BlockProblem) -> Tensor:
+    """Kept blocks as a share of the visible ones, (batch, num_heads) float32."""
+    visible = problem.blocks_seen()[0].sum(-1)
     kept = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum(-1)
-    return kept.float() / visible.sum(-1).sum(-1).clamp(min=1)[:, None]
+    return kept.float() / visible.clamp(min=1)[:, None]
 
 
 @dataclass(frozen=True)
@@ -80,17 +77,16 @@ FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is no
 """Names of those that need no map of kept blocks"""
 
 
-def computed(
-    selection: Selection, names: Iterable[str], tokens: Tokens, block_size: int, window: int | None, heads: tuple[int, int]
-) -> tuple[Tensor, ...]:
-    """The statistics of these names, (batch, num_heads) = `heads` each."""
+def computed(selection: Selection, names: Iterable[str], problem: BlockProblem) -> tuple[Tensor, ...]:
+    """The statistics of these names, (batch, num_heads) each."""
+    heads = problem.inputs.query.shape[:2]
     found = []
     for name in names:
         compute, own = _FIELDS[name]["compute"], selection.evidence.get(name)
         if own is not None:
             value = own()
         elif compute is not None:
-            value = compute(selection.lists, tokens, block_size, window)
+            value = compute(selection.lists, problem)
         else:
             value = _absent(name, selection.lists.kv_num_blocks[:, :, 0])
         # operators' results must not share memory

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask import METHODS, _torch, compilation, flexprefill_mask, numbers, run_method, sparse_attention
-from flexmask.base import kept
+from flexmask import METHODS, _torch, flexprefill_mask, run_method, sparse_attention
 from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks import causal_mask
 from flexmask.precision import without_tf32
@@ -132,38 +131,6 @@ def test_a_method_has_no_autocast():
     assert seen == [torch.float32]
 
 
-def test_numbers_kept_for_the_gpu_are_never_fake(monkeypatch):
-    monkeypatch.setattr(kept, "_is_capturing", lambda: False)
-    monkeypatch.setattr(kept, "stream_of", lambda device: 0)
-    asked, tensors = [], (torch.tensor(0.1), torch.full((4,), 0.5))
-    monkeypatch.setattr(kept, "_kept", lambda *given: asked.append(given[4:]) or tensors)
-    query = type("OnCuda", (), {"device": torch.device("cuda"), "shape": (1, 4, 50, 16)})()
-    selector = selector_of("flexprefill", 128, {"gamma": 0.5, "tau": 0.1})
-    with FakeTensorMode():
-        made = numbers.numbers_of(selector, query, None)
-    assert [x.device.type for x in made.values()] == ["cuda", "cuda"]
-    assert not asked
-    assert numbers.numbers_of(selector, query, None) == {"tau": tensors[0], "gamma": tensors[1]}
-    assert asked == [(0.1, numbers.Filled(0.5, 4))]
-
-
-def test_every_state_compiles_with_the_same_options(monkeypatch):
-    given = []
-
-    def compile_(function, options, **_):
-        given.append(dict(options))
-        options.clear()  # torch takes some out
-        return function
-
-    monkeypatch.setattr(compilation.torch, "compile", compile_)
-    monkeypatch.setattr(compilation, "options_for_launches", lambda: {"combo_kernels": True})
-    run = compilation.compiled(lambda x, y: x + y, "of a test", launched=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        with default_dtype(dtype):
-            assert run(1, 2) == 3
-    assert given == [{"combo_kernels": True}] * 2
-
-
 def test_kernels_are_launched_on_the_device_of_query(monkeypatch):
     entered, launched = [], []
 
@@ -174,11 +141,11 @@ def test_kernels_are_launched_on_the_device_of_query(monkeypatch):
         entered.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device_as_current)
-    monkeypatch.setattr(compilation, "compiled", lambda *variant, **options: lambda *arguments: launched.extend(entered))
+    monkeypatch.setattr(run_method, "_chosen", lambda *arguments: launched.extend(entered) or ((None,) * 4, None, (), None))
     with FakeTensorMode():
         query = torch.empty(1, 2, 64, 16, device="cuda:1")
-        compilation.run_compiled(run_method._chosen, (), AttentionInputs(query, query, None, 1.0), 16, by_kernels=True)
-    assert launched == [1]
+        run_method.run_method(selector_of("hybrid", 16, {}), AttentionInputs(query, query, None, 1.0), {}, False, ())
+    assert launched == [torch.device("cuda:1")]
 
 
 # Recompilations

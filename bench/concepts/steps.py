@@ -122,7 +122,7 @@ def _steps(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     keep = plain.kept_blocks(problem, kinds.lines, blocks)[1]
 
     least = thresholds(problem, gamma)
-    hybrid_lines = plain.last_rows_lines(problem, last, least.key_block, least.diagonal, NEAREST * FLOOR)
+    hybrid_lines = plain.last_rows_lines(problem, last, least.lines, NEAREST * FLOOR)
     evidence = plain.row_evidence(problem, ROW_STRIDE)
     rows = plain.row_blocks(problem, evidence, least.rows, LINES)
     hybrid_keep = plain.kept_blocks(problem, hybrid_lines, rows, last, (FLOOR, NEAREST * FLOOR))[1]

@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     if options.uncompiled:
-        vars(run_method)["run_compiled"] = lambda function, variant, inputs, *rest, by_kernels: function(inputs, *rest)
+        vars(run_method)["run_compiled"] = lambda function, variant, inputs, *rest: function(inputs, *rest)
     sheet, found = Sheet(options.csv, COLUMNS, IDENTITY), []
     for tokens in options.before:
         for number in options.rows:

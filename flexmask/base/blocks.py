@@ -11,6 +11,7 @@ from torch import Tensor
 from flexmask.base.floats import widest_float
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
+from flexmask.base.thresholds import ThresholdRule, Thresholds
 from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, in_blocks, num_blocks, token_validity
 
 
@@ -20,7 +21,7 @@ class Steps(Protocol):
     Each hands on what only the same module reads.
     """
 
-    def edges_of(self, tokens: Tokens, block_size: int, window: int | None, /) -> Any: ...
+    def edges_of(self, inputs: AttentionInputs, block_size: int, /) -> Any: ...
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
     def representative_mass(self, problem: BlockProblem, which: str, /) -> Any: ...
     def pattern_and_lines(
@@ -29,7 +30,8 @@ class Steps(Protocol):
     def query_aware_blocks(
         self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /
     ) -> Any: ...
-    def last_rows_lines(self, problem: BlockProblem, last: Any, key_block: Tensor, diagonal: Tensor, near: int, /) -> Any: ...
+    def thresholds(self, problem: BlockProblem, gamma: Tensor, rule: ThresholdRule, /) -> Thresholds: ...
+    def last_rows_lines(self, problem: BlockProblem, last: Any, thresholds: Tensor, near: int, /) -> Any: ...
     def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Any: ...
     def row_blocks(self, problem: BlockProblem, evidence: Any, thresholds: Tensor, of_lines: float, /) -> Any: ...
     def kept_blocks(
@@ -49,25 +51,32 @@ class BlockProblem:
         Checked query and key with scale, soft cap, window, padding and offset; of a method with `row_numbers` a slice of rows.
     block_size
         Tokens per block.
-    tokens
-        Positions of the rows, and valid rows and keys.
-    seen
-        Visible and full blocks, and the key blocks of each query block's first and last row.
     steps
         Those that serve it.
     with_map
         True if the map of kept blocks is needed.
     edges
-        `seen` for the kernels.
+        The geometry as kernels read it; None for plain steps.
+    cut
+        `tokens` and `seen` of plain steps; kernels have no use for them, so None computes them where they are read.
     """
 
     inputs: AttentionInputs
     block_size: int
-    tokens: Tokens
-    seen: BlockVisibility
     steps: Steps
     with_map: bool = True
     edges: Any = None
+    cut: tuple[Tokens, BlockVisibility] | None = None
+
+    @property
+    def tokens(self) -> Tokens:
+        """Positions of the rows, and valid rows and keys."""
+        return _tokens(self.inputs) if self.cut is None else self.cut[0]
+
+    @property
+    def seen(self) -> BlockVisibility:
+        """Visible and full blocks, and the key blocks of each query block's first and last row."""
+        return block_visibility(self.tokens, self.block_size, self.inputs.window) if self.cut is None else self.cut[1]
 
     @property
     def visible(self) -> Tensor:
@@ -92,7 +101,10 @@ class BlockProblem:
         return torch.zeros((), dtype=widest_float(self.inputs.query.device), device=self.inputs.query.device)
 
     def blocks_seen(self) -> tuple[Tensor, Tensor]:
-        """How many key blocks each query block sees, (batch or 1, num_q_blocks) int64, and the most of them, (batch or 1, 1)."""
+        """How many key blocks each query block sees, (batch or 1, num_q_blocks) int, and the most of them, (batch or 1, 1)."""
+        if self.edges is not None:
+            number: Tensor = self.edges.seen
+            return number, number.amax(-1, keepdim=True)
         if self.tokens.padded or self.inputs.window is not None:
             number = self.seen.visible.sum(-1)
             return number, number.amax(-1, keepdim=True)
@@ -162,13 +174,18 @@ def cut_into_blocks(
     inputs: AttentionInputs, block_size: int, steps: Steps, with_map: bool = True, end: Tensor | None = None
 ) -> BlockProblem:
     """Cut inputs `with_offset` into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
-    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
-    tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, inputs.key)
+    edges = steps.edges_of(inputs, block_size)
+    if edges is not None:
+        return BlockProblem(inputs, block_size, steps, with_map, edges)
+    tokens = _tokens(inputs)
     if end is not None:
         # keys up to it are filled
-        key_valid = torch.arange(kv_len, device=end.device) < end.unsqueeze(-1)
+        key_valid = torch.arange(inputs.key.shape[2], device=end.device) < end.unsqueeze(-1)
         if inputs.attention_mask is not None:
             key_valid = key_valid & inputs.attention_mask
         tokens = Tokens(tokens.offset, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
-    seen, edges = block_visibility(tokens, block_size, inputs.window), steps.edges_of(tokens, block_size, inputs.window)
-    return BlockProblem(inputs, block_size, tokens, seen, steps, with_map, edges)
+    return BlockProblem(inputs, block_size, steps, with_map, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))
+
+
+def _tokens(inputs: AttentionInputs) -> Tokens:
+    return token_validity(inputs.query.shape[2], inputs.key.shape[2], inputs.offset, inputs.attention_mask, inputs.key)

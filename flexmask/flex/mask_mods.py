@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, RELEASE, is_traced
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.kept import made_once
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -90,12 +89,7 @@ def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
 
     A Python int that changes becomes symbolic, which the FLASH backend (2.11) rejects and the CPU's template misnames.
     """
-    # a view, because torch.compile guards which captured tensors are one object
-    return captured(made_once(_filled, device, batch, min(number, 2**31 - 1)).detach())
-
-
-def _filled(device: torch.device, batch: int, number: int) -> Tensor:
-    return torch.full((batch,), number, dtype=torch.int32, device=device)
+    return captured(torch.full((batch,), min(number, 2**31 - 1), dtype=torch.int32, device=device))
 
 
 def named(function: _Function, name: str) -> _Function:

@@ -6,7 +6,7 @@ Locals of kernels have the prefixes of flash-linear-attention: ``o_`` offsets of
 blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p_`` pointers, ``b_`` values of a tile. Numbers of a program have none:
 ``head``, ``batch``, ``start``, and ``end``, one past the last.
 
-Arguments that kernels share: ``rows`` and ``keys`` are `PackedEdges`, or ``rows`` those of `packed_rows`; maps of blocks
+Arguments that kernels share: ``rows`` and ``keys`` are `PackedEdges`, or ``rows`` a plane of its `last_rows`; maps of blocks
 (``codes``, ``keep``, ``values``, ``chosen``) are (batch, num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are
 (2, batch, num_heads, num_kv_blocks), key blocks and then block diagonals; ``active`` is (batch, num_heads) bool; ``gamma``,
 ``share`` and ``thresholds`` are float64. ``.._stride`` is between planes, ``.._stride_batch`` between batch rows, 0 where all
@@ -21,6 +21,7 @@ from flexmask.kernels.query_aware import query_aware_blocks as query_aware_block
 from flexmask.kernels.row_evidence import row_blocks as row_blocks
 from flexmask.kernels.row_evidence import row_coverage as row_coverage
 from flexmask.kernels.row_evidence import row_evidence as row_evidence
+from flexmask.kernels.thresholds import thresholds as thresholds
 from flexmask.kernels.vertical_slash import coverage as coverage
 from flexmask.kernels.vertical_slash import representative_mass as representative_mass
 from flexmask.kernels.visibility import edges_of as edges_of

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.selection import BlockLists
+from flexmask.kernels.launch import kernel
 from flexmask.kernels.pattern import Lines
 from flexmask.kernels.vertical_slash import RepresentativeMass
 from flexmask.kernels.visibility import row_edges, sees
@@ -27,14 +28,14 @@ class Blocks(NamedTuple):
     gated: bool = False
 
 
-@triton.jit
+@kernel
 def _lists_kernel(
     kept,  # int8
     active,  # read if HAS_ACTIVE
     codes,  # int8, read in active heads if HAS_CODES
     rows,
     keys,
-    last_rows,  # from packed_rows, read if HAS_LAST_ROWS
+    last_rows,  # representative, read if HAS_LAST_ROWS
     partial_count,  # (batch, num_heads, num_q_blocks) int32
     partial_indices,  # map, int32
     full_count,
@@ -160,7 +161,7 @@ def kept_blocks(
     partial_indices, full_indices = (kept.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
     keep = kept.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
     codes, active = (None, None) if blocks is None else (blocks.codes, blocks.active)
-    last_rows = None if last is None else last.packed
+    last_rows = None if last is None else last.rows
     _lists_kernel[(num_q_blocks, batch * num_heads)](
         kept, kept if active is None else active, kept if codes is None else codes, edges.rows, edges.keys,
         edges.rows if last_rows is None else last_rows, partial_count, partial_indices, full_count, full_indices,

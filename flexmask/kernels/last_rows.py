@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.block_lists import MOST_BLOCKS
+from flexmask.kernels.launch import kernel
 from flexmask.kernels.pattern import Lines
 from flexmask.kernels.vertical_slash import (
     LINES_PER_PROGRAM,
@@ -19,17 +20,19 @@ from flexmask.kernels.vertical_slash import (
 )
 
 
-@triton.jit
+@kernel
 def _line_kernel(
     sums,
     base,
     factor,
     rows,
-    candidates,  # (batch or 1, num_kv_blocks) int32
-    thresholds,  # (batch or 1, num_heads)
+    keys,
+    thresholds,  # (2, batch or 1, num_heads)
     kept,  # int8; the key blocks are read where OF_DIAGONALS
     rows_stride,
-    candidates_stride_batch,
+    keys_stride,
+    keys_stride_batch,
+    thresholds_stride,
     thresholds_stride_batch,
     kept_stride,
     num_heads,
@@ -43,7 +46,12 @@ def _line_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    threshold = tl.load(thresholds + batch * thresholds_stride_batch + head % num_heads).to(tl.float32)
+    p_threshold = thresholds + batch * thresholds_stride_batch + head % num_heads
+    p_candidates = keys + 3 * keys_stride + batch * keys_stride_batch + o_line
+    if OF_DIAGONALS:
+        p_threshold += thresholds_stride
+        p_candidates += keys_stride
+    threshold = tl.load(p_threshold).to(tl.float32)
     b_base, b_factor, b_own, num_rows = load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE, PADDED_SIZE)
     if OF_DIAGONALS:
         b_total = diagonal_sums(
@@ -56,7 +64,7 @@ def _line_kernel(
         # NaN must not be lost in a maximum
         b_share = tl.where(tl.sum((b_shares != b_shares).to(tl.int32), 1) > 0, float("nan"), tl.max(b_shares, 1))
     m_line = o_line < num_kv_blocks
-    m_candidate = tl.load(candidates + batch * candidates_stride_batch + o_line, mask=m_line, other=0) != 0
+    m_candidate = tl.load(p_candidates, mask=m_line, other=0) != 0
     p_kept = kept + head * num_kv_blocks + o_line
     if OF_DIAGONALS:
         p_kept += kept_stride
@@ -64,19 +72,18 @@ def _line_kernel(
     tl.store(p_kept, (((b_share < threshold) == 0) & m_candidate).to(tl.int8), mask=m_line)
 
 
-def last_rows_lines(
-    problem: BlockProblem, last: RepresentativeMass, of_key_block: Tensor, of_diagonal: Tensor, near: int
-) -> Lines:
+def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
     """As `flexmask.plain.last_rows.last_rows_lines`."""
     batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
-    candidates = problem.edges.candidates
+    edges, shared = problem.edges, thresholds.shape[1] == 1
+    _, keys_stride, _, keys_stride_batch = edges.strides
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
-    for family, thresholds in enumerate((of_key_block, of_diagonal)):
+    for family in range(2):
         _line_kernel[(triton.cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-            last.sums.blocks, last.norms.base, last.norms.factor, last.packed, candidates[family], thresholds, kept,
-            1 + block_size if last.packed.shape[0] > 1 else 0, blocks if candidates.shape[1] > 1 else 0,
-            num_heads if thresholds.shape[0] > 1 else 0, batch * num_heads * blocks, num_heads, blocks, min(near, MOST_BLOCKS),
+            last.sums.blocks, last.norms.base, last.norms.factor, last.rows, edges.keys, thresholds, kept,
+            1 + block_size if last.rows.shape[0] > 1 else 0, keys_stride, keys_stride_batch, thresholds.shape[1] * num_heads,
+            0 if shared else num_heads, batch * num_heads * blocks, num_heads, blocks, min(near, MOST_BLOCKS),
             OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=triton.next_power_of_2(block_size),
             TILE=LINES_PER_PROGRAM,
         )  # fmt: skip
-    return Lines(kept, kept.sum(-1))
+    return Lines(kept)

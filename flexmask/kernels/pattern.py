@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
+from flexmask.kernels.launch import kernel
 from flexmask.kernels.scores import soft_capped
 from flexmask.kernels.top_p import keep_top_p
 from flexmask.kernels.vertical_slash import RepresentativeMass, line_mass
@@ -19,7 +20,11 @@ class Lines(NamedTuple):
     """The lines that each head keeps."""
 
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
-    number: Tensor  # (2, batch, num_heads) int64
+
+    @property
+    def number(self) -> Tensor:
+        """(2, batch, num_heads) int64."""
+        return self.kept.sum(-1)
 
 
 class Pattern(NamedTuple):
@@ -30,15 +35,15 @@ class Pattern(NamedTuple):
     lines: Lines
 
 
-@triton.jit
+@kernel
 def _estimate_kernel(
     query,
     key_means,  # float32
     rows,
-    last_valid_key,  # (batch or 1, num_kv_blocks) int32
+    keys,
     estimate,  # (batch, num_heads, num_kv_blocks) float32
     rows_stride,
-    keys_stride,
+    keys_stride_batch,
     query_stride_batch,
     query_stride_head,
     query_stride_token,
@@ -58,7 +63,7 @@ def _estimate_kernel(
     o_dim = tl.arange(0, PADDED_DIM)
     p_query = query + batch * query_stride_batch + (head % num_heads) * query_stride_head
     o_kv = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    b_last_key = tl.load(last_valid_key + batch * keys_stride + o_kv, mask=o_kv < num_kv_blocks, other=0)[:, None]
+    b_last_key = tl.load(keys + batch * keys_stride_batch + o_kv, mask=o_kv < num_kv_blocks, other=0)[:, None]
     first_position = tl.load(rows + batch * rows_stride)
     b_total = tl.zeros([PADDED_DIM], tl.float32)
     b_seen = tl.zeros([TILE], tl.int32)
@@ -84,14 +89,14 @@ def _estimate_kernel(
 
 def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> Tensor:
     """Unscaled scores of the mean representative row with `key_means`, (batch, num_heads, num_kv_blocks); -inf if unseen."""
-    inputs, block_size, last_valid_key = problem.inputs, problem.block_size, problem.edges.last_valid_key
+    inputs, block_size, edges = problem.inputs, problem.block_size, problem.edges
     query, kv_len, window = inputs.query, inputs.key.shape[2], inputs.window
     batch, num_heads, _, head_dim = query.shape
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
     estimate = key_means.new_empty((batch, num_heads, blocks))
     _estimate_kernel[(triton.cdiv(blocks, 32), batch * num_heads)](
-        query, key_means, rows, last_valid_key, estimate, 1 + block_size if rows.shape[0] > 1 else 0,
-        blocks if last_valid_key.shape[0] > 1 else 0, *query.stride(), num_heads, blocks,
+        query, key_means, rows, edges.keys, estimate, 1 + block_size if rows.shape[0] > 1 else 0, edges.strides[3],
+        *query.stride(), num_heads, blocks,
         kv_len if window is None else min(window, kv_len),
         HEAD_DIM=head_dim, PADDED_DIM=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         ROWS=min(64, block_size & -block_size), GROUPS=num_heads // num_kv_heads, TILE=32,
@@ -117,21 +122,21 @@ def _relative_entropy(p, q):
     return tl.where(p == 0, 0.0, p * tl.log(tl.where(p == 0, 1.0, p) / tl.where(p == 0, 1.0, q)))
 
 
-@triton.jit
+@kernel
 def _pattern_kernel(
     estimate,  # from estimated_scores
     vertical,  # (batch, num_heads, num_kv_blocks) float32: V of the pattern rows; -1: no candidate
     rows,
-    key_count,  # (batch or 1, num_kv_blocks) int32
+    keys,
     lines,  # float32; -1: no candidate
     gamma,
     tau,  # 0-d float64
     is_query_aware,
     distance,
     kept,
-    count,
     rows_stride,
-    block_stride,
+    keys_stride,
+    keys_stride_batch,
     heads,  # batch * num_heads
     num_heads,
     num_kv_blocks,
@@ -154,7 +159,7 @@ def _pattern_kernel(
     num_rows = tl.sum((tl.load(rows + batch * rows_stride + 1 + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) >= 0).to(tl.int32), 0)
 
     p_scores = estimate + head * num_kv_blocks
-    p_count = key_count + batch * block_stride
+    p_count = keys + 2 * keys_stride + batch * keys_stride_batch
     o_lane = tl.arange(0, TILE)
     highest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -185,8 +190,7 @@ def _pattern_kernel(
 
     share = tl.where(query_aware, -1.0, tl.load(gamma + head % num_heads))
     o_lines = (family * heads + head) * num_kv_blocks
-    number = keep_top_p(lines + o_lines, kept + o_lines, num_kv_blocks, share, cap, floor, TILE=TILE)
-    tl.store(count + family * heads + head, number.to(tl.int64))
+    keep_top_p(lines + o_lines, kept + o_lines, num_kv_blocks, share, cap, floor, TILE=TILE)
 
 
 def pattern_and_lines(
@@ -199,24 +203,23 @@ def pattern_and_lines(
 ) -> Pattern:
     """Steps 2 and 3a in one launch, as `flexmask.plain.pattern.pattern_and_lines`."""
     (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
-    block_size, rows, key_count = problem.block_size, pattern.packed, edges.key_count
-    lines = line_mass(index.sums, index.norms, index.packed, edges.candidates)
-    vertical = lines[0]
-    if pattern is not index:
-        vertical = line_mass(pattern.sums, pattern.norms, pattern.packed, edges.candidates)[0]
+    block_size, rows = problem.block_size, pattern.rows
+    lines = line_mass(index, edges)
+    # the first half: V
+    vertical = lines if pattern is index else line_mass(pattern, edges)
+    _, keys_stride, _, keys_stride_batch = edges.strides
     estimate = estimated_scores(problem, key_means, rows)
     _, batch, num_heads, blocks = lines.shape
     heads = batch * num_heads
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)
     distance = lines.new_empty((batch, num_heads))
     kept = lines.new_empty(lines.shape, dtype=torch.int8)
-    count = lines.new_empty((2, batch, num_heads), dtype=torch.int64)
     _pattern_kernel[(2, heads)](
-        estimate, vertical, rows, key_count, lines, gamma, tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]),
-        is_query_aware, distance, kept, count, 1 + block_size if rows.shape[0] > 1 else 0,
-        blocks if key_count.shape[0] > 1 else 0, heads, num_heads, blocks, blocks + 1 if cap is None else cap, floor,
-        inputs.scale, 1.0 if inputs.softcap is None else inputs.softcap,
+        estimate, vertical, rows, edges.keys, lines, gamma, tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]),
+        is_query_aware, distance, kept, 1 + block_size if rows.shape[0] > 1 else 0, keys_stride, keys_stride_batch,
+        heads, num_heads, blocks, blocks + 1 if cap is None else cap, floor, inputs.scale,
+        1.0 if inputs.softcap is None else inputs.softcap,
         HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=triton.next_power_of_2(block_size), TILE=64,
         num_warps=8,
     )  # fmt: skip
-    return Pattern(is_query_aware, distance, Lines(kept, count))
+    return Pattern(is_query_aware, distance, Lines(kept))

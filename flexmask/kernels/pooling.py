@@ -9,30 +9,36 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.visibility import num_blocks
+from flexmask.kernels.launch import kernel
 
 # bits of a float32 that the dtype has too
 _FIRST_DIGITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 
 
-@triton.jit
+@kernel
 def _means_kernel(
     tokens,  # (batch, heads, length, head_dim)
-    valid,  # (batch or 1, length) int8, read if HAS_VALID
+    mask,  # (batch, kv_len) bool, read if PADDED
+    rows,
     wanted,  # (batch, heads) bool, read if HAS_WANTED
-    means,  # (batch, heads, num_blocks, head_dim) float32; if SPLIT as `split_means` returns them
+    means,  # (batch, heads, num_blocks, head_dim) float32; if SPLIT as `split_key_means` returns them
     stride_batch,
     stride_head,
     stride_token,
     stride_dim,
-    valid_stride_batch,
+    rows_stride,
+    rows_stride_batch,
     heads,
     length,
+    q_len,
+    kv_len,
     blocks,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    PADDED: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     HAS_WANTED: tl.constexpr,
     SPLIT: tl.constexpr,
     FIRST_DIGITS: tl.constexpr,
@@ -46,13 +52,20 @@ def _means_kernel(
         o_dim = tl.arange(0, PADDED_DIM)
         b_total = tl.zeros([PADDED_DIM], tl.float32)
         p_tokens = tokens + (head // heads) * stride_batch + (head % heads) * stride_head
-        p_valid = valid + (head // heads) * valid_stride_batch
+        batch = head // heads
+        p_mask = mask + batch * kv_len
+        offset = tl.load(rows + rows_stride + batch * rows_stride_batch)
+        end = tl.minimum(length, offset + q_len)
+        first = 0
+        if OF_ROWS:
+            end = length
+            first = offset
         count = 0
         for start in tl.static_range(0, BLOCK_SIZE, TILE):
             o_token = block * BLOCK_SIZE + start + tl.arange(0, TILE)
-            m_token = o_token < length
-            if HAS_VALID:
-                m_token = tl.load(p_valid + o_token, mask=m_token, other=0) != 0
+            m_token = o_token < end
+            if PADDED:
+                m_token = m_token & (tl.load(p_mask + first + o_token, mask=m_token, other=0) != 0)
             b_x = tl.load(
                 p_tokens + o_token[:, None].to(tl.int64) * stride_token + o_dim[None, :].to(tl.int64) * stride_dim,
                 mask=m_token[:, None] & (o_dim[None, :] < HEAD_DIM),
@@ -70,40 +83,48 @@ def _means_kernel(
         tl.store(p_mean, b_total.to(means.dtype.element_ty), mask=o_dim < HEAD_DIM)
 
 
-def block_means(x: Tensor, valid: Tensor | None, wanted: Tensor | None, block_size: int) -> Tensor:
-    """As `flexmask.plain.pooling.block_means`; `wanted` is (batch, heads) bool, the other heads stay unwritten. None: all."""
-    batch, heads, length, head_dim = x.shape
-    means = x.new_empty((batch, heads, num_blocks(length, block_size), head_dim), dtype=torch.float32)
-    _launch(x, valid, wanted, means, block_size)
+def query_means(problem: BlockProblem, wanted: Tensor) -> Tensor:
+    """Means of the valid rows of query blocks, (batch, num_heads, num_q_blocks, head_dim) float32.
+
+    `wanted` is (batch, num_heads) bool; the other heads stay unwritten.
+    """
+    query = problem.inputs.query
+    (batch, heads, length, head_dim), block_size = query.shape, problem.block_size
+    means = query.new_empty((batch, heads, num_blocks(length, block_size), head_dim), dtype=torch.float32)
+    _launch(problem, query, means, wanted)
     return means
 
 
 def key_means(problem: BlockProblem) -> Tensor:
     """As `flexmask.plain.pooling.key_means`."""
-    tokens = problem.tokens
-    return block_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, None, problem.block_size)
-
-
-def split_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
-    """Block means whose halves add up, (batch, heads, num_blocks, halves, head_dim) in x's dtype.
-
-    In half precision the first digits and the rest; in float32 one half.
-    """
-    if x.dtype == torch.float32:
-        return block_means(x, valid, None, block_size).unsqueeze(-2)
-    batch, heads, length, head_dim = x.shape
-    means = x.new_empty((batch, heads, num_blocks(length, block_size), 2, head_dim))
-    _launch(x, valid, None, means, block_size)
+    key = problem.inputs.key
+    means = key.new_empty((*key.shape[:2], num_blocks(key.shape[2], problem.block_size), key.shape[3]), dtype=torch.float32)
+    _launch(problem, key, means)
     return means
 
 
-def _launch(x: Tensor, valid: Tensor | None, wanted: Tensor | None, means: Tensor, block_size: int) -> None:
+def split_key_means(problem: BlockProblem) -> Tensor:
+    """`key_means` in halves that add up, (batch, num_kv_heads, num_kv_blocks, halves, head_dim) in key's dtype.
+
+    In half precision the first digits and the rest; in float32 one half.
+    """
+    key = problem.inputs.key
+    if key.dtype == torch.float32:
+        return key_means(problem).unsqueeze(-2)
+    means = key.new_empty((*key.shape[:2], num_blocks(key.shape[2], problem.block_size), 2, key.shape[3]))
+    _launch(problem, key, means)
+    return means
+
+
+def _launch(problem: BlockProblem, x: Tensor, means: Tensor, wanted: Tensor | None = None) -> None:
+    inputs, edges, block_size = problem.inputs, problem.edges, problem.block_size
     batch, heads, length, head_dim = x.shape
-    blocks = means.shape[2]
+    blocks, mask = means.shape[2], inputs.attention_mask
+    rows_stride, _, rows_stride_batch, _ = edges.strides
     _means_kernel[(blocks, batch * heads)](
-        x, means if valid is None else valid.to(torch.int8).contiguous(), means if wanted is None else wanted, means,
-        *x.stride(), 0 if valid is None or valid.shape[0] == 1 else length, heads, length, blocks,
+        x, edges.rows if mask is None else mask, edges.rows, means if wanted is None else wanted, means, *x.stride(),
+        rows_stride, rows_stride_batch, heads, length, inputs.query.shape[2], inputs.key.shape[2], blocks,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-        TILE=min(32, block_size & -block_size), HAS_VALID=valid is not None, HAS_WANTED=wanted is not None,
+        TILE=min(32, block_size & -block_size), PADDED=mask is not None, OF_ROWS=x is inputs.query, HAS_WANTED=wanted is not None,
         SPLIT=means.dtype != torch.float32, FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1), num_warps=1,
     )  # fmt: skip

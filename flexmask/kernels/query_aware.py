@@ -10,7 +10,8 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.kernels.block_lists import Blocks
-from flexmask.kernels.pooling import block_means
+from flexmask.kernels.launch import kernel
+from flexmask.kernels.pooling import query_means
 from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
 from flexmask.kernels.scores import soft_capped
 from flexmask.kernels.visibility import PackedEdges, row_edges, sees
@@ -41,7 +42,7 @@ def _scores(
     return tl.where(m_visible & m_kv[None, :] & (b_count > 0)[None, :], b_score, float("-inf"))
 
 
-@triton.jit
+@kernel
 def _pooled_map_kernel(
     q_means,
     k_means,
@@ -161,9 +162,8 @@ def query_aware_blocks(
     problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
 ) -> Blocks:
     """Step 3b: the blocks that query-aware heads keep of their pooled map; unwritten in other heads."""
-    inputs, tokens, edges, size = problem.inputs, problem.tokens, problem.edges, problem.block_size
-    query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, is_query_aware, size)
-    values = pooled_map(query_means, key_means, is_query_aware, edges, inputs, size)
+    inputs, edges, size = problem.inputs, problem.edges, problem.block_size
+    values = pooled_map(query_means(problem, is_query_aware), key_means, is_query_aware, edges, inputs, size)
     if rule == "per_query":
         return Blocks(top_p_rows(values, is_query_aware, edges, gamma, max_blocks, size), is_query_aware)
     blocks = top_p_map(values, is_query_aware, edges, gamma, size)

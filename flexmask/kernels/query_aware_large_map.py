@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.kernels.launch import kernel
 from flexmask.kernels.top_p import BITS, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.visibility import PackedEdges
 
@@ -34,7 +35,7 @@ def _chosen_digit(sums, share, head, step, is_first, DIGITS: tl.constexpr, CHUNK
     return low, goal, above
 
 
-@triton.jit
+@kernel
 def _digit_pass_kernel(
     values,
     active,
@@ -92,7 +93,7 @@ def _digit_pass_kernel(
         tl.store(new_sums + (head * (CHUNKS + 1) + chunk) * DIGITS + o_digit, b_totals)
 
 
-@triton.jit
+@kernel
 def _ties_kernel(
     values,
     active,
@@ -129,7 +130,7 @@ def _ties_kernel(
             tl.store(ties + head * num_q_blocks + row, tl.sum(b_tied, 0))
 
 
-@triton.jit
+@kernel
 def _chosen_kernel(
     values,
     active,

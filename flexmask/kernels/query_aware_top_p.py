@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.kernels.launch import kernel
 from flexmask.kernels.query_aware_large_map import TILE, large_map_top_p
 from flexmask.kernels.top_p import BITS, keep_top_p, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.visibility import PackedEdges
@@ -56,7 +57,7 @@ def _small_map_top_p(
     tl.store(chosen + o_entry, m_keep.to(tl.int8), mask=m_entry)
 
 
-@triton.jit
+@kernel
 def _small_map_kernel(
     values,  # float32
     active,
@@ -111,7 +112,7 @@ def top_p_map(values: Tensor, active: Tensor, edges: PackedEdges, gamma: Tensor,
     return chosen
 
 
-@triton.jit
+@kernel
 def _rows_kernel(
     values,
     active,

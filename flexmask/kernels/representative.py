@@ -13,21 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask._torch import computed_once
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.visibility import num_blocks
+from flexmask.kernels.launch import kernel
 from flexmask.kernels.scores import soft_capped
 
 BLOCKS_PER_PROGRAM = 16
 # shared memory per program on consumer GPUs (compute capability 8.6, 8.9, 12.0)
 _SHARED_MEMORY = 101_376
-
-
-def packed_rows(rows: RepresentativeRows, offset: Tensor) -> Tensor:
-    """The representative rows as kernels read them, (batch or 1, 1 + block_size) int32: `offset`, then rows, or -1."""
-    rows_taken = torch.where(rows.taken, rows.row, -1)
-    return computed_once(torch.cat([offset.unsqueeze(-1).expand(rows_taken.shape[0], 1), rows_taken], -1).int())
 
 
 class BlockSums(NamedTuple):
@@ -41,12 +34,12 @@ class BlockSums(NamedTuple):
     chunks: Tensor
 
 
-@triton.jit
+@kernel
 def _block_sums_kernel(
     query,
     key,
     rows,
-    key_valid,  # (batch, kv_len) int8, read if PADDED
+    mask,  # (batch, kv_len) bool, read if PADDED
     sums,  # BlockSums
     chunks,
     rows_stride,
@@ -135,7 +128,7 @@ def _block_sums_kernel(
                 if HAS_WINDOW:
                     m_visible = m_visible & (b_distance < window)
                 if PADDED:
-                    m_valid = tl.load(key_valid + batch.to(tl.int64) * kv_len + o_key, mask=o_key < kv_len, other=0) != 0
+                    m_valid = tl.load(mask + batch.to(tl.int64) * kv_len + o_key, mask=o_key < kv_len, other=0) != 0
                     m_visible = m_visible & m_valid[None, :]
                 b_score = tl.where(m_visible, b_score, float("-inf"))
             b_higher = tl.maximum(b_highest, tl.max(b_score, 1) * to_log2)
@@ -187,9 +180,9 @@ def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int)
     return 3 if 2 * block_size * row <= buffered else 2 if block_size * row <= buffered else 1
 
 
-def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, block_size: int) -> BlockSums:
-    """Peaks and sums of the representative attention; `rows` from `packed_rows`, `key_valid` (batch, kv_len) bool if padded."""
-    query, key, softcap, window = inputs.query, inputs.key, inputs.softcap, inputs.window
+def block_sums(inputs: AttentionInputs, rows: Tensor, block_size: int) -> BlockSums:
+    """Peaks and sums of the attention of `rows`, a plane of `PackedEdges.last_rows`."""
+    query, key, mask, softcap, window = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap, inputs.window
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
     blocks = num_blocks(kv_len, block_size)
@@ -201,12 +194,12 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, key_valid: Tensor | None, 
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     grid = (groups * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
-        query, key, rows, rows if key_valid is None else key_valid.to(torch.int8).contiguous(), sums, chunks,
+        query, key, rows, rows if mask is None else mask, sums, chunks,
         1 + block_size if rows.shape[0] > 1 else 0, *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
         inputs.scale, 1.0 if softcap is None else softcap, kv_len if window is None else window,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=min(64, tile), GROUPS=groups,
         BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
-        PADDED=key_valid is not None,
+        PADDED=mask is not None,
         # on RDNA GPUs Triton cannot convert layouts of products to that of joined values
         ONE_STORE=torch.version.hip is None, num_warps=8 if tile == 128 else 4,
         num_stages=_pipeline_stages(block_size, tile, padded_dim, query.element_size()),

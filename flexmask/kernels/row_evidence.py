@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.block_lists import Blocks
-from flexmask.kernels.pooling import split_means
+from flexmask.kernels.launch import kernel
+from flexmask.kernels.pooling import split_key_means
 from flexmask.kernels.scores import soft_capped
 
 # query rows of a program and their bytes, and bytes of a tile of key means that three stages hold: shared memory of consumer GPUs
@@ -62,11 +63,11 @@ def _scores(
     return b_score, o_kv
 
 
-@triton.jit
+@kernel
 def _evidence_kernel(
     query,
-    means,  # from split_means
-    row_valid,  # (batch, q_len) int8, read if PADDED
+    means,  # from split_key_means
+    mask,  # (batch, kv_len) bool, read if PADDED
     rows,
     keys,
     thresholds,  # (batch or 1, num_heads, num_q_blocks), read unless MEASURE
@@ -84,6 +85,7 @@ def _evidence_kernel(
     thresholds_stride_batch,
     num_kv_heads,
     q_len,
+    kv_len,
     num_q_blocks,
     num_kv_blocks,
     max_distance,
@@ -129,9 +131,9 @@ def _evidence_kernel(
     o_slot = (o_lane % ROWS) * ROW_STRIDE
     o_row = o_q_of_row * BLOCK_SIZE + o_slot
     m_row = (o_slot < BLOCK_SIZE) & (o_row < q_len) & (o_head_of_row < GROUPS)
-    if PADDED:
-        m_row = m_row & (tl.load(row_valid + batch * q_len + o_row, mask=m_row, other=0) != 0)
     b_position = tl.load(p_rows + rows_stride + o_q_of_row, mask=m_row, other=0) + o_slot
+    if PADDED:
+        m_row = m_row & (tl.load(mask + batch * kv_len + b_position, mask=m_row, other=0) != 0)
     p_query = query + batch * query_stride_batch
     p_query += ((key_head % num_kv_heads) * GROUPS + o_head_of_row)[:, None] * query_stride_head
     p_query += o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
@@ -216,13 +218,12 @@ def _evidence_kernel(
 class RowEvidence(NamedTuple):
     """The means that sampled rows are compared with; the kernel writes only decisions."""
 
-    means: Tensor  # from `split_means`
+    means: Tensor  # from `split_key_means`
     row_stride: int
 
 
 def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
-    valid = None if problem.tokens.filled else problem.tokens.key_valid
-    return RowEvidence(split_means(problem.inputs.key, valid, problem.block_size), row_stride)
+    return RowEvidence(split_key_means(problem), row_stride)
 
 
 def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float) -> Blocks:
@@ -242,8 +243,8 @@ def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> 
 
 
 def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0, **written: Tensor) -> None:
-    inputs, tokens, edges, means, block_size = problem.inputs, problem.tokens, problem.edges, evidence.means, problem.block_size
-    query, window, softcap = inputs.query, inputs.window, inputs.softcap
+    inputs, edges, means, block_size = problem.inputs, problem.edges, evidence.means, problem.block_size
+    query, mask, window, softcap = inputs.query, inputs.attention_mask, inputs.window, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, num_kv_blocks = means.shape[1:3]
     num_q_blocks, groups = edges.rows.shape[2], num_heads // num_kv_heads
@@ -259,16 +260,16 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
     stages = 3 if _COLUMNS * halves * padded_dim * query.element_size() <= _TILE_BYTES else 2
     any_tensor = edges.rows  # for arguments that a variant does not read
     _evidence_kernel[(triton.cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * triton.cdiv(groups, heads))](
-        query, means, tokens.row_valid.to(torch.int8).contiguous() if tokens.padded else any_tensor, edges.rows, edges.keys,
+        query, means, any_tensor if mask is None else mask, edges.rows, edges.keys,
         written.get("thresholds", any_tensor), written.get("codes", any_tensor), written.get("keep", any_tensor),
         written.get("held", any_tensor), *query.stride(), *edges.strides,
         num_heads * num_q_blocks if "thresholds" in written and written["thresholds"].shape[0] > 1 else 0, num_kv_heads, q_len,
-        num_q_blocks, num_kv_blocks, kv_len if window is None else min(window, kv_len), inputs.scale,
+        kv_len, num_q_blocks, num_kv_blocks, kv_len if window is None else min(window, kv_len), inputs.scale,
         1.0 if softcap is None else softcap, of_lines,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=evidence.row_stride, GROUPS=groups,
         HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=_COLUMNS, STAGES=stages, HALVES=halves,
         HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
-        HAS_TF32=torch.version.hip is None, PADDED=tokens.padded, MEASURE="held" in written,
+        HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="held" in written,
         num_warps=8 if heads * q_blocks * rows >= _ROWS else 4, num_stages=stages,
     )  # fmt: skip

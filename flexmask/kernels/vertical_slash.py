@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.representative_rows import RepresentativeRows, representative_rows
-from flexmask.kernels.representative import BLOCKS_PER_PROGRAM, BlockSums, block_sums, packed_rows
+from flexmask.kernels.launch import kernel
+from flexmask.kernels.representative import BLOCKS_PER_PROGRAM, BlockSums, block_sums
+from flexmask.kernels.visibility import WHICH, PackedEdges
 
 LINES_PER_PROGRAM = 8
 
@@ -23,7 +24,7 @@ class RowNorms(NamedTuple):
     factor: Tensor  # 0 for rows not taken
 
 
-@triton.jit
+@kernel
 def _row_norms_kernel(chunks, base, factor, num_chunks, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     o_slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -122,17 +123,17 @@ def diagonal_sums(
     return tl.where(b_total < 0, 0.0, b_total)
 
 
-@triton.jit
+@kernel
 def _lines_kernel(
     sums,
     base,
     factor,
     rows,
-    candidates,  # (2, batch or 1, num_kv_blocks) int32
+    keys,
     lines,  # float32
     rows_stride,
-    candidates_stride,
-    candidates_stride_batch,
+    keys_stride,
+    keys_stride_batch,
     num_heads,
     num_kv_blocks,
     lines_stride,
@@ -147,54 +148,53 @@ def _lines_kernel(
     b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     b_vertical = tl.sum(b_shares, 1) / num_rows
     b_slash = diagonal_sums(
-        sums, candidates, b_base, b_factor, b_own, head, o_line[:, None], 0, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
+        sums, keys, b_base, b_factor, b_own, head, o_line[:, None], 0, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
         LEAVES_OUT=False,
     )  # fmt: skip
     m_line = o_line < num_kv_blocks
-    p_candidates = candidates + batch * candidates_stride_batch + o_line
+    p_candidates = keys + 3 * keys_stride + batch * keys_stride_batch + o_line
     m_vertical = tl.load(p_candidates, mask=m_line, other=0) != 0
-    m_slash = tl.load(p_candidates + candidates_stride, mask=m_line, other=0) != 0
+    m_slash = tl.load(p_candidates + keys_stride, mask=m_line, other=0) != 0
     p_lines = lines + head * num_kv_blocks + o_line
     tl.store(p_lines, tl.where(m_vertical, b_vertical, -1.0), mask=m_line)
     tl.store(p_lines + lines_stride, tl.where(m_slash, b_slash / num_rows, -1.0), mask=m_line)
 
 
-def line_mass(sums: BlockSums, norms: RowNorms, rows: Tensor, candidates: Tensor) -> Tensor:
+class RepresentativeMass(NamedTuple):
+    """The attention of the representative rows, and its sums."""
+
+    rows: Tensor  # (batch or 1, 1 + block_size) int32: a plane of `PackedEdges.last_rows`
+    sums: BlockSums
+    norms: RowNorms
+
+
+def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
     """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32 (`flexmask.plain.vertical_slash`).
 
-    `candidates` is (2, batch or 1, num_kv_blocks) int32; lines where it is 0 get -1.
+    Lines that are no candidates get -1.
     """
+    sums, norms, rows = mass.sums, mass.norms, mass.rows
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
+    _, keys_stride, _, keys_stride_batch = edges.strides
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
     _lines_kernel[(triton.cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        sums.blocks, norms.base, norms.factor, rows, candidates, lines, 1 + block_size if rows.shape[0] > 1 else 0,
-        candidates.shape[1] * blocks, blocks if candidates.shape[1] > 1 else 0, num_heads, blocks, batch * num_heads * blocks,
+        sums.blocks, norms.base, norms.factor, rows, edges.keys, lines, 1 + block_size if rows.shape[0] > 1 else 0,
+        keys_stride, keys_stride_batch, num_heads, blocks, batch * num_heads * blocks,
         BLOCK_SIZE=block_size, PADDED_SIZE=triton.next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
     )  # fmt: skip
     return lines
 
 
-class RepresentativeMass(NamedTuple):
-    """The attention of the representative rows, and its sums."""
-
-    rows: RepresentativeRows
-    packed: Tensor  # from `packed_rows`
-    sums: BlockSums
-    norms: RowNorms
-
-
 def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    tokens = problem.tokens
-    rows = representative_rows(which, tokens, problem.block_size)
-    packed = packed_rows(rows, tokens.offset)
-    sums = block_sums(problem.inputs, packed, tokens.key_valid if tokens.padded else None, problem.block_size)
-    return RepresentativeMass(rows, packed, sums, row_norms(sums))
+    rows = problem.edges.last_rows[WHICH.index(which)]
+    sums = block_sums(problem.inputs, rows, problem.block_size)
+    return RepresentativeMass(rows, sums, row_norms(sums))
 
 
 def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> Tensor:
     """As `flexmask.plain.representative.coverage`."""
-    rows, sums, norms = mass.rows, mass.sums, mass.norms
-    q_block = (rows.row // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
+    rows, sums, norms = mass.rows[:, 1:].long(), mass.sums, mass.norms
+    q_block = (rows.clamp(min=0) // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     by_row = torch.exp2(sums.blocks[..., 0] - norms.base.unsqueeze(-2)) * sums.blocks[..., 1] * norms.factor.unsqueeze(-2)
     held = torch.where(keep.gather(2, q_block), by_row.mT, 0.0).sum((-2, -1))
-    return held / rows.taken.sum(-1).clamp(min=1)[:, None]
+    return held / (rows >= 0).sum(-1).clamp(min=1)[:, None]

@@ -1,4 +1,4 @@
-"""Block edges as kernels read them, and which blocks see which."""
+"""Triton kernels for block edges and representative rows, and which blocks see which."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.visibility import Tokens, block_edges, candidate_lines, valid_keys
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.visibility import num_blocks
+from flexmask.kernels.launch import kernel
+
+_BLOCKS = 16  # of a program
+_LINES = 128  # at a time
+_ROWS = 1024
+WHICH = ("last", "middle")
 
 
 class PackedEdges(NamedTuple):
-    """`BlockEdges` in two int32 tensors; the size after the planes is batch, or 1 where all rows agree."""
+    """What kernels read of the geometry, int32; the size after the planes is batch, or 1 where all rows agree.
 
-    rows: Tensor  # (6, batch or 1, num_q_blocks), in the order of `row_edges`
-    # (5, batch or 1, num_kv_blocks): last_valid_key, keys_whole, valid_keys, then candidate_lines
-    keys: Tensor
+    `rows` has the planes of `row_edges`, then the number of key blocks that a query block sees. `keys` has the last valid key
+    (-kv_len without any), whether all keys are valid, the number of valid keys, and the candidates: key blocks, then block
+    diagonals, that hold a visible block. `last_rows` has the offset and then the representative rows, -1 where there is none,
+    by `WHICH`.
+    """
+
+    rows: Tensor  # (7, batch or 1, num_q_blocks)
+    keys: Tensor  # (5, batch or 1, num_kv_blocks)
+    last_rows: Tensor  # (2, batch or 1, 1 + block_size)
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
@@ -27,34 +40,206 @@ class PackedEdges(NamedTuple):
         return self.rows.stride(0), self.keys.stride(0), *batch
 
     @property
-    def last_valid_key(self) -> Tensor:
-        """(batch or 1, num_kv_blocks)."""
-        return self.keys[0]
-
-    @property
-    def key_count(self) -> Tensor:
-        """Valid keys, (batch or 1, num_kv_blocks)."""
-        return self.keys[2]
-
-    @property
-    def candidates(self) -> Tensor:
-        """Key blocks and block diagonals that hold a visible block, (2, batch or 1, num_kv_blocks)."""
-        return self.keys[3:]
+    def seen(self) -> Tensor:
+        """Key blocks that each query block sees, (batch or 1, num_q_blocks)."""
+        return self.rows[6]
 
 
-def edges_of(tokens: Tokens, block_size: int, window: int | None) -> PackedEdges:
-    """The edges of all blocks; ``last_whole_key`` is the position up to which key blocks are full, -1 if none is."""
-    edges = block_edges(tokens, block_size)
-    last_whole_key = torch.where(edges.rows_whole, edges.first_row, -1)
-    rows = (edges.last_row, edges.first_row, edges.first_valid_row, edges.own_first, edges.own_last, last_whole_key)
-    keys = (edges.last_valid_key, edges.keys_whole, valid_keys(tokens, block_size), *candidate_lines(tokens, block_size, window))
-    # not torch.stack: it ends in a view, which Inductor (2.11) computes again for each of our kernels
-    return PackedEdges(*(torch.cat([x.int().unsqueeze(0) for x in planes]) for planes in (rows, keys)))
+def edges_of(inputs: AttentionInputs, block_size: int) -> PackedEdges:
+    """The edges of all blocks of inputs `with_offset`, and their representative rows."""
+    query, mask, offset, window = inputs.query, inputs.attention_mask, inputs.offset, inputs.window
+    batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
+    q_blocks, kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
+    batch = 1 if mask is None and offset is None else batch
+    rows, keys, last_rows = (
+        query.new_empty(shape, dtype=torch.int32)
+        for shape in ((7, batch, q_blocks), (5, batch, kv_blocks), (2, batch, 1 + block_size))
+    )
+    mask = None if mask is None else mask.contiguous()
+    most = max(q_blocks, kv_blocks)
+    padded_size = triton.next_power_of_2(block_size)
+    _edges_kernel[(triton.cdiv(most, _BLOCKS) + 1, batch)](
+        rows if mask is None else mask, rows if offset is None else offset, rows, keys, last_rows, q_len, kv_len, q_blocks,
+        kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None, BLOCK_SIZE=block_size, PADDED_SIZE=padded_size,
+        BLOCKS=_BLOCKS, ROWS=_ROWS,
+    )  # fmt: skip
+    if mask is not None or window is not None:
+        _visible_kernel[(most, batch)](
+            rows, keys, kv_len, q_blocks, kv_blocks, kv_len if window is None else min(window, kv_len),
+            BLOCK_SIZE=block_size, LINES=_LINES,
+        )  # fmt: skip
+    return PackedEdges(rows, keys, last_rows)
+
+
+@kernel
+def _edges_kernel(
+    mask,  # (batch, kv_len) bool, read if PADDED
+    offsets,  # (batch,) int32, read if HAS_OFFSET; else row 0 stands at position 0
+    rows,
+    keys,
+    last_rows,
+    q_len,
+    kv_len,
+    num_q_blocks,
+    num_kv_blocks,
+    HAS_OFFSET: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    batch = tl.program_id(1)
+    offset = 0
+    if HAS_OFFSET:
+        offset = tl.load(offsets + batch)
+    filled_end = offset + q_len
+    p_mask = mask + batch.to(tl.int64) * kv_len
+    o_slot = tl.arange(0, PADDED_SIZE)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        # the representative rows: of n valid ones the last BLOCK_SIZE, and those in the middle
+        number = q_len
+        if PADDED:
+            b_rows = tl.zeros([ROWS], tl.int32)
+            for start in range(0, q_len, ROWS):
+                o_row = start + tl.arange(0, ROWS)
+                b_rows += (tl.load(p_mask + offset + o_row, mask=o_row < q_len, other=0) != 0).to(tl.int32)
+            number = tl.sum(b_rows, 0)
+        first = tl.maximum(number - BLOCK_SIZE, 0)
+        middle = first // 2
+        p_last = last_rows + batch * (1 + BLOCK_SIZE)
+        p_middle = last_rows + (tl.num_programs(1) + batch) * (1 + BLOCK_SIZE)
+        tl.store(p_last, offset)
+        tl.store(p_middle, offset)
+        m_slot = o_slot < BLOCK_SIZE
+        if PADDED:
+            m_none = m_slot & (o_slot >= number)
+            tl.store(p_last + 1 + o_slot, tl.zeros([PADDED_SIZE], tl.int32) - 1, mask=m_none)
+            tl.store(p_middle + 1 + o_slot, tl.zeros([PADDED_SIZE], tl.int32) - 1, mask=m_none)
+            before = 0
+            for start in range(0, q_len, ROWS):
+                o_row = start + tl.arange(0, ROWS)
+                b_valid = (tl.load(p_mask + offset + o_row, mask=o_row < q_len, other=0) != 0).to(tl.int32)
+                b_ordinal = before + tl.cumsum(b_valid, 0) - b_valid
+                m_valid = b_valid != 0
+                b_in_last, b_in_middle = b_ordinal - first, b_ordinal - middle
+                tl.store(p_last + 1 + b_in_last, o_row, mask=m_valid & (b_in_last >= 0) & (b_in_last < BLOCK_SIZE))
+                tl.store(p_middle + 1 + b_in_middle, o_row, mask=m_valid & (b_in_middle >= 0) & (b_in_middle < BLOCK_SIZE))
+                before += tl.sum(b_valid, 0)
+        else:
+            tl.store(p_last + 1 + o_slot, tl.where(first + o_slot < number, first + o_slot, -1), mask=m_slot)
+            tl.store(p_middle + 1 + o_slot, tl.where(middle + o_slot < number, middle + o_slot, -1), mask=m_slot)
+    else:
+        o_block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+        o_first = o_block * BLOCK_SIZE
+        # keys
+        m_kv = o_block < num_kv_blocks
+        b_number = tl.maximum(tl.minimum(o_first + BLOCK_SIZE, filled_end) - o_first, 0)
+        b_last_valid = tl.where(b_number > 0, o_first + b_number - 1, -kv_len)
+        if PADDED:
+            o_key = o_first[:, None] + o_slot[None, :]
+            m_key = (o_slot < BLOCK_SIZE)[None, :] & (o_key < filled_end)
+            m_key = m_key & (tl.load(p_mask + o_key, mask=m_key, other=0) != 0)
+            b_number = tl.sum(m_key.to(tl.int32), 1)
+            b_last_valid = tl.max(tl.where(m_key, o_key, -kv_len), 1)
+        b_whole = b_number == tl.minimum(o_first + BLOCK_SIZE, kv_len) - o_first
+        keys_stride = tl.num_programs(1) * num_kv_blocks
+        p_keys = keys + batch * num_kv_blocks + o_block
+        tl.store(p_keys, b_last_valid, mask=m_kv)
+        tl.store(p_keys + keys_stride, b_whole.to(tl.int32), mask=m_kv)
+        tl.store(p_keys + 2 * keys_stride, b_number, mask=m_kv)
+        # without padding and window the last row sees every filled key; else `_visible_kernel` overwrites these
+        b_candidate = (o_first < filled_end).to(tl.int32)
+        tl.store(p_keys + 3 * keys_stride, b_candidate, mask=m_kv)
+        tl.store(p_keys + 4 * keys_stride, b_candidate, mask=m_kv)
+        # rows
+        m_q = o_block < num_q_blocks
+        b_first_row = offset + o_first
+        b_last_row = offset + tl.minimum(o_first + BLOCK_SIZE, q_len) - 1
+        b_first_valid = b_first_row
+        b_own_first = b_first_row // BLOCK_SIZE
+        b_own_last = b_last_row // BLOCK_SIZE
+        b_last_whole_key = b_first_row
+        b_seen = b_own_last + 1
+        if PADDED:
+            b_position = b_first_row[:, None] + o_slot[None, :]
+            m_row = (o_slot < BLOCK_SIZE)[None, :] & (b_position <= b_last_row[:, None])
+            m_row = m_row & (tl.load(p_mask + b_position, mask=m_row & m_q[:, None], other=0) != 0)
+            b_first_valid = tl.min(tl.where(m_row, b_position, 2 * kv_len), 1)
+            m_whole = tl.sum(m_row.to(tl.int32), 1) == b_last_row + 1 - b_first_row
+            b_last_whole_key = tl.where(m_whole, b_first_row, -1)
+            b_of_row = tl.where(m_row, b_position // BLOCK_SIZE, -1)
+            b_own_first = tl.max(tl.where(b_of_row == b_own_first[:, None], b_of_row, -1), 1)
+            b_own_last = tl.max(tl.where(b_of_row == b_own_last[:, None], b_of_row, -1), 1)
+        rows_stride = tl.num_programs(1) * num_q_blocks
+        p_rows = rows + batch * num_q_blocks + o_block
+        tl.store(p_rows, b_last_row, mask=m_q)
+        tl.store(p_rows + rows_stride, b_first_row, mask=m_q)
+        tl.store(p_rows + 2 * rows_stride, b_first_valid, mask=m_q)
+        tl.store(p_rows + 3 * rows_stride, b_own_first, mask=m_q)
+        tl.store(p_rows + 4 * rows_stride, b_own_last, mask=m_q)
+        tl.store(p_rows + 5 * rows_stride, b_last_whole_key, mask=m_q)
+        tl.store(p_rows + 6 * rows_stride, b_seen, mask=m_q)
+
+
+@kernel
+def _visible_kernel(
+    rows,
+    keys,
+    kv_len,
+    num_q_blocks,
+    num_kv_blocks,
+    max_distance,
+    BLOCK_SIZE: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Under padding or a window: what each query block sees, and the lines that hold a visible block."""
+    index = tl.program_id(0)
+    batch = tl.program_id(1)
+    rows_stride = tl.num_programs(1) * num_q_blocks
+    keys_stride = tl.num_programs(1) * num_kv_blocks
+    p_rows = rows + batch * num_q_blocks
+    p_keys = keys + batch * num_kv_blocks
+    if index < num_q_blocks:
+        _, _, first_valid_row, own_first, own_last, _ = row_edges(p_rows, rows_stride, index, True)
+        b_seen = tl.zeros([LINES], tl.int32)
+        for start in range(0, num_kv_blocks, LINES):
+            o_kv = start + tl.arange(0, LINES)
+            m_kv = o_kv < num_kv_blocks
+            b_last_valid_key = tl.load(p_keys + o_kv, mask=m_kv, other=0)
+            b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
+            m_sees = sees(o_kv, own_first, own_last, first_valid_row, b_last_valid_key, b_last_key, max_distance)
+            b_seen += (m_sees & m_kv).to(tl.int32)
+        tl.store(p_rows + 6 * rows_stride + index, tl.sum(b_seen, 0))
+    if index < num_kv_blocks:
+        last_valid_key = tl.load(p_keys + index)
+        last_key = tl.minimum(index * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
+        b_vertical = tl.zeros([LINES], tl.int32)
+        b_slash = tl.zeros([LINES], tl.int32)
+        for start in range(0, num_q_blocks, LINES):
+            o_q = start + tl.arange(0, LINES)
+            m_q = o_q < num_q_blocks
+            b_last_row, b_first_row, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(p_rows, rows_stride, o_q, m_q)
+            m_sees = sees(index, b_own_first, b_own_last, b_first_valid_row, last_valid_key, last_key, max_distance)
+            b_vertical += (m_sees & m_q).to(tl.int32)
+            for of_last in tl.static_range(2):
+                o_kv = (b_last_row if of_last else b_first_row) // BLOCK_SIZE - index
+                m_kv = m_q & (o_kv >= 0)
+                b_last_valid_key = tl.load(p_keys + o_kv, mask=m_kv, other=0)
+                b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
+                m_sees = sees(o_kv, b_own_first, b_own_last, b_first_valid_row, b_last_valid_key, b_last_key, max_distance)
+                b_slash += (m_sees & m_kv).to(tl.int32)
+        tl.store(p_keys + 3 * keys_stride + index, (tl.sum(b_vertical, 0) > 0).to(tl.int32))
+        tl.store(p_keys + 4 * keys_stride + index, (tl.sum(b_slash, 0) > 0).to(tl.int32))
 
 
 @triton.jit
 def row_edges(rows, stride, o_q, m_q):
-    """last_row, first_row, first_valid_row, own_first, own_last and last_whole_key of query blocks, -1 outside `m_q`."""
+    """last_row, first_row, first_valid_row, own_first, own_last and last_whole_key of query blocks, -1 outside `m_q`.
+
+    A query block without a valid row has the first valid row 2 * kv_len; its own key blocks are -1 where no valid row stands in
+    them, and the last key up to which its key blocks are full is -1 if none is.
+    """
     p_rows = rows + o_q
     last_row = tl.load(p_rows, mask=m_q, other=-1)
     first_row = tl.load(p_rows + stride, mask=m_q, other=-1)

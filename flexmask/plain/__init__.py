@@ -11,6 +11,7 @@ from flexmask.plain.representative import representative_mass as representative_
 from flexmask.plain.row_evidence import row_blocks as row_blocks
 from flexmask.plain.row_evidence import row_coverage as row_coverage
 from flexmask.plain.row_evidence import row_evidence as row_evidence
+from flexmask.plain.thresholds import thresholds as thresholds
 
 
 def edges_of(*_: object) -> None:

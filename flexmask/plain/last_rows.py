@@ -11,17 +11,15 @@ from flexmask.plain.representative import RepresentativeMass
 from flexmask.plain.vertical_slash import Lines, RowMass, line_mass, row_mass
 
 
-def last_rows_lines(
-    problem: BlockProblem, last: RepresentativeMass, of_key_block: Tensor, of_diagonal: Tensor, near: int
-) -> Lines:
+def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
     """Key blocks and block diagonals that the representative rows keep.
 
-    Key blocks to which a row gives at least `of_key_block`; block diagonals to which the rows give at least `of_diagonal` on
-    average, without attention to kept key blocks beyond a row's `near` nearest. Thresholds are (batch or 1, num_heads); NaN
-    reaches them.
+    Key blocks to which a row gives at least its threshold; block diagonals to which the rows give at least theirs on average,
+    without attention to kept key blocks beyond a row's `near` nearest. `thresholds` is (2, batch or 1, num_heads), of key blocks
+    and of diagonals; NaN reaches them.
     """
     in_vertical, in_slash = candidate_lines(problem.tokens, problem.block_size, problem.inputs.window).unsqueeze(2).unbind(0)
-    rows = last.rows
+    rows, (of_key_block, of_diagonal) = last.rows, thresholds.unbind(0)
     most = torch.where(rows.taken[:, None, :, None], last.mass.by_row, 0.0).amax(2)
     vertical = ~(most < of_key_block.float().unsqueeze(-1)) & in_vertical
 

@@ -22,7 +22,7 @@ def counters(monkeypatch):
     counted = {}
 
     @functools.cache
-    def count(function, variant, launched):
+    def count(function, variant):
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         counted[function.__name__, variant] = counter = CompileCounterWithBackend("eager")
         return torch.compile(own, fullgraph=True, backend=counter)

@@ -11,7 +11,7 @@ import flexmask.flex.run
 
 def write_out() -> None:
     """Replace the compiled attention in this process."""
-    flexmask.flex.run.compiled = lambda function, *variant, launched=False: _attention  # type: ignore[attr-defined]
+    flexmask.flex.run.compiled = lambda function, *variant: _attention  # type: ignore[attr-defined]
 
 
 def _attention(

@@ -20,7 +20,6 @@ from triton.runtime.jit import JITFunction
 from flexmask.base.inputs import AttentionInputs
 from flexmask.kernels import query_aware_top_p
 from flexmask.run_method import _chosen
-from flexmask.stats import STATISTICS
 from tests.cases import Config
 
 # most entries of a small and of a medium pooled map
@@ -103,11 +102,12 @@ def launched(problem: Problem) -> dict[str, Variant]:
             if isinstance(value, torch.Tensor):
                 variant.signature[name] = "*" + NAMES[value.dtype]
             elif isinstance(value, float):
-                variant.signature[name] = "fp64"  # as compilers pass them
+                variant.signature[name] = "fp32"
             # Triton specializes on 1, and on multiples of 16
-            if parameter.is_constexpr or (type(value) is int and value == 1):
+            specialized = type(value) is int and not parameter.do_not_specialize
+            if parameter.is_constexpr or (specialized and value == 1):
                 variant.signature[name], variant.constants[name] = "constexpr", value
-            elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            elif isinstance(value, torch.Tensor) or (specialized and value % 16 == 0):
                 variant.attributes[(index,)] = [["tt.divisibility", 16]]
         found[f"{kernel.fn.__name__} {variant[1:]}"] = variant
 
@@ -126,7 +126,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
         fixed = {name: value for name, value in config.options.items() if name not in numbers}
         tensors = {name: value for name, value in numbers.items() if name in config.options}
         inputs, choose = AttentionInputs(query, key, None, *scores).with_offset(), config.selector.method.choose
-        _chosen(inputs, block_size, choose, fixed, tensors, rich, STATISTICS if rich else (), True, None)
+        _chosen(inputs, block_size, choose, fixed, tensors, rich, ("row_coverage",) if rich else (), True, None)
     return found
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import Tokens, token_validity
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,9 +23,24 @@ def by_head(gamma: float | list[float], heads: int) -> Tensor:
     return torch.tensor(gamma, dtype=torch.float64, device=DEVICE).expand(heads).contiguous()
 
 
-def tokens_of(batch: int, q_len: int, kv_len: int, padded: bool) -> Tokens:
+def call_of(
+    query: Tensor, key: Tensor, window: int | None = None, padded: bool = False, softcap: float | None = None
+) -> AttentionInputs:
+    """The inputs of a call whose last row stands at the last key, some of its tokens padding if `padded`."""
+    batch, kv_len = query.shape[0], key.shape[2]
     mask = (torch.rand(batch, kv_len, generator=torch.Generator().manual_seed(2)) < 0.7).to(DEVICE) if padded else None
-    return token_validity(q_len, kv_len, None, mask, torch.empty(batch, 1, kv_len, 16, device=DEVICE))
+    return AttentionInputs(query, key, None, query.shape[3] ** -0.5, softcap, window, mask).with_offset()
+
+
+def geometry(batch: int, q_len: int, kv_len: int, padded: bool = False, window: int | None = None) -> AttentionInputs:
+    """`call_of` one head of lengths only."""
+    query, key = (torch.empty(batch, 1, length, 16, device=DEVICE) for length in (q_len, kv_len))
+    return call_of(query, key, window, padded)
+
+
+def tokens_of(inputs: AttentionInputs) -> Tokens:
+    query, key = inputs.query, inputs.key
+    return token_validity(query.shape[2], key.shape[2], inputs.offset, inputs.attention_mask, key)
 
 
 def in_layout(layout: str, batch: int, heads: int, length: int, head_dim: int, seed: int = 0) -> Tensor:

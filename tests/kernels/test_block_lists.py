@@ -6,18 +6,16 @@ import pytest
 import torch
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import representative_rows
 from flexmask.base.visibility import block_visibility
 from flexmask.plain import block_lists as plain
 from flexmask.plain.vertical_slash import Lines as plain_lines
-from tests.kernels.support import DEVICE, normal, tokens_of
+from tests.kernels.support import DEVICE, geometry, normal, tokens_of
 
 pytest.importorskip("triton")
 
 from flexmask.kernels import block_lists as kernels
 from flexmask.kernels.pattern import Lines
-from flexmask.kernels.representative import packed_rows
 from flexmask.kernels.visibility import edges_of
 
 
@@ -38,10 +36,10 @@ from flexmask.kernels.visibility import edges_of
 @pytest.mark.parametrize("chosen_by", ["lines", "lines and blocks", "rows and last rows"])
 def test_lists_of_lines_and_blocks(q_len, kv_len, window, padded, chosen_by):
     size, heads = 16, 3
-    inputs = AttentionInputs(torch.empty(2, heads, q_len, 0), torch.empty(2, 1, kv_len, 0), None, 1.0, None, window)
-    tokens = tokens_of(2, q_len, kv_len, padded)
-    seen, edges = block_visibility(tokens, size, window), edges_of(tokens, size, window)
-    one, other = (BlockProblem(inputs, size, tokens, seen, steps=None, edges=each) for each in (None, edges))
+    inputs = geometry(2, q_len, kv_len, padded, window)
+    tokens = tokens_of(inputs)
+    seen, edges = block_visibility(tokens, size, window), edges_of(inputs, size)
+    one, other = BlockProblem(inputs, size, steps=None, cut=(tokens, seen)), BlockProblem(inputs, size, steps=None, edges=edges)
     shape = (2, heads, seen.visible.shape[1], seen.visible.shape[2])
     vertical, slash = normal(2, 2, heads, shape[3], seed=1) < -1
     active = torch.tensor([[True, False, True], [False, True, False]], device=DEVICE)
@@ -54,10 +52,12 @@ def test_lists_of_lines_and_blocks(q_len, kv_len, window, padded, chosen_by):
         plain_blocks = plain.Blocks(chosen, lines)
         blocks = kernels.Blocks(2 * chosen.to(torch.int8) + lines.to(torch.int8), gated=True)
         rows = representative_rows("last", tokens, size)
-        rest = [SimpleNamespace(rows=rows, packed=packed_rows(rows, tokens.offset)), (2, 4)]
+        rest = [SimpleNamespace(rows=rows), (2, 4)]
     kept, number = torch.stack([vertical, slash]).to(torch.int8), torch.empty(0)
     expected, keep = plain.kept_blocks(one, plain_lines(vertical, slash, number), plain_blocks, *rest)
-    found, own = kernels.kept_blocks(other, Lines(kept, number), blocks, *rest)
+    if rest:
+        rest[0] = SimpleNamespace(rows=edges.last_rows[0])
+    found, own = kernels.kept_blocks(other, Lines(kept), blocks, *rest)
     assert torch.equal(own, keep)
     for got, wanted in zip(found, expected, strict=True):
         assert got.is_contiguous()

@@ -16,7 +16,7 @@ from flexmask import kernels
 def lines_of(steps, inputs, thresholds, near, block_size=16):
     problem = cut_into_blocks(inputs, block_size, steps)
     last = steps.representative_mass(problem, "last")
-    return steps.last_rows_lines(problem, last, *thresholds, near), last
+    return steps.last_rows_lines(problem, last, thresholds, near), last
 
 
 @pytest.mark.parametrize("near", [0, 1, 3, 2**62])
@@ -39,11 +39,11 @@ def test_equals_the_plain_step(q_len, kv_len, options, near):
     if options.get("padded"):
         padding = torch.arange(kv_len, device=DEVICE)[None] >= torch.tensor([[0], [70]], device=DEVICE)
     inputs = attention_inputs(query, key, attention_mask=padding, window=options.get("window")).with_offset()
-    attention = lines_of(plain, inputs, (torch.ones(1, 4).double(), torch.ones(1, 4).double()), near)[1]
+    attention = lines_of(plain, inputs, torch.ones(2, 1, 4, device=DEVICE).double(), near)[1]
     # thresholds away from every share
     most = torch.where(attention.rows.taken[:, None, :, None], attention.mass.by_row, 0.0).amax(2)
     shares = most.flatten(2).quantile(torch.tensor(0.7, device=DEVICE), dim=2).double().clamp(min=1e-4)
-    thresholds = (shares.contiguous(), 0.3 * shares.contiguous())
+    thresholds = torch.stack([shares, 0.3 * shares])
     expected, _ = lines_of(plain, inputs, thresholds, near)
     found, _ = lines_of(kernels, inputs, thresholds, near)
     kept = torch.stack([expected.vertical, expected.slash])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.representative_rows import representative_rows
 from flexmask.base.scores import masked_softmax
@@ -13,26 +14,25 @@ from flexmask.plain.pattern import jensen_shannon_distance
 from flexmask.plain.pooling import block_means
 from flexmask.plain.representative import take_rows
 from flexmask.plain.top_p import ranks, top_p_count
-from tests.kernels.support import DEVICE, HALF, LAYOUTS, by_head, float64, in_layout, normal, tokens_of
+from tests.kernels.support import DEVICE, HALF, LAYOUTS, by_head, call_of, float64, in_layout, normal, tokens_of
 
 pytest.importorskip("triton")
 
+from flexmask import kernels as steps
 from flexmask.kernels import pattern as kernels
-from flexmask.kernels.representative import packed_rows
-from flexmask.kernels.visibility import edges_of
+from flexmask.kernels.visibility import PackedEdges
 
 
-def assert_scores_as_expected(query, key, tokens, block_size, window):
-    rows, edges = representative_rows("last", tokens, block_size), edges_of(tokens, block_size, window)
+def assert_scores_as_expected(call, block_size):
+    query, key, window, tokens = call.query, call.key, call.window, tokens_of(call)
+    rows = representative_rows("last", tokens, block_size)
     means = block_means(key, tokens.key_valid, block_size)
-    inputs = AttentionInputs(query, key, None, query.shape[3] ** -0.5, None, window)
     sees = (blocks_seen_by_rows(rows.position, tokens, block_size, window) & rows.taken.unsqueeze(-1)).any(-2)
     mean_row = take_rows(query, rows).float().sum(2, keepdim=True) / rows.taken.sum(-1)[:, None, None, None]
     scores = (mean_row @ means.repeat_interleave(query.shape[1] // key.shape[1], 1).mT).squeeze(2)
+    problem = cut_into_blocks(call, block_size, steps)
     torch.testing.assert_close(
-        kernels.estimated_scores(
-            SimpleNamespace(inputs=inputs, block_size=block_size, edges=edges), means, packed_rows(rows, tokens.offset)
-        ),
+        kernels.estimated_scores(problem, means, problem.edges.last_rows[0]),
         torch.where(sees[:, None], scores, float("-inf")),
         atol=1e-4,
         rtol=1e-4,
@@ -56,16 +56,16 @@ def test_estimated_scores(shape, dtype):
     batch, heads, kv_heads, q_len, kv_len, block_size, head_dim = shape
     query = normal(batch, heads, q_len, head_dim).to(dtype)
     key = normal(batch, kv_heads, kv_len, head_dim, seed=1).to(dtype)
-    assert_scores_as_expected(query, key, tokens_of(batch, q_len, kv_len, False), block_size, None)
+    assert_scores_as_expected(call_of(query, key), block_size)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_estimated_scores_within_a_window(padded):
     query, key = normal(2, 2, 30, 16), normal(2, 1, 203, 16, seed=1)
-    tokens, seen = tokens_of(2, 30, 203, padded), set()
+    seen = set()
     # every window crosses an edge of a block somewhere
     for window in range(94, 114):
-        seen.add(int(assert_scores_as_expected(query, key, tokens, 16, window).sum()))
+        seen.add(int(assert_scores_as_expected(call_of(query, key, window, padded), 16).sum()))
     assert len(seen) > 1
 
 
@@ -73,15 +73,16 @@ def test_estimated_scores_within_a_window(padded):
 def test_estimated_scores_of_any_layout(layout):
     query = in_layout(layout, 2, 4, 40, 16)
     assert not query.is_contiguous()
-    assert_scores_as_expected(query, normal(2, 2, 60, 16, seed=1), tokens_of(2, 40, 60, False), 16, None)
+    assert_scores_as_expected(call_of(query, normal(2, 2, 60, 16, seed=1)), 16)
 
 
 def pattern_of(monkeypatch, lines, estimate, rows, count, inputs, shares, budget):
     """Pattern and lines of given masses and scores."""
     monkeypatch.setattr(kernels, "line_mass", lambda *_: lines.contiguous())
     monkeypatch.setattr(kernels, "estimated_scores", lambda *_: estimate)
-    mass = SimpleNamespace(packed=rows, sums=None, norms=None)
-    problem = SimpleNamespace(block_size=16, inputs=inputs, edges=SimpleNamespace(key_count=count, candidates=None))
+    mass = SimpleNamespace(rows=rows, sums=None, norms=None)
+    edges = PackedEdges(count.new_empty((7, *count.shape)), count.expand(5, *count.shape).contiguous(), rows)
+    problem = SimpleNamespace(block_size=16, inputs=inputs, edges=edges)
     return kernels.pattern_and_lines(problem, mass, mass, None, shares, budget)
 
 

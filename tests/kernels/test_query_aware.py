@@ -8,7 +8,7 @@ from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import block_visibility, valid_keys
 from flexmask.plain.pooling import pooled_scores
 from flexmask.plain.top_p import ranks, top_p
-from tests.kernels.support import DEVICE, by_head, normal, tokens_of
+from tests.kernels.support import DEVICE, by_head, geometry, normal, tokens_of
 
 pytest.importorskip("triton")
 
@@ -46,8 +46,9 @@ def take_for(map_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pooled_map_and_its_top_p(q_len, kv_len, window, padded, gamma, map_size, monkeypatch):
     take_for(map_size, monkeypatch)
     size, heads, head_dim = 16, 4, 32
-    tokens = tokens_of(2, q_len, kv_len, padded)
-    edges, seen = edges_of(tokens, size, window), block_visibility(tokens, size, window)
+    call = geometry(2, q_len, kv_len, padded, window)
+    tokens = tokens_of(call)
+    edges, seen = edges_of(call, size), block_visibility(tokens, size, window)
     query_means = normal(2, heads, -(-q_len // size), head_dim)
     key_means = normal(2, 2, -(-kv_len // size), head_dim, seed=1)
     active = torch.tensor([[True, True, False, True], [True, False, True, True]], device=DEVICE)
@@ -80,13 +81,14 @@ def test_pooled_map_and_its_top_p(q_len, kv_len, window, padded, gamma, map_size
 @pytest.mark.parametrize("padded", [False, True])
 def test_pooled_map_within_a_window(padded):
     size, q_len, kv_len = 16, 50, 203
-    tokens, key_means = tokens_of(2, q_len, kv_len, padded), normal(2, 2, 13, 16, seed=1)
+    tokens, key_means = tokens_of(geometry(2, q_len, kv_len, padded)), normal(2, 2, 13, 16, seed=1)
     query_means, active = normal(2, 2, 4, 16), torch.ones(2, 2, dtype=torch.bool, device=DEVICE)
     visible_blocks = set()
     for window in range(94, 114):
         visible = block_visibility(tokens, size, window).visible.expand(2, -1, -1)[:, None].expand(2, 2, -1, -1)
         inputs = AttentionInputs(query_means, torch.empty(2, 2, kv_len, 0), None, 0.5, None, window)
-        values = pooled_map(query_means, key_means, active, edges_of(tokens, size, window), inputs, size)
+        edges = edges_of(geometry(2, q_len, kv_len, padded, window), size)
+        values = pooled_map(query_means, key_means, active, edges, inputs, size)
         plain = masked_softmax(pooled_scores(query_means, key_means, valid_keys(tokens, size).expand(2, -1), 0.5, None), visible)
         torch.testing.assert_close(values[visible], plain[visible], atol=1e-6, rtol=1e-5)
         visible_blocks.add(int(visible.sum()))
@@ -104,8 +106,8 @@ def test_pooled_map_within_a_window(padded):
 # the last: a group of eight rows ends in another tile of 128 columns
 def test_maps_of_all_sizes_give_the_same_blocks(q_blocks, kv_blocks, monkeypatch):
     size, heads = 16, 3
-    tokens = tokens_of(1, q_blocks * size - 3, kv_blocks * size - 3, False)
-    edges, visible = edges_of(tokens, size, None), block_visibility(tokens, size, None).visible
+    call = geometry(1, q_blocks * size - 3, kv_blocks * size - 3)
+    edges, visible = edges_of(call, size), block_visibility(tokens_of(call), size, None).visible
     # of all magnitudes; in one head many are equal
     scores = 10 * normal(1, heads, q_blocks, kv_blocks)
     scores[:, 0, :, 128:131] += 30  # most of the sum in the second tile of columns

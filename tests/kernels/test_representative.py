@@ -3,17 +3,33 @@
 import pytest
 import torch
 
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.representative_rows import representative_rows
 from flexmask.base.visibility import candidate_lines
 from flexmask.plain import vertical_slash
 from flexmask.plain.representative import representative_attention
-from tests.kernels.support import HALF, LAYOUTS, in_layout, normal, tokens_of
+from tests.kernels.support import HALF, LAYOUTS, call_of, geometry, in_layout, normal, tokens_of
 
 pytest.importorskip("triton")
 
-from flexmask.kernels.representative import block_sums, packed_rows
-from flexmask.kernels.vertical_slash import line_mass, row_norms
+from flexmask import kernels
+from flexmask.kernels.representative import block_sums
+from flexmask.kernels.vertical_slash import line_mass
+from flexmask.kernels.visibility import WHICH, edges_of
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (40, 40), (1, 300), (130, 300), (1500, 1500)])
+def test_representative_rows(q_len, kv_len, padded):
+    call = geometry(3, q_len, kv_len, padded)
+    if padded:  # one batch row has one token, one a few
+        call.attention_mask[1, :-1] = False
+        call.attention_mask[2, :-5] = False
+    for which, got in zip(WHICH, edges_of(call, 16).last_rows, strict=True):
+        tokens = tokens_of(call)
+        rows = representative_rows(which, tokens, 16)
+        assert torch.equal(got[:, 0].expand(rows.row.shape[0]), tokens.offset.int().expand(rows.row.shape[0]))
+        assert torch.equal(got[:, 1:].expand(rows.row.shape), torch.where(rows.taken, rows.row, -1).int())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
@@ -34,20 +50,19 @@ def test_lines_of_the_representative_attention(shape, softcap, window, padded, d
     batch, heads, kv_heads, q_len, kv_len, block_size, head_dim = shape
     query = (2 * normal(batch, heads, q_len, head_dim)).to(dtype)
     key = normal(batch, kv_heads, kv_len, head_dim, seed=1).to(dtype)
-    tokens = tokens_of(batch, q_len, kv_len, padded)
+    call = call_of(query, key, window, padded, softcap)
+    tokens = tokens_of(call)
     if padded:  # what padding holds does not matter
         key = torch.where(tokens.key_valid[:, None, :, None], key, float("nan"))
     rows = representative_rows("last", tokens, block_size)
     candidates = candidate_lines(tokens, block_size, window)
-    scores = (head_dim**-0.5, softcap, window)
-    packed = packed_rows(rows, tokens.offset)
-    inputs = AttentionInputs(query, key, None, *scores)
-    sums = block_sums(inputs, packed, tokens.key_valid if padded else None, block_size)
-    norms = row_norms(sums)
-    vertical, slash = line_mass(sums, norms, packed, candidates.int().contiguous())
+    problem = cut_into_blocks(call.with_fields(key=key), block_size, kernels)
+    mass = kernels.representative_mass(problem, "last")
+    sums, norms = mass.sums, mass.norms
+    vertical, slash = line_mass(mass, problem.edges)
 
     zeros = torch.where(tokens.key_valid[:, None, :, None], key, 0.0)
-    attention = representative_attention(AttentionInputs(query, zeros, None, *scores), rows, tokens)
+    attention = representative_attention(call.with_fields(key=zeros), rows, tokens)
     plain = vertical_slash.line_mass(vertical_slash.row_mass(attention, rows, block_size), rows, block_size)
     for line, expected, wanted in zip((vertical, slash), (plain.vertical, plain.slash), candidates[:, :, None], strict=True):
         torch.testing.assert_close(line, torch.where(wanted, expected, -1.0), atol=3e-6, rtol=1e-4)
@@ -61,22 +76,17 @@ def test_block_sums_of_any_layout(layout, other):
     tensors = {"query": normal(2, 4, 40, 16), "key": normal(2, 2, 60, 16, seed=1)}
     tensors[other] = in_layout(layout, *tensors[other].shape, seed=2)
     assert not tensors[other].is_contiguous()
-    tokens = tokens_of(2, 40, 60, False)
-    packed = packed_rows(representative_rows("last", tokens, 16), tokens.offset)
-    got, expected = (
-        block_sums(AttentionInputs(*pair, None, 0.25), packed, None, 16)
-        for pair in (tensors.values(), (x.contiguous() for x in tensors.values()))
-    )
+    calls = (call_of(*tensors.values()), call_of(*(x.contiguous() for x in tensors.values())))
+    got, expected = (block_sums(call, edges_of(call, 16).last_rows[0], 16) for call in calls)
     torch.testing.assert_close(got.blocks, expected.blocks)
     torch.testing.assert_close(got.chunks, expected.chunks)
 
 
 def test_block_sums_as_they_are_stored_on_amd(monkeypatch):
-    tokens = tokens_of(1, 40, 300, False)
-    packed = packed_rows(representative_rows("last", tokens, 16), tokens.offset)
-    inputs = AttentionInputs(normal(1, 4, 40, 16), normal(1, 2, 300, 16, seed=1), None, 0.25)
-    expected = block_sums(inputs, packed, None, 16)
+    call = call_of(normal(1, 4, 40, 16), normal(1, 2, 300, 16, seed=1))
+    rows = edges_of(call, 16).last_rows[0]
+    expected = block_sums(call, rows, 16)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    got = block_sums(inputs, packed, None, 16)
+    got = block_sums(call, rows, 16)
     assert torch.equal(got.blocks, expected.blocks)
     assert torch.equal(got.chunks, expected.chunks)

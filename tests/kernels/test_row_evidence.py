@@ -6,20 +6,20 @@ import torch
 from flexmask import plain
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import attention_inputs
-from tests.kernels.support import DEVICE, HALF, LAYOUTS, by_head, in_layout, normal
+from tests.kernels.support import DEVICE, HALF, LAYOUTS, by_head, call_of, in_layout, normal
 
 pytest.importorskip("triton")
 
 from flexmask import kernels
-from flexmask.kernels.pooling import block_means as kernel_means
-from flexmask.kernels.pooling import split_means
+from flexmask.kernels.pooling import key_means, split_key_means
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_halves_of_the_means_hold_twice_the_digits(dtype):
     key = normal(2, 3, 500, 64).to(dtype)
-    means = kernel_means(key, None, None, 16)
-    high, low = split_means(key, None, 16).unbind(-2)
+    problem = cut_into_blocks(call_of(key, key), 16, kernels)
+    means = key_means(problem)
+    high, low = split_key_means(problem).unbind(-2)
     assert high.dtype == low.dtype == dtype
     digits = 16 if dtype == torch.bfloat16 else 20
     error = (high.double() + low.double() - means.double()).abs()

@@ -1,0 +1,91 @@
+"""Triton kernel for hybrid's thresholds."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexmask.base.blocks import BlockProblem
+from flexmask.base.thresholds import ThresholdRule, Thresholds
+from flexmask.kernels.launch import kernel
+
+_Q_BLOCKS = 128
+
+
+@triton.jit
+def _power(base, exponent):
+    return tl.exp2(exponent * tl.log2(base))
+
+
+@kernel
+def _thresholds_kernel(
+    gamma,
+    rows,
+    of_lines,  # (2, batch or 1, num_heads) float64
+    of_rows,  # (batch or 1, num_heads, num_q_blocks) float64
+    rows_stride,
+    rows_stride_batch,
+    num_heads,
+    num_q_blocks,
+    REFERENCE: tl.constexpr,
+    GAMMA: tl.constexpr,
+    LONGER: tl.constexpr,
+    MOST_LONGER: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    EARLIER_ROWS: tl.constexpr,
+    FIRST_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    # float64 throughout: a number of Python becomes float32
+    zero = tl.full([], 0.0, tl.float64)
+    one = tl.full([], 1.0, tl.float64)
+    reference = tl.full([], REFERENCE, tl.float64)
+    of_default = one - tl.full([], GAMMA, tl.float64)
+    p_seen = rows + 6 * rows_stride + batch * rows_stride_batch
+    b_most = tl.zeros([TILE], tl.int32)
+    for start in range(0, num_q_blocks, TILE):
+        o_q = start + tl.arange(0, TILE)
+        b_most = tl.maximum(b_most, tl.load(p_seen + o_q, mask=o_q < num_q_blocks, other=0))
+    most = tl.max(b_most, 0).to(tl.float64)
+    at_least_one = tl.maximum(most, one)
+
+    left = one - tl.load(gamma + head)
+    longer = tl.full([], LONGER, tl.float64) * tl.log2(tl.maximum(most / reference, one))
+    longer = tl.minimum(longer, tl.full([], MOST_LONGER, tl.float64))
+    base = tl.minimum(tl.maximum(left, tl.full([], 1e-6, tl.float64)) / of_default, one)
+    g = left * _power(base, longer)
+    share = g * tl.minimum(reference / at_least_one, one + one)
+    power = tl.full([], EARLIER_ROWS, tl.float64) * tl.maximum(one - reference / at_least_one, zero)
+    of_gamma = of_default / tl.maximum(g, tl.full([], 1e-12, tl.float64))
+
+    o_q = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    m_q = o_q < num_q_blocks
+    b_seen = tl.maximum(tl.load(p_seen + o_q, mask=m_q, other=1), 1).to(tl.float64)
+    b_ratio = tl.full([], FIRST_ROWS, tl.float64) * reference / b_seen
+    b_first = tl.maximum(b_ratio * b_ratio * b_ratio * of_gamma, one)
+    # of a batch row that sees nothing, most is 0
+    b_earlier = tl.where(most > 0, _power(tl.maximum(most, one) / b_seen * b_first, power), one)
+    b_least = tl.full([], ROWS, tl.float64) * share * b_earlier
+    tl.store(of_rows + (batch * num_heads + head) * num_q_blocks + o_q, b_least, mask=m_q)
+    if tl.program_id(0) == 0:
+        p_lines = of_lines + batch * num_heads + head
+        tl.store(p_lines, tl.full([], KEY_BLOCK, tl.float64) * share)
+        tl.store(p_lines + tl.num_programs(2) * num_heads, tl.full([], DIAGONAL, tl.float64) * share)
+
+
+def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thresholds:
+    """As `flexmask.plain.thresholds.thresholds`."""
+    edges, num_heads = problem.edges, gamma.shape[0]
+    _, batch, num_q_blocks = edges.rows.shape
+    rows_stride, _, rows_stride_batch, _ = edges.strides
+    lines, rows = gamma.new_empty((2, batch, num_heads)), gamma.new_empty((batch, num_heads, num_q_blocks))
+    _thresholds_kernel[(triton.cdiv(num_q_blocks, _Q_BLOCKS), num_heads, batch)](
+        gamma, edges.rows, lines, rows, rows_stride, rows_stride_batch, num_heads, num_q_blocks, *rule,
+        TILE=_Q_BLOCKS, num_warps=2,
+    )  # fmt: skip
+    return Thresholds(lines, rows)
