@@ -126,8 +126,9 @@ def flexprefill_mask(
 
     Notes
     -----
-    On accelerators it compiles once per head count, head_dim, dtype and options, on CUDA for each of three ranges of map size; on
-    CPUs it runs uncompiled. ``torch.compile(fullgraph=True)`` can trace it. Gradients do not flow through a mask. Autocast, TF32
+    On CUDA it launches Triton kernels, compiled once per head_dim, dtype, memory layout and options, for each of three ranges of
+    map size; on other accelerators torch compiles it, also per head count; on CPUs it runs uncompiled.
+    ``torch.compile(fullgraph=True)`` can trace it. Gradients do not flow through a mask. Autocast, TF32
     and the default dtype do not affect it.
 
     CPU, compiled code and kernels may resolve ties differently: by a block in a query-aware head that attends evenly, with gamma

@@ -43,8 +43,8 @@ def warmup(
       deterministic algorithms, TF32,
     * other sizes of groups of heads (`max_mask_bytes`), from about 190k tokens with 32 heads.
 
-    Inductor keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR). On CUDA the longest call has 47 thousand tokens in blocks of
-    128.
+    Inductor and Triton keep compiled code on disk (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR). On CUDA the longest call has 47
+    thousand tokens in blocks of 128.
 
     Parameters
     ----------
