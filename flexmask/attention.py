@@ -47,7 +47,8 @@ def sparse_attention(
     Parameters
     ----------
     query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device.
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device. Under
+        ``torch.autocast`` query, key and value are cast to its dtype, as by SDPA.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA),
         q_len <= kv_len. Lengths need not be multiples of the block.
@@ -100,7 +101,7 @@ def sparse_attention(
     Returns
     -------
     Tensor
-        (batch, num_heads, q_len, v_head_dim) in query's dtype; zero for padded rows.
+        (batch, num_heads, q_len, v_head_dim) in query's dtype (autocast's, if on); zero for padded rows.
     Tensor
         The log-sum-exp, only with `return_lse`.
     SelectionStats

@@ -9,15 +9,12 @@ from typing import Any, cast
 
 import torch
 
-# at import: dynamo cannot trace it
-_AUTOCAST_DEVICES = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
-)
+from flexmask.base.autocast import autocast_is_on
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Switch autocast off on `device`."""
-    if device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
+    if autocast_is_on(device):
         # as text: 2.5.1 cannot trace the generic alias
         return cast("contextlib.AbstractContextManager[None]", torch.autocast(device.type, enabled=False))
     return contextlib.nullcontext()

@@ -54,7 +54,8 @@ def sparse_attention_varlen(
     Parameters
     ----------
     query
-        (total_q, num_heads, head_dim), float32, float16 or bfloat16: the sequences' rows, one sequence after the other.
+        (total_q, num_heads, head_dim), float32, float16 or bfloat16: the sequences' rows, one sequence after the other. Under
+        ``torch.autocast`` query, key and value are cast to its dtype, as by SDPA.
     key
         (total_k, num_kv_heads, head_dim), query's dtype and device; num_kv_heads divides num_heads.
     value
@@ -79,7 +80,7 @@ def sparse_attention_varlen(
     Returns
     -------
     Tensor
-        (total_q, num_heads, v_head_dim) in query's dtype.
+        (total_q, num_heads, v_head_dim) in query's dtype (autocast's, if on).
     Tensor
         (num_heads, total_q) float32, only with `return_lse`.
     tuple of SelectionStats

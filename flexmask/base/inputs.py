@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexmask.base.autocast import in_autocast_dtype
 from flexmask.base.checks import check_inputs
 
 
@@ -101,7 +102,8 @@ def attention_inputs(
     q_offset: int | Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> AttentionInputs:
-    """Check the arguments of a public function and fill in their defaults."""
+    """Check the arguments of a public function and fill in their defaults; query, key and value follow autocast."""
+    query, key, value = in_autocast_dtype(query), in_autocast_dtype(key), None if value is None else in_autocast_dtype(value)
     check_inputs(query, key, value, {"scale": scale, "softcap": softcap}, window, attention_mask, q_offset, sinks)
     batch, most, offset = query.shape[0], key.shape[2] - query.shape[2], None
     # int32 as the indices of a mask_mod: the FLASH backend refuses a mixture

@@ -95,7 +95,7 @@ def attention(
         if visible is None:
             out = dense_attention(inputs)[0]
         else:
-            out = attention_to_visible(inputs, query, visible, ~visible.any(-2).any(1))[0]
+            out = attention_to_visible(inputs, inputs.query, visible, ~visible.any(-2).any(1))[0]
         return out.transpose(1, 2).contiguous(), None
 
 

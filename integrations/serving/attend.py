@@ -7,6 +7,7 @@ from torch import Tensor
 from flexmask.attend import attend as attend_blocks
 from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.precision import without_autocast
 
 
 def attend(
@@ -24,6 +25,7 @@ def attend(
     )  # fmt: skip
     selector = layer.selector.for_inputs(inputs)
     plan = layer.run.policy.plan(inputs, selector)
-    found = attend_blocks(inputs, selector, layer.run, plan, statistics=("density",) if count_density else ())
+    with without_autocast(query.device):
+        found = attend_blocks(inputs, selector, layer.run, plan, statistics=("density",) if count_density else ())
     density = None if found.stats is None else found.stats.density.mean()
     return found.out[0].transpose(0, 1), density

@@ -1,0 +1,193 @@
+"""Under autocast every public call takes query, key and value in its dtype, as SDPA does, and computes without it."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+import flexmask
+from flexmask import METHODS, SelectionStats, flexprefill_mask, sparse_attention, sparse_attention_varlen, warmup
+from flexmask.block_masks import causal_mask
+from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.settings import PrefillSettings
+from tests.attention_calls import SINKS
+from tests.block_masks.gallery import MASKS, SPARSE
+from tests.cases import structured_inputs
+from tests.comparisons import assert_same_stats
+from tests.compile_support import assert_same_lists, lists_of, traced
+from tests.compile_support import counting as counting
+from tests.packs import bounds_of
+
+OPTIONS: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
+NOW: dict[str, Any] = {**OPTIONS, "dense_below": 0}
+LENGTHS = bounds_of((200, 0, 184))
+LOWER = (torch.bfloat16, torch.float16)
+lower = pytest.mark.parametrize("dtype", LOWER, ids=str)
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    query, key = structured_inputs(generator, 1, 4, 2, 384, 384, 32, 2.0)
+    return [query, key, torch.randn(1, 2, 384, 32, generator=generator)]
+
+
+def users_method(query, key, **options):
+    assert not torch.is_autocast_enabled("cpu")
+    return flexprefill_mask(query, key, gamma=0.6, min_budget=0, **options)
+
+
+def packed(*given, **options):
+    return sparse_attention_varlen(*(x[0].transpose(0, 1).contiguous() for x in given), LENGTHS, **options, return_stats=True)
+
+
+def engine(query, key, value):
+    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
+    layer = role_of_shape(shape, 0, PrefillSettings(**OPTIONS))
+    assert isinstance(layer, SparseLayer)
+    return attend(layer, query[0].transpose(0, 1), key[0], value[0], count_density=True)
+
+
+SPARSE_CALLS = {
+    "sparse_attention": lambda *given: sparse_attention(*given, **NOW, return_stats=True),
+    "sparse_attention_varlen": lambda *given: packed(*given, **NOW),
+    "a user's method": lambda *given: sparse_attention(*given, users_method, block_size=32, dense_below=0),
+    "an engine": engine,
+}
+DENSE_CALLS = {
+    "dense": lambda *given: sparse_attention(*given, return_stats=True),
+    "dense, written out": lambda *given: sparse_attention(*given, softcap=3.0, sinks=SINKS, return_lse=True),
+    "dense, packed": packed,
+}
+MASK_CALLS = {
+    f"{name}_mask": lambda query, key, value, name=name: MASKS[name](query, key, **SPARSE[name], block_size=32, return_stats=True)
+    for name in MASKS
+}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, tuple):
+        for pair in zip(found, expected, strict=True):
+            assert_same(*pair)
+    elif isinstance(found, SelectionStats):
+        assert_same_stats(found, expected)
+    elif isinstance(found, BlockMask):
+        assert_same_lists(found, expected)
+    else:
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+def assert_follows(call: Any, dtype: torch.dtype) -> None:
+    query, key, value = inputs()
+    other = next(each for each in LOWER if each != dtype)
+    for given in ((query, key, value), (query, key.to(dtype), value.to(other))):
+        expected = call(*(x.to(dtype) for x in given))
+        with torch.autocast("cpu", dtype):
+            assert_same(call(*given), expected)
+
+
+def test_every_public_function_is_called_here():
+    adapter = {"sparse_prefill", "tune"}  # in tests/integrations/test_autocast.py
+    others = {"METHODS", "SelectionStats", "warmup"}
+    assert set(flexmask.__all__) <= {*SPARSE_CALLS, *MASK_CALLS, *adapter, *others}
+    assert {f"{name}_mask" for name in METHODS} <= MASK_CALLS.keys()
+
+
+@lower
+@pytest.mark.parametrize("call", [*DENSE_CALLS.values(), *MASK_CALLS.values()], ids=[*DENSE_CALLS, *MASK_CALLS])
+def test_masks_and_dense_attention_follow_autocast(call, dtype):
+    assert_follows(call, dtype)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("call", SPARSE_CALLS.values(), ids=SPARSE_CALLS)
+def test_sparse_attention_follows_autocast(call):
+    with torch.no_grad():
+        assert_follows(call, torch.bfloat16)
+
+
+def test_a_warm_up_under_autocast_serves_calls_under_it(counting):
+    query, key, value = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        warmup(4, 2, 32, dtype=torch.float32, device="cpu", **OPTIONS)
+        graphs = counting.frame_count
+        sparse_attention(query, key, value.bfloat16(), **NOW)
+    assert counting.frame_count == graphs > 0
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        contextlib.nullcontext,
+        lambda: torch.autocast("cpu", enabled=False),
+        lambda: torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()),
+    ],
+    ids=["without", "switched off", "of another device"],
+)
+def test_other_dtypes_are_refused_without_autocast(state):
+    query, key, value = inputs()
+    with torch.autocast("cpu", torch.bfloat16, enabled=False), state():
+        with pytest.raises(TypeError, match=r"value must have query's dtype torch\.float32; got torch\.bfloat16"):
+            sparse_attention(query, key, value.bfloat16())
+        with pytest.raises(TypeError, match=r"key must have query's dtype torch\.float32; got torch\.bfloat16"):
+            flexprefill_mask(query, key.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
+def test_dtypes_that_autocast_leaves_are_refused_under_it(dtype):
+    query, key, value = (x.to(dtype) for x in inputs())
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"query must be float32.* got {dtype}"):
+        sparse_attention(query, key, value)
+
+
+def test_gradients_pass_the_cast():
+    given = [x.requires_grad_() for x in inputs()]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sparse_attention(*given)
+        expected = F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    ours, plain = (torch.autograd.grad(each.float().square().sum(), given) for each in (out, expected))
+    assert all(x.dtype == torch.float32 and torch.equal(x, y) for x, y in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["compiled under autocast", "autocast within"])
+def test_traced_calls_follow_autocast(outside):
+    given = [x[:, :, :300].contiguous() for x in inputs()]
+    halves = [x.bfloat16() for x in given]
+    lists, dense = lists_of(flexprefill_mask(*halves[:2], **OPTIONS)), sparse_attention(*halves)
+
+    def under_autocast(call):
+        with contextlib.nullcontext() if outside else torch.autocast("cpu", torch.bfloat16):
+            return call()
+
+    run, counter = traced(lambda query, key: under_autocast(lambda: lists_of(flexprefill_mask(query, key, **OPTIONS))))
+    attend_dense, _ = traced(lambda query, key, value: under_autocast(lambda: sparse_attention(query, key, value.bfloat16())))
+    with torch.autocast("cpu", torch.bfloat16) if outside else contextlib.nullcontext():
+        found, *_ = [run(*(x[:, :, :n].clone() for x in given[:2])) for n in (300, 200, 150, 100)]
+        assert torch.equal(attend_dense(*given), dense)
+    assert all(torch.equal(*pair) for pair in zip(found, lists, strict=True))
+    assert counter.frame_count <= 2
+
+
+def test_a_method_has_no_autocast():
+    from flexmask.method import method
+
+    seen = []
+
+    @method
+    def probing_mask(problem):
+        query = problem.inputs.query
+        seen.append((query.dtype, (query.float() @ query.float().mT).dtype))
+
+    query = torch.randn(1, 1, 32, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        probing_mask(query, query.clone(), block_size=16)
+        causal_mask(query, query.clone(), block_size=16)
+    del METHODS["probing"]
+    assert seen == [(torch.bfloat16, torch.float32)]
