@@ -1,0 +1,202 @@
+"""Models of float32 weights under autocast, where query and key arrive in float32 and values in the lower dtype."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import flexmask.integrations.huggingface as flexmask_hf
+from tests.integrations.common import KEEP_ALL, MARKS, SPARSE, make_model, padded
+from tests.integrations.families import FAMILIES, SIZES, VOCABULARY
+from tests.integrations.tune_calls import tuned
+
+pytestmark = MARKS
+
+DENSE = {"dense_below": 10**6}
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def deepseek():
+    """Multi-head latent attention: of query and key only one is rotated."""
+    torch.manual_seed(0)
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes = {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    del sizes["head_dim"]
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **latent, **experts)).eval()
+
+
+@functools.cache
+def model_of(family):
+    if family == "DeepseekV3":
+        return deepseek()
+    model = FAMILIES[family].make()
+    model.set_attn_implementation(FAMILIES[family].dense)
+    return model
+
+
+FOUND = [name for name, family in FAMILIES.items() if family.available]
+FOUND += ["DeepseekV3"] * hasattr(transformers, "DeepseekV3ForCausalLM")
+# those with a kernel of their own: a window, sinks
+COMPILED = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("Mistral", "GptOss") else name
+    for name in FOUND
+    if name in ("Llama", "Mistral", "GptOss", "DeepseekV3")
+]
+
+
+def logits_of(model, tokens, dtype=None, settings=None, **options):
+    autocast = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+    block = contextlib.nullcontext() if settings is None else flexmask_hf.sparse_prefill(model, **settings)
+    with autocast, block as run:
+        return model(tokens, **options).logits, run
+
+
+def assert_within_autocast(model, tokens, dtype, settings, **options):
+    """The difference from the model's own attention is less than that of autocast itself."""
+    exact, _ = logits_of(model, tokens, **options)
+    plain, _ = logits_of(model, tokens, dtype, **options)
+    found, run = logits_of(model, tokens, dtype, settings, **options)
+    assert found.dtype == plain.dtype == dtype
+    assert (found - plain).abs().mean() < (plain - exact).abs().mean()
+    assert sorted(run.stats) == [0, 1]
+    return found, plain
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("family", FOUND)
+def test_dense_prompts_are_those_of_the_model(family, dtype, use_cache, prompt):
+    model = model_of(family)
+    found, plain = assert_within_autocast(model, prompt, dtype, DENSE, use_cache=use_cache)
+    if family == "DeepseekV3" or FAMILIES[family].dense == "sdpa":
+        assert torch.equal(found, plain)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("family", COMPILED)
+def test_prompts_that_keep_every_block_are_those_of_the_model(family, prompt):
+    assert_within_autocast(model_of(family), prompt, torch.bfloat16, KEEP_ALL, use_cache=False)
+
+
+@pytest.mark.parametrize("settings", [DENSE, pytest.param(KEEP_ALL, marks=pytest.mark.attention)], ids=["dense", "masks"])
+def test_padded_prompts_and_decoding_are_those_of_the_model(settings, tokens):
+    model, mask = model_of("Llama"), padded(tokens)
+    steps = [tokens, tokens[:, :1], tokens[:, 1:2]]
+
+    def run():
+        cache, seen, logits = None, mask[:, :0], []
+        for step in steps:
+            seen = torch.cat([seen, mask if cache is None else torch.ones_like(step)], 1)
+            out = model(step, attention_mask=seen, past_key_values=cache)
+            cache = out.past_key_values
+            logits.append(out.logits)
+        return torch.cat(logits, 1)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run()
+        with flexmask_hf.sparse_prefill(model, **settings):
+            found = run()
+    real = torch.cat([mask, torch.ones(2, 2)], 1).bool()
+    assert (found - plain)[real].abs().max() < 0.03
+    assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("head_dim", [8, 320])
+def test_head_sizes_without_a_mask_are_served(head_dim, prompt):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "head_dim": head_dim})).eval()
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model.generate(prompt, **options)
+        with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run:
+            assert torch.equal(model.generate(prompt, **options), plain)
+    assert run.reasons[0] == [f"head_dim {head_dim} outside 16 to 256"]
+    for use_cache in (True, False):
+        found, plain = assert_within_autocast(model, prompt, torch.float16, KEEP_ALL, use_cache=use_cache)
+        assert torch.equal(found, plain)
+
+
+def test_dense_prompts_have_the_gradients_of_the_model(prompt):
+    def gradients(block):
+        model = make_model()
+        with torch.enable_grad(), flexmask_hf.sparse_prefill(model, **DENSE) if block else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(prompt, labels=prompt, use_cache=False).loss
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.attention
+def test_a_compiled_model_follows_autocast(prompt):
+    model = model_of("Llama")
+    options = {"attention_mask": torch.ones_like(prompt), "use_cache": False}
+    torch._dynamo.reset()
+    for settings in (DENSE, SPARSE):
+        expected, run = logits_of(model, prompt, torch.bfloat16, settings, **options)
+        found, again = logits_of(torch.compile(model, backend="eager"), prompt, torch.bfloat16, settings, **options)
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, expected)
+        assert torch.equal(again.stats[1][0].density, run.stats[1][0].density)
+    assert run.stats[1][0].density.max() < 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["errors", "by the loss"])
+def test_options_are_tuned_under_autocast(gradient, prompt):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert 0 < tuned(make_model(), prompt, gradient=gradient).density <= 0.6
+
+
+@pytest.mark.attention
+def test_a_prompt_is_inspected_under_autocast(prompt):
+    with torch.autocast("cpu", torch.bfloat16):
+        found = flexmask_hf.inspect_prefill(make_model(), prompt, **SPARSE)
+    assert found.run.stats[0][0].density.max() < 1
+
+
+class Prompts(torch.utils.data.Dataset):
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, row):
+        return {"input_ids": self.tokens[row], "labels": self.tokens[row]}
+
+
+@pytest.mark.attention
+def test_a_trainer_in_bfloat16_evaluates(tokens, tmp_path):
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, bf16=True, report_to=[], disable_tqdm=True, per_device_eval_batch_size=1
+    )
+    model = make_model()
+    trainer = transformers.Trainer(model=model, args=arguments, eval_dataset=Prompts(tokens))
+    expected = trainer.evaluate()["eval_loss"]
+    with flexmask_hf.sparse_prefill(model, **KEEP_ALL) as run:
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-3)
+    assert [len(calls) for calls in run.stats.values()] == [2, 2]
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
+def test_a_model_that_accelerate_prepared_is_served(use_cache, prompt):
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(make_model())
+    expected, _ = logits_of(model, prompt, use_cache=use_cache)
+    found, run = logits_of(model, prompt, settings=KEEP_ALL, use_cache=use_cache)
+    assert found.shape[-1] == VOCABULARY
+    assert (found - expected).abs().max() < 0.03
+    assert sorted(run.stats) == [0, 1]
