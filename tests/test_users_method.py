@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexmask import sparse_attention
-from flexmask._torch import KNOWS_LENGTHS
+from flexmask._torch import KNOWS_LENGTHS, recompile_limit
+from flexmask.flex.captured_numbers import captured_values
 from flexmask.flex.from_lists import block_mask_from_lists
 from tests.comparisons import assert_same_attention
 from tests.expected import masked_attention, seen_pairs
@@ -248,3 +249,112 @@ def test_a_masks_values_are_not_read(monkeypatch):
     after = attend(mask, **PADDED)
     monkeypatch.undo()
     assert torch.equal(before, after)
+
+
+# Python values that a mask_mod captures
+
+
+class Near:
+    def __init__(self, reach: Any) -> None:
+        self.reach = reach
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < self.reach
+
+
+def in_closure(reach):
+    return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < reach
+
+
+def in_nested_closure(reach):
+    def is_near(distance):
+        return distance < reach
+
+    return lambda b, h, q_idx, kv_idx: is_near(q_idx - kv_idx)
+
+
+def in_default(reach):
+    return lambda b, h, q_idx, kv_idx, most=reach: q_idx - kv_idx < most
+
+
+def in_partial(reach):
+    return functools.partial(_before, reach=reach)
+
+
+def _before(b, h, q_idx, kv_idx, reach):
+    return q_idx - kv_idx < reach
+
+
+def in_attribute(reach):
+    near = Near(reach)
+    return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < near.reach
+
+
+def in_dict(reach):
+    options = {"least": 0, "reach": [reach]}
+    return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < options["reach"][0]
+
+
+def in_control_flow(reach):
+    def near(b, h, q_idx, kv_idx):
+        seen = q_idx < 0
+        for distance in range(0, int(reach), 10):
+            seen = seen | ((q_idx - kv_idx) // 10 == distance // 10)
+        return seen
+
+    return near
+
+
+CAPTURED = (in_closure, in_nested_closure, in_default, in_partial, Near, in_attribute, in_dict)
+
+
+def attend_near(make: Any, reach: float, length: int = LENGTH) -> Tensor:
+    """Attention of a causal prompt to `reach` keys, by a mask_mod that captures the number."""
+
+    def near(query, key, *, block_size, **given):
+        return create_block_mask(make(reach), None, None, length, length, device="cpu", BLOCK_SIZE=block_size)
+
+    tensors = [torch.randn(1, 2, length, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    with torch.no_grad():
+        out = sparse_attention(*tensors, near, block_size=BLOCK, dense_below=0)
+    index = torch.arange(length)
+    distance = index[:, None] - index
+    assert_same_attention(out, masked_attention(*tensors, ((distance >= 0) & (distance < reach)).expand(1, 2, -1, -1))[0])
+    return out
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize(("make", "kind"), [*((make, int) for make in CAPTURED), *((make, float) for make in (in_closure, Near))])
+def test_a_captured_number_may_change_with_the_length(make, kind):
+    for length in (60, 90, 120):
+        attend_near(make, kind(length // 3), length)
+
+
+@pytest.mark.attention
+def test_captured_numbers_stay_python_numbers():
+    for reach in (20, 30):
+        attend_near(in_control_flow, reach)
+
+
+@pytest.mark.attention
+def test_captured_numbers_have_no_limit_of_recompilations():
+    with torch._dynamo.config.patch({recompile_limit(): 2}):
+        for reach in (41, 42.5, 43):  # which no other test captures
+            attend_near(in_closure, reach)
+
+
+@pytest.mark.attention
+def test_a_captured_number_that_stays_costs_no_compilation_per_length():
+    with torch._dynamo.config.patch({recompile_limit(): 2}):
+        for length in (60, 75, 90):
+            attend_near(in_closure, 33, length)
+
+
+def test_every_value_that_is_captured_is_found():
+    for make in CAPTURED:
+        assert 33 in captured_values(make(33)), make
+    method = Near(7.5).__call__
+    assert list(captured_values(method)) == [7.5]
+    near = Near(8)
+    near.calls = 3  # which its mask_mod does not read
+    assert list(captured_values(near)) == [8]

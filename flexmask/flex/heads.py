@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists, Selected
 from flexmask.flex.block_mask import block_mask
+from flexmask.flex.captured_numbers import constant_floats, with_constant_numbers
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.run import run_flex_attention
 from flexmask.flex.visible import sdpa
@@ -38,8 +39,10 @@ def attend_heads(
     heads = [slice(keys.start * groups, keys.stop * groups) for keys in runs]
     if selected is None or all(dense):
         return *dense_attention(inputs, return_lse), [True] * len(dense)
+    selected = with_constant_numbers(selected, backend)
     mask = block_mask(inputs, selected.without_heads(heads) if runs else selected)
-    out, lse = run_flex_attention(inputs, mask, backend, return_lse)
+    with constant_floats(selected):
+        out, lse = run_flex_attention(inputs, mask, backend, return_lse)
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
     for own, keys in zip(heads, runs, strict=True):

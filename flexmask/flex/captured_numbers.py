@@ -1,0 +1,87 @@
+"""Python numbers that a user's mask_mod captures, as constants of the compiled kernel.
+
+torch.compile makes a number symbolic once it changes. FlexAttention's kernels for CPUs and FLASH take no symbolic numbers, and
+Triton's no symbolic floats (2.13). Another constant is another compilation, which a captured tensor is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import numbers
+import types
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask._torch import is_traced
+from flexmask.base.selection import Selected
+from flexmask.flex.mask_mods import MaskMod
+
+
+def with_constant_numbers(selected: Selected, backend: str) -> Selected:
+    """`selected` with a user's mask_mod whose numbers are constants; its title, hence the compiled kernel, names them.
+
+    Triton's ints stay symbolic.
+    """
+    own = selected.mask_mod
+    if own is None or is_traced():
+        return selected
+    takes_ints = backend == "triton"
+    values = [value for value in captured_values(own) if not (takes_ints and type(value) is int)]
+    mask_mod = own if takes_ints else _with_constant_ints(own)
+    return selected.with_fields(mask_mod=mask_mod, title=f"{selected.title}{values}" if values else selected.title)
+
+
+def _with_constant_ints(own: MaskMod) -> MaskMod:
+    # torch.compile takes ints that it reaches through a default argument as constants
+    def constant(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, own: MaskMod = own) -> Tensor:
+        return own(b, h, q_idx, kv_idx)
+
+    return constant
+
+
+def constant_floats(selected: Selected) -> contextlib.AbstractContextManager[Any]:
+    """A context in which torch.compile takes floats as constants, where the mask_mod is a user's; in torch 2.13 by thread."""
+    if selected.mask_mod is None or is_traced():
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(specialize_float=True)
+    return patched
+
+
+def captured_values(function: Any) -> Iterator[Hashable]:
+    """Numbers and words in a function's closure, defaults and partials: themselves, in lists, tuples, dicts, attributes it names.
+
+    Globals are left out; torch.compile guards them too, up to its limit of recompilations.
+    """
+    waiting, seen, names = [function], set(), set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (numbers.Number, str)):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            waiting += reversed(_parts(value, names))
+
+
+def _parts(value: Any, names: set[str]) -> list[Any]:
+    """What `value` consists of; of objects the attributes in `names`, to which a function adds those that it reads."""
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, types.FunctionType):
+        names.update(value.__code__.co_names)
+        # a cell of a variable that has no value yet equals an empty one
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        return [*cells, value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, (type, types.ModuleType, Tensor)) or not hasattr(value, "__dict__"):
+        return []
+    own = _parts(type(value).__call__, names) if callable(value) else []
+    return [*own, *(part for name, part in vars(value).items() if name in names)]
