@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -24,6 +25,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 FROM_KV_BLOCKS = frozenset(inspect.signature(BlockMask.from_kv_blocks).parameters)
 # a BlockMask stores its lengths; without, its shape and sparsity count whole blocks
 KNOWS_LENGTHS = "seq_lengths" in FROM_KV_BLOCKS
+# of ``mask[...]``: raises when it is called; older releases (2.8) put one there that allows every pair
+SLICED_MASK_MOD = getattr(sys.modules[BlockMask.__module__], "_sliced_mask_mod_error", None)
 
 
 def is_traced() -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import KNOWS_LENGTHS
+from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists, Selection, ascending_indices
@@ -48,6 +48,10 @@ def _check(made: Any, must_give: str, inputs: AttentionInputs, block_size: int) 
         raise TypeError(f"{must_give} a BlockMask; got {type(made).__name__}")
     if made.BLOCK_SIZE != (block_size, block_size):
         raise ValueError(f"{must_give} a mask in blocks of {block_size} tokens, as it is told to; got {made.BLOCK_SIZE}")
+    if SLICED_MASK_MOD is not None and made.mask_mod is SLICED_MASK_MOD:
+        raise ValueError(f"{must_give} a mask with its mask_mod, which slicing drops; set it again: part.mask_mod = whole.mask_mod")
+    if not callable(made.mask_mod):
+        raise TypeError(f"{must_give} a mask with a mask_mod that can be called; got {type(made.mask_mod).__name__}")
     batch, num_heads, q_len, _ = inputs.query.shape
     lengths = (q_len, inputs.key.shape[2])
     if KNOWS_LENGTHS and tuple(made.seq_lengths) != lengths:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexmask import sparse_attention
-from flexmask._torch import KNOWS_LENGTHS, recompile_limit
+from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD, recompile_limit
 from flexmask.flex.captured_numbers import captured_values
 from flexmask.flex.from_lists import block_mask_from_lists
 from tests.comparisons import assert_same_attention
@@ -61,6 +61,12 @@ def of_heads(batch: int, heads: int) -> BlockMask:
     return made_of(counts(batch, heads, BLOCKS), INDICES.expand(batch, heads, -1, -1).contiguous())
 
 
+def with_mask_mod(mask_mod: Any) -> BlockMask:
+    mask = of_heads(1, 4)[:, :1]
+    mask.mask_mod = mask_mod
+    return mask
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "None": (lambda: None, TypeError, "a BlockMask; got NoneType"),
     "tuple": (lambda: (of_heads(1, 1), None), TypeError, "a BlockMask; got tuple"),
@@ -93,8 +99,15 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "in blocks of 16 tokens, as it is told to; got (32, 32)",
     ),
+    "no mask_mod": (lambda: with_mask_mod(None), TypeError, "a mask with a mask_mod that can be called; got NoneType"),
     "meta": (lambda: made_of(COUNTS.to("meta"), INDICES.to("meta")), ValueError, "kv_num_blocks on query's device cpu; got meta"),
 }
+if SLICED_MASK_MOD is not None:
+    REFUSED["sliced"] = (
+        lambda: of_heads(1, 4)[:, :1],
+        ValueError,
+        "a mask with its mask_mod, which slicing drops; set it again: part.mask_mod = whole.mask_mod",
+    )
 if KNOWS_LENGTHS:
     REFUSED["other lengths"] = (
         lambda: made_of(COUNTS, INDICES, lengths=(LENGTH, 112)),
@@ -197,6 +210,11 @@ def test_mask_mod_holds_within_its_blocks():
     own = ((index + torch.arange(4)[:, None]) % 3 != 0)[None, :, None]
     out = attend(made_of(*lists_of(KEEP), mod=uneven), **PADDED)
     assert_same_attention(out, expected(pairs_of(KEEP) & own))
+
+
+@pytest.mark.attention
+def test_a_sliced_mask_serves_with_its_mask_mod_set_again():
+    assert torch.equal(attend(with_mask_mod(every_pair)), attend(of_heads(1, 1)))
 
 
 @pytest.mark.attention
