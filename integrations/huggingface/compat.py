@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import transformers
 from torch import Tensor, nn
 from transformers import Pipeline, PreTrainedModel, masking_utils
-from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+    sliding_window_overlay,
+)
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
+
+from flexmask._torch import is_traced
+
+_Kind = TypeVar("_Kind")
+_AND, _OR = and_masks().__code__, or_masks().__code__
 
 OLDEST, NEWEST = (4, 54), (5, 24)
 SDPA, EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
 # wraps the mask of packed sequences in newer releases
 remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+# joins groups of tokens that see one another, as an image's; absent from older releases
+group_function = getattr(masking_utils, "blockwise_overlay", None)
 # some models build 4-D masks that bypass the mask interface
 MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
 
@@ -95,23 +108,57 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
 
     Compares the code of `mask_function` with what transformers builds; newer releases count positions from the start of each
     sequence. Ids, (batch or 1, q_len), come without a cache and an attention_mask; before release 5 also for a single prompt, all
-    equal.
+    equal. A multimodal model's mask of a text is plain: outside of a compilation, the ids of its images are read.
     """
-    expected = causal_mask_function if local_size is None else window_function(local_size)
-    if _same(mask_function, expected):
-        return True, local_size, None
-    tensors = _tensors(mask_function)
-    for ids in tensors:
-        own = packed_sequence_mask_function(ids)
-        if _same(mask_function, and_masks(expected, own)):
-            return True, local_size, ids
-        if remap_positions is not None:
-            # transformers 5.24 changed the order
-            remapped = [remap_positions(expected, positions) for positions in tensors]
-            forms = [and_masks(*parts) for each in remapped for parts in ((own, each), (each, own))]
-            if any(_same(mask_function, form) for form in forms):
-                return True, local_size, ids
+    if group_function is not None and not is_traced():
+        mask_function = _without_groups(mask_function)
+    tensors = _captures(mask_function, Tensor)
+    for window, expected in _plain(mask_function, local_size):
+        if _same(mask_function, expected):
+            return True, window, None
+        for ids in tensors:
+            own = packed_sequence_mask_function(ids)
+            if _same(mask_function, and_masks(expected, own)):
+                return True, window, ids
+            if remap_positions is not None:
+                # transformers 5.24 changed the order
+                remapped = [remap_positions(expected, positions) for positions in tensors]
+                forms = [and_masks(*parts) for each in remapped for parts in ((own, each), (each, own))]
+                if any(_same(mask_function, form) for form in forms):
+                    return True, window, ids
     return False, None, None
+
+
+def _plain(mask_function: Callable[..., Any], local_size: int | None) -> list[tuple[int | None, Callable[..., Any]]]:
+    """Windows and mask functions of single prompts that `mask_function` may be."""
+    if local_size is not None:
+        return [(local_size, window_function(local_size))]
+    # Gemma 3 and 4 build their own for images
+    windows = _captures(mask_function, int)
+    return [
+        (None, causal_mask_function),
+        *((each, and_masks(causal_mask_function, sliding_window_overlay(each))) for each in windows),
+    ]
+
+
+def _without_groups(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+    """`mask_function` without the parts that join groups of tokens, where the tensors show none."""
+    captured, code = _captured(mask_function), getattr(mask_function, "__code__", None)
+    if code not in (_OR, _AND) or len(captured) != 1:
+        return mask_function
+    parts = [_without_groups(part) for part in captured[0]]
+    if code is _AND:
+        return and_masks(*parts)
+    first, *others = parts
+    return first if all(map(_joins_nothing, others)) else mask_function
+
+
+def _joins_nothing(mask_function: Callable[..., Any]) -> bool:
+    assert group_function is not None
+    # -1: no group
+    return any(
+        _same(mask_function, group_function(ids)) and not bool((ids >= 0).any()) for ids in _captures(mask_function, Tensor)
+    )
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -126,11 +173,11 @@ def _same(left: Any, right: Any) -> bool:
     return isinstance(left, int) and isinstance(right, int) and left == right
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
+def _captures(value: Any, kind: type[_Kind]) -> list[_Kind]:
+    if isinstance(value, kind):
         return [value]
     parts = value if isinstance(value, tuple) else _captured(value) if callable(value) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [found for part in parts for found in _captures(part, kind)]
 
 
 def _captured(function: Any) -> tuple[Any, ...]:
