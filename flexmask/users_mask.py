@@ -49,7 +49,9 @@ def _check(made: Any, must_give: str, inputs: AttentionInputs, block_size: int) 
     if made.BLOCK_SIZE != (block_size, block_size):
         raise ValueError(f"{must_give} a mask in blocks of {block_size} tokens, as it is told to; got {made.BLOCK_SIZE}")
     if SLICED_MASK_MOD is not None and made.mask_mod is SLICED_MASK_MOD:
-        raise ValueError(f"{must_give} a mask with its mask_mod, which slicing drops; set it again: part.mask_mod = whole.mask_mod")
+        raise ValueError(
+            f"{must_give} a mask with its mask_mod, which slicing drops; set it again: part.mask_mod = whole.mask_mod"
+        )
     if not callable(made.mask_mod):
         raise TypeError(f"{must_give} a mask with a mask_mod that can be called; got {type(made.mask_mod).__name__}")
     batch, num_heads, q_len, _ = inputs.query.shape

@@ -48,15 +48,21 @@ def is_written_out(inputs: AttentionInputs, return_lse: bool) -> bool:
     return inputs.softcap is not None or inputs.sinks is not None or return_lse
 
 
-def has_fused_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if SDPA on CUDA has a kernel without written-out scores: grouped heads in half precision, values as wide as keys."""
-    return query.shape[1] == key.shape[1] or (query.dtype != torch.float32 and query.shape[3] == value.shape[3])
+def has_fused_kernel(query: Tensor, key: Tensor, value: Tensor, is_masked: bool = False) -> bool:
+    """True if SDPA on CUDA serves the heads as they are by a kernel that does not write out all scores.
+
+    By sdp_utils.cpp (before 2.14) flash attention takes groups in half precision, values as wide as keys, head_dim <= 256 and no
+    mask; cuDNN's, which takes masks, head_dim <= 128, on some GPUs 256; the memory-efficient kernel no groups, but any head_dim.
+    """
+    most = 128 if is_masked else 256
+    in_half = query.dtype != torch.float32
+    return query.shape[1] == key.shape[1] or (in_half and query.shape[3] == value.shape[3] <= most)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, **mask: Any) -> Tensor:
     """SDPA of grouped heads; `mask` is ``is_causal`` or ``attn_mask``."""
-    if key.is_cuda and not has_fused_kernel(query, key, value):
-        # CUDA's fused kernels take no groups here
+    if key.is_cuda and not has_fused_kernel(query, key, value, "attn_mask" in mask):
+        # for the memory-efficient kernel: else SDPA would write out the scores of the whole call
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, **mask, scale=scale, enable_gqa=grouped)

@@ -95,3 +95,38 @@ def test_float32_grouped_heads_write_out_no_scores(cuda):
     seen = torch.ones(64, tokens, dtype=torch.bool, device=cuda).tril(tokens - 64)
     exact, _ = masked_attention(query[:, :, -64:], key, value, seen)
     torch.testing.assert_close(out[:, :, -64:].double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "dtype", "plain", "masked"),
+    [
+        ((8, 2), (128, 128), torch.bfloat16, True, True),
+        ((8, 2), (256, 256), torch.bfloat16, True, False),
+        ((8, 2), (512, 512), torch.bfloat16, False, False),
+        ((8, 2), (264, 264), torch.float16, False, False),
+        ((8, 2), (192, 128), torch.bfloat16, False, False),
+        ((8, 2), (64, 64), torch.float32, False, False),
+        ((8, 8), (512, 512), torch.bfloat16, True, True),
+    ],
+)
+def test_heads_in_groups_stay_so_where_a_kernel_of_cuda_takes_them(heads, widths, dtype, plain, masked):
+    query, key, value = (
+        torch.empty(1, number, 64, width, dtype=dtype, device="meta")
+        for number, width in ((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))
+    )
+    assert visible.has_fused_kernel(query, key, value) is plain
+    assert visible.has_fused_kernel(query, key, value, is_masked=True) is masked
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [{"is_causal": True}, {"attn_mask": torch.ones(1, 1, 8192, 8192, dtype=torch.bool).tril()}])
+def test_wide_heads_in_groups_write_out_no_scores(mask):
+    """As in Gemma 4's full-attention layers."""
+    query, key, value = (torch.randn(1, heads, 8192, 512, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    mask = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in mask.items()}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = visible.sdpa(query, key, value, 512**-0.5, **mask)
+    # the keys and values once more per query head, and the mask in bfloat16; the scores would be 1 GiB and more
+    assert torch.cuda.max_memory_allocated() - before < 2**29
+    assert out.isfinite().all()
