@@ -77,7 +77,12 @@ def attend(
             selections.append(selected)
         # all methods share the kernel without maps
         bare = selected if selected is None or selected.mask_mod is not None else selected.with_fields(keep=None, title=None)
-        part_out, part_lse, is_dense = attend_heads(part, bare, plan.key_heads[group.key], plan.most_kept, backend, return_lse)
+        own = backend
+        if bare is not None and bare.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
+            # FLASH then packs a key head's query heads into one tile
+            own = chosen_backend(run.backend, inputs, selector.block_size, return_lse, shared=True)
+        how = (own.name, return_lse, own.lse_factor)
+        part_out, part_lse, is_dense = attend_heads(part, bare, plan.key_heads[group.key], plan.most_kept, *how)
         dense.append(is_dense)
         if len(groups) == 1:
             out, lse = part_out, part_lse

@@ -7,14 +7,29 @@ import platform
 import shutil
 import sys
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, HAS_CPU_KERNEL, HAS_FLASH_BACKEND, HAS_TRITON, KNOWS_LENGTHS
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.backend import chosen_backend, flash_installed
+from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, flash_installed, flash_runs_on
+from flexmask.flex.flash_call import FlashCall
+from flexmask.flex.flash_verdicts import flash_verdict
 
+# besides plain calls of head_dim 128 in bfloat16
+FLASH_FEATURES: dict[str, dict[str, Any]] = {
+    "plain calls": {},
+    "windows and chunks": {"captures": True},
+    "padding": {"padded": True},
+    "soft caps": {"softcap": True},
+    "one mask for all heads": {"shared": True},
+    "float16": {"dtype": torch.float16},
+    "head_dim 192, values 128": {"head_dim": 192},
+    "head_dim 256": {"head_dim": 256, "v_head_dim": 256},
+    "blocks of 64": {"block_size": 64},
+    "gradients": {"gradients": True},
+}
 PACKAGES = ("flexmask", "torch", "triton", "flash-attn-4", "transformers", "accelerate", "matplotlib")
 
 
@@ -25,6 +40,20 @@ class BackendReport(NamedTuple):
     usable: bool
     chosen: bool
     reason: str
+
+
+class FlashReport(NamedTuple):
+    """What FLASH's numeric check found for a feature.
+
+    `served` is ``"auto"``, ``"by name"`` or ``"no"``; `lse_factor` times FlexAttention's log-sum-exp is the true one, None where
+    there is none.
+    """
+
+    feature: str
+    served: str
+    lse_factor: float | None
+    reason: str
+    seconds: float
 
 
 class Problem(NamedTuple):
@@ -70,7 +99,7 @@ def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
     """
     x = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype).expand(1, 1, 256, head_dim)
     inputs = AttentionInputs(x, x, x, scale=1.0)
-    auto = chosen_backend("auto", inputs, 128, False)
+    auto = chosen_backend("auto", inputs, 128, False).name
     found = []
     for name in ("cpu", "triton", "flash"):
         reason = ""
@@ -89,6 +118,20 @@ def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
             found.append(BackendReport(name, not reason, True, reason))
         else:
             found.append(BackendReport(name, not reason, False, reason or f"{auto} is faster here"))
+    return found
+
+
+def flash_features(device: torch.device | str) -> list[FlashReport]:
+    """What FLASH serves on `device`, by its numeric check, which compiles; empty where it cannot run at all."""
+    device = torch.zeros((), device=device).device  # with its index
+    found = []
+    for feature, changes in FLASH_FEATURES.items() if flash_available() and flash_runs_on(device) else ():
+        call = FlashCall(torch.bfloat16, 128, 128)._replace(**changes)
+        verdict = flash_verdict(call, device)
+        assert verdict is not None
+        reason = verdict.reason or verdict.lse_reason
+        served = "no" if verdict.reason else "auto" if auto_checks(call) else "by name"
+        found.append(FlashReport(feature, served, None if reason else verdict.lse_factor, reason, verdict.seconds))
     return found
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flexmask.attention import sparse_attention
+from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import flexprefill_mask
 from flexmask.block_masks.hybrid import hybrid_mask
-from flexmask.flex.backend import flash_available
+from flexmask.flex.backend import chosen_backend
 
 # of outputs around 1, from attention in float64
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -62,7 +63,8 @@ def self_test(device: torch.device | str) -> Iterator[SelfTest]:
     """
     device = torch.device(device)
     cases = [("auto", torch.float32)] if device.type == "cpu" else [("triton", torch.float32), ("triton", torch.bfloat16)]
-    if device.type == "cuda" and flash_available() and torch.cuda.get_device_capability(device)[0] == 9:
+    x = torch.zeros(1, device=device, dtype=torch.bfloat16).expand(1, 1, _TOKENS, _HEAD_DIM)
+    if chosen_backend("auto", AttentionInputs(x, x, x, scale=1.0), _BLOCK_SIZE).name == "flash":
         cases.append(("flash", torch.bfloat16))
     for backend, dtype in cases:
         for method in METHODS:

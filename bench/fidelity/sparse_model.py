@@ -113,7 +113,7 @@ def sparse_attention(inputs: AttentionInputs, setting: Setting, layer: int = 0) 
     selected = select_blocks(selector, inputs, with_map=not on_gpu)
     if on_gpu:
         backend = chosen_backend("auto", inputs, selected.block_size)
-        return run_flex_attention(inputs, block_mask(inputs, selected), backend)[0], selected
+        return run_flex_attention(inputs, block_mask(inputs, selected), backend.name, lse_factor=backend.lse_factor)[0], selected
     assert inputs.value is not None
     (q_len, kv_len), size = (inputs.query.shape[2], inputs.key.shape[2]), selected.block_size
     seen = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)

@@ -83,7 +83,7 @@ def measured(prompts: int, tokens: int, device: str, dtype: torch.dtype) -> dict
         )
         given.append(attention_inputs(query, key, value).prepared())
     own = PrefillSettings.from_dict({**settings_of(HYBRID, tokens, 0.2), "dense_below": 0})
-    kernel, selector = chosen_backend("auto", given[0], own.block_size), own.selector()
+    kernel, selector = chosen_backend("auto", given[0], own.block_size).name, own.selector()
     pack, kept = in_one(given), selected(selector, given)
     calls = {
         "select": lambda: selected(selector, given),

@@ -13,7 +13,7 @@ from flexmask.commands.errors import option_errors
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config
 from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Method, MinBudget, Option, Settings, settings_from
 from flexmask.commands.output import Json, Output
-from flexmask.environment import Problem, backends, device_name, problems, versions
+from flexmask.environment import FlashReport, Problem, backends, device_name, flash_features, problems, versions
 from flexmask.self_test import SelfTest, self_test
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ def doctor(
         str | None, typer.Option("--model", "-m", metavar="PATH", help="Also show the plan of each layer of this model.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Prompt length to plan the layers for.")] = 32768,
-    skip_self_test: Annotated[bool, typer.Option("--skip-self-test", help="Do not compile and run attention.")] = False,
+    skip_self_test: Annotated[
+        bool, typer.Option("--skip-self-test", help="Run neither the self-test nor the check of FLASH's features.")
+    ] = False,
     device: Device = None,
     dtype: DType = None,
     method: Method = None,
@@ -40,7 +42,8 @@ def doctor(
     """Check this machine, and a model without its weights.
 
     Shows device, versions, backends and known problems. A self-test compares compiled sparse attention with dense attention under
-    its mask. With --model it also shows the plan of each layer (sparse, dense or refused), from the model's config.
+    its mask. Where FlexAttention's FLASH kernel can run, a check shows what it serves. With --model it also shows the plan of
+    each layer (sparse, dense or refused), from the model's config.
 
     Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
     """
@@ -62,6 +65,7 @@ def doctor(
     if not skip_self_test:
         tests = _tested(output, where)
         document["self_test"] = [each._asdict() | {"passed": each.passed} for each in tests]
+        document["flash"] = [each._asdict() for each in _flash_checked(output, where)]
         bad = bad or not all(each.passed for each in tests)
     if config is not None:
         about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
@@ -107,6 +111,19 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
     output.line()
     output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")
     return tests
+
+
+def _flash_checked(output: Output, device: str) -> list[FlashReport]:
+    with output.progress("FLASH: compiling and checking"):
+        found = flash_features(device)
+    if found:
+        rows = []
+        for each in found:
+            lse = "" if each.lse_factor is None else f"times {each.lse_factor:.4g}"
+            rows.append([each.feature, each.served, lse, f"{each.seconds:.0f} s", each.reason])
+        output.line()
+        output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
+    return found
 
 
 def _planned(

@@ -217,13 +217,14 @@ def _dense_calls(inputs: AttentionInputs) -> Iterator[tuple[str, Callable[[], An
     backend = chosen_backend("auto", inputs, 128)
     everything = from_map(cut_into_blocks(inputs, 128, plain, False), None).lists
     mask = block_mask(inputs, Selected(everything, None, {}, 128))
-    yield f"FlexAttention {backend}", partial(run_flex_attention, inputs, mask, backend)
+    yield f"FlexAttention {backend.name}", partial(run_flex_attention, inputs, mask, backend.name, False, backend.lse_factor)
 
 
 def _over_random_blocks(inputs: AttentionInputs, selector: Selector, run: RunOptions, density: float) -> tuple[float, float]:
     """Density of random blocks with the diagonal, and seconds of attention over them."""
     size, device = selector.block_size, inputs.query.device
     backend, plan = chosen_backend(run.backend, inputs, size), run.policy.plan(inputs, selector)
+    how = (backend.name, False, backend.lse_factor)
     generator = torch.Generator(device=device).manual_seed(1)
     taken, kept, visible = 0.0, 0, 0
     for group in head_groups(inputs.query, inputs.key, run.max_mask_bytes // selector.head_bytes):
@@ -238,5 +239,5 @@ def _over_random_blocks(inputs: AttentionInputs, selector: Selector, run: RunOpt
         kept += int((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
         visible += int(blocks.visible.sum()) * shape[1]
         dense, selected = [False] * part.key.shape[1], Selected(lists, None, {}, size)
-        taken += median_seconds(partial(attend_heads, part, selected, dense, plan.most_kept, backend), device)
+        taken += median_seconds(partial(attend_heads, part, selected, dense, plan.most_kept, *how), device)
     return kept / max(visible, 1), taken

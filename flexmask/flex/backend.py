@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from flexmask._torch import HAS_CPU_KERNEL, HAS_FLASH_BACKEND, is_exporting, is_traced
 from flexmask.base.inputs import AttentionInputs
+from flexmask.flex.flash_call import FlashCall
+from flexmask.flex.flash_check import NO_LSE_GRADIENT, Verdict
+from flexmask.flex.flash_verdicts import flash_verdict
 
 BACKENDS = ("auto", "triton", "flash")
-_FLASH_BLOCK_SIZE = 128
-_FLASH_HEAD_DIM = 128
 # major compute capability: where FLASH was run, and others with block-sparse kernels in flash-attn-4
 _HOPPER = 9
 _BLACKWELL = (10, 11)
+# "auto" checks FLASH for calls within these, which flash-attn-4 4.0.0b9 takes on Hopper; others are checked by name only
+_AUTO_BLOCK_SIZE = 128
+_AUTO_HEAD_DIM = 192
+_AUTO_V_HEAD_DIM = 128
+_AUTO_MULTIPLE = 8  # of the head dims: rows of 16 bytes
+_AUTO_GRADIENTS = False
+
+
+def flash_runs_on(device: torch.device) -> bool:
+    """True on GPUs for which flash-attn-4 has block-sparse kernels."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (_HOPPER, *_BLACKWELL)
+
+
+class ChosenBackend(NamedTuple):
+    """``"cpu"``, ``"triton"`` or ``"flash"``, and the factor of its log-sum-exp (`Verdict`)."""
+
+    name: str
+    lse_factor: float = 1.0
 
 
 def flash_installed() -> bool:
@@ -35,57 +56,87 @@ def flash_available() -> bool:
 
 
 def chosen_backend(
-    backend: str, inputs: AttentionInputs, block_size: int, return_lse: bool = False, is_dense: bool = False
-) -> str:
-    """Resolve "auto" to "cpu", "triton" or "flash", and refuse what a backend cannot do.
+    backend: str,
+    inputs: AttentionInputs,
+    block_size: int,
+    return_lse: bool = False,
+    is_dense: bool = False,
+    shared: bool = False,
+    verdict: Callable[[FlashCall, torch.device], Verdict | None] = flash_verdict,
+) -> ChosenBackend:
+    """Resolve "auto", and refuse what a backend cannot do.
 
-    `is_dense`: the call runs by SDPA, the backend is only checked. Raises ValueError if a named backend cannot run here; warns
-    where "flash" is untested.
+    FLASH serves what its numeric check found right on this device; the first call of a kind checks it (`flash_verdict`). Where
+    nothing is known and no check can run, "auto" is Triton's kernel. `is_dense`: the call runs by SDPA, the backend is only
+    checked. `shared`: one list of blocks for all heads. Raises ValueError if a named backend cannot run here; warns where "flash"
+    is untested.
     """
-    query, value = inputs.query, inputs.value
-    assert value is not None
-    device = query.device.type
-    capability = torch.cuda.get_device_capability(query.device)[0] if device == "cuda" else 0
+    device = inputs.query.device
+    if not is_dense:
+        _check_sparse(device.type, inputs.needs_grad, return_lse)
+    if backend == "triton":
+        if device.type == "cpu":
+            raise ValueError('backend="triton" needs a GPU; on a CPU use backend="auto"')
+        return ChosenBackend("triton")
+    if backend == "auto" and device.type == "cpu":
+        return ChosenBackend("cpu")
+    capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    needs_lse = return_lse or inputs.sinks is not None
+    call = FlashCall.of(inputs, block_size, shared)
+    if backend == "auto":
+        if capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call, needs_lse):
+            return ChosenBackend("triton")
+        found = verdict(call, device)
+        return ChosenBackend("triton") if found is None or _reason(found, needs_lse) else ChosenBackend("flash", found.lse_factor)
+
     reasons = []
-    if device != "cuda":
-        reasons.append(f"it needs a CUDA device (got {device})")
+    if device.type != "cuda":
+        reasons.append(f"it needs a CUDA device (got {device.type})")
     elif capability != _HOPPER and capability not in _BLACKWELL:
         reasons.append(f"it needs a Hopper or Blackwell GPU of compute capability 9, 10 or 11 (got {capability})")
-    if query.dtype == torch.float32:
+    if call.dtype == torch.float32:
         reasons.append("it needs float16 or bfloat16 (got float32)")
-    if block_size != _FLASH_BLOCK_SIZE:
-        reasons.append(f"it needs block_size {_FLASH_BLOCK_SIZE} (got {block_size})")
-    if max(query.shape[3], value.shape[3]) > _FLASH_HEAD_DIM or query.shape[3] != value.shape[3]:
-        reasons.append(f"it needs equal head_dim <= {_FLASH_HEAD_DIM} (got {query.shape[3]} and {value.shape[3]} for value)")
-    if inputs.softcap is not None:
-        reasons.append("it is not tested with softcap")
-    if return_lse or inputs.sinks is not None:
-        reasons.append("its log-sum-exp was not that of the kept scores when measured (off by up to 7.6, torch 2.11)")
-    if inputs.needs_grad:
-        reasons.append("its gradient is not tested; use torch.no_grad()")
-    if not is_dense:
-        _check_sparse(device, inputs.needs_grad, return_lse)
-    if backend == "flash":
-        if reasons:
-            raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
-        if not flash_available():
-            raise ValueError('backend="flash" needs torch >= 2.10 and the package flash-attn-4, which is not installed')
-        if capability in _BLACKWELL and not is_traced():
-            # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program
-            warnings.warn(
-                f'backend="flash" is untested on compute capability {capability}, where flash-attn-4 is said to take query '
-                'blocks of 256 tokens, and ours have 128; backend="triton" does not depend on that',
-                UserWarning,
-                stacklevel=2,
-            )
-        return "flash"
-    if backend == "triton":
-        if device == "cpu":
-            raise ValueError('backend="triton" needs a GPU; on a CPU use backend="auto"')
-        return "triton"
-    if device == "cpu":
-        return "cpu"
-    return "flash" if capability == _HOPPER and not reasons and flash_available() else "triton"
+    if needs_lse and call.gradients:
+        reasons.append(f"{NO_LSE_GRADIENT}, which return_lse and sinks need")
+    if reasons:
+        raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
+    if not flash_available():
+        raise ValueError('backend="flash" needs torch >= 2.10 and the package flash-attn-4, which is not installed')
+    if capability in _BLACKWELL and not is_traced():
+        # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program
+        warnings.warn(
+            f'backend="flash" is untested on compute capability {capability}, where flash-attn-4 is said to take query '
+            'blocks of 256 tokens, and ours have 128; backend="triton" does not depend on that',
+            UserWarning,
+            stacklevel=2,
+        )
+    found = verdict(call, device)
+    if found is None and not is_dense:
+        raise ValueError(
+            'backend="flash" was not checked for such calls before they were compiled or captured, where no check can run: make '
+            "one before, or flexmask.warmup"
+        )
+    reason = "" if found is None else _reason(found, needs_lse)
+    if reason:
+        raise ValueError(f'backend="flash" cannot run here: {reason}')
+    return ChosenBackend("flash", 1.0 if found is None else found.lse_factor)
+
+
+def auto_checks(call: FlashCall, needs_lse: bool = False) -> bool:
+    """True if "auto" takes FLASH for such calls where its check finds them right."""
+    sizes = (call.head_dim, call.v_head_dim)
+    return (
+        call.dtype != torch.float32
+        and call.block_size == _AUTO_BLOCK_SIZE
+        and call.head_dim <= _AUTO_HEAD_DIM
+        and call.v_head_dim <= _AUTO_V_HEAD_DIM
+        and all(size % _AUTO_MULTIPLE == 0 for size in sizes)
+        and (not call.gradients or (_AUTO_GRADIENTS and not needs_lse))
+    )
+
+
+def _reason(found: Verdict, needs_lse: bool) -> str:
+    return found.reason or (found.lse_reason if needs_lse else "")
 
 
 def _check_sparse(device: str, needs_grad: bool, return_lse: bool) -> None:

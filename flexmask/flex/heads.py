@@ -26,6 +26,7 @@ def attend_heads(
     most_kept: float | None,
     backend: str,
     return_lse: bool = False,
+    lse_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[bool]]:
     """Output, log-sum-exp or None, and the key heads that ran dense.
 
@@ -42,7 +43,7 @@ def attend_heads(
     selected = with_constant_numbers(selected, backend)
     mask = block_mask(inputs, selected.without_heads(heads) if runs else selected)
     with constant_floats(selected):
-        out, lse = run_flex_attention(inputs, mask, backend, return_lse)
+        out, lse = run_flex_attention(inputs, mask, backend, return_lse, lse_factor)
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
     for own, keys in zip(heads, runs, strict=True):

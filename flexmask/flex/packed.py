@@ -13,6 +13,7 @@ from flexmask._torch import is_traced
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import block_lists
+from flexmask.flex.backend import ChosenBackend, chosen_backend
 from flexmask.flex.dense import dense_attention, sdpa_serves
 from flexmask.flex.from_lists import block_mask_from_lists
 from flexmask.flex.mask_mods import MaskMod, captured, named
@@ -62,10 +63,14 @@ def dense_attention_packed(
     is_recorded = is_traced() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
     together = query.is_cuda and served and not is_recorded
     done: dict[int, Result] = {}
-    for numbers in _shared_calls(inputs, segments, return_lse) if together else ():
+    calls = _shared_calls(inputs, segments, return_lse) if together else []
+    own = ChosenBackend("triton")
+    if calls and backend == "flash":
+        # the window is in the lists
+        own = chosen_backend(backend, inputs.with_fields(window=None), _BLOCK, return_lse, shared=True)
+    for numbers in calls:
         part = [segments[number] for number in numbers]
-        own = "flash" if backend == "flash" else "triton"
-        done.update(zip(numbers, attention_in_one_call(inputs, part, own, return_lse), strict=True))
+        done.update(zip(numbers, attention_in_one_call(inputs, part, own.name, return_lse, own.lse_factor), strict=True))
     return [
         done[number] if number in done else dense_attention(segment.of(inputs), return_lse)
         for number, segment in enumerate(segments)
@@ -73,7 +78,7 @@ def dense_attention_packed(
 
 
 def attention_in_one_call(
-    inputs: AttentionInputs, segments: list[Segment], backend: str, return_lse: bool = False
+    inputs: AttentionInputs, segments: list[Segment], backend: str, return_lse: bool = False, lse_factor: float = 1.0
 ) -> list[Result]:
     """Dense attention of all segments by one FlexAttention call under a block-diagonal mask.
 
@@ -88,7 +93,7 @@ def attention_in_one_call(
         query=inputs.query.index_select(2, rows), key=inputs.key.index_select(2, keys), value=value.index_select(2, keys)
     )
     mask = _mask(blocks, inputs.window, inputs.needs_grad)
-    out, lse = run_flex_attention(aligned.with_fields(window=None), mask, backend, return_lse)
+    out, lse = run_flex_attention(aligned.with_fields(window=None), mask, backend, return_lse, lse_factor)
     # a copy, which frees the rows that fill up blocks
     lengths = [segment.q_len for segment in segments]
     own = _own_rows(lengths, out.device)

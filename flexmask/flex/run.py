@@ -18,15 +18,16 @@ from flexmask.flex.sinks import with_sink_block, with_sinks
 
 
 def run_flex_attention(
-    inputs: AttentionInputs, block_mask: BlockMask, backend: str, return_lse: bool = False
+    inputs: AttentionInputs, block_mask: BlockMask, backend: str, return_lse: bool = False, lse_factor: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
     """Block-sparse attention by the compiled kernel; uncompiled, flex_attention ignores block lists.
 
-    Sinks rescale the output by the log-sum-exp; on CPUs, which have none, they are one more block of keys.
+    Sinks rescale the output by the log-sum-exp; on CPUs, which have none, they are one more block of keys. `lse_factor` is that
+    of the kernel's log-sum-exp (`chosen_backend`).
     """
     if runs_flex_attention_uncompiled():
         # breaks the surrounding graph (an error with fullgraph)
-        return _outside_the_graph(inputs, block_mask, backend, return_lse)
+        return _outside_the_graph(inputs, block_mask, backend, return_lse, lse_factor)
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     assert value is not None
     scale, softcap = inputs.scale, inputs.softcap
@@ -44,6 +45,8 @@ def run_flex_attention(
     # in the source), and score_mods cannot capture a symbolic float.
     limit = softcap if softcap is None or is_traced() else repr(float(softcap))
     out, lse = run(query, key, value, block_mask, scale, limit, options, needs_lse, sinks if on_cpu else None)
+    if lse is not None and lse_factor != 1.0:
+        lse = lse * lse_factor
     if sinks is not None and lse is not None:
         out = with_sinks(out, lse, sinks)
     return out, lse if return_lse else None

@@ -1,6 +1,7 @@
 """`flexmask doctor`: self-test, backends, problems, layers."""
 
 import json
+import math
 import re
 
 import pytest
@@ -11,6 +12,8 @@ pytest.importorskip("typer")
 import flexmask.environment as environment
 import flexmask.self_test as self_test
 from flexmask.commands import exit_codes
+from flexmask.flex.flash_call import FlashCall
+from flexmask.flex.flash_check import Verdict
 
 
 @pytest.mark.attention
@@ -81,6 +84,39 @@ def test_surroundings_with_problems_are_known(monkeypatch):
     assert len(environment.problems("cpu")) == before + 2
     assert "TORCHDYNAMO_DISABLE=1 switches torch.compile off" in what
     assert "no C++ compiler (no-such-compiler -O3)" in what
+
+
+def test_what_flash_serves_is_listed(flexmask, monkeypatch):
+    """With verdicts of this test, by the number of a feature."""
+    kinds = []
+    refused = Verdict("its check here raised ValueError: tile_n", seconds=0.3)
+    verdicts = [Verdict(lse_factor=1 / math.log(2), seconds=12.4), Verdict(lse_reason="no log-sum-exp"), refused]
+
+    def verdict(call, device):
+        kinds.append(call)
+        return verdicts[min(len(kinds) - 1, 2)] if call.block_size == 128 else Verdict()
+
+    for name in ("flash_available", "flash_runs_on"):
+        monkeypatch.setattr(environment, name, lambda *device: True)
+    monkeypatch.setattr(environment, "flash_verdict", verdict)
+    found = environment.flash_features("cpu")
+    assert kinds[:2] == [PLAIN := FlashCall(torch.bfloat16, 128, 128), PLAIN._replace(captures=True)]
+    assert [each.feature for each in found] == list(environment.FLASH_FEATURES)
+    assert len(set(kinds)) == len(kinds)
+    assert found[0] == ("plain calls", "auto", 1 / math.log(2), "", 12.4)
+    assert found[1] == ("windows and chunks", "auto", None, "no log-sum-exp", 0.0)
+    assert found[2] == ("padding", "no", None, refused.reason, 0.3)
+    assert [each.served for each in found if each.feature == "blocks of 64"] == ["by name"]
+    kinds.clear()
+    monkeypatch.setattr("flexmask.commands.doctor.self_test", lambda device: iter(()))
+    shown = flexmask("doctor", "--device", "cpu").stdout
+    assert re.search(r"plain calls +auto +times 1\.443 +12 s *\n", shown)
+    assert re.search(r"padding +no +0 s +its check here raised ValueError: tile_n\n", shown)
+    assert "against float64" not in flexmask("doctor", "--device", "cpu", "--skip-self-test").stdout
+
+
+def test_flash_is_listed_only_where_it_can_run():
+    assert environment.flash_features("cpu") == []
 
 
 def test_layers_are_planned_from_the_config(flexmask, folder, tmp_path):

@@ -1,6 +1,7 @@
-"""The choice of FlexAttention's backend by GPU, and the FLASH backend's trivial masks."""
+"""The choice of FlexAttention's backend by GPU and by FLASH's verdicts, and the FLASH backend's trivial masks."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -11,40 +12,152 @@ from torch.nn.attention.flex_attention import noop_mask
 from flexmask._torch import HAS_FLASH_BACKEND
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.flex import backend, packed
-from flexmask.flex.backend import chosen_backend
+from flexmask.flex.backend import ChosenBackend, chosen_backend
+from flexmask.flex.flash_call import FlashCall
+from flexmask.flex.flash_check import LSE_FACTORS, Verdict
 from flexmask.flex.mask_mods import kept_mask_mod, limited_mask_mod, visible_mask_mod
+
+RIGHT = Verdict(lse_factor=LSE_FACTORS[1])
+WRONG = Verdict("its check here found block lists ignored: outputs off by 1.1 (0.02 is allowed)")
+NO_LSE = Verdict(lse_reason="its check here found the log-sum-exp off by 1.5 (0.001 is allowed)")
 
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The choice on a GPU of some capability, with flash-attn-4 installed."""
+    """The choice on a GPU of some capability, with flash-attn-4 installed and a verdict on it."""
 
-    def choose(name, capability, block_size=128, head_dim=128, dtype=torch.bfloat16):
+    def choose(
+        name,
+        capability=9,
+        block_size=128,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        *,
+        v_head_dim=None,
+        kv_len=256,
+        has_sinks=False,
+        padded=False,
+        verdict=RIGHT,
+        return_lse=False,
+        is_dense=False,
+        shared=False,
+        **fields,
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (capability, 0))
         monkeypatch.setattr(backend, "_HAS_FLASH", True)
+        choose.asked = []
         with FakeTensorMode():
             query = torch.empty(1, 2, 256, head_dim, dtype=dtype, device="cuda")
-        return chosen_backend(name, AttentionInputs(query, query, query, 1.0), block_size, False)
+            key = torch.empty(1, 2, kv_len, head_dim, dtype=dtype, device="cuda")
+            value = torch.empty(1, 2, kv_len, v_head_dim or head_dim, dtype=dtype, device="cuda")
+            fields |= {"sinks": torch.empty(2, device="cuda")} if has_sinks else {}
+            fields |= {"attention_mask": torch.empty(1, kv_len, dtype=torch.bool, device="cuda")} if padded else {}
+        inputs = AttentionInputs(query, key, value, 1.0, **fields)
+        return chosen_backend(
+            name, inputs, block_size, return_lse, is_dense, shared, lambda call, device: choose.asked.append(call) or verdict
+        )
 
     return choose
 
 
 @pytest.mark.parametrize("capability", [7, 8, 9, 10, 11, 12])
 def test_auto_takes_flash_only_where_it_was_seen_to_work(chosen, capability):
-    assert chosen("auto", capability) == ("flash" if capability == 9 else "triton")
-    assert chosen("triton", capability) == "triton"
+    assert chosen("auto", capability).name == ("flash" if capability == 9 else "triton")
+    assert len(chosen.asked) == (capability == 9)
+    assert chosen("triton", capability) == ChosenBackend("triton")
+    assert chosen.asked == []
 
 
-def test_flash_runs_by_name_on_hopper(chosen):
-    assert chosen("flash", 9) == "flash"
+# kinds of calls that auto checks, by what they ask
+
+PLAIN = FlashCall(torch.bfloat16, 128, 128)
+CHECKED = {
+    "plain": ({}, PLAIN),
+    "float16": ({"dtype": torch.float16}, PLAIN._replace(dtype=torch.float16)),
+    "latent attention": ({"head_dim": 192, "v_head_dim": 128}, PLAIN._replace(head_dim=192)),
+    "narrow": ({"head_dim": 64, "v_head_dim": 72}, PLAIN._replace(head_dim=64, v_head_dim=72)),
+    "soft cap": ({"softcap": 30.0}, PLAIN._replace(softcap=True)),
+    "log-sum-exp": ({"return_lse": True}, PLAIN),
+    "sinks": ({"has_sinks": True}, PLAIN),
+    "window": ({"window": 100}, PLAIN._replace(captures=True)),
+    "chunk": ({"kv_len": 300}, PLAIN._replace(captures=True)),
+    "padding": ({"padded": True}, PLAIN._replace(padded=True)),
+    "one list": ({"shared": True}, PLAIN._replace(shared=True)),
+}
+
+
+@pytest.mark.parametrize(("given", "kind"), CHECKED.values(), ids=CHECKED)
+def test_a_call_is_served_as_the_check_of_its_kind_says(chosen, given, kind):
+    assert chosen("auto", **given) == chosen("flash", **given) == ChosenBackend("flash", RIGHT.lse_factor)
+    assert chosen.asked == [kind]
+    assert chosen("auto", **given, verdict=WRONG) == ChosenBackend("triton")
+    with pytest.raises(ValueError, match=f'^backend="flash" cannot run here: {re.escape(WRONG.reason)}$'):
+        chosen("flash", **given, verdict=WRONG)
+
+
+@pytest.mark.parametrize("given", [{"return_lse": True}, {"has_sinks": True}])
+def test_a_wrong_log_sum_exp_spares_calls_that_do_not_need_it(chosen, given):
+    assert chosen("auto", verdict=NO_LSE).name == chosen("flash", verdict=NO_LSE).name == "flash"
+    assert chosen("auto", **given, verdict=NO_LSE) == ChosenBackend("triton")
+    with pytest.raises(ValueError, match=re.escape(NO_LSE.lse_reason)):
+        chosen("flash", **given, verdict=NO_LSE)
+
+
+# what flash-attn-4 is known to refuse: not worth a check, unless by name
+UNCHECKED = {
+    "block_size": {"block_size": 64},
+    "head_dim": {"head_dim": 256},
+    "v_head_dim": {"head_dim": 128, "v_head_dim": 192},
+    "odd head_dim": {"head_dim": 100},
+    "gradients": {"needs_grad": True},
+}
+
+
+@pytest.mark.parametrize("given", UNCHECKED.values(), ids=UNCHECKED)
+def test_auto_checks_nothing_that_flash_is_known_to_refuse(chosen, given):
+    assert chosen("auto", **given) == ChosenBackend("triton")
+    assert chosen.asked == []
+    raised = Verdict("its check here raised ValueError: Block sparsity requires sparse_block_size[1]=80 to match tile_n.")
+    with pytest.raises(ValueError, match=r"cannot run here: its check here raised ValueError: .*=80 to match tile_n\.$"):
+        chosen("flash", **given, verdict=raised)
+    # a later release may serve it
+    assert chosen("flash", **given).name == "flash"
+
+
+def test_where_nothing_is_known_auto_takes_triton_and_flash_raises(chosen):
+    assert chosen("auto", verdict=None) == ChosenBackend("triton")
+    with pytest.raises(ValueError, match='backend="flash" was not checked for such calls before they were compiled or captured'):
+        chosen("flash", verdict=None)
+
+
+def test_dense_calls_check_flash_by_name_only(chosen):
+    assert chosen("auto", is_dense=True) == ChosenBackend("triton")
+    assert chosen.asked == []
+    with pytest.raises(ValueError, match="block lists ignored"):
+        chosen("flash", is_dense=True, verdict=WRONG)
+    assert chosen("flash", is_dense=True, verdict=None).name == "flash"
+
+
+@pytest.mark.parametrize("given", [{"return_lse": True}, {"has_sinks": True}])
+def test_the_log_sum_exp_has_no_gradient_by_flash(chosen, given):
+    with pytest.raises(ValueError, match="does not differentiate its log-sum-exp, which return_lse and sinks need"):
+        chosen("flash", needs_grad=True, **given)
+    assert chosen.asked == []
+
+
+def test_flash_names_a_dtype_that_it_cannot_take(chosen):
+    with pytest.raises(ValueError, match=r"it needs float16 or bfloat16 \(got float32\)"):
+        chosen("flash", dtype=torch.float32)
+    assert chosen("auto", dtype=torch.float32) == ChosenBackend("triton")
+    assert chosen.asked == []
 
 
 @pytest.mark.parametrize("capability", [10, 11])
 def test_flash_by_name_is_untested_on_blackwell(chosen, capability):
     with pytest.warns(UserWarning, match=rf'backend="flash" is untested on compute capability {capability}, .* blocks of 256'):
-        assert chosen("flash", capability) == "flash"
-    with pytest.raises(ValueError, match=r'backend="flash" cannot run here: it needs block_size 128 \(got 256\)'):
-        chosen("flash", capability, 256)
+        assert chosen("flash", capability).name == "flash"
+    with pytest.warns(UserWarning, match="untested"), pytest.raises(ValueError, match="block lists ignored"):
+        chosen("flash", capability, verdict=WRONG)
 
 
 @pytest.mark.parametrize("capability", [7, 8, 12])

@@ -1,0 +1,99 @@
+"""The problem of FLASH's numeric check: a few heads whose dropped blocks hold large scores, and its solution in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.scores import capped
+from flexmask.base.selection import Selected, block_lists
+from flexmask.flex.block_mask import block_mask
+from flexmask.flex.flash_call import FlashCall
+
+_HEADS, _KV_HEADS = 4, 2
+_SOFTCAP = 5.0
+
+
+class FlashProblem(NamedTuple):
+    inputs: AttentionInputs
+    mask: BlockMask
+    visible: Tensor  # (batch, q_len, kv_len) bool: without the lists
+    pairs: Tensor  # (batch, num_heads or 1, q_len, kv_len) bool
+
+
+def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
+    """Inputs of a kind of call: eight blocks of keys and a part of one."""
+    size, with_gradients = call.block_size, call.gradients
+    kv_len = 8 * size + 76
+    offset, window = (3 * size + 20, 4 * size + 30) if call.captures else (0, None)
+    batch, q_len = 2 if call.padded else 1, kv_len - offset
+    token = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
+    if call.padded:
+        # no token of the first query block, and a part of the last block's
+        token[0, : offset + size + 9] = False
+        token[1, kv_len - 11 :] = False
+    dtype = call.dtype
+    query = 3 * normal_numbers((batch, _HEADS, q_len, call.head_dim), 0, dtype, device)
+    key = normal_numbers((batch, _KV_HEADS, kv_len, call.head_dim), 1, dtype, device)
+    value = normal_numbers((batch, _KV_HEADS, kv_len, call.v_head_dim), 2, dtype, device)
+    inputs = AttentionInputs(
+        query.requires_grad_(with_gradients),
+        key.requires_grad_(with_gradients),
+        value.requires_grad_(with_gradients),
+        scale=call.head_dim**-0.5,
+        softcap=_SOFTCAP if call.softcap else None,
+        window=window,
+        attention_mask=token if call.padded else None,
+        needs_grad=with_gradients,
+    ).with_offset()
+
+    position, slot = offset + torch.arange(q_len, device=device), torch.arange(kv_len, device=device)
+    back = position[:, None] - slot
+    visible = (back >= 0) & (back < (window or kv_len)) & token[:, position, None] & token[:, None]
+    some, every = _by_block(visible, size, False).any(-1), _by_block(visible, size, True).all(-1)
+    keep = _kept(some.shape, 1 if call.shared else _HEADS, offset // size, device)
+    mask = block_mask(inputs, Selected(block_lists(keep & some[:, None], every), None, {}, size))
+    in_kept = keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]
+    return FlashProblem(inputs, mask, visible, in_kept & visible[:, None])
+
+
+def exact_attention(inputs: AttentionInputs, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to `pairs` in float64 and its log-sum-exp; rows that see nothing give 0 and -inf."""
+    assert inputs.value is not None
+    query = inputs.query.double()
+    key, value = (x.double().repeat_interleave(_HEADS // _KV_HEADS, 1) for x in (inputs.key, inputs.value))
+    scores = capped(query @ key.mT * inputs.scale, inputs.softcap).masked_fill(~pairs, -math.inf)
+    lse = scores.logsumexp(-1)
+    sees = pairs.any(-1, keepdim=True)
+    return torch.where(sees, (scores - torch.where(sees, lse.unsqueeze(-1), 0.0)).exp(), 0.0) @ value, lse
+
+
+def normal_numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal numbers from a generator of their own."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(device, dtype)
+
+
+def _kept(shape: torch.Size, heads: int, first: int, device: torch.device) -> Tensor:
+    """Kept blocks, (batch, heads, num_q_blocks, num_kv_blocks); `first` is the key block of the first row.
+
+    Half of the blocks, and the one before the row's own, so that every row sees something; every other diagonal block is dropped.
+    """
+    batch, rows, columns = shape
+    sizes = (torch.arange(n, device=device) for n in (batch, heads, rows, columns))
+    b, h, i, j = torch.meshgrid(*sizes, indexing="ij")
+    own = i + first
+    return ((3 * i + 5 * j + h + b) % 4 < 2) & (j != own) | (j == own - 1) | ((j == own) & (i % 2 == 0))
+
+
+def _by_block(pairs: Tensor, size: int, filler: bool) -> Tensor:
+    """(batch, num_q_blocks, num_kv_blocks, pairs of a block); `filler` stands for pairs behind the ends."""
+    missing = [-length % size for length in pairs.shape[1:]]
+    padded = F.pad(pairs, (0, missing[1], 0, missing[0]), value=filler)
+    return padded.unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)

@@ -1,0 +1,185 @@
+"""The numeric check of the FLASH kernel, on kernels of this file with planted faults."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flexmask.flex.flash_call import FlashCall
+from flexmask.flex.flash_check import LSE_FACTORS, check_flash
+from flexmask.flex.run import run_flex_attention
+from tests.expected import masked_attention
+
+CPU = torch.device("cpu")
+# blocks of 16, so that attention in float64 is fast
+PLAIN = FlashCall(torch.bfloat16, 32, 32, block_size=16)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float16": {"dtype": torch.float16},
+    "unequal head dims": {"head_dim": 48},
+    "soft cap": {"softcap": True},
+    "window and offset": {"captures": True},
+    "padding": {"padded": True},
+    "padding, window and offset": {"captures": True, "padded": True},
+    "one list for all heads": {"shared": True},
+    "gradients": {"gradients": True},
+    "gradients and everything": {"gradients": True, "captures": True, "padded": True, "softcap": True},
+}
+every_kind = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+
+
+class Kernel:
+    """Attention under a BlockMask in float64, with faults."""
+
+    def __init__(self, lse_factor=1.0, lists=True, mask_mod=True, softcap=True, empty=0.0, scale=1.0, last_rows=True):
+        self.lse_factor, self.lists, self.mask_mod, self.softcap = lse_factor, lists, mask_mod, softcap
+        self.empty, self.scale, self.last_rows = empty, scale, last_rows
+
+    def __call__(self, inputs, mask, return_lse):
+        query, key, size = inputs.query, inputs.key, mask.BLOCK_SIZE[0]
+        shape = (*query.shape[:3], key.shape[2])
+        place = torch.meshgrid(*(torch.arange(n, dtype=torch.int32) for n in shape), indexing="ij")
+        seen = mask.mask_mod(*place) if self.mask_mod else torch.ones(shape, dtype=torch.bool)
+        if self.lists:
+            blocks = mask.to_dense().bool().repeat_interleave(size, 2).repeat_interleave(size, 3)
+            seen = seen & blocks[:, :, : shape[2], : shape[3]]
+        softcap = inputs.softcap if self.softcap else None
+        out, lse = masked_attention(query, key, inputs.value, seen, self.scale * inputs.scale, softcap)
+        out = torch.where(seen.any(-1, keepdim=True), out, self.empty)
+        if not self.last_rows:
+            out[:, :, -3:] = 0
+        assert return_lse != inputs.needs_grad
+        return out.to(query.dtype), (lse * self.lse_factor).float() if return_lse else None
+
+
+@every_kind
+def test_finds_a_right_kernel_right(changes):
+    call = PLAIN._replace(**changes)
+    found = check_flash(call, CPU, Kernel())
+    assert (found.reason, found.lse_factor) == ("", 1.0)
+    assert found.seconds > 0
+    assert found.lse_reason == ("FlexAttention does not differentiate its log-sum-exp" if call.gradients else "")
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("changes", [{}, {"captures": True, "padded": True}], ids=["plain", "everything"])
+def test_finds_torchs_kernel_for_cpus_right(changes):
+    def attend(inputs, mask, return_lse):
+        return run_flex_attention(inputs, mask, "cpu")[0], Kernel()(inputs, mask, return_lse)[1]
+
+    found = check_flash(PLAIN._replace(dtype=torch.float32, **changes), CPU, attend)
+    assert (found.reason, found.lse_reason) == ("", "")
+
+
+@pytest.mark.parametrize("changes", [each for each in KINDS.values() if "gradients" not in each])
+def test_measures_the_factor_of_the_log_sum_exp(changes):
+    found = check_flash(PLAIN._replace(**changes), CPU, Kernel(lse_factor=math.log(2)))
+    assert (found.reason, found.lse_reason, found.lse_factor) == ("", "", LSE_FACTORS[1])
+    assert math.isclose(found.lse_factor * math.log(2), 1)
+
+
+@pytest.mark.parametrize("factor", [0.99, 0.7, 1.4427, float("nan")])
+def test_other_factors_are_no_log_sum_exp(factor):
+    found = check_flash(PLAIN, CPU, Kernel(lse_factor=factor))
+    assert found.reason == ""
+    assert "found the log-sum-exp off by" in found.lse_reason
+
+
+def test_rows_that_see_nothing_have_no_other_log_sum_exp():
+    def attend(inputs, mask, return_lse):
+        out, lse = Kernel()(inputs, mask, return_lse)
+        return out, lse.nan_to_num(neginf=0.0)
+
+    found = check_flash(PLAIN._replace(padded=True), CPU, attend)
+    assert found.reason == ""
+    assert "other than -inf in rows that see nothing" in found.lse_reason
+
+
+@every_kind
+def test_names_ignored_block_lists(changes):
+    found = check_flash(PLAIN._replace(**changes), CPU, Kernel(lists=False))
+    assert "found block lists ignored: outputs off by" in found.reason
+
+
+FAULTS = {
+    "mask_mod ignored": (Kernel(mask_mod=False), {}),
+    "mask_mod ignored, padded": (Kernel(mask_mod=False), {"padded": True}),
+    "no soft cap": (Kernel(softcap=False), {"softcap": True}),
+    "another scale": (Kernel(scale=1.1), {}),
+    "NaN": (lambda inputs, *rest: (torch.full_like(inputs.query, float("nan")), None), {}),
+    "NaN in empty rows": (Kernel(empty=float("nan")), {"padded": True}),
+    "something in empty rows": (Kernel(empty=1e-3), {"padded": True}),
+    "last rows missing": (Kernel(last_rows=False), {}),
+}
+
+
+@pytest.mark.parametrize(("kernel", "changes"), FAULTS.values(), ids=FAULTS)
+def test_finds_wrong_outputs(kernel, changes):
+    found = check_flash(PLAIN._replace(**changes), CPU, kernel)
+    assert found.reason.startswith("its check here found outputs off by")
+    assert "0.02 is allowed" in found.reason
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_finds_wrong_gradients(name):
+    def attend(inputs, mask, return_lse):
+        tensor = getattr(inputs, name)
+        halved = tensor.detach() + (tensor - tensor.detach()) / 2
+        return Kernel()(inputs.with_fields(**{name: halved}), mask, return_lse)
+
+    found = check_flash(PLAIN._replace(gradients=True), CPU, attend)
+    assert found.reason == f"its check here found {name}'s gradient off by 50.0% (2% is allowed)"
+
+
+def test_a_kernel_that_raises_gives_its_own_words():
+    def attend(inputs, mask, return_lse):
+        try:
+            raise ValueError("\nBlock sparsity requires sparse_block_size[1]=80 to match tile_n.\nsecond line")
+        except ValueError as error:
+            raise RuntimeError("backend='inductor' raised:") from error
+
+    found = check_flash(PLAIN, CPU, attend)
+    words = "ValueError: Block sparsity requires sparse_block_size[1]=80 to match tile_n."
+    assert found.reason == f"its check here raised {words}"
+
+
+def test_running_out_of_memory_is_no_verdict():
+    def attend(inputs, mask, return_lse):
+        raise torch.OutOfMemoryError("none left")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        check_flash(PLAIN, CPU, attend)
+
+
+@every_kind
+def test_the_problem_drops_full_and_partial_blocks(changes):
+    """Otherwise a kernel that ignores one of the two lists would pass."""
+
+    def without(full):
+        def attend(inputs, mask, return_lse):
+            names = ("full_kv_num_blocks",) if full else ("kv_num_blocks",)
+            for name in names:
+                setattr(mask, name, torch.zeros_like(getattr(mask, name)))
+            return Kernel()(inputs, mask, return_lse)
+
+        return attend
+
+    call = PLAIN._replace(**changes)
+    for full in (True, False):
+        assert "outputs off by" in check_flash(call, CPU, without(full)).reason
+
+
+def test_leaves_random_numbers_and_modes_alone():
+    state, grad = torch.get_rng_state(), torch.is_grad_enabled()
+    check_flash(PLAIN, CPU, Kernel())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled() == grad
+
+
+def test_a_kind_of_call_reads_in_a_message():
+    assert str(FlashCall(torch.bfloat16, 128, 128)) == "bfloat16, head_dim 128, blocks of 128"
+    everything = FlashCall(torch.float16, 192, 128, 64, True, True, True, True, True)
+    assert str(everything) == (
+        "float16, head_dim 192/128, blocks of 64, soft cap, window and offset, padding, one list for all heads, gradients"
+    )
