@@ -124,13 +124,13 @@ def chosen_backend(
 
 def auto_checks(call: FlashCall, needs_lse: bool = False) -> bool:
     """True if "auto" takes FLASH for such calls where its check finds them right."""
-    sizes = (call.head_dim, call.v_head_dim)
     return (
         call.dtype != torch.float32
         and call.block_size == _AUTO_BLOCK_SIZE
         and call.head_dim <= _AUTO_HEAD_DIM
         and call.v_head_dim <= _AUTO_V_HEAD_DIM
-        and all(size % _AUTO_MULTIPLE == 0 for size in sizes)
+        and call.head_dim % _AUTO_MULTIPLE == 0
+        and call.v_head_dim % _AUTO_MULTIPLE == 0
         and (not call.gradients or (_AUTO_GRADIENTS and not needs_lse))
     )
 

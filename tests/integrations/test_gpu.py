@@ -8,9 +8,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.flex.backend import flash_available
 from tests.integrations import common
-from tests.integrations.families import FAMILIES
+from tests.integrations.families import FAMILIES, SIZES, VOCABULARY
 from tests.integrations.written_out import written_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_gradients")]
@@ -71,6 +74,29 @@ def test_gradients_of_other_masks(cuda, tokens, options):
             gradients.append(torch.autograd.grad(loss, weight)[0])
     assert gradients[0].abs().max() > 1e-3
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.skipif(
+    not flash_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs flash-attn-4 and a Hopper GPU"
+)
+@pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
+def test_soft_caps_and_sinks_run_on_flash(cuda, family):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family].options, "head_dim": 64})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().to(cuda, torch.bfloat16)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight *= 100
+    model.set_attn_implementation(FAMILIES[family].dense)
+    ids = torch.randint(1, VOCABULARY, (1, 1500), generator=torch.Generator().manual_seed(1)).to(cuda)
+    options = {**common.KEEP_ALL, "block_size": 128, "gamma": 0.4, "tau": 0.13}
+    logits = {}
+    for backend in ("triton", "flash"):
+        with flexmask_hf.sparse_prefill(model, **options, backend=backend) as run:
+            logits[backend] = model(ids).logits
+        assert run.stats[1][0].density.mean() < 0.95
+    dense = model(ids).logits
+    apart = (logits["triton"] - dense).abs().mean()
+    assert (logits["flash"] - logits["triton"]).abs().mean() < 0.2 * apart
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,0 +1,190 @@
+"""FlexAttention's FLASH kernel on a Hopper GPU: its check, and calls that it serves for each feature."""
+
+import math
+
+import pytest
+import torch
+
+from flexmask import sparse_attention, sparse_attention_varlen
+from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.flex import flash_verdicts
+from flexmask.flex.backend import ChosenBackend, auto_checks, chosen_backend, flash_available
+from flexmask.flex.flash_call import FlashCall
+from flexmask.flex.flash_check import LSE_FACTORS, check_flash
+from flexmask.flex.flash_verdicts import flash_verdict
+from flexmask.flex.run import run_flex_attention
+from tests.attention_calls import SINKS, call, padding
+from tests.comparisons import assert_same_attention
+from tests.expected import masked_attention
+
+pytestmark = [
+    pytest.mark.attention,
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (flash_available() and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9),
+        reason="needs flash-attn-4 and a Hopper GPU",
+    ),
+]
+PLAIN = FlashCall(torch.bfloat16, 128, 128)
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+SERVED = {
+    "plain": {},
+    "windows and chunks": {"captures": True},
+    "padding": {"padded": True},
+    "soft caps": {"softcap": True},
+    "one mask for all heads": {"shared": True},
+    "float16": {"dtype": torch.float16},
+    "latent attention": {"head_dim": 192},
+}
+
+
+@pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
+def test_the_check_finds_flash_right(device, changes):
+    kind = PLAIN._replace(**changes)
+    found = flash_verdict(kind, device)
+    assert found is not None and auto_checks(kind)
+    assert (found.reason, found.lse_reason) == ("", "")
+    assert found.lse_factor in LSE_FACTORS
+
+
+REFUSED = {
+    "blocks of 64": {"block_size": 64},
+    "blocks of 256": {"block_size": 256},
+    "head_dim 256": {"head_dim": 256, "v_head_dim": 256},
+    "head_dim 100": {"head_dim": 100, "v_head_dim": 100},
+    "gradients": {"gradients": True},
+}
+
+
+@pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
+def test_what_flash_does_not_serve_it_refuses_by_itself(device, changes):
+    """It raises; a wrong result would be found by the check, but by nothing else."""
+    found = flash_verdict(PLAIN._replace(**changes), device)
+    assert found is not None
+    assert found.reason == "" or found.reason.startswith("its check here raised ")
+
+
+def test_the_check_sees_ignored_block_lists(device):
+    def ignoring(inputs, mask, return_lse):
+        rows = torch.arange(mask.kv_indices.shape[2], device=device)
+        everything = torch.arange(mask.kv_indices.shape[3], dtype=torch.int32, device=device).expand_as(mask.kv_indices)
+        mask.kv_indices, mask.full_kv_num_blocks = everything.contiguous(), torch.zeros_like(mask.full_kv_num_blocks)
+        mask.kv_num_blocks = (rows + 1).int().expand_as(mask.kv_num_blocks).contiguous()
+        return run_flex_attention(inputs, mask, "flash", return_lse)
+
+    assert "block lists ignored" in check_flash(PLAIN, device, ignoring).reason
+
+
+CALLS = {
+    "latent attention": ({"heads": (4, 4), "head_dims": (192, 128), "q_len": 1500}, None),
+    "soft cap, sinks": ({"head_dims": (128, 128), "q_len": 1500, "scores": {"softcap": 5.0}}, SINKS),
+    "sinks, window, chunk": ({"head_dims": (64, 64), "q_len": 900, "kv_len": 2400, "scores": {"window": 800}}, SINKS),
+    "sinks, padding, float16": (
+        {
+            "head_dims": (64, 64),
+            "q_len": 1500,
+            "batch": 2,
+            "dtype": torch.float16,
+            "attention_mask": padding(1500, ("left", 300), ("right", 100)),
+        },
+        SINKS,
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "sinks"), CALLS.values(), ids=CALLS)
+def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, monkeypatch, given, sinks):
+    it = call(**{"dtype": torch.bfloat16, "block_size": 128, "gamma": 0.3, **given})
+    moved = None if sinks is None else sinks.to(cuda)
+    out, lse = it.attend(cuda, sinks=moved, return_lse=True, backend="flash")
+    expected, _ = it.under(it.case.to(cuda).search().keep, sinks)
+    wanted = it.under(it.case.to(cuda).search().keep)[1]
+    tolerance = 1e-2 if "softcap" in it.case.scores else 1e-3
+
+    def close():
+        assert_same_attention(out, expected)
+        torch.testing.assert_close(lse.cpu().double(), wanted, atol=tolerance, rtol=0)
+
+    close()
+    # the same compiled code
+    for one, other in zip(it.attend(cuda, sinks=moved, return_lse=True), (out, lse), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_attention(out, it.under(torch.ones_like(it.case.to(cuda).search().keep), sinks)[0])
+
+    # a planted fault: a factor of 1 where torch returns ln 2 of the log-sum-exp
+    wrong = {key: each._replace(lse_factor=each.lse_factor * math.log(2)) for key, each in flash_verdicts._found.items()}
+    monkeypatch.setattr(flash_verdicts, "_found", wrong)
+    right_out, (out, lse) = out, it.attend(cuda, sinks=moved, return_lse=True, backend="flash")
+    with pytest.raises(AssertionError, match="not close"):
+        close()
+    assert torch.equal(out, right_out) == (sinks is None)
+
+
+def test_packed_sequences_have_them_too(cuda):
+    lengths, softcap = (300, 1500, 40), 5.0
+    it = call(sum(lengths), head_dims=(64, 64), dtype=torch.bfloat16)
+    given = [x[0].transpose(0, 1).contiguous().to(cuda) for x in (it.case.query, it.case.key, it.value)]
+    scores = {"sinks": SINKS.to(cuda), "softcap": softcap, "backend": "flash", "return_lse": True}
+    options = {"method": "flexprefill", "gamma": 0.3, "min_budget": 0, "dense_below": 1000}
+    with torch.no_grad():
+        out, lse = sparse_attention_varlen(*given, [0, 300, 1800, 1840], **scores, **options)
+        alone = sparse_attention(*(x[300:1800].transpose(0, 1)[None] for x in given), **scores, **options)
+    torch.testing.assert_close(out[300:1800], alone[0][0].transpose(0, 1), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse[:, 300:1800], alone[1][0], atol=1e-3, rtol=0)
+    for start, stop in ((0, 300), (1800, 1840)):
+        query, key, value = (x[None, :, start:stop] for x in (it.case.query[0], it.case.key[0], it.value[0]))
+        causal = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+        expected = masked_attention(query, key, value, causal, softcap=softcap, sinks=SINKS)
+        assert_same_attention(out[start:stop].transpose(0, 1)[None], expected[0])
+        wanted = masked_attention(query, key, value, causal, softcap=softcap)[1]
+        torch.testing.assert_close(lse[None, :, start:stop].cpu().double(), wanted, atol=1e-2, rtol=0)
+
+
+def test_later_calls_wait_for_nothing(cuda, nothing_waits):
+    it = call(1500, head_dims=(64, 64), dtype=torch.bfloat16, block_size=128, gamma=0.3)
+    case, value, sinks = it.case.to(cuda), it.value.to(cuda), SINKS.to(cuda)
+
+    def attend():
+        return sparse_attention(
+            case.query, case.key, value, "flexprefill", gamma=0.3, min_budget=0, dense_below=0, sinks=sinks, return_lse=True
+        )
+
+    with torch.no_grad():
+        expected = attend()
+        attend()
+        with nothing_waits():
+            found = attend()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_compiled_graph_takes_flash_only_where_it_was_checked(device):
+    """What dynamo makes of the choice; nothing else is compiled."""
+    fresh = torch.zeros(1, 1, 256, 88, dtype=torch.bfloat16, device=device)
+
+    def flash(x):
+        return x + (1 if chosen_backend("auto", AttentionInputs(x, x, x, 1.0), 128).name == "flash" else 2)
+
+    assert torch.compile(flash, fullgraph=True, backend="eager")(fresh).max() == 2
+    assert chosen_backend("auto", attention_inputs(fresh, fresh, fresh), 128).name == "flash"
+    torch.compiler.reset()
+    assert torch.compile(flash, fullgraph=True, backend="eager", dynamic=True)(fresh).max() == 1
+
+
+def test_no_check_runs_in_a_captured_graph(device):
+    x = torch.zeros(1, 1, 256, 104, dtype=torch.bfloat16, device=device)
+    inputs = attention_inputs(x, x, x)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)
+        captured = chosen_backend("auto", inputs, 128)
+        with pytest.raises(ValueError, match='backend="flash" was not checked'):
+            chosen_backend("flash", inputs, 128)
+    assert captured == ChosenBackend("triton")
+    assert math.isfinite(float(x.sum()))
