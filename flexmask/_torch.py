@@ -39,6 +39,11 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def in_transform() -> bool:
+    """True in a function that ``torch.func`` transforms, where new tensors are wrapped."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_under_vmap(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
