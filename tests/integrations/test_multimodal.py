@@ -54,7 +54,8 @@ def test_a_text_with_types_of_tokens_is_served_as_one_without(arguments):
 
 @pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"prefill_chunk_size": 200}], ids=str)
 def test_generation_from_a_text_with_types_of_tokens(options):
-    model, length = multimodal(), {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    length = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    model = multimodal()
     own = model.generate(TOKENS, token_type_ids=TEXT, **length, **options)
     with sparse_prefill(model, dense_below=0, gamma=1.0, method="flexprefill", block_size=32):
         found = model.generate(TOKENS, token_type_ids=TEXT, **length, **options)
