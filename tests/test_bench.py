@@ -22,7 +22,7 @@ from bench.report.appendix import appendix
 from bench.report.rows import Curves, newest, own_rows, shown
 from bench.report.speed import speed_up
 from bench.rows import Sheet, append_row, read_rows
-from bench.speed import calls, run
+from bench.speed import calls, flash_features, run
 from tests.repository import ROOT
 
 SMALL: Any = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32}
@@ -121,6 +121,34 @@ def test_the_speed_driver_stops_goes_on_and_keeps_errors(tmp_path, monkeypatch, 
     before = (tmp_path / "speed.csv").read_text()
     assert run.main(arguments) == 0
     assert (tmp_path / "speed.csv").read_text() == before
+
+
+def test_kinds_of_calls_by_flash_are_checked_in_processes_of_their_own():
+    kinds = {flash_features.call_of(changes) for changes in flash_features.KINDS.values()}
+    assert len(kinds) == len(flash_features.KINDS)
+    if not torch.cuda.is_available():
+        assert "CPU" in flash_features.checked({"head_dim": 32, "block_size": 16})["reason"]
+    assert flash_features.checked({"head_dim": 32}, seconds=0.01)["reason"] == "no answer in 0 s"
+    assert "its process ended with 1: ValueError" in flash_features.checked({"head_dims": 32})["reason"]
+
+
+def test_times_by_flash_are_stated_over_the_fastest_dense_kernel_of_the_shape():
+    def row(name, what, value):
+        return {"name": name, "tokens": 32768, "density": 0.17, "what": what, "value": value}
+
+    rows = [
+        row("a", "dense x", 8.0),
+        row("a", "dense y", "Error: no"),
+        row("a", "hybrid flash", 2.0),
+        row("b", "hybrid flash", 1.0),
+    ]
+    lines = [line.split() for line in flash_features.times_table(rows).splitlines()[1:]]
+    assert lines == [
+        ["a", "32,768", "17.0%", "dense", "x", "8.00", "ms", "1.00x"],
+        ["a", "32,768", "17.0%", "dense", "y", "Error:", "no"],
+        ["a", "32,768", "17.0%", "hybrid", "flash", "2.00", "ms", "4.00x"],
+        ["b", "32,768", "17.0%", "hybrid", "flash", "1.00", "ms"],
+    ]
 
 
 @pytest.mark.attention
