@@ -39,6 +39,11 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_in_backward() -> bool:
+    """True in a thread that computes gradients, as where a checkpoint runs its function again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def in_transform() -> bool:
     """True in a function that ``torch.func`` transforms, where new tensors are wrapped."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -19,6 +19,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.visible import attention_to_visible
 from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_local_heads
+from flexmask.integrations.huggingface.checkpointed import Prefill
 from flexmask.integrations.huggingface.compat import check_release, refusal
 from flexmask.integrations.huggingface.mask import prefill_mask
 from flexmask.integrations.huggingface.model_config import process_settings, settings_for
@@ -100,32 +101,34 @@ def attention(
 
 
 def serve(
-    module: nn.Module, inputs: AttentionInputs, tokens: int, number: object = None, segments: Segments | None = None
+    module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: Prefill | None = None, segments: Segments | None = None
 ) -> Tensor:
     """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim). Autocast must be off.
 
-    `tokens` and `number` are `PrefillMask.tokens` and `PrefillMask.prefill`.
+    `tokens` and `prefill` are `PrefillMask.tokens` and `PrefillMask.prefill`.
     """
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
         if inputs.needs_grad:
-            return _outside_the_graph(module, inputs, tokens)
+            return _outside_the_graph(module, inputs, tokens, prefill)
         return prefill_operator(*inputs[: len(inputs) - 1], tokens, _number(module))
-    call = _call(module, inputs, tokens, number)
+    call = _call(module, inputs, tokens, prefill)
     out = call.attention() if segments is None else call.attention_packed(segments)
     return out.transpose(1, 2).contiguous()
 
 
-def _call(module: nn.Module, inputs: AttentionInputs, tokens: int, number: object) -> PrefillCall:
+def _call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: Prefill | None) -> PrefillCall:
     """The call under the options of the model's open block, else of the process or the config."""
     block = block_of(module)
+    if prefill is not None:
+        block = prefill.block(block)
     if block is not None:
-        return block.call(module, inputs, tokens, number)
+        return block.call(module, inputs, tokens, prefill)
     settings, layer = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
     layer = -1 if layer is None else layer
     selector = of_local_heads(settings.selector(layer), module, inputs.query.shape[1])
-    return PrefillCall(inputs, tokens, number, layer, settings, selector)
+    return PrefillCall(inputs, tokens, prefill, layer, settings, selector)
 
 
 _outside_the_graph = torch.compiler.disable(serve)

@@ -12,6 +12,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from flexmask._torch import is_traced
+from flexmask.integrations.huggingface.checkpointed import BLOCK_ENDED, MaskNotServed, Prefill
 from flexmask.integrations.huggingface.compat import rows_of_queries, window_of
 from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, Segments, segments_of_ids
 
@@ -19,14 +20,11 @@ _REFUSAL = "a mask beyond causality, padding and a sliding window (chunked atten
 _COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
 
 
-class MaskNotServed(NotImplementedError, AttributeError):
-    """A model read more of its mask than `PrefillMask` has. An AttributeError for ``hasattr``."""
-
-
 class PrefillMask(BlockMask):
     """The visibility of one prefill call; a BlockMask only to pass through transformers unchanged.
 
-    Heads and contiguous rows can be sliced: ``mask[:, heads, rows, :]``. Other uses raise `MaskNotServed`.
+    Heads and contiguous rows can be sliced: ``mask[:, heads, rows, :]``. Other uses raise `MaskNotServed`, those of another
+    attention after the block too.
 
     Attributes
     ----------
@@ -37,7 +35,7 @@ class PrefillMask(BlockMask):
     attention_mask
         (batch, kv_len) bool, True = token; None without padding.
     prefill
-        Object shared by the masks of one mask-function call; None in compiled forwards.
+        Shared by the masks of one mask-function call; None in compiled forwards.
     segments
         Packed sequences, in tokens of all batch rows concatenated, or None.
     packed, bounds
@@ -46,6 +44,9 @@ class PrefillMask(BlockMask):
         Tokens so far, including this call's, for `dense_below`. With a StaticCache, whose length is on the device: of the padding
         mask, or without one of this call.
     """
+
+    _config: Any = None
+    _made_for: str | None = None  # the config's attention
 
     def __init__(
         self,
@@ -56,14 +57,16 @@ class PrefillMask(BlockMask):
         refusal: str | None = None,
         tokens: int | None = None,
         segments: Segments | None = None,
+        config: Any = None,
     ) -> None:
         # without BlockMask.__init__, which needs lists
         self._shape = shape
+        self._config, self._made_for = config, getattr(config, "_attn_implementation", None)
         self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
         self.segments = segments
         # another object would recompile at every call
-        self.prefill = None if is_traced() else object()
+        self.prefill = None if is_traced() else Prefill()
         self.packed, self.bounds = PackedCheck(), GivenBounds()
 
     @property
@@ -98,43 +101,54 @@ class PrefillMask(BlockMask):
         batch, _, q_len, kv_len = self._shape
         whole = {0: batch, 3: kv_len}
         if len(parts) != 4 or any(not _is_whole(parts[dim], size) for dim, size in whole.items()):
-            _not_served(f"[{index}] beyond heads and rows")
+            self._not_served(f"[{index}] beyond heads and rows")
         if isinstance(parts[1], int) and not -1 <= parts[1] < 1:
             raise IndexError(f"head must be in [-1, 1); got {parts[1]}")
         rows = slice(parts[2], parts[2] + 1 or None) if isinstance(parts[2], int) else parts[2]
         if not isinstance(rows, slice) or rows.indices(q_len)[2] != 1:
-            _not_served(f"[{index}] of rows that do not follow one another")
+            self._not_served(f"[{index}] of rows that do not follow one another")
         first, end, _ = rows.indices(q_len)
         if self.segments is not None and (first, end) != (0, q_len):
-            _not_served(f"[{index}] of packed sequences")
+            self._not_served(f"[{index}] of packed sequences")
         return self._with((batch, 1, max(end - first, 0), kv_len), self.offset + first, self.attention_mask)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        _not_served(f".{name}")
+        self._not_served(f".{name}")
 
     def _computed_with(self, other: Any = None) -> NoReturn:
-        _not_served("numbers, to compute with")
+        self._not_served("numbers, to compute with")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed_with
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _computed_with
+    __lt__ = __le__ = __gt__ = __ge__ = __truediv__ = __rtruediv__ = _computed_with
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        """Refuse torch's own functions, such as SDPA."""
+        given = [*args, *(kwargs or {}).values()]
+        given += [part for each in given if isinstance(each, (list, tuple)) for part in each]
+        masks = [each for each in given if isinstance(each, PrefillMask)]
+        (masks[0] if masks else PrefillMask((1, 1, 1, 1), 0))._computed_with()
+
+    def _not_served(self, what: str) -> NoReturn:
+        if getattr(self._config, "_attn_implementation", None) != self._made_for:
+            raise MaskNotServed(BLOCK_ENDED)
+        raise MaskNotServed(
+            f"flexmask does not serve a model whose own code reads its mask's {what}, as one with a sparse attention of "
+            'its own does; use attn_implementation="sdpa"'
+        )
 
     def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> PrefillMask:
-        mask = PrefillMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens, self.segments)
+        mask = PrefillMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens, self.segments, self._config)
+        mask._made_for = self._made_for
         mask.prefill, mask.packed, mask.bounds = self.prefill, self.packed, self.bounds
         return mask
 
 
 def _is_whole(index: Any, size: int) -> bool:
     return isinstance(index, slice) and index.indices(size) == (0, size, 1)
-
-
-def _not_served(what: str) -> NoReturn:
-    raise MaskNotServed(
-        f"flexmask does not serve a model whose own code reads its mask's {what}, as one with a sparse attention of "
-        'its own does; use attn_implementation="sdpa"'
-    )
 
 
 def prefill_mask(
@@ -145,6 +159,7 @@ def prefill_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
+    config: Any = None,
     **arguments: Any,
 ) -> PrefillMask | Tensor | None:
     """The mask function of transformers. A single row, of decoding, gets SDPA's mask.
@@ -160,6 +175,7 @@ def prefill_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
+            config=config,
             **arguments,
         )
     # a first row on a device is not waited for
@@ -173,14 +189,14 @@ def prefill_mask(
     offset = 0 if q_len == kv_length else int_if_known(first - kv_offset)
     known, window, ids = window_of(mask_function, local_size)
     if not known or (ids is not None and is_traced()):
-        return PrefillMask(shape, offset, refusal=_COMPILED if known else _REFUSAL)
+        return PrefillMask(shape, offset, refusal=_COMPILED if known else _REFUSAL, config=config)
     if ids is not None:
         # without a cache and without padding
-        return PrefillMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size))
+        return PrefillMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size), config=config)
     tokens = None
     if not isinstance(offset, int) and attention_mask is not None and isinstance(kv_offset, int):
         tokens = min(kv_length, attention_mask.shape[1] - kv_offset)
-    return PrefillMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window, tokens=tokens)
+    return PrefillMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window, tokens=tokens, config=config)
 
 
 def int_if_known(number: int | Tensor) -> int | Tensor:

@@ -1,0 +1,209 @@
+"""Gradient checkpointing, which runs layers again in the backward; masks that outlive their block."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+
+from transformers.modeling_flash_attention_utils import _get_unpad_data
+
+import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.huggingface.mask import PrefillMask
+from tests.integrations.common import make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:_compile flag on create_block_mask:DeprecationWarning",
+        "ignore:.*torch.autograd.function.Function.*should not be instantiated:DeprecationWarning",
+    ),
+]
+
+# all dense, since CPUs have no other gradients: the reason of a call shows whose options it ran with
+DENSE = {"dense_below": 10**6}
+ENDED = "used after its sparse_prefill block has ended; call backward inside the block"
+
+reentrant = pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
+
+
+def checkpointed(family="Llama", use_reentrant=False):
+    model = make_model(family).train()
+    # the name of transformers 5.23 on, and the older one
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+    return model
+
+
+def compile_layers(model):
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend="eager")
+
+
+def loss_of(model, tokens):
+    return model(tokens, labels=tokens, use_cache=False).loss
+
+
+def gradients_of(model):
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+@reentrant
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_backward_inside_the_block_gives_the_gradients_of_the_model(family, use_reentrant, prompt):
+    model = checkpointed(family, use_reentrant)
+    loss_of(model, prompt).backward()
+    expected = gradients_of(model)
+    with flexmask_hf.sparse_prefill(model, **DENSE):
+        loss_of(model, prompt).backward()
+    for found, wanted in zip(gradients_of(model), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+
+
+@reentrant
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_backward_after_the_block_is_refused_by_name(attention, family, use_reentrant, prompt):
+    model = checkpointed(family, use_reentrant)
+    model.set_attn_implementation(attention)
+    with flexmask_hf.sparse_prefill(model, **DENSE):
+        loss = loss_of(model, prompt)
+    with pytest.raises(NotImplementedError, match=ENDED):
+        loss.backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled layers"])
+def test_a_layer_runs_again_under_the_block_of_its_forward(compiled, prompt):
+    model = checkpointed()
+    if compiled:
+        compile_layers(model)
+    with flexmask_hf.sparse_prefill(model, dense_below=1000) as outer:
+        loss = loss_of(model, prompt)
+        with flexmask_hf.sparse_prefill(model, dense_below=2000) as inner:
+            loss.backward()
+    assert inner.reasons == {}
+    assert outer.reasons == dict.fromkeys((0, 1), [f"{prompt.shape[1]} tokens < dense_below 1000"] * 2)
+
+
+def test_a_backward_in_another_thread_runs_under_the_block_of_the_forward(prompt):
+    """As autograd's own threads, which compute on GPUs."""
+    model = checkpointed()
+    first, second = (flexmask_hf.sparse_prefill(model, dense_below=number) for number in (1000, 2000))
+    with first as run:
+        loss = loss_of(model, prompt)
+        with second as other:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+    assert (len(run.reasons[0]), other.reasons) == (2, {})
+    assert model.lm_head.weight.grad is not None
+
+
+def test_a_backward_under_a_later_block_is_refused(prompt):
+    model = checkpointed()
+    with flexmask_hf.sparse_prefill(model, dense_below=1000):
+        loss = loss_of(model, prompt)
+    with flexmask_hf.sparse_prefill(model, dense_below=2000) as later, pytest.raises(NotImplementedError, match=ENDED):
+        loss.backward()
+    assert later.reasons == {}
+
+
+def test_a_model_by_name_runs_again_with_its_own_options(prompt):
+    model = checkpointed()
+    flexmask_hf.register()
+    model.set_attn_implementation("flexmask")
+    with flexmask_hf.sparse_prefill(model, **DENSE):
+        loss = loss_of(model, prompt)
+    with pytest.raises(NotImplementedError, match=ENDED):
+        loss.backward()
+    loss = loss_of(model, prompt)
+    with flexmask_hf.sparse_prefill(model, **DENSE) as run:
+        loss.backward()
+    assert run.reasons == {}
+
+
+def test_compiled_layers_are_refused_after_the_block(prompt):
+    model = checkpointed()
+    compile_layers(model)
+    with flexmask_hf.sparse_prefill(model, **DENSE):
+        loss = loss_of(model, prompt)
+    with pytest.raises(NotImplementedError, match=ENDED):
+        loss.backward()
+
+
+# Masks that somebody kept
+
+
+def kept_mask(model, prompt):
+    masks = []
+    hook = model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, given: masks.append(given["attention_mask"]), with_kwargs=True
+    )
+    with torch.no_grad(), flexmask_hf.sparse_prefill(model, **DENSE):
+        logits = model(prompt).logits
+    hook.remove()
+    return masks[0], logits
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_a_mask_kept_beyond_its_block_is_refused_by_name(attention, compiled, model, prompt):
+    mask, _ = kept_mask(model, prompt)
+    model.set_attn_implementation(attention)
+    run = torch.compile(model, backend="eager") if compiled else model
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=ENDED):
+        run(prompt, attention_mask=mask)
+
+
+def test_flash_attention_refuses_a_mask_kept_beyond_its_block(model, prompt):
+    mask, _ = kept_mask(model, prompt)
+    with pytest.raises(NotImplementedError, match=ENDED):
+        _get_unpad_data(mask[:, :, -20:])
+
+
+def test_a_mask_serves_a_later_block(model, prompt):
+    mask, expected = kept_mask(model, prompt)
+    with torch.no_grad(), flexmask_hf.sparse_prefill(model, **DENSE) as run:
+        assert torch.equal(model(prompt, attention_mask=mask).logits, expected)
+    assert sorted(run.reasons) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, mask: F.scaled_dot_product_attention(x, x, x, attn_mask=mask),
+        lambda x, mask: torch.cat([x, mask]),
+        lambda x, mask: x.masked_fill(mask, 0),
+        lambda x, mask: torch.where(mask, x, 0),
+        lambda x, mask: mask > 0,
+        lambda x, mask: 1 / mask,
+    ],
+)
+def test_torch_refuses_a_mask_by_name(call):
+    with pytest.raises(NotImplementedError, match="reads its mask's numbers, to compute with"):
+        call(torch.zeros(1, 1, 4, 4), PrefillMask((1, 1, 4, 4), 0))
+
+
+def test_masks_that_served_a_model_are_copied(model, prompt):
+    mask, _ = kept_mask(model, prompt)
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert (other.shape, other.tokens) == (mask.shape, mask.tokens)
+
+
+def test_a_run_keeps_no_model_alive(prompt):
+    model = make_model()
+    with torch.no_grad(), flexmask_hf.sparse_prefill(model, **DENSE) as run:
+        model(prompt)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert sorted(run.reasons) == [0, 1]
