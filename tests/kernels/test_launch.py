@@ -1,0 +1,49 @@
+"""Launches of kernels: what is known goes to the compiled kernel, what may differ does not."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flexmask.kernels.launch import kernel
+from tests.kernels.launched_kernel import add
+
+pytestmark = pytest.mark.gpu
+
+
+def made():
+    """A kernel that adds numbers to a tensor; a new one each time, so nothing is known of it."""
+    return kernel(add)
+
+
+def added(run, x, length, times, constant):
+    out = torch.zeros(length, dtype=torch.float32, device=x.device)
+    run[(length,)](x, out, length, times, x.stride(0), CONSTANT=constant, num_warps=1)
+    return out
+
+
+def test_every_launch_gives_its_own_result(cuda):
+    run, numbers = made(), torch.arange(100.0, device=cuda)
+    for _ in range(2):
+        for dtype in (torch.float32, torch.bfloat16, torch.int32):
+            for view in (numbers, numbers[1:], numbers[::2], numbers[::16], numbers[:1]):
+                x = torch.empty(200, device=cuda, dtype=dtype)[1 : 1 + 2 * len(view) : 2].copy_(view)
+                for given in (x, x.contiguous()):
+                    for times in (1, 3, 16, 2**33):
+                        for constant in (0, 5):
+                            for length in (len(view), max(1, len(view) // 2)):
+                                expected = view[:length].to(dtype).double() * times + constant
+                                found = added(run, given, length, times, constant)
+                                torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_known_launches_compile_nothing_and_skip_the_analysis(cuda, monkeypatch):
+    run, x = made(), torch.arange(100.0, device=cuda)
+    added(run, x, 100, 3, 1)
+    analysed = []
+    monkeypatch.setattr(type(run.jit), "run", lambda *_, **__: analysed.append(1))
+    for length in (100, 33, 1):
+        added(run, x, length, 3, 1)
+    assert len(analysed) == (0 if run.launched_directly else 3)
+    added(run, x[1:], 50, 3, 1)  # another alignment
+    assert analysed
