@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch._guards import CompileContext, TracingContext
 from torch.nn.attention.flex_attention import BlockMask
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -30,8 +31,27 @@ SLICED_MASK_MOD = getattr(sys.modules[BlockMask.__module__], "_sliced_mask_mod_e
 
 
 def is_traced() -> bool:
-    """True where torch.compile or torch.export traces this thread; `torch.compiler.is_compiling` is true in every thread then."""
-    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
+    """True where torch.compile or torch.export traces this thread. Their own flags are true in every thread meanwhile."""
+    return torch.compiler.is_dynamo_compiling() or (in_dispatch_mode() and _has_tracing_context())
+
+
+def _has_tracing_context() -> bool:
+    """For a thread in a dispatch mode, as the export without dynamo is; 2.5.1 has no context there, 2.8.0 has."""
+    if RELEASE < (2, 8):
+        return torch.compiler.is_compiling()  # noqa: TID251  # true only while a thread exports, in these releases
+    return TracingContext.try_get() is not None
+
+
+def is_exporting() -> bool:
+    """True inside ``torch.export`` in this thread."""
+    if torch.compiler.is_dynamo_compiling():
+        return _traces_an_export()
+    return is_traced() and CompileContext.try_get() is None
+
+
+def any_thread_exports() -> bool:
+    """True while any thread exports: torch.compile then gives back the bare function."""
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()  # noqa: TID251
 
 
 def in_dispatch_mode() -> bool:
@@ -76,11 +96,6 @@ def computed_once(tensor: Tensor) -> Tensor:
     return tensor.as_strided(tensor.shape, tensor.stride())
 
 
-def is_exporting() -> bool:
-    """True inside ``torch.export``; torch 2.5 and 2.6 do not report it."""
-    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
-
-
 def runs_flex_attention_uncompiled() -> bool:
     """True inside a torch.compile whose backend is not Inductor: there flex_attention runs dense under its mask_mod."""
     return is_traced() and not _is_inductor()
@@ -98,8 +113,15 @@ def _backend_is_inductor() -> bool:
     return False
 
 
+def _dynamo_exports() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return bool(InstructionTranslator.current_tx().output.export)
+
+
 # called while dynamo traces, which sees a bool
 _is_inductor: Callable[[], bool] = torch.compiler.assume_constant_result(_backend_is_inductor)
+_traces_an_export: Callable[[], bool] = torch.compiler.assume_constant_result(_dynamo_exports)
 
 
 def ambient_state() -> Hashable:

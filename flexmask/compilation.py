@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexmask._torch import (
     ambient_state,
+    any_thread_exports,
     is_traced,
     ran_out_of_recompilations,
     recompile_limit,
@@ -47,7 +48,13 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...]) -> Cal
             function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         copy.__kwdefaults__ = function.__kwdefaults__
-        return torch.compile(copy, fullgraph=True)
+        run = torch.compile(copy, fullgraph=True)
+        if run is copy and any_thread_exports():
+            # kept, it would stay uncompiled
+            raise RuntimeError(
+                "torch.compile compiles nothing new while torch.export runs, be it in another thread; call again after the export"
+            )
+        return run
 
     def call(*arguments: Any) -> Any:
         try:

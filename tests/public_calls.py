@@ -1,0 +1,91 @@
+"""Every public call that needs torch only, and the engines' attention, small and on few compiled kernels."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask import METHODS, sparse_attention, sparse_attention_varlen, warmup
+from flexmask.block_masks import causal_mask
+from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.integrations.serving.startup import warm_up
+from flexmask.settings import PrefillSettings
+from tests.cases import mask_function, structured_inputs
+
+OPTIONS: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
+BOUNDS = [0, 96, 160, 256]
+PADDING = torch.ones(1, 256, dtype=torch.int64)
+PADDING[:, :40] = 0
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    query, key = structured_inputs(generator, 1, 4, 2, 256, 256, 16, 2.0)
+    return query, key, torch.randn(1, 2, 256, 16, generator=generator)
+
+
+def attention(**options: Any) -> Any:
+    return sparse_attention(*inputs(), **{"dense_below": 0, **OPTIONS, **options})
+
+
+def varlen(bounds: Any, **options: Any) -> Any:
+    query, key, value = (x[0].transpose(0, 1) for x in inputs())
+    return sparse_attention_varlen(query, key, value, bounds, **{"dense_below": 65, **OPTIONS, **options})
+
+
+def users(query: Tensor, key: Tensor, **options: Any) -> BlockMask:
+    mask: BlockMask = causal_mask(query, key, **options)
+    return mask
+
+
+def mask(name: str) -> Any:
+    query, key, _ = inputs()
+    made, stats = mask_function(name)(query, key, block_size=32, return_stats=True)
+    return made.to_dense(), stats.density
+
+
+def layer() -> SparseLayer:
+    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, scale=0.25)
+    found = role_of_shape(shape, 0, PrefillSettings(**OPTIONS))
+    assert isinstance(found, SparseLayer)
+    return found
+
+
+def engines(rows: int) -> Any:
+    query, key, value = (x[0] for x in inputs())
+    return attend(layer(), query[:, -rows:].transpose(0, 1), key, value, count_density=True)
+
+
+def engines_start() -> None:
+    warm_up([layer()], (256, 256), torch.device("cpu"), torch.float32, True)
+
+
+UNCOMPILED: dict[str, Callable[[], Any]] = {
+    "dense": lambda: attention(dense_below=None, return_stats=True)[0],
+    "dense, padded window": lambda: attention(dense_below=None, attention_mask=PADDING, window=100),
+    "dense, log-sum-exp": lambda: attention(dense_below=None, return_lse=True),
+    "packed, dense": lambda: varlen(torch.tensor(BOUNDS), dense_below=None),
+    **{f"mask of {name}": functools.partial(mask, name) for name in METHODS},
+}
+COMPILED: dict[str, Callable[[], Any]] = {
+    "sparse": attention,
+    "sparse, statistics": lambda: attention(return_stats=True)[0],
+    "sparse, padded window": lambda: attention(attention_mask=PADDING, window=100),
+    "a user's method": lambda: sparse_attention(*inputs(), users, block_size=32, dense_below=0),
+    "packed": lambda: varlen(BOUNDS),
+    "packed, bounds in a tensor": lambda: varlen(torch.tensor(BOUNDS)),
+    "warmup": lambda: warmup(4, 2, 16, dtype=torch.float32, device="cpu", **OPTIONS),
+    "engines: a prompt": lambda: engines(256),
+    "engines: a chunk": lambda: engines(100),
+    "engines: start": engines_start,
+}
+
+
+def tensors_of(found: Any) -> list[Tensor]:
+    if isinstance(found, (tuple, list)):
+        return [tensor for each in found for tensor in tensors_of(each)]
+    return [found] if isinstance(found, Tensor) else []

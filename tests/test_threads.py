@@ -1,0 +1,82 @@
+"""What other threads compile or export reaches no call of this one."""
+
+import pytest
+import torch
+
+from flexmask._torch import is_exporting, is_traced
+from tests.held_open import HELD, STRICT_EXPORT, held_open
+from tests.public_calls import COMPILED, UNCOMPILED, attention, tensors_of
+
+
+def results(calls):
+    return {name: tensors_of(call()) for name, call in calls.items()}
+
+
+def assert_same_results(found, expected):
+    for name in expected:
+        for got, wanted in zip(found[name], expected[name], strict=True):
+            assert torch.equal(got, wanted), name
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Results of all calls, by then compiled."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for _ in range(2):
+            found = results({**UNCOMPILED, **COMPILED})
+    return found
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("work", HELD.values(), ids=HELD)
+def test_every_call_runs_while_another_thread_compiles(work, expected):
+    with torch.no_grad(), held_open(work):
+        found = results({**UNCOMPILED, **COMPILED})
+    assert_same_results(found, expected)
+
+
+def test_calls_that_need_no_kernel_run_during_a_strict_export():
+    expected = results(UNCOMPILED)
+    with held_open(STRICT_EXPORT):
+        found = results(UNCOMPILED)
+    assert_same_results(found, expected)
+
+
+@pytest.mark.parametrize("work", [*HELD.values(), STRICT_EXPORT], ids=[*HELD, "torch.export, strict"])
+def test_only_the_thread_that_compiles_is_traced(work):
+    with held_open(work):
+        assert not is_traced()
+        assert not is_exporting()
+
+
+class Asks(torch.nn.Module):
+    """Notes what it is told while it is traced."""
+
+    def forward(self, x):
+        return x + 10 * int(is_traced()) + 100 * int(is_exporting())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_thread_that_exports_is_traced(strict):
+    program = torch.export.export(Asks(), (torch.zeros(1),), strict=strict)
+    assert program.module()(torch.zeros(1)).item() == 110
+
+
+def test_the_thread_that_compiles_is_traced_and_does_not_export():
+    compiled = torch.compile(Asks(), backend="eager")
+    with held_open(HELD["torch.export"]), torch.compiler.set_stance("default"):
+        assert compiled(torch.zeros(1)).item() == 10
+    assert Asks()(torch.zeros(1)).item() == 0
+
+
+@pytest.mark.attention
+@pytest.mark.filterwarnings("ignore:torch.compile is ignored when called inside torch.export region:UserWarning")
+def test_what_torch_does_not_compile_during_an_export_is_compiled_after_it():
+    def first_call():
+        return attention(softcap=7.0)
+
+    with torch.no_grad():
+        with held_open(HELD["torch.export"]), pytest.raises(RuntimeError, match="again after the export"):
+            first_call()
+        torch.testing.assert_close(first_call(), first_call())
