@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._guards import CompileContext, TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HAS_FLASH_BACKEND = RELEASE >= (2, 10)
@@ -62,6 +66,79 @@ def in_dispatch_mode() -> bool:
 def is_in_backward() -> bool:
     """True in a thread that computes gradients, as where a checkpoint runs its function again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def dispatch_modes() -> list[str]:
+    """The names of this thread's dispatch modes."""
+    return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True for a tensor of FakeTensorMode, which has no values, and for all that is computed under that mode."""
+    if isinstance(tensor, FakeTensor):
+        return True
+    return in_dispatch_mode() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def stopping_modes() -> list[str]:
+    """The names of this thread's dispatch modes under which torch.compile runs functions uncompiled, and keeps doing so later."""
+    if not in_dispatch_mode():
+        return []
+    modes = _get_current_dispatch_mode_stack()
+    return [type(each).__name__ for each in modes if not (each.is_infra_mode() or _is_unseen(each))]
+
+
+def _is_unseen(mode: Any) -> bool:
+    return hasattr(mode, "ignore_compile_internals") and bool(mode.ignore_compile_internals())
+
+
+def is_in_memory(tensor: Tensor) -> bool:
+    """False for fake tensors and inside torch.func, where compiled code would not find the values of `tensor`."""
+    return is_traced() or not (is_fake(tensor) or in_transform())
+
+
+def is_fake_outside(tensor: Tensor) -> bool:
+    """True for a fake tensor whose mode is left, so that it cannot be computed with others."""
+    return isinstance(tensor, FakeTensor) and not in_dispatch_mode()
+
+
+def records_operators() -> bool:
+    """True where torch writes this thread's operators into a graph, unless `is_traced`."""
+    return torch._C._dispatch_tls_is_dispatch_key_included("PreDispatch") or torch._C._get_tracing_state() is not None
+
+
+def without_function_modes() -> contextlib.AbstractContextManager[None]:
+    """Take this thread's torch function modes off their stack: dynamo would trace them, and may not be able to."""
+    return _off_the_stack() if torch._C._len_torch_function_stack() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _off_the_stack() -> Iterator[None]:
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def beyond_memory(tensor: Tensor) -> str | None:
+    """What `tensor` is, if compiled code that reads its memory would miss what it stands for."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor:
+        return f"one of type {kind.__name__}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        return "one inside a transform of torch.func"
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        return "one with a tangent of forward-mode differentiation"
+    if tensor.is_neg() or tensor._is_zerotensor():
+        return "one whose values are not in its memory (clone it)"
+    return None
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """False where no value of `tensor` can be read: in a surrounding compilation, and if it is fake."""
+    return not is_traced() and not is_fake(tensor)
 
 
 def in_transform() -> bool:

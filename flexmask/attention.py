@@ -104,7 +104,8 @@ def sparse_attention(
     Returns
     -------
     Tensor
-        (batch, num_heads, q_len, v_head_dim) in query's dtype (autocast's, if on); zero for padded rows.
+        (batch, num_heads, q_len, v_head_dim) in query's dtype (autocast's, if on); zero for padded rows. Under FakeTensorMode a
+        fake one.
     Tensor
         The log-sum-exp, only with `return_lse`.
     SelectionStats
@@ -118,7 +119,8 @@ def sparse_attention(
     NotImplementedError
         For `return_lse` on a CPU, a CPU with torch 2.5, and ``torch.export``, unless the call runs dense.
     RuntimeError
-        If torch.compile is switched off or out of recompilations: the kernel never runs uncompiled.
+        If torch.compile is switched off, out of recompilations, or stopped by a dispatch mode such as FlopCounterMode: the kernel
+        never runs uncompiled.
 
     Examples
     --------

@@ -15,10 +15,13 @@ from torch import Tensor
 from flexmask._torch import (
     ambient_state,
     any_thread_exports,
+    is_in_memory,
     is_traced,
     ran_out_of_recompilations,
     recompile_limit,
+    stopping_modes,
     with_dynamic,
+    without_function_modes,
 )
 from flexmask.base.inputs import AttentionInputs
 from flexmask.precision import without_tf32
@@ -60,7 +63,9 @@ def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...]) -> Cal
         try:
             # torch guards by tensor whether it was made in inference mode
             made_in_inference = tuple(x.is_inference() for x in arguments if isinstance(x, Tensor))
-            return compiled_in((ambient_state(), made_in_inference))(*arguments)
+            run = compiled_in((ambient_state(), made_in_inference))
+            with without_function_modes():
+                return run(*arguments)
         except Exception as error:
             if not ran_out_of_recompilations(error):
                 raise
@@ -93,5 +98,5 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
 
 
 def runs_plain(query: Tensor) -> bool:
-    """True on CPUs, where a compilation takes longer than it saves, and in a surrounding compilation."""
-    return query.device.type == "cpu" or is_traced()
+    """True on CPUs, where a compilation takes longer than it saves, in a surrounding one, and where none can run."""
+    return query.device.type == "cpu" or is_traced() or not is_in_memory(query) or bool(stopping_modes())

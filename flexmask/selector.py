@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON, is_traced
+from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
 from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.memory import map_bytes
@@ -148,7 +148,7 @@ class Selector:
 
     def runs_kernels(self, query: Tensor) -> bool:
         """True if the Triton kernels serve it."""
-        return HAS_TRITON and query.is_cuda and self.method.has_kernels
+        return HAS_TRITON and query.is_cuda and self.method.has_kernels and is_in_memory(query)
 
     @property
     def title(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask._torch import is_traced
+from flexmask._torch import is_fake, is_traced
 from flexmask.attend import MAX_MASK_BYTES, Attended, attend, run_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, check_plain, check_shape
@@ -198,6 +198,8 @@ def _check_bounds_tensor(name: str, bounds: Tensor) -> None:
         raise TypeError(
             f"{name} must be a list or tuple of ints inside torch.compile, where no value of a tensor can be read; got a tensor"
         )
+    if is_fake(bounds):
+        raise ValueError(f"{name} must hold values; got a fake tensor (under FakeTensorMode give a list or tuple of ints)")
     if bounds.dim() != 1:
         raise ValueError(f"{name} must be (num_sequences + 1,); got shape {tuple(bounds.shape)}")
     if bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool:

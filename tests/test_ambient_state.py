@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexmask import _torch, run_method, sparse_attention
 from flexmask.base.inputs import AttentionInputs
 from flexmask.precision import without_tf32
-from flexmask.selector import selector_of
+from flexmask.selector import Selector, selector_of
 from tests.attention_calls import SINKS, call, flexprefill_attention, padding
 from tests.cases import mask_function, structured_inputs
 from tests.comparisons import assert_same_stats
@@ -106,6 +106,7 @@ def test_kernels_are_launched_on_the_device_of_query(monkeypatch):
         entered.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device_as_current)
+    monkeypatch.setattr(Selector, "runs_kernels", lambda self, query: True)  # as for a tensor with values
     monkeypatch.setattr(run_method, "_chosen", lambda *arguments: launched.extend(entered) or ((None,) * 4, None, (), None))
     with FakeTensorMode():
         query = torch.empty(1, 2, 64, 16, device="cuda:1")

@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import Tensor
 
-from flexmask._torch import is_traced, is_under_vmap
+from flexmask._torch import is_fake_outside, is_traced, is_under_vmap
 
 _LARGEST = sys.float_info.max  # read here: torch 2.5.1 cannot trace it
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -48,16 +48,27 @@ def check_shape(name: str, tensor: Tensor, layout: str) -> None:
     """Raise unless `tensor` is a tensor of nonempty dimensions, as many as `layout` names."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor {layout}; got {type(tensor).__name__}")
+    check_strided(name, tensor)
     if tensor.dim() != layout.count(",") + 1:
         raise ValueError(f"{name} must be {layout}; got shape {tuple(tensor.shape)}")
     if 0 in tensor.shape:
         raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
 
 
-def check_plain(name: str, tensor: Tensor) -> None:
-    """Refuse DTensors and tensors of ``torch.vmap`` or of the meta device."""
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Refuse sparse, nested, MKL-DNN and quantized tensors."""
     if is_traced():
         return
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "a nested" if tensor.is_nested else "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
+        raise TypeError(f"{name} must be a plain tensor; got {kind} tensor")
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """As `check_strided`; also refuse DTensors and tensors of ``torch.vmap``, the meta device or a mode that is left."""
+    if is_traced():
+        return
+    check_strided(name, tensor)
     if type(tensor).__name__ == "DTensor":
         raise TypeError(
             f"{name} must be a plain tensor; got a DTensor: give each device its own heads, as to_local() returns them"
@@ -66,6 +77,8 @@ def check_plain(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a plain tensor; got one inside torch.vmap: give the batch as the first dimension")
     if tensor.device.type == "meta":
         raise ValueError(f"{name} must hold values; got a tensor on the meta device")
+    if is_fake_outside(tensor):
+        raise ValueError(f"{name} must be used under its FakeTensorMode; got a fake tensor outside of it")
 
 
 def check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
@@ -148,6 +161,7 @@ def _check_sinks(sinks: Tensor | None, query: Tensor) -> None:
         return
     if not isinstance(sinks, Tensor):
         raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
+    check_strided("sinks", sinks)
     if tuple(sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks must be (num_heads,) = ({query.shape[1]},); got {tuple(sinks.shape)}")
     if not sinks.is_floating_point():
@@ -161,6 +175,7 @@ def _check_attention_mask(attention_mask: Tensor | None, key: Tensor) -> None:
         return
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor or None; got {type(attention_mask).__name__}")
+    check_strided("attention_mask", attention_mask)
     expected = (key.shape[0], key.shape[2])
     if attention_mask.dim() != 2 or tuple(attention_mask.shape) != expected:
         raise ValueError(f"attention_mask must be (batch, kv_len) = {expected}; got {tuple(attention_mask.shape)}")
@@ -175,6 +190,7 @@ def _check_q_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) -
         return
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     if isinstance(q_offset, Tensor):
+        check_strided("q_offset", q_offset)
         if tuple(q_offset.shape) not in ((), (batch,)):
             raise ValueError(f"q_offset must be a 0-d or ({batch},) tensor; got shape {tuple(q_offset.shape)}")
         if q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool:

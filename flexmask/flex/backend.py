@@ -10,7 +10,18 @@ from typing import NamedTuple
 
 import torch
 
-from flexmask._torch import HAS_CPU_KERNEL, HAS_FLASH_BACKEND, is_exporting, is_traced
+from flexmask._torch import (
+    HAS_CPU_KERNEL,
+    HAS_FLASH_BACKEND,
+    beyond_memory,
+    dispatch_modes,
+    in_transform,
+    is_exporting,
+    is_fake,
+    is_traced,
+    records_operators,
+    stopping_modes,
+)
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.flash_call import FlashCall
 from flexmask.flex.flash_check import NO_LSE_GRADIENT, Verdict
@@ -20,6 +31,7 @@ BACKENDS = ("auto", "triton", "flash")
 # major compute capability: where FLASH was run, and others with block-sparse kernels in flash-attn-4
 _HOPPER = 9
 _BLACKWELL = (10, 11)
+_DENSE = "make the call dense by dense_below"
 # "auto" checks FLASH for calls within these, which flash-attn-4 4.0.0b9 takes on Hopper; others are checked by name only
 _AUTO_BLOCK_SIZE = 128
 _AUTO_HEAD_DIM = 192
@@ -73,14 +85,16 @@ def chosen_backend(
     """
     device = inputs.query.device
     if not is_dense:
-        _check_sparse(device.type, inputs.needs_grad, return_lse)
+        _check_sparse(inputs, return_lse)
     if backend == "triton":
         if device.type == "cpu":
             raise ValueError('backend="triton" needs a GPU; on a CPU use backend="auto"')
         return ChosenBackend("triton")
     if backend == "auto" and device.type == "cpu":
         return ChosenBackend("cpu")
-    capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    # fake tensors may be on a device that is not there
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device)[0] if has_gpu else 0
     needs_lse = return_lse or inputs.sinks is not None
     call = FlashCall.of(inputs, block_size, shared)
     if backend == "auto":
@@ -139,15 +153,17 @@ def _reason(found: Verdict, needs_lse: bool) -> str:
     return found.reason or (found.lse_reason if needs_lse else "")
 
 
-def _check_sparse(device: str, needs_grad: bool, return_lse: bool) -> None:
+def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:
+    if not is_traced():
+        _check_compiled_code_takes(inputs)
     if is_exporting():
         raise NotImplementedError(
             "torch.export cannot take sparse attention: an exported program may run flex_attention uncompiled, which ignores the "
             "block lists. Use torch.compile, or make the call dense by dense_below"
         )
-    if device != "cpu":
+    if inputs.query.device.type != "cpu":
         return
-    if needs_grad:
+    if inputs.needs_grad:
         raise ValueError("query, key, value and sinks must not require gradients on a CPU; call under torch.no_grad()")
     if return_lse:
         raise NotImplementedError("return_lse is not there on CPUs: FlexAttention's CPU kernel has no log-sum-exp")
@@ -155,4 +171,25 @@ def _check_sparse(device: str, needs_grad: bool, return_lse: bool) -> None:
         raise NotImplementedError(
             f"FlexAttention runs on CPUs from torch 2.6 on; got torch {torch.__version__}. "
             "Use a newer torch or a GPU, or let the call run dense by dense_below"
+        )
+
+
+def _check_compiled_code_takes(inputs: AttentionInputs) -> None:
+    if in_transform():
+        raise TypeError(f"sparse attention must be outside of the transforms of torch.func (grad, jvp, functionalize); {_DENSE}")
+    for name in ("query", "key", "value", "attention_mask", "offset", "sinks"):
+        tensor = getattr(inputs, name)
+        what = None if tensor is None else beyond_memory(tensor)
+        if what is not None:
+            raise TypeError(f"{name} must be a plain tensor for sparse attention; got {what}; {_DENSE}")
+    if is_fake(inputs.query):
+        modes = [name for name in dispatch_modes() if name != "FakeTensorMode"]
+        if modes or records_operators():
+            others = " and ".join(modes) or "a graph that is recorded"
+            raise RuntimeError(f"sparse attention gives shapes under FakeTensorMode alone; got {others} too; {_DENSE}")
+    modes = stopping_modes()
+    if modes:
+        raise RuntimeError(
+            f"torch.compile does not run under the mode {' and '.join(modes)}, and uncompiled flex_attention ignores the block "
+            f"lists: leave the mode, or {_DENSE}"
         )

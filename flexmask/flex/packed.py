@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import is_traced
+from flexmask._torch import is_in_memory, is_traced, stopping_modes
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import block_lists
@@ -61,7 +61,7 @@ def dense_attention_packed(
     served = query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS
     # a compiled or captured graph would replay the copy of a freed table
     is_recorded = is_traced() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
-    together = query.is_cuda and served and not is_recorded
+    together = query.is_cuda and served and not is_recorded and is_in_memory(query) and not stopping_modes()
     done: dict[int, Result] = {}
     calls = _shared_calls(inputs, segments, return_lse) if together else []
     own = ChosenBackend("triton")

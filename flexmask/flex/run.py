@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flexmask._torch import is_traced, runs_flex_attention_uncompiled
+from flexmask._torch import is_fake, is_traced, runs_flex_attention_uncompiled
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
 from flexmask.compilation import compiled
 from flexmask.flex.mask_mods import captured
 from flexmask.flex.sinks import with_sink_block, with_sinks
+from flexmask.flex.visible import sdpa
 
 
 def run_flex_attention(
@@ -30,6 +31,8 @@ def run_flex_attention(
         return _outside_the_graph(inputs, block_mask, backend, return_lse, lse_factor)
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     assert value is not None
+    if not is_traced() and is_fake(query):
+        return _of_fakes(inputs, return_lse)
     scale, softcap = inputs.scale, inputs.softcap
     on_cpu, head_dim = backend == "cpu", query.shape[3]
     options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim, query.dtype)
@@ -50,6 +53,15 @@ def run_flex_attention(
     if sinks is not None and lse is not None:
         out = with_sinks(out, lse, sinks)
     return out, lse if return_lse else None
+
+
+def _of_fakes(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp of fake tensors, which compiled code cannot read."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    assert value is not None
+    # SDPA for the sake of its gradient
+    out = sdpa(query, key, value, inputs.scale) if inputs.needs_grad else query.new_empty((*query.shape[:3], value.shape[3]))
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32) if return_lse else None
 
 
 _outside_the_graph = torch.compiler.disable(run_flex_attention)

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 )
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
-from flexmask._torch import is_traced
+from flexmask._torch import is_fake, is_traced
 
 _Kind = TypeVar("_Kind")
 _AND, _OR = and_masks().__code__, or_masks().__code__
@@ -86,7 +86,9 @@ def check_servable(model: PreTrainedModel) -> None:
 
 
 def check_in_one_process(model: PreTrainedModel, function: str) -> None:
-    """Raise NotImplementedError for a model under tensor parallelism."""
+    """Raise NotImplementedError for a model under tensor parallelism, ValueError for one of fake tensors."""
+    if any(is_fake(parameter) for parameter in model.parameters()):
+        raise ValueError(f"{function} needs a model with values; got one of fake tensors (FakeTensorMode)")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise NotImplementedError(f"{function} does not serve a model spread over processes; load it on one, or with device_map")
 

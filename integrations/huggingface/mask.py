@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from flexmask._torch import is_traced
+from flexmask._torch import is_readable, is_traced
 from flexmask.integrations.huggingface.checkpointed import BLOCK_ENDED, MaskNotServed, Prefill
 from flexmask.integrations.huggingface.compat import rows_of_queries, window_of
 from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, Segments, segments_of_ids
@@ -208,7 +208,7 @@ def int_if_known(number: int | Tensor) -> int | Tensor:
 
 def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:
     """The padding mask of the keys, which may be fewer or more than the prompt's; None without padding."""
-    if attention_mask is None or (not is_traced() and bool(attention_mask.all())):
+    if attention_mask is None or (is_readable(attention_mask) and bool(attention_mask.all())):
         return None
     position = torch.arange(kv_length, device=attention_mask.device) + kv_offset
     known = position < attention_mask.shape[1]

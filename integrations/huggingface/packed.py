@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from flexmask._torch import is_traced
+from flexmask._torch import is_fake, is_readable
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.packed import Segment
 from flexmask.varlen import segments_of
@@ -18,8 +18,11 @@ Segments = tuple[Segment, ...]
 def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
     """The sequences of a concatenated batch by (batch or 1, q_len) integer ids; None where each row is one sequence.
 
-    Waits for the device once per forward, as transformers does from release 5 on.
+    Waits for the device once per forward, as transformers does from release 5 on. Fake ids, which nobody can read, count as one
+    sequence: the shapes are the same.
     """
+    if is_fake(ids):
+        return None
     length = ids.shape[1]
     begins = (ids[:, 1:] != ids[:, :-1]).cpu()
     if not begins.any():
@@ -74,7 +77,7 @@ class PackedCheck:
 
     def is_packed(self, position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> bool:
         """True once the positions are found to restart."""
-        if is_traced() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not is_readable(position_ids) or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         if self._answer is None:
             answer = starts_again(position_ids, attention_mask, offset)

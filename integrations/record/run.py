@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import is_traced
+from flexmask._torch import is_fake, is_traced
 from flexmask.base.checks import check_int
 from flexmask.integrations.record.files import SavedRun, load_run, save_run
 from flexmask.integrations.record.summary import (
@@ -117,9 +117,11 @@ class PrefillRun:
     ) -> None:
         """Note one prefill call of one layer, without reading a tensor.
 
-        Calls with the same `prefill`, that of their `PrefillMask`, belong together: packed sequences, and repeated calls of a
+        Of fake tensors, which have no values, only the reason is kept. Calls with the same `prefill`, that of their `PrefillMask`, belong together: packed sequences, and repeated calls of a
         layer (DiffLlama, HRM).
         """
+        if stats is not None and not is_traced() and is_fake(stats.density):
+            stats = mask = None
         # in a compiled forward a lock would break the graph
         with nullcontext() if is_traced() else self._lock:
             self._called.add(layer)

@@ -44,6 +44,7 @@ def chosen(monkeypatch):
         **fields,
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (capability, 0))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(backend, "_HAS_FLASH", True)
         choose.asked = []
         with FakeTensorMode():

@@ -1,0 +1,172 @@
+"""Modes that see every operator of this thread: calls give the same, or name the mode."""
+
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from flexmask import flexprefill_mask, sparse_attention, sparse_attention_varlen
+from tests.held_open import HELD, held_open
+from tests.public_calls import BOUNDS, COMPILED, OPTIONS, PADDING, UNCOMPILED, inputs, tensors_of
+
+
+class LoggingMode(TorchDispatchMode):
+    """Notes operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class LoggingFunctionMode(TorchFunctionMode):
+    """Writes what dynamo cannot trace."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        sys.stderr.write("")
+        return function(*args, **(kwargs or {}))
+
+
+DISPATCH = {
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "LoggingMode": LoggingMode,
+}
+FUNCTION = {
+    "LoggingFunctionMode": LoggingFunctionMode,
+    "a default device": lambda: torch.device("cpu"),
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with torch.no_grad():
+        return {name: tensors_of(call()) for name, call in {**UNCOMPILED, **COMPILED}.items()}
+
+
+def assert_as_expected(name, call, expected):
+    for got, wanted in zip(tensors_of(call()), expected[name], strict=True):
+        assert torch.equal(got, wanted), name
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("mode", DISPATCH)
+def test_calls_under_a_dispatch_mode_run_or_name_it(mode, expected):
+    with torch.no_grad():
+        with DISPATCH[mode]():
+            for name, call in UNCOMPILED.items():
+                assert_as_expected(name, call, expected)
+            for call in COMPILED.values():
+                with pytest.raises(RuntimeError, match=rf"does not run under the mode _?{mode}, .* leave the mode"):
+                    call()
+        # nothing stays uncompiled
+        for name, call in COMPILED.items():
+            assert_as_expected(name, call, expected)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("mode", FUNCTION)
+def test_calls_under_a_function_mode_run(mode, expected):
+    with torch.no_grad(), FUNCTION[mode]():
+        for name, call in {**UNCOMPILED, **COMPILED}.items():
+            assert_as_expected(name, call, expected)
+
+
+@pytest.mark.attention
+def test_a_mode_and_another_thread_s_compilation_do_not_add_up(expected):
+    with torch.no_grad(), held_open(HELD["a backend compiles"]), LoggingMode():
+        for name, call in UNCOMPILED.items():
+            assert_as_expected(name, call, expected)
+        with pytest.raises(RuntimeError, match="under the mode LoggingMode"):
+            COMPILED["sparse"]()
+
+
+# Fake tensors: shapes
+
+
+def faked(mode, *tensors):
+    return [mode.from_tensor(x) for x in tensors]
+
+
+FORMS = {
+    "sparse": {},
+    "statistics": {"return_stats": True},
+    "dense": {"dense_below": None},
+    "padded window": {"window": 100, "attention_mask": PADDING},
+    "groups of heads": {"max_mask_bytes": 1},
+    "sinks": {"sinks": torch.zeros(4)},
+    "another method": {"method": "streaming_llm"},
+}
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_fake_tensors_give_shapes(form, dtype):
+    options = {"dense_below": 0, "block_size": 32, **FORMS[form]}
+    mode, given = FakeTensorMode(), [x.to(dtype) for x in inputs()]
+    given = faked(mode, *given)
+    options = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    with torch.no_grad(), mode:
+        found = sparse_attention(*given, **options)
+        out, stats = found if "return_stats" in options else (found, None)
+        assert type(out) is FakeTensor
+        assert out.shape == (1, 4, 256, 16)
+        assert out.dtype == dtype
+        assert stats is None or stats.density.shape == (1, 4)
+
+
+@pytest.mark.attention
+def test_fake_tensors_give_shapes_of_packed_sequences_between_bounds_of_ints():
+    mode = FakeTensorMode()
+    packed = [x[0].transpose(0, 1) for x in faked(mode, *inputs())]
+    bounds = mode.from_tensor(torch.tensor(BOUNDS))
+    with torch.no_grad(), mode:
+        assert sparse_attention_varlen(*packed, BOUNDS, **OPTIONS, dense_below=65).shape == (256, 4, 16)
+        with pytest.raises(ValueError, match="cu_seqlens_q must hold values; got a fake tensor"):
+            sparse_attention_varlen(*packed, bounds, **OPTIONS)
+
+
+def test_a_mode_that_takes_real_tensors_gives_shapes():
+    given = inputs()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        assert sparse_attention(*given, **OPTIONS, dense_below=0).shape == (1, 4, 256, 16)
+
+
+def test_fake_tensors_outside_of_their_mode_are_refused():
+    query, key, value = faked(FakeTensorMode(), *inputs())
+    for call in (
+        lambda: sparse_attention(query, key, value, **OPTIONS),
+        lambda: sparse_attention(query, key, value, **OPTIONS, dense_below=0),
+        lambda: flexprefill_mask(query, key),
+    ):
+        with pytest.raises(ValueError, match="query must be used under its FakeTensorMode; got a fake tensor outside of it"):
+            call()
+
+
+def test_shapes_under_another_mode_too_are_refused():
+    mode = FakeTensorMode()
+    given = faked(mode, *inputs())
+    with (
+        torch.no_grad(),
+        mode,
+        LoggingMode(),
+        pytest.raises(RuntimeError, match="under FakeTensorMode alone; got LoggingMode too"),
+    ):
+        sparse_attention(*given, **OPTIONS, dense_below=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "fake", "pre_dispatch": True}], ids=str)
+def test_sparse_attention_is_in_no_graph_of_make_fx(options):
+    def sparse(*given):
+        return sparse_attention(*given, **OPTIONS, dense_below=0)
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"using FX to symbolically trace|under FakeTensorMode alone"):
+        make_fx(sparse, **options)(*inputs())
