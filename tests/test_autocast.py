@@ -55,7 +55,7 @@ def engine(query, key, value):
 SPARSE_CALLS = {
     "sparse_attention": lambda *given: sparse_attention(*given, **NOW, return_stats=True),
     "sparse_attention_varlen": lambda *given: packed(*given, **NOW),
-    "a user's method": lambda *given: sparse_attention(*given, users_method, block_size=32, dense_below=0),
+    "a user's method": lambda query, key, value: sparse_attention(query, key, value, users_method, block_size=32, dense_below=0),
     "an engine": engine,
 }
 DENSE_CALLS = {

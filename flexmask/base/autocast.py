@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ def autocast_is_on(device: torch.device) -> bool:
     return device.type in _DEVICES and torch.is_autocast_enabled(device.type)
 
 
-def in_autocast_dtype(tensor: Tensor) -> Tensor:
-    """`tensor` in the dtype of autocast if that is on; unchanged if it has a dtype that no call takes."""
+def in_autocast_dtype(tensor: Any) -> Any:
+    """`tensor` in the dtype of autocast if that is on; what no call takes is left for the checks."""
     if isinstance(tensor, Tensor) and tensor.dtype in DTYPES and autocast_is_on(tensor.device):
         return tensor.to(torch.get_autocast_dtype(tensor.device.type))
     return tensor

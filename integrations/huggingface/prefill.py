@@ -75,7 +75,8 @@ class sparse_prefill(ContextDecorator):
         For a `model` that is not one or cannot change its attention, unknown options, values out of range, layers that the model
         lacks, and options per head of another number.
     NotImplementedError
-        On entering, for a model that its config or layers show to be unsupported; in the forward, for an unsupported call; in a backward after the block, for checkpointed layers, which run again.
+        On entering, for a model that its config or layers show to be unsupported; in the forward, for an unsupported call; in a
+        backward after the block, for checkpointed layers, which run again.
 
     Examples
     --------
