@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmask import flexprefill_mask, warmup
 from flexmask.base.inputs import attention_inputs
@@ -120,3 +121,26 @@ def test_gammas_by_head_are_compiled_once_on_cuda(cuda):
     for gamma in (0.9, 1.0, GAMMAS, GAMMAS[::-1], torch.tensor(GAMMAS, device=cuda), [1.0] * 4):
         flexprefill_mask(query, key, gamma, block_size=64, min_budget=0)
     assert graphs["unique_graphs"] == before
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_one_gamma_is_filled_in_at_once_for_any_number_of_heads():
+    """On GPUs a launch per head would cost more than the whole selection."""
+    counts = []
+    for heads in (1, 32):
+        query = torch.zeros(1, heads, 64, 32)
+        selector = Config(0.5).selector.for_inputs(attention_inputs(query, query))
+        with Counting() as counted:
+            made = numbers_of(selector, query, None)
+        counts.append(counted.calls)
+        assert made["gamma"].tolist() == [0.5] * heads
+    assert counts[0] == counts[1] > 0

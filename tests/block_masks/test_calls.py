@@ -45,3 +45,12 @@ def test_traces_whole(name):
 
     for got, expected in zip(lists(*chosen.inputs("cpu")), lists_of(made(name, FULLEST[name]).mask), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if serves(name, "left padding")])
+def test_a_batch_row_that_is_all_padding_has_density_0(name):
+    query, key = SETTINGS["left padding"].inputs("cpu")
+    tokens = torch.ones(query.shape[0], key.shape[2], dtype=torch.bool)
+    tokens[-1] = False
+    stats = MASKS[name](query, key, **SPARSE[name], block_size=32, attention_mask=tokens, return_stats=True)[1]
+    assert (stats.density[-1] == 0).all() and (stats.density[:-1] > 0).all()

@@ -264,3 +264,11 @@ def test_in_a_surrounding_compilation_every_head_runs_sparse(monkeypatch):
     run, counter = traced(lambda *tensors: flexprefill_attention(*tensors, gamma=GAMMAS, **OPTIONS)[1].is_dense)
     assert not run(*inputs()).any()
     assert counter.frame_count == 1
+
+
+def test_the_policy_counts_from_dense_below_on():
+    policy = DensePolicy(dense_below=100, least_rows=16, dense_layers=(3,))
+    assert policy.by_layer(0, 100) is policy.by_layer(0, None) is policy.by_size(16, 100) is None
+    assert policy.by_layer(0, 99) == "sliding window 99 < dense_below 100"
+    assert policy.by_layer(3, None) == "in dense_layers"
+    assert policy.by_size(16, 99) == "99 tokens < dense_below 100" and policy.by_size(15, 100) == "15 rows < 16"

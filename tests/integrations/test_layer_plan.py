@@ -98,3 +98,9 @@ def test_code_that_needs_numbers_is_not_guessed_about(monkeypatch):
     monkeypatch.setattr(llama.LlamaMLP, "forward", needs_numbers)
     with pytest.raises(RuntimeError, match="cannot follow LlamaForCausalLM without weights: "):
         layer_plan(LlamaConfig(num_hidden_layers=2))
+
+
+@pytest.mark.parametrize(("window", "plan"), [(149, "dense"), (150, "sparse"), (151, "sparse")])
+def test_a_window_as_long_as_dense_below_is_sparse(window, plan):
+    config = FAMILIES["Mistral"].make(sliding_window=window).config
+    assert {each.plan for each in layer_plan(config, settings=KEPT, tokens=300)} == {plan}

@@ -54,8 +54,10 @@ def test_a_text_with_types_of_tokens_is_served_as_one_without(arguments):
 
 @pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"prefill_chunk_size": 200}], ids=str)
 def test_generation_from_a_text_with_types_of_tokens(options):
-    length = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    model = multimodal()
+    model, length = (
+        multimodal(),
+        {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True},
+    )
     own = model.generate(TOKENS, token_type_ids=TEXT, **length, **options)
     with sparse_prefill(model, dense_below=0, gamma=1.0, method="flexprefill", block_size=32):
         found = model.generate(TOKENS, token_type_ids=TEXT, **length, **options)

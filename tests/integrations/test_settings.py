@@ -254,3 +254,11 @@ def test_another_name_to_stand_behind(model, tokens):
     assert (model(tokens).logits - expected).abs().max() < 1e-4
     with pytest.raises(ValueError, match="name must be one of"):
         flexmask_hf.register(name="sdpa")
+
+
+def test_numbers_by_head_are_not_compared_with_layers_that_stay_dense():
+    """As of a model whose layers differ in heads."""
+    options = {"gamma": (0.5, 0.6, 0.7, 0.8)}
+    PrefillSettings("flexprefill", dense_layers=(1,), **options).check_shape(2, (4, 8))
+    with pytest.raises(ValueError, match=r"layer 1: gamma must .* 8 "):
+        PrefillSettings("flexprefill", dense_layers=(0,), **options).check_shape(2, (4, 8))
