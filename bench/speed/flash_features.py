@@ -32,7 +32,7 @@ from bench.speed import calls, clock
 from bench.tables import text_table
 from flexmask import sparse_attention
 from flexmask.flex.flash_call import FlashCall
-from flexmask.flex.flash_check import check_flash
+from flexmask.flex.flash_check import Verdict, check_flash
 
 COLUMNS = ("device", "torch", "flash_attn_4", "part", "name", "tokens", "density", "what", "value")
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -106,13 +106,13 @@ def checked(changes: dict[str, Any], seconds: float = 150) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **threads})
     except subprocess.TimeoutExpired:
-        return {"reason": f"no answer in {seconds:.0f} s", "lse_reason": "", "lse_factor": 1.0, "seconds": seconds}
+        return Verdict(reason=f"no answer in {seconds:.0f} s", seconds=seconds)._asdict()
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines:
         found: dict[str, Any] = json.loads(lines[-1])
         return found
     words = (done.stderr.strip().splitlines() or [""])[-1]
-    return {"reason": f"its process ended with {done.returncode}: {words}", "lse_reason": "", "lse_factor": 1.0, "seconds": 0.0}
+    return Verdict(reason=f"its process ended with {done.returncode}: {words}")._asdict()
 
 
 def checks(at_once: int) -> list[dict[str, Any]]:
@@ -121,8 +121,8 @@ def checks(at_once: int) -> list[dict[str, Any]]:
         verdicts = list(pool.map(checked, KINDS.values()))
     rows = []
     for name, found in zip(KINDS, verdicts, strict=True):
-        lse = found["lse_reason"] or f"times {found['lse_factor']:.4g}"
-        outcome = {"output": found["reason"] or "right", "log-sum-exp": "" if found["reason"] else lse}
+        lse = found["lse_reason"] or f"times {found['lse_factor']:.4g}, off by {found['lse_error']:.1e}"
+        outcome = {"output": found["reason"] or f"off by {found['error']:.1e}", "log-sum-exp": "" if found["reason"] else lse}
         rows.append({"part": "checks", "name": name, **outcome, "seconds": f"{found['seconds']:.1f}"})
     return rows
 
@@ -130,7 +130,7 @@ def checks(at_once: int) -> list[dict[str, Any]]:
 def prompt(shape: Shape, tokens: int) -> Tensors:
     """Structured queries and keys where the heads are wide enough, else noise: the mask decides the time, not the numbers."""
     device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
-    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    heads: dict[str, Any] = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
     if shape.head_dim >= _LEAST_STRUCTURED:
         query, key, value = structured_prompt(tokens, 0.2, device=device, dtype=dtype, **heads)
         return query, key, value[..., : shape.v_head_dim].contiguous()
@@ -143,6 +143,7 @@ def prompt(shape: Shape, tokens: int) -> Tensors:
 
 def calls_of(shape: Shape, tokens: int, density: float) -> tuple[dict[str, clock.Call], float]:
     """Dense kernels and whole calls of hybrid, and hybrid's density. SDPA has neither soft cap nor sinks: its calls lack them."""
+    attend: Any = sparse_attention
     tensors = prompt(shape, tokens)
     options, kept = calls.at_density(tensors, "hybrid", density)
     sinks = torch.zeros(shape.num_heads, device=tensors[0].device) if shape.has_sinks else None
@@ -150,7 +151,7 @@ def calls_of(shape: Shape, tokens: int, density: float) -> tuple[dict[str, clock
     for backend in calls.BACKENDS:
         name = "auto" if backend == "cpu" else backend
         scores: dict[str, Any] = {"softcap": shape.softcap, "sinks": sinks, "backend": name, "dense_below": 0}
-        run = functools.partial(sparse_attention, *tensors, "hybrid", **scores, **options)
+        run = functools.partial(attend, *tensors, "hybrid", **scores, **options)
         found[f"hybrid {backend}"] = run
         if backend == "flash":
             found["hybrid flash, log-sum-exp"] = functools.partial(run, return_lse=True)

@@ -35,6 +35,8 @@ class Verdict(NamedTuple):
     lse_reason: str = ""
     lse_factor: float = 1.0  # the true log-sum-exp over the one that FlexAttention returns
     seconds: float = 0.0
+    error: float | None = None  # the largest of the output, and of the corrected log-sum-exp, where they are right
+    lse_error: float | None = None
 
 
 def check_flash(call: FlashCall, device: torch.device, attend: Attend | None = None) -> Verdict:
@@ -70,8 +72,8 @@ def _compared(call: FlashCall, device: torch.device, attend: Attend) -> Verdict:
     assert inputs.value is not None
     out, lse = attend(inputs, mask, not call.gradients)
     expected, expected_lse = exact_attention(inputs, pairs)
+    off = float((out.double() - expected).detach().abs().max())
     if not _agree(out, expected):
-        off = float((out.double() - expected).detach().abs().max())
         without_lists = exact_attention(inputs, visible.unsqueeze(1))[0]
         what = "block lists ignored: outputs" if _agree(out, without_lists) else "outputs"
         return Verdict(reason=f"its check here found {what} off by {off:.2g} ({_TOLERANCE} is allowed)")
@@ -81,12 +83,13 @@ def _compared(call: FlashCall, device: torch.device, attend: Attend) -> Verdict:
         got = torch.autograd.grad((out * weights).sum(), leaves)
         wanted = torch.autograd.grad((expected * weights.double()).sum(), leaves)
         for name, one, other in zip(("query", "key", "value"), got, wanted, strict=True):
-            off = float((one.double() - other).abs().max() / other.abs().max())
-            if not off <= _TOLERANCE:
-                return Verdict(reason=f"its check here found {name}'s gradient off by {off:.1%} ({_TOLERANCE:.0%} is allowed)")
-        return Verdict(lse_reason=NO_LSE_GRADIENT)
+            share = float((one.double() - other).abs().max() / other.abs().max())
+            if not share <= _TOLERANCE:
+                return Verdict(reason=f"its check here found {name}'s gradient off by {share:.1%} ({_TOLERANCE:.0%} is allowed)")
+        return Verdict(lse_reason=NO_LSE_GRADIENT, error=off)
     assert lse is not None
-    return _of_lse(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.softcap else _LSE_TOLERANCE)
+    found = _of_lse(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.softcap else _LSE_TOLERANCE)
+    return found._replace(error=off)
 
 
 def _of_lse(lse: Tensor, expected: Tensor, tolerance: float) -> Verdict:
@@ -96,7 +99,7 @@ def _of_lse(lse: Tensor, expected: Tensor, tolerance: float) -> Verdict:
     off = [float((lse[sees] * factor - expected[sees]).abs().max()) for factor in LSE_FACTORS]
     for factor, error in zip(LSE_FACTORS, off, strict=True):
         if error <= tolerance:
-            return Verdict(lse_factor=factor)
+            return Verdict(lse_factor=factor, lse_error=error)
     return Verdict(lse_reason=f"its check here found the log-sum-exp off by {min(off):.2g} ({tolerance} is allowed)")
 
 

@@ -59,6 +59,8 @@ def test_finds_a_right_kernel_right(changes):
     found = check_flash(call, CPU, Kernel())
     assert (found.reason, found.lse_factor) == ("", 1.0)
     assert found.seconds > 0
+    assert found.error is not None and found.error < 0.02
+    assert found.lse_error is None if call.gradients else found.lse_error < 1e-5
     assert found.lse_reason == ("FlexAttention does not differentiate its log-sum-exp" if call.gradients else "")
 
 
