@@ -332,12 +332,13 @@ def attend_near(make: Any, reach: float, length: int = LENGTH) -> Tensor:
     def near(query, key, *, block_size, **given):
         return create_block_mask(make(reach), None, None, length, length, device="cpu", BLOCK_SIZE=block_size)
 
-    tensors = [torch.randn(1, 2, length, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    query, key, value = (torch.randn(1, 2, length, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     with torch.no_grad():
-        out = sparse_attention(*tensors, near, block_size=BLOCK, dense_below=0)
+        out = sparse_attention(query, key, value, near, block_size=BLOCK, dense_below=0)
     index = torch.arange(length)
     distance = index[:, None] - index
-    assert_same_attention(out, masked_attention(*tensors, ((distance >= 0) & (distance < reach)).expand(1, 2, -1, -1))[0])
+    visible = ((distance >= 0) & (distance < reach)).expand(1, 2, -1, -1)
+    assert_same_attention(out, masked_attention(query, key, value, visible)[0])
     return out
 
 

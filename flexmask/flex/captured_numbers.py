@@ -56,7 +56,9 @@ def captured_values(function: Any) -> Iterator[Hashable]:
 
     Globals are left out; torch.compile guards them too, up to its limit of recompilations.
     """
-    waiting, seen, names = [function], set(), set()
+    waiting: list[Any] = [function]
+    seen: set[int] = set()
+    names: set[str] = set()
     while waiting:
         value = waiting.pop()
         if isinstance(value, (numbers.Number, str)):

@@ -8,8 +8,8 @@ from weakref import ReferenceType, ref
 from flexmask._torch import is_in_backward
 
 BLOCK_ENDED = (
-    "flexmask's mask of a prefill is used after its sparse_prefill block has ended; call backward inside the block, since it runs "
-    "checkpointed layers again, and keep no mask beyond the block"
+    "flexmask's mask of a prefill is used after its sparse_prefill block has ended; call backward inside the block, since it "
+    "runs checkpointed layers again, and keep no mask beyond the block"
 )
 
 

@@ -117,8 +117,8 @@ class PrefillRun:
     ) -> None:
         """Note one prefill call of one layer, without reading a tensor.
 
-        Of fake tensors, which have no values, only the reason is kept. Calls with the same `prefill`, that of their `PrefillMask`, belong together: packed sequences, and repeated calls of a
-        layer (DiffLlama, HRM).
+        Of fake tensors, which have no values, only the reason is kept. Calls with the same `prefill`, that of their
+        `PrefillMask`, belong together: packed sequences, and repeated calls of a layer (DiffLlama, HRM).
         """
         if stats is not None and not is_traced() and is_fake(stats.density):
             stats = mask = None
