@@ -48,9 +48,20 @@ _LONG = 262144
 _AT_ONCE = 6  # variants that take turns
 # parts of kernel names; the first match counts
 STAGES: dict[str, tuple[str, ...]] = {
-    "representative rows": ("_block_sums_kernel", "_row_norms_kernel", "_lines_kernel", "_line_kernel"),
+    "representative rows": (
+        *("_edges_kernel", "_visible_kernel", "_block_sums_kernel", "_row_norms_kernel", "_lines_kernel", "_line_kernel"),
+    ),
     "pattern": ("_means_kernel", "_estimate_kernel", "_pattern_kernel"),
-    "blocks": ("_pooled_map", "_small_map", "_digit_pass", "_ties_kernel", "_chosen_kernel", "_rows_kernel", "_evidence_kernel"),
+    "blocks": (
+        "_pooled_map",
+        "_small_map",
+        "_digit_pass",
+        "_ties_kernel",
+        "_chosen_kernel",
+        "_rows_kernel",
+        "_thresholds_kernel",
+        "_evidence_kernel",
+    ),
     "block lists": ("_lists_kernel",),
     "attention": ("flex_attention", "triton_tem_", "flash", "cutlass", "cudnn"),
 }

@@ -53,7 +53,7 @@ def reference(
         seen = visibility(q_len, offset, is_token, window, block_size)
         for h in range(num_heads):
             if not seen.valid_rows:
-                heads.append(empty_head(seen))
+                heads.append(empty_head(seen, 0.0 if method == "hybrid" else math.nan))
                 continue
             query_head = query[b, h].detach().cpu().double()
             key_head = key[b, h // (num_heads // num_kv_heads)].detach().cpu().double()

@@ -97,11 +97,11 @@ def head_mask(kept: set[Block], attention: Tensor, rows: list[int], seen: Visibi
     return Mask(keep, full, len(kept) / len(seen.visible_blocks), covered / len(rows))
 
 
-def empty_head(seen: Visibility) -> Head:
+def empty_head(seen: Visibility, row_coverage: float) -> Head:
     """A head of a batch row without valid query rows."""
     mask = Mask(_empty_map(seen), _empty_map(seen), 0.0, 0.0)
     lines = torch.zeros(seen.num_kv_blocks, dtype=torch.float64)
-    decision = Decision(False, 0.0, lines, lines, no_map(seen), no_map(seen), math.nan, 0, 0)
+    decision = Decision(False, 0.0, lines, lines, no_map(seen), no_map(seen), row_coverage, 0, 0)
     return Head(mask, decision, Margins(*[math.inf] * 6))
 
 
