@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo.eval_frame import skip_code
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
@@ -51,6 +52,11 @@ def is_exporting() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return _traces_an_export()
     return is_traced() and CompileContext.try_get() is None
+
+
+for _asks in (is_traced, _has_tracing_context, is_exporting):
+    # dynamo traces them within their callers; alone, they would tell a caller that runs uncompiled that it is traced
+    skip_code(_asks.__code__)
 
 
 def any_thread_exports() -> bool:
