@@ -74,17 +74,18 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
 def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8) -> Selection:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
-    Source: none, it is ours (`docs/design.md`). With n the key blocks that query block r sees, N the largest n, ``n0 = 16384 /
-    block_size`` and ``e = g min(2, n0/N)``; g is ``1 - gamma``, and with gamma above 0.9 and N above n0
-    ``(1 - gamma) (10 (1 - gamma))^min(1, log2(N/n0)/2)``. A head keeps in r
+    Source: none, it is ours (`docs/design.md`). With n the key blocks that query block r sees, N the largest n of its batch row
+    in this call, ``n0 = 16384 / block_size`` and ``e = g min(2, n0/N)``; g is ``1 - gamma``, and with gamma above 0.9 and N above
+    n0 ``(1 - gamma) (10 max(1 - gamma, 1e-6))^min(1, log2(N/n0)/2)``. A head keeps in r
 
     - each key block j with ``R[r, j] >= t[r] = e/5 (N/n max(1, (n0/2n)^3 0.1/g))^p``: R is the root mean square, over
-      every `row_stride`-th row of r, of the row's softmax attention to the means of visible key blocks, weighted by their number
-      of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
+      every `row_stride`-th row of r from its first on, padding left out, of the row's softmax attention to the means of visible
+      key blocks, weighted by their number of keys; the power p is ``max(0, 3/5 (1 - n0/N))``;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;
     - each block diagonal to which those rows give ``>= e/5`` on average, without those key blocks beyond the nearest blocks;
     - the previous two only where ``R[r, j] >= t[r]/16``, or where r holds one of those rows;
-    - its nearest `min_budget` tokens' worth of blocks, eight times as many if it holds one of those rows;
+    - the blocks on its nearest ``ceil(min_budget / block_size)`` block diagonals, eight times as many if it holds one of those
+      rows; each row counts diagonals from its own block, the 0th;
     - its first visible key block and its diagonal.
 
     Parameters
