@@ -60,8 +60,9 @@ class SparsePrefillBuilder:
 
     def _unplanned(self, build: Any, *arguments: Any, **options: Any) -> Any:
         # the stock functions call build
-        plans, self._plans = self._plans, False
+        plans = self._plans
         try:
+            self._plans = False
             return build(*arguments, **options)
         finally:
             self._plans = plans
@@ -124,9 +125,9 @@ class SparseLatentBuilder(SparsePrefillBuilder):
 
     def _part(self, build: Any, common: Any) -> Any:
         saved = {name: getattr(self, name) for name in ("reorder_batch_threshold", "_prefill_backend")}
-        # no decoding rows, and a prefill backend with the part's metadata
-        self.reorder_batch_threshold, self._prefill_backend = 0, saved["_prefill_backend"].clone()
         try:
+            # no decoding rows, and a prefill backend with the part's metadata
+            self.reorder_batch_threshold, self._prefill_backend = 0, saved["_prefill_backend"].clone()
             return super()._part(build, common)
         finally:
             vars(self).update(saved)

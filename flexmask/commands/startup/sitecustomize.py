@@ -38,11 +38,12 @@ class _RegisterAfterImport:
         run = loader.exec_module
 
         def exec_module(module: Any) -> None:
-            self.imports.open = getattr(self.imports, "open", 0) + 1
+            before = getattr(self.imports, "open", 0)
             try:
+                self.imports.open = before + 1
                 run(module)
             finally:
-                self.imports.open -= 1
+                self.imports.open = before
             if self.imports.open == 0 and _AWAITED in sys.modules and self in sys.meta_path:
                 sys.meta_path.remove(self)
                 _register()
