@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexmask.integrations.huggingface.attention import register as register
     from flexmask.integrations.huggingface.model_config import configure as configure
     from flexmask.integrations.huggingface.prefill import sparse_prefill as sparse_prefill
+    from flexmask.integrations.huggingface.registration import register as register
     from flexmask.integrations.inspect import inspect_prefill as inspect_prefill
     from flexmask.integrations.record.run import PrefillRun as PrefillRun
     from flexmask.integrations.tune import TuneResult as TuneResult
@@ -22,7 +22,7 @@ _MODULES = {
     "TuneResult": "integrations.tune",
     "configure": "integrations.huggingface.model_config",
     "inspect_prefill": "integrations.inspect",
-    "register": "integrations.huggingface.attention",
+    "register": "integrations.huggingface.registration",
     "sparse_prefill": "integrations.huggingface.prefill",
     "tune": "integrations.tune",
 }

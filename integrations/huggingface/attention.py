@@ -2,74 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from flexmask._torch import is_exporting, is_traced
-from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.visible import attention_to_visible
-from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_local_heads
+from flexmask.integrations.huggingface.call import PrefillCall, of_local_heads
 from flexmask.integrations.huggingface.checkpointed import Prefill
-from flexmask.integrations.huggingface.compat import check_release, refusal
-from flexmask.integrations.huggingface.mask import prefill_mask
-from flexmask.integrations.huggingface.model_config import process_settings, settings_for
+from flexmask.integrations.huggingface.compat import refusal
+from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.refusals import checked_call
 from flexmask.integrations.huggingface.session import block_of
 from flexmask.precision import without_autocast
-from flexmask.settings import PrefillSettings, named_settings
-
-
-def register(
-    method: str | Callable[..., BlockMask] | None = None,
-    settings: PrefillSettings | str | Path | None = None,
-    *,
-    name: str = NAME,
-    **options: Any,
-) -> None:
-    """Register ``"flexmask"`` as a name for ``set_attn_implementation`` and ``from_pretrained(attn_implementation=...)``.
-
-    Outside of `sparse_prefill` a model with this name uses the options that `configure` wrote into its config, else the defaults.
-
-    Parameters
-    ----------
-    method, settings, options
-        As in `sparse_prefill`. They apply to every model of the process and override the models' configs, until the next call
-        that gives others. A `sparse_prefill` block with its own options overrides them. Default: none.
-    name
-        ``"flex_attention"`` also replaces that implementation for every model of the process, for programs that accept only known
-        names. Default ``"flexmask"``.
-
-    Raises
-    ------
-    ImportError
-        With a transformers older than 4.54 or newer than 5.24.
-    OSError, TypeError, ValueError
-        For unknown options, values out of range, or an invalid settings file.
-
-    Examples
-    --------
-    >>> register()
-    """
-    check_release()
-    check_word("name", name, (NAME, "flex_attention"))
-    found = named_settings(method, settings, **options) or process_settings()
-    for each in {NAME, name}:
-        known = AttentionInterface().get(each)
-        if isinstance(known, functools.partial) and known.func is attention and known.keywords["process"] is found:
-            continue  # another partial would recompile compiled forwards
-        AttentionInterface.register(each, functools.partial(attention, process=found))
-        AttentionMaskInterface.register(each, prefill_mask)
 
 
 def attention(

@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from flexmask._torch import is_readable, is_traced
 from flexmask.integrations.huggingface.checkpointed import BLOCK_ENDED, MaskNotServed, Prefill
@@ -168,7 +167,7 @@ def prefill_mask(
     """
     q_len, first = rows_of_queries(arguments)
     if q_len == 1:
-        return AttentionMaskInterface()["sdpa"](
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
             batch_size=batch_size,
             kv_length=kv_length,
             kv_offset=kv_offset,

@@ -12,13 +12,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from flexmask.integrations.huggingface.call import NAME
 from flexmask.integrations.huggingface.compat import text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
+from flexmask.integrations.huggingface.wrappers import attention_in
 from flexmask.saved_settings import found_settings
 from flexmask.settings import CONFIG_KEY, PrefillSettings, named_settings
 
 
 def process_settings() -> PrefillSettings | None:
     """The settings that `register` gave to the whole process."""
-    return getattr(AttentionInterface().get(NAME), "keywords", {}).get("process")
+    return getattr(attention_in(AttentionInterface().get(NAME)), "keywords", {}).get("process")
 
 
 def settings_for(config: Any, named: PrefillSettings | None = None) -> PrefillSettings:

@@ -3,27 +3,65 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
-from flexmask.integrations.huggingface.attention import register
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
+from flexmask.integrations.huggingface.registration import register
 from flexmask.integrations.huggingface.session import OpenBlock, latest
 from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
 from flexmask.selector import UnknownOption
 from flexmask.settings import PrefillSettings
 
 _log = logging.getLogger("flexmask")
+
+
+class _Exit:
+    """``__exit__`` as one ``with`` statement or ExitStack looks it up, before it enters. A block is over when its exit is gone.
+
+    Nothing else tells of an interrupt before the first line of an ``__exit__``: the program may keep the `sparse_prefill`.
+    """
+
+    def __init__(self, context: sparse_prefill | None = None) -> None:
+        self.context = context
+        self.block: OpenBlock | None = None
+
+    def __get__(self, context: sparse_prefill | None, kind: type | None = None) -> _Exit:
+        found = _Exit(context)
+        _LOOKED_UP[threading.get_ident()] = ref(found)
+        return found
+
+    @classmethod
+    def of(cls, context: sparse_prefill) -> _Exit | None:
+        """The exit that this thread has looked up for a context that it enters."""
+        latest_one = _LOOKED_UP.pop(threading.get_ident(), None)
+        found = None if latest_one is None else latest_one()
+        return found if found is not None and found.context in (None, context) else None
+
+    def __call__(self, *given: Any) -> None:
+        # looked up on the class, it gets the context
+        context, _, error, _ = given if self.context is None else (self.context, *given)
+        # entered by hand: the latest of this thread or task, or one handed over to it
+        block = self.block or latest(tuple(context._by_hand))
+        block.leave()
+        context._by_hand.pop(block, None)
+        log_dense(block.run)
+        if error is None and block.run.unreached:
+            warn_unreached(block.model)
+
+
+_LOOKED_UP: dict[int, ref[_Exit]] = {}  # the latest, by thread
 
 
 class sparse_prefill(ContextDecorator):
@@ -104,33 +142,38 @@ class sparse_prefill(ContextDecorator):
         self._model = unwrapped(model)
         self._options = {"method": method, "settings": settings, **options}
         self._collects = (collect_stats, collect_masks, max_calls)
-        self._open: list[OpenBlock] = []
+        # blocks entered without an exit
+        self._by_hand: dict[OpenBlock, _Exit] = {}
         try:
             PrefillRun(model_settings(self._model, **self._options), *self._collects)
         except UnknownOption as error:
             raise error.with_names("collect_stats", "collect_masks", "max_calls") from None
 
     def __enter__(self) -> PrefillRun:
+        found = _Exit.of(self)
+        holder = found or _Exit()
         register()
         run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
-        self._open.append(OpenBlock.enter(self._model, run))
-        return run
+        try:
+            holder.block = block = OpenBlock.enter(self._model, run, holder)
+            if found is None:
+                self._by_hand[block] = holder
+            return run
+        except BaseException:
+            if holder.block is not None:
+                self._by_hand.pop(holder.block, None)
+                holder.block.leave()
+            raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        # if entered more than once: the latest of this thread or task, or one handed over to it
-        block = latest(tuple(self._open))
-        self._open.remove(block)
-        block.leave()
-        log_dense(block.run)
-        if error is None and block.run.unreached:
-            warn_unreached(self._model)
+    __exit__ = _Exit()
 
 
 @contextmanager
 def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> Iterator[OpenBlock]:
     """A block that records in `run`; `probe` serves its prefill calls."""
     register()
-    block = OpenBlock.enter(model, run, probe)
+    holder = _Exit()
+    block = OpenBlock.enter(model, run, holder, probe)
     try:
         yield block
     finally:

@@ -1,4 +1,8 @@
-"""The blocks that a model has open, each with a run, and what they switch in its configs."""
+"""The blocks that a model has open, each with a run, and what they switch in its configs.
+
+An interrupt may come between any two lines. So every block is listed before it changes anything, and dropped from the list after
+its last change is undone. `sweep` undoes what blocks switched that are over: closed ones, and those whose `with` statement is gone.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from flexmask._torch import is_traced
@@ -18,6 +21,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_local_heads
 from flexmask.integrations.huggingface.compat import check_servable, text_config
 from flexmask.integrations.record.run import PrefillRun
+from flexmask.locked import locked
 from flexmask.saved_settings import saved_settings
 from flexmask.selector import Selector
 from flexmask.settings import CONFIG_KEY, PrefillSettings
@@ -67,47 +71,44 @@ class OpenBlock:
     probe: Callable[[PrefillCall], Tensor] | None  # serves every prefill call
     session: Session
     configs: list[Any]
-    handle: RemovableHandle
+    holder: ref[Any]  # what keeps the block open, as a `with` statement's exit
+    closed: bool = False
+    undo: list[Callable[[], None]] = field(default_factory=list)  # what a block's work changed besides; may run twice
     # by layer and number of its heads in this process
     selectors: dict[tuple[int, int], Selector] = field(default_factory=dict)
 
     @classmethod
-    def enter(cls, model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> OpenBlock:
-        """Switch `model` to ``"flexmask"``, which must be registered, and record its calls in `run`."""
+    def enter(
+        cls,
+        model: PreTrainedModel,
+        run: PrefillRun,
+        holder: object,
+        probe: Callable[[PrefillCall], Tensor] | None = None,
+    ) -> OpenBlock:
+        """Switch `model` to ``"flexmask"``, which must be registered, and record its calls in `run` while `holder` lives."""
         check_servable(model)
-        text = text_config(model)
-        configs = {id(each.config): each.config for each in model.modules() if isinstance(each, PreTrainedModel)}
-        configs[id(text)] = text
-        with _LOCK:
-            session = Session.of(model)
-            # generate() and PEFT bypass the outer modules
-            handle = model.base_model.register_forward_hook(_note_forward, with_kwargs=True)
-            block = cls(model, run, probe, session, list(configs.values()), handle)
-            for config in block.configs:
-                SwitchedConfig.of(config).blocks.append(block)
-            try:
-                model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
-                if text._attn_implementation != NAME:
-                    raise ValueError(
-                        f"model must go through transformers' attention interface; got {type(model).__name__}, which does not"
-                    )
-                SwitchedConfig.of(text).write_options()
-            except BaseException:
-                block._give_back()
-                raise
-            session.blocks = (*session.blocks, block)
-        # without those that another thread closed
-        _OWN.set((*(each for each in _OWN.get() if each.is_open), block))
-        return block
+        sweep()
+        block = _opened(model, run, holder, probe)
+        try:
+            # without those that another thread closed
+            _OWN.set((*(each for each in _OWN.get() if each.is_open), block))
+            return block
+        except BaseException:
+            block.leave()
+            raise
 
     @property
     def is_open(self) -> bool:
-        return self in self.session.blocks
+        return self in self.session.blocks and not self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """True also after an interrupt that left nobody to close the block."""
+        return self.closed or self.holder() is None
 
     def leave(self) -> None:
-        with _LOCK:
-            self.session.blocks = tuple(each for each in self.session.blocks if each is not self)
-            self._give_back()
+        self.closed = True
+        sweep()
         _OWN.set(tuple(each for each in _OWN.get() if each.is_open))
 
     def call(self, module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: object) -> PrefillCall:
@@ -118,10 +119,78 @@ class OpenBlock:
             selector = self.selectors[layer, num_heads] = of_local_heads(settings.selector(layer), module, num_heads)
         return PrefillCall(inputs, tokens, prefill, layer, settings, selector, self.run, self.probe)
 
-    def _give_back(self) -> None:
-        self.handle.remove()
+    def switch(self) -> None:
+        text = text_config(self.model)
+        # generate() and PEFT bypass the outer modules
+        if _note_forward not in self.model.base_model._forward_hooks.values():
+            self.model.base_model.register_forward_hook(_note_forward, with_kwargs=True)
         for config in self.configs:
-            SwitchedConfig.of(config).close(self)
+            SwitchedConfig.of(config).blocks.append(self)
+        self.model.set_attn_implementation(NAME if text is self.model.config else {"text_config": NAME})
+        if text._attn_implementation != NAME:
+            raise ValueError(
+                f"model must go through transformers' attention interface; got {type(self.model).__name__}, which does not"
+            )
+        SwitchedConfig.of(text).write_options()
+        self.session.blocks = (*self.session.blocks, self)
+
+    def give_back(self) -> None:
+        """Undo `switch`, or the part of it that was done and is not undone yet."""
+        self.session.blocks = tuple(each for each in self.session.blocks if each is not self)
+        for undo in self.undo:
+            undo()
+        for config in self.configs:
+            switched = SWITCHED.get(id(config))
+            if switched is not None:
+                switched.close(self)
+        # last: it sweeps
+        base = self.model.base_model
+        if not any(each.model.base_model is base for each in _blocks if not each.is_over):
+            remove_hook(base, _note_forward)
+
+
+# per process: blocks of which something may be switched
+_blocks: tuple[OpenBlock, ...] = ()
+
+
+@locked(_LOCK)
+def _opened(
+    model: PreTrainedModel, run: PrefillRun, holder: object, probe: Callable[[PrefillCall], Tensor] | None
+) -> OpenBlock:
+    global _blocks
+    configs = {id(each.config): each.config for each in model.modules() if isinstance(each, PreTrainedModel)}
+    configs[id(text_config(model))] = text_config(model)
+    block = OpenBlock(model, run, probe, Session.of(model), list(configs.values()), ref(holder))
+    try:
+        _blocks = (*_blocks, block)
+        block.switch()
+        return block
+    except BaseException:
+        block.closed = True
+        _give_back()
+        raise
+
+
+def sweep() -> bool:
+    """Undo what blocks switched that are over; False if there are none."""
+    return any(block.is_over for block in _blocks) and _give_back()
+
+
+@locked(_LOCK)
+def _give_back() -> bool:
+    global _blocks
+    over = [block for block in _blocks if block.is_over]
+    for block in over:
+        block.give_back()
+    _blocks = tuple(block for block in _blocks if block not in over)
+    return bool(over)
+
+
+def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Remove a forward hook, also one that an interrupt left without its handle."""
+    for number in [number for number, each in module._forward_hooks.items() if each is hook]:
+        module._forward_hooks_with_kwargs.pop(number, None)
+        del module._forward_hooks[number]
 
 
 def block_of(module: nn.Module) -> OpenBlock | None:
@@ -137,9 +206,14 @@ def latest(blocks: Sequence[OpenBlock]) -> OpenBlock:
     return next((block for block in reversed(blocks) if block in own), blocks[-1])
 
 
-def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _note_forward(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
     """Note a prefill that was not compiled. Module-level: models are pickled with their hooks."""
-    if is_traced() or _is_decoding((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))):
+    if is_traced():
+        return
+    sweep()
+    # without kwargs after an interrupt while the hook was added or removed
+    kwargs = kwargs_and_output[0] if len(kwargs_and_output) == 2 else {}
+    if _is_decoding((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))):
         return
     block = block_of(module)
     if block is not None:
@@ -159,7 +233,7 @@ class SwitchedConfig:
     name: str | None
     blocks: list[OpenBlock] = field(default_factory=list)
     options: Any = _ABSENT
-    written: Any = _ABSENT
+    written: tuple[Any, ...] = ()  # by blocks; two while one replaces the other
 
     @classmethod
     def of(cls, config: Any) -> SwitchedConfig:
@@ -170,20 +244,28 @@ class SwitchedConfig:
 
         Skips blocks whose method is a function. What others wrote inside a block, as `configure` does, becomes the config's own.
         """
-        now = getattr(self.config, CONFIG_KEY, _ABSENT)
-        if now is not self.written or now is _ABSENT:
-            self.options = now
+        if not self.holds_written():
+            self.options = getattr(self.config, CONFIG_KEY, _ABSENT)
         runs = [block.run for block in self.blocks if text_config(block.model) is self.config]
-        self.written = next((run.settings.to_dict() for run in reversed(runs) if not callable(run.settings.method)), _ABSENT)
-        wanted = self.options if self.written is _ABSENT else self.written
+        found = next((run.settings.to_dict() for run in reversed(runs) if not callable(run.settings.method)), _ABSENT)
+        wanted = self.options if found is _ABSENT else found
+        # noted before it is written
+        self.written = (*self.written, found)
         if wanted is not _ABSENT:
             setattr(self.config, CONFIG_KEY, wanted)
         elif hasattr(self.config, CONFIG_KEY):
             delattr(self.config, CONFIG_KEY)
+        self.written = (found,)
+
+    def holds_written(self) -> bool:
+        """True if the config holds options that a block wrote."""
+        now = getattr(self.config, CONFIG_KEY, _ABSENT)
+        return now is not _ABSENT and any(now is each for each in self.written)
 
     def close(self, block: OpenBlock) -> None:
         """Remove a block; the last one restores the config."""
-        self.blocks.remove(block)
+        if block in self.blocks:
+            self.blocks.remove(block)
         self.write_options()
         if not self.blocks:
             # the property would also set the name of all parts, where other blocks may be open
@@ -195,10 +277,17 @@ class SwitchedConfig:
 SWITCHED: dict[int, SwitchedConfig] = {}
 
 
+@locked(_LOCK)
 def configured(config: Any) -> PrefillSettings | None:
     """The config's own options, without those of open blocks."""
-    with _LOCK:
-        switched = SWITCHED.get(id(config))
-        if switched is None or getattr(config, CONFIG_KEY, _ABSENT) is not switched.written or switched.written is _ABSENT:
-            return saved_settings(config)
-        return None if switched.options is _ABSENT else PrefillSettings.from_dict(switched.options, CONFIG_KEY)
+    switched = SWITCHED.get(id(config))
+    if switched is None or not switched.holds_written():
+        return saved_settings(config)
+    return None if switched.options is _ABSENT else PrefillSettings.from_dict(switched.options, CONFIG_KEY)
+
+
+def own_name(config: Any) -> str | None:
+    """The attention implementation of a config without open blocks."""
+    switched = SWITCHED.get(id(config))
+    name: str | None = getattr(config, "_attn_implementation", None) if switched is None else switched.name
+    return name

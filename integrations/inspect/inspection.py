@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmask.base.checks import check_int
-from flexmask.integrations.huggingface.attention import register
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
+from flexmask.integrations.huggingface.registration import register
 from flexmask.integrations.inspect.heads import RULE, heads_by_rule, named_heads
 from flexmask.integrations.inspect.probe import HOW_TIMED, InspectionProbe, Progress, StageTimes, wait
 from flexmask.integrations.record import PrefillRun, RunSummary

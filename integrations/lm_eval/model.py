@@ -15,10 +15,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from flexmask.integrations.huggingface.attention import register
 from flexmask.integrations.huggingface.compat import check_servable, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened, warn_unreached
+from flexmask.integrations.huggingface.registration import register
 from flexmask.integrations.lm_eval.arguments import check_known, split_arguments
 from flexmask.integrations.lm_eval.batches import row_lengths, rows_alike
 from flexmask.integrations.lm_eval.densities import Densities

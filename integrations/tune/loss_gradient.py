@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from flexmask.integrations.huggingface.session import OpenBlock, remove_hook
 
 # tokens: their logits are the largest tensor of a long prompt
 MOST_SCORED = 4096
 
 
-def backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Callable[[], None]) -> None:
-    """Backpropagate the next-token loss of a prompt, (length,) integer, to tensors with `retain_grad`; weights get no gradient.
+def backward_through_loss(block: OpenBlock, prompt: Tensor, between: Callable[[], None]) -> None:
+    """Backpropagate the next-token loss of a prompt, (length,) integer, to tensors with `retain_grad`.
 
-    The loss is summed over T `scored_tokens` and divided by the root of T: for a change d of activations, ``(gradient . d)^2`` is
-    the squared change of the summed loss over T. `between` runs before the backward pass, in which checkpoints run parts of the
-    model again.
+    Weights of the block's model get no gradient until it ends. The loss is summed over T `scored_tokens` and divided by the root of
+    T: for a change d of activations, ``(gradient . d)^2`` is the squared change of the summed loss over T. `between` runs before
+    the backward pass, in which checkpoints run parts of the model again.
     """
     # callers may be in inference mode, whose tensors have no gradients
-    with torch.inference_mode(False):
-        _backward_through_loss(model, prompt.to(model.device).clone(), between)
+    with torch.inference_mode(False), torch.enable_grad():
+        _through_activations(block)
+        _backward_through_loss(block.model, prompt.to(block.model.device).clone(), between)
 
 
 def _backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Callable[[], None]) -> None:
     scored = scored_tokens(prompt)
-    with torch.enable_grad(), _through_activations(model):
-        logits = logits_of(model, prompt, scored)
-        loss = F.cross_entropy(logits.float(), prompt[scored + 1].to(logits.device), reduction="sum")
-        between()
-        (loss / len(scored) ** 0.5).backward()
+    logits = logits_of(model, prompt, scored)
+    loss = F.cross_entropy(logits.float(), prompt[scored + 1].to(logits.device), reduction="sum")
+    between()
+    (loss / len(scored) ** 0.5).backward()
 
 
 def scored_tokens(prompt: Tensor) -> Tensor:
@@ -53,16 +55,21 @@ def logits_of(model: PreTrainedModel, prompt: Tensor, tokens: Tensor) -> Tensor:
     return every[tokens.to(every.device)]
 
 
-@contextmanager
-def _through_activations(model: PreTrainedModel) -> Iterator[None]:
+def _through_activations(block: OpenBlock) -> None:
     """Gradients from the embeddings on, none for weights."""
-    with_gradient = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in with_gradient:
-        parameter.requires_grad_(False)
-    hook = model.get_input_embeddings().register_forward_hook(lambda module, given, out: out.requires_grad_())
-    try:
-        yield
-    finally:
-        hook.remove()
+    with_gradient = [parameter for parameter in block.model.parameters() if parameter.requires_grad]
+    embeddings = block.model.get_input_embeddings()
+
+    def begin(module: nn.Module, given: Any, out: Tensor) -> None:
+        out.requires_grad_()
+
+    def give_back() -> None:
+        remove_hook(embeddings, begin)
         for parameter in with_gradient:
             parameter.requires_grad_()
+
+    # noted before anything changes: an interrupt may come in between
+    block.undo.append(give_back)
+    for parameter in with_gradient:
+        parameter.requires_grad_(False)
+    embeddings.register_forward_hook(begin)

@@ -153,9 +153,9 @@ def _measure(
             if measured.complete[number]:
                 continue
             probe.begin(number)
-            with opened(model, run, probe):
+            with opened(model, run, probe) as block:
                 if gradient:
-                    backward_through_loss(model, prompt, probe.begin_backward)
+                    backward_through_loss(block, prompt, probe.begin_backward)
                 else:
                     with torch.no_grad():
                         model.base_model(input_ids=prompt[None].to(model.device), use_cache=False)

@@ -1,0 +1,185 @@
+"""What transformers calls by the name "flexmask": attention and masks, inside other libraries' wrappers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from flexmask._torch import is_traced
+from flexmask.base.checks import check_word
+from flexmask.integrations.huggingface.attention import attention
+from flexmask.integrations.huggingface.call import NAME
+from flexmask.integrations.huggingface.compat import check_release
+from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
+from flexmask.integrations.huggingface.model_config import process_settings
+from flexmask.integrations.huggingface.session import own_name, sweep
+from flexmask.integrations.huggingface.wrappers import around, attention_in, code_of, codes, home, is_attention
+from flexmask.settings import PrefillSettings, named_settings
+
+
+def register(
+    method: str | Callable[..., BlockMask] | None = None,
+    settings: PrefillSettings | str | Path | None = None,
+    *,
+    name: str = NAME,
+    **options: Any,
+) -> None:
+    """Register ``"flexmask"`` as a name for ``set_attn_implementation`` and ``from_pretrained(attn_implementation=...)``.
+
+    Outside of `sparse_prefill` a model with this name uses the options that `configure` wrote into its config, else the defaults.
+
+    Parameters
+    ----------
+    method, settings, options
+        As in `sparse_prefill`. They apply to every model of the process and override the models' configs, until the next call
+        that gives others. A `sparse_prefill` block with its own options overrides them. Default: none.
+    name
+        ``"flex_attention"`` also replaces that implementation for every model of the process, for programs that accept only known
+        names. Default ``"flexmask"``.
+
+    Raises
+    ------
+    ImportError
+        With a transformers older than 4.54 or newer than 5.24.
+    OSError, TypeError, ValueError
+        For unknown options, values out of range, or an invalid settings file.
+
+    Examples
+    --------
+    >>> register()
+    """
+    check_release()
+    check_word("name", name, (NAME, "flex_attention"))
+    found = named_settings(method, settings, **options) or process_settings()
+    for each in {NAME, name}:
+        known = AttentionMaskInterface().get(each)
+        # before attention, which would get no masks without
+        if known is None or home(known).startswith("transformers."):
+            AttentionMaskInterface.register(each, mask_entry)
+        _register(each, found)
+
+
+def _register(name: str, settings: PrefillSettings | None) -> None:
+    """Register attention with the settings of the process, inside the wrappers that other libraries put around the name."""
+    new: Any = functools.partial(attention_entry, process=settings)
+    known: Any = AttentionInterface().get(name)
+    ours = attention_in(known)
+    if known is None:
+        AttentionInterface.register(name, new)
+    elif ours is None:
+        _warn(known, f"stands for {name!r} in transformers and shows no attention function inside; options of register do not run")
+    elif not isinstance(ours, functools.partial):  # transformers'
+        AttentionInterface.register(name, around(known, new) or new)
+    elif ours.keywords["process"] is not settings:  # another partial would recompile compiled forwards
+        if ours is known:
+            AttentionInterface.register(name, new)
+        else:
+            ours.keywords["process"] = settings
+    # the object in which models look up names, and where other libraries put wrappers
+    local = ALL_ATTENTION_FUNCTIONS[name]
+    if attention_in(local) is not None and not isinstance(attention_in(local), functools.partial):
+        ALL_ATTENTION_FUNCTIONS[name] = around(local, AttentionInterface()[name])
+
+
+def attention_entry(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    dropout: float = 0.0,
+    process: PrefillSettings | None = None,  # noted by `register`
+    **kwargs: Any,
+) -> Any:
+    """`attention`, inside the wrappers that the model's own attention function has."""
+    # masks of ours are made after a sweep
+    config: Any = getattr(module, "config", None)
+    if not is_traced() and not isinstance(attention_mask, PrefillMask) and _gives_back(config):
+        function = _function_of(module, config._attn_implementation)
+    else:
+        function = _FUNCTIONS[_in_wrappers(module)]
+    return function(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+
+
+def mask_entry(*, config: Any = None, **arguments: Any) -> Any:
+    """`prefill_mask`, or the mask of the model's own attention if the block that had switched it is over."""
+    if not is_traced():
+        if _gives_back(config):
+            own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+            return None if own is None else own(config=config, **arguments)
+        _check_mask_function(config)
+    return prefill_mask(config=config, **arguments)
+
+
+def _gives_back(config: Any) -> bool:
+    """Close blocks that are over; True if that gives the model of a config its own attention."""
+    name = getattr(config, "_attn_implementation", None)
+    return sweep() and config is not None and config._attn_implementation != name
+
+
+def _function_of(module: nn.Module, name: str | None) -> Any:
+    """The attention function that the file of a model's layer calls by `name`."""
+    file = sys.modules.get(type(module).__module__)
+    functions = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    return functions.get(name, getattr(file, "eager_attention_forward", None))
+
+
+def _wrapped(module: nn.Module) -> int:
+    """Number of `attention` in the wrappers of the function that the model would call outside of blocks, else of SDPA's.
+
+    Leaves out wrappers that stand around the called function as well. Warns of what cannot be put around another function.
+    """
+    config = getattr(module, "config", None)
+    name, called = own_name(config), _function_of(module, getattr(config, "_attn_implementation", None))
+    own, sdpa = _function_of(module, name), _function_of(module, "sdpa")
+    key = (id(own), id(sdpa), id(called))
+    if key not in _found:
+        is_ours = isinstance(attention_in(own), functools.partial)
+        # libraries wrap what is registered, and a model's own eager attention is not
+        entries = [sdpa] if own is None or is_ours or (name == "eager" and is_attention(own)) else [own, sdpa]
+        wrapped = (around(entry, attention, codes(called)) for entry in entries)
+        inside = next((each for each in wrapped if each is not None), attention)
+        if name in _STOCK and around(entries[0], attention) is None:
+            _warn(entries[0], f"stands for {name!r} in transformers and cannot be put around flexmask's attention; it does not run")
+        number = 0 if inside is attention else len(_FUNCTIONS)
+        _FUNCTIONS[number] = inside
+        _found[key] = own, sdpa, called, number
+    return _found[key][3]
+
+
+_STOCK = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+_FUNCTIONS: dict[int, Any] = {0: attention}
+# by ids, with what has them: they would come again
+_found: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}
+# a number: torch.compile takes no function
+_in_wrappers: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_wrapped)
+
+
+def _check_mask_function(config: Any) -> None:
+    """Warn of another library's mask function, which runs in decoding only."""
+    name = own_name(config)
+    own, called = (ALL_MASK_ATTENTION_FUNCTIONS.get(each) for each in (name, getattr(config, "_attn_implementation", None)))
+    if name in _STOCK and not home(own).startswith(("transformers.", "flexmask.")) and code_of(own) != code_of(called):
+        _warn(own, f"makes masks for {name!r} in transformers; it does not run in a prefill")
+
+
+def _warn(function: Any, what: str) -> None:
+    """Once per function."""
+    if id(function) not in _warned:
+        _warned[id(function)] = function
+        title = f"{home(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+        warnings.warn(f"another library's {title} {what} under the name 'flexmask'", UserWarning, stacklevel=3)
+
+
+_warned: dict[int, Any] = {}

@@ -1,0 +1,176 @@
+"""Other libraries' wrappers around attention functions, and the same around flexmask's."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+Function = Callable[..., Any]
+# what a wrapper holds, by name, and the wrapper with other things in their place
+Held = tuple[dict[str, Any], Callable[[dict[str, Any]], Function]]
+
+
+def is_attention(function: Any) -> bool:
+    """True for an attention function of transformers or flexmask, without another library's wrapper."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, types.FunctionType) or not home(function).startswith(("transformers.", "flexmask.")):
+        return False
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and code.co_varnames[:4] == ("module", "query", "key", "value")
+
+
+def home(function: Any) -> str:
+    """The name of the module that defines a function, or the class of an object. functools.wraps changes ``__module__`` only."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    known = getattr(function, "__globals__", None)
+    return str(type(function).__module__ if known is None else known.get("__name__"))
+
+
+def attention_in(entry: Any) -> Function | None:
+    """The attention function that `entry` is or wraps; None if none is found."""
+    return next((each for each in _chain(entry) if is_attention(each)), None)
+
+
+def codes(entry: Any) -> set[Any]:
+    """The wrappers of an entry, as `code_of` names them."""
+    return {code_of(each) for each in _chain(entry) if not is_attention(each)}
+
+
+def around(entry: Any, inner: Function, without: Collection[Any] = ()) -> Function | None:
+    """`entry` with `inner` in place of the attention function that it wraps; None if none is found.
+
+    The state of the wrappers, as counters, is shared with `entry`. Wrappers whose `code_of` is in `without` are left out.
+    """
+    if is_attention(entry):
+        return inner
+    held = _held(entry, {id(entry)})
+    if held is None:
+        return None
+    values, rebuilt = held
+    replaced = {name: around(value, inner, without) for name, value in values.items()}
+    return next(iter(replaced.values())) if code_of(entry) in without else rebuilt(replaced)
+
+
+def code_of(wrapper: Any) -> Any:
+    """What the same wrapper around another function has in common with it."""
+    if isinstance(wrapper, functools.partial):
+        return code_of(wrapper.func)
+    function = wrapper if isinstance(wrapper, (types.FunctionType, types.MethodType)) else type(wrapper).__call__
+    return getattr(function, "__code__", type(wrapper))
+
+
+def _chain(entry: Any) -> Iterator[Any]:
+    """The entry, what it wraps, and so on; nothing after what wraps nothing."""
+    yield entry
+    held = None if is_attention(entry) else _held(entry, {id(entry)})
+    if held is not None:
+        yield from _chain(next(iter(held[0].values())))
+
+
+def _held(wrapper: Any, seen: set[int]) -> Held | None:
+    """What of `wrapper` is or leads to an attention function."""
+    for values, rebuilt in _parts(wrapper):
+        found = {}
+        for name, value in values.items():
+            if is_attention(value):
+                found[name] = value
+            elif callable(value) and id(value) not in seen and not isinstance(value, type):
+                seen.add(id(value))
+                if _held(value, seen) is not None:
+                    found[name] = value
+        if found:
+            return found, rebuilt
+    return None
+
+
+def _parts(wrapper: Any) -> Iterator[Held]:
+    """Where a wrapper may hold the function that it wraps."""
+    if isinstance(wrapper, types.FunctionType):
+        yield _contents(wrapper), functools.partial(_with_contents, wrapper)
+        if not _assigns_globals(wrapper.__code__):
+            yield _globals(wrapper), functools.partial(_with_globals, wrapper)
+    elif isinstance(wrapper, functools.partial):
+        yield {"": wrapper.func}, lambda new: functools.partial(new[""], *wrapper.args, **wrapper.keywords)
+        yield wrapper.keywords, lambda new: functools.partial(wrapper.func, *wrapper.args, **{**wrapper.keywords, **new})
+        given = {str(number): value for number, value in enumerate(wrapper.args)}
+        yield given, lambda new: functools.partial(wrapper.func, *{**given, **new}.values(), **wrapper.keywords)
+    elif isinstance(wrapper, types.MethodType):
+        owner = wrapper.__self__
+        yield _attributes(owner), lambda new: types.MethodType(wrapper.__func__, _with_attributes(owner, new))
+        yield {"": wrapper.__func__}, lambda new: types.MethodType(new[""], owner)
+    else:
+        yield _attributes(wrapper), lambda new: _with_attributes(wrapper, new)
+        yield {"__call__": getattr(type(wrapper), "__call__", None)}, lambda new: _object(wrapper, new)
+
+
+def _contents(function: types.FunctionType) -> dict[str, Any]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    return found
+
+
+def _globals(function: types.FunctionType) -> dict[str, Any]:
+    """Functions that may be called with an attention call's arguments."""
+    known = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    return {name: value for name, value in known.items() if _takes_calls(value)}
+
+
+def _takes_calls(function: Any) -> bool:
+    if not isinstance(function, types.FunctionType):
+        return True
+    code = function.__code__
+    return code.co_varnames[:1] == ("module",) or (code.co_argcount == 0 and bool(code.co_flags & inspect.CO_VARARGS))
+
+
+def _assigns_globals(code: types.CodeType) -> bool:
+    inner = any(_assigns_globals(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return inner or any(each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for each in dis.get_instructions(code))
+
+
+def _with_contents(function: types.FunctionType, new: dict[str, Any]) -> Function:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closure = tuple(types.CellType(new[name]) if name in new else cell for name, cell in cells)
+    return _function(function, function.__globals__, closure)
+
+
+def _with_globals(function: types.FunctionType, new: dict[str, Any]) -> Function:
+    # made anew for every call: the globals may change
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _function(function, {**function.__globals__, **new}, function.__closure__)(*args, **kwargs)
+
+    return call
+
+
+def _function(function: types.FunctionType, known: dict[str, Any], closure: Any) -> Function:
+    made = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    return getattr(owner, "__dict__", {})
+
+
+def _with_attributes(owner: Any, new: dict[str, Any]) -> Any:
+    return _object(owner, {name: property(_constant(value)) for name, value in new.items()})
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    return lambda self: value
+
+
+def _object(owner: Any, members: dict[str, Any]) -> Any:
+    """An object with the state of `owner` and other members of its class."""
+    made: Any = object.__new__(type(type(owner).__name__, (type(owner),), members))
+    object.__setattr__(made, "__dict__", _attributes(owner))
+    return made

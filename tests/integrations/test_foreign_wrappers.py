@@ -1,0 +1,308 @@
+"""Other libraries' wrappers around attention and mask functions, as kvpress installs when it is imported."""
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import flexmask.integrations.huggingface as flexmask_hf
+from tests.integrations.cells import dynamic_cache
+from tests.integrations.common import KEEP_ALL, MARKS, SPARSE
+
+pytestmark = [*MARKS, pytest.mark.usefixtures("_fresh_process")]
+
+CALLS: list[tuple[int, int]] = []  # layer and rows
+_original: Any = None
+_originals: dict[str, Any] = {}
+
+
+@pytest.fixture
+def _fresh_process():
+    """The registered functions as in a process that has imported neither library, and back."""
+    mappings = [ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_MASK_ATTENTION_FUNCTIONS._local_mapping]
+    mappings += [AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping]
+    before = [dict(each) for each in mappings]
+    for each in mappings:
+        each.pop("flexmask", None)
+    CALLS.clear()
+    yield
+    for mapping, functions in zip(mappings, before, strict=True):
+        mapping.clear()
+        mapping.update(functions)
+
+
+def with_less_value(module, query, value):
+    """What a wrapper does: keyed on an attribute of the layer, as kvpress's."""
+    CALLS.append((module.layer_idx, query.shape[2]))
+    return value * getattr(module, "value_share", 1.0)
+
+
+def closure(function):
+    def wrapper(module, query, key, value, attention_mask, dropout, **kwargs):
+        return function(module, query, key, with_less_value(module, query, value), attention_mask, dropout, **kwargs)
+
+    return wrapper
+
+
+def of_any_arguments(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        module, query, key, value, *rest = args
+        return function(module, query, key, with_less_value(module, query, value), *rest, **kwargs)
+
+    return wrapper
+
+
+def twice(function):
+    return of_any_arguments(quiet(function))
+
+
+def quiet(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def by_name(function):
+    global _original
+    _original = function
+    return _by_name
+
+
+def _by_name(module, query, key, value, attention_mask, **kwargs):
+    return _original(module, query, key, with_less_value(module, query, value), attention_mask, **kwargs)
+
+
+class Wrapper:
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, module, query, key, value, attention_mask, **kwargs):
+        self.calls += 1
+        return self.run(module, query, key, value, attention_mask, **kwargs)
+
+    def run(self, module, query, key, value, attention_mask, **kwargs):
+        return self.function(module, query, key, with_less_value(module, query, value), attention_mask, **kwargs)
+
+
+def _given(function, module, query, key, value, *args, **kwargs):
+    return function(module, query, key, with_less_value(module, query, value), *args, **kwargs)
+
+
+SHAPES = {
+    "closure": closure,
+    "any arguments": of_any_arguments,
+    "two": twice,
+    "global": by_name,
+    "object": Wrapper,
+    "method": lambda function: Wrapper(function).run,
+    "partial": lambda function: functools.partial(_given, function),
+}
+
+
+def in_models(wrap, names=None):
+    for name, function in ALL_ATTENTION_FUNCTIONS.items():
+        if names is None or name in names:
+            ALL_ATTENTION_FUNCTIONS[name] = wrap(function)
+
+
+def for_all(wrap):
+    AttentionInterface.register("sdpa", wrap(AttentionInterface()["sdpa"]))
+    if "flexmask" in AttentionInterface():
+        AttentionInterface.register("flexmask", wrap(AttentionInterface()["flexmask"]))
+
+
+PLACES = {
+    "every name": in_models,
+    "SDPA": lambda wrap: in_models(wrap, ["sdpa"]),
+    "registered": for_all,
+}
+
+
+def two_steps(model, tokens):
+    """Logits of a prompt and of a token after it."""
+    cache = dynamic_cache(model)
+    return torch.cat([model(each, past_key_values=cache).logits for each in (tokens[:, :40], tokens[:, 40:41])], 1)
+
+
+def set_shares(model):
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.value_share = 0.5 + number
+
+
+def in_a_block(model, tokens):
+    with flexmask_hf.sparse_prefill(model):
+        return two_steps(model, tokens)
+
+
+def enter(model, **options):
+    with flexmask_hf.sparse_prefill(model, **options):
+        pass
+
+
+@pytest.mark.parametrize("order", ["theirs first", "ours first", "a block first", "in a block"])
+@pytest.mark.parametrize(
+    ("shape", "place"),
+    [*((each, "SDPA" if each == "global" else "every name") for each in SHAPES), ("closure", "SDPA"), ("object", "registered")],
+)
+def test_a_wrapper_runs_once_in_every_layer(model, tokens, shape, place, order):
+    expected = two_steps(model, tokens)
+    install = functools.partial(PLACES[place], SHAPES[shape])
+    if order == "ours first":
+        flexmask_hf.register()
+    elif order == "a block first":
+        enter(model)
+    if order == "in a block":
+        with flexmask_hf.sparse_prefill(model):
+            install()
+    else:
+        install()
+    for _ in range(2):
+        with flexmask_hf.sparse_prefill(model) as run:
+            assert (two_steps(model, tokens) - expected).abs().max() < 1e-4
+        assert len(run.stats) == 2
+    set_shares(model)
+    expected_with = two_steps(model, tokens)
+    CALLS.clear()
+    with flexmask_hf.sparse_prefill(model):
+        found = two_steps(model, tokens)
+    assert (expected_with - expected).abs().max() > 1e-2
+    assert (found - expected_with).abs().max() < 1e-4
+    assert CALLS == [(0, 40), (1, 40), (0, 1), (1, 1)]
+
+
+def test_objects_keep_their_state(model, tokens):
+    in_models(Wrapper, ["sdpa"])
+    with flexmask_hf.sparse_prefill(model):
+        two_steps(model, tokens)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"].calls == 4
+
+
+def test_wrappers_from_before_and_after(model, tokens):
+    in_models(closure)
+    flexmask_hf.register()
+    in_models(of_any_arguments)
+    with flexmask_hf.sparse_prefill(model):
+        two_steps(model, tokens)
+    assert CALLS == [(layer, rows) for rows in (40, 1) for layer in (0, 1) for _ in range(2)]
+
+
+@pytest.mark.attention
+def test_a_wrapper_runs_around_a_sparse_prefill(model, tokens):
+    in_models(closure)
+    with flexmask_hf.sparse_prefill(model, **SPARSE) as run:
+        plain = model(tokens).logits
+    set_shares(model)
+    expected = model(tokens).logits
+    with flexmask_hf.sparse_prefill(model, **KEEP_ALL):
+        assert (model(tokens).logits - expected).abs().max() < 1e-4
+    with flexmask_hf.sparse_prefill(model, **SPARSE) as run:
+        assert (model(tokens).logits - plain).abs().max() > 1e-2
+    assert run.summary().density < 0.9
+
+
+def test_a_wrapper_runs_in_a_compiled_forward(model, tokens):
+    in_models(closure)
+    set_shares(model)
+    expected = model(tokens[:, :40]).logits
+    with flexmask_hf.sparse_prefill(model):
+        found = torch.compile(model, backend="eager")(tokens[:, :40]).logits
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_a_wrapper_runs_without_a_block(model, tokens):
+    in_models(closure)
+    set_shares(model)
+    expected = two_steps(model, tokens)
+    flexmask_hf.register(dense_below=1000)
+    model.set_attn_implementation("flexmask")
+    assert (two_steps(model, tokens) - expected).abs().max() < 1e-4
+
+
+def test_a_wrapper_runs_behind_another_name(model, tokens):
+    model.set_attn_implementation("flex_attention")
+    in_models(closure)
+    flexmask_hf.register(name="flex_attention", dense_below=1000)
+    flexmask_hf.register(name="flex_attention", dense_below=2000)
+    with flexmask_hf.sparse_prefill(model) as run:
+        two_steps(model, tokens)
+    two_steps(model, tokens)
+    assert run.settings.run_options.policy.dense_below == 2000
+    assert CALLS == 2 * [(0, 40), (1, 40), (0, 1), (1, 1)]
+
+
+def test_wrappers_of_another_name_do_not_run(model, tokens):
+    in_models(closure, ["sdpa"])
+    model.set_attn_implementation("flex_attention")
+    with flexmask_hf.sparse_prefill(model):
+        two_steps(model, tokens)
+    assert not CALLS
+
+
+@pytest.mark.parametrize("wrapped", [of_any_arguments, closure])
+def test_settings_of_the_process_reach_a_wrapped_name(model, wrapped):
+    flexmask_hf.register(gamma=0.5)
+    around = wrapped(AttentionInterface()["flexmask"])
+    AttentionInterface.register("flexmask", around)
+    flexmask_hf.register(gamma=0.6)
+    with flexmask_hf.sparse_prefill(model) as run:
+        assert run.settings.options == {"gamma": 0.6}
+    assert ALL_ATTENTION_FUNCTIONS["flexmask"] is AttentionInterface()["flexmask"] is around
+
+
+def test_what_cannot_be_wrapped_around_is_named_once(model, tokens):
+    expected = two_steps(model, tokens)
+
+    def hidden(module, *args, **kwargs):
+        CALLS.append((module.layer_idx, 0))
+        return _originals["sdpa"](module, *args, **kwargs)
+
+    _originals["sdpa"] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = hidden
+    with pytest.warns(UserWarning, match=r"test_foreign_wrappers\..*hidden stands for 'sdpa'"):
+        found = in_a_block(model, tokens)
+    assert (found - expected).abs().max() < 1e-4
+    assert torch.equal(in_a_block(model, tokens), found)
+    assert not CALLS
+
+
+def test_an_implementation_of_the_users_is_replaced_in_silence(model, tokens):
+    def own(module, query, key, value, attention_mask, **kwargs):
+        raise AssertionError
+
+    AttentionInterface.register("own", own)
+    AttentionMaskInterface.register("own", sdpa_mask)
+    model.set_attn_implementation("own")
+    with flexmask_hf.sparse_prefill(model):
+        two_steps(model, tokens)
+
+
+def test_another_mask_function_runs_in_decoding_and_is_named(model, tokens):
+    rows = []
+
+    def noted(**arguments):
+        rows.append(arguments.get("q_length"))
+        return sdpa_mask(**arguments)
+
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = noted
+    with pytest.warns(UserWarning, match="noted makes masks for 'sdpa'"):
+        in_a_block(model, tokens)
+    in_a_block(model, tokens)
+    assert len(rows) == 2
+
+
+def test_nothing_is_said_without_wrappers(model, tokens):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enter(model)
+        with flexmask_hf.sparse_prefill(model):
+            two_steps(model, tokens)
