@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 
 from flexmask.base.autocast import autocast_is_on
+from flexmask.locked import locked
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -20,12 +22,15 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext()
 
 
-class _Tf32:
-    """The number of open `without_tf32` blocks in this process, and the setting that the last of them restores."""
+class _Block:
+    """An open `without_tf32`. An interrupt before it closes leaves none."""
 
-    lock = threading.Lock()
-    open_blocks = 0
-    restored: Any = None
+    is_open = True
+
+
+_LOCK = threading.RLock()
+_blocks: tuple[weakref.ref[_Block], ...] = ()  # per process
+_restored: tuple[Any] | None = None  # while TF32 is off for them: the program's setting, or None if that was off too
 
 
 @contextlib.contextmanager
@@ -35,22 +40,33 @@ def without_tf32() -> Iterator[None]:
     The setting belongs to the process: of overlapping blocks the first switches TF32 off, the last restores it.
     Other threads run at full precision meanwhile, and may switch TF32 on again.
     """
+    block = _Block()
+    try:
+        _settle(weakref.ref(block))
+        yield
+    finally:
+        block.is_open = False
+        _settle()
+
+
+@locked(_LOCK)
+def _settle(*opened: weakref.ref[_Block]) -> None:
+    """Switch TF32 off while blocks are open, else back; complete what an interrupted call left undone."""
+    global _blocks, _restored
     matmul = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")
     name, off = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
-    with _Tf32.lock:
-        if _Tf32.open_blocks == 0:
+    _blocks = tuple(each for each in (*_blocks, *opened) if (block := each()) is not None and block.is_open)
+    if _blocks:
+        if _restored is None:
             before = getattr(matmul, name)
             # may be inherited
             inherited = newer and getattr(torch.backends, name, None) == before
-            _Tf32.restored = None if before not in (True, "tf32") else "none" if inherited else before
-        if _Tf32.restored is not None:
+            # noted before it changes
+            _restored = (None if before not in (True, "tf32") else "none" if inherited else before,)
+        if _restored[0] is not None:
             setattr(matmul, name, off)
-        _Tf32.open_blocks += 1
-    try:
-        yield
-    finally:
-        with _Tf32.lock:
-            _Tf32.open_blocks -= 1
-            if _Tf32.open_blocks == 0 and _Tf32.restored is not None:
-                setattr(matmul, name, _Tf32.restored)
+    elif _restored is not None:
+        if _restored[0] is not None:
+            setattr(matmul, name, _restored[0])
+        _restored = None

@@ -17,6 +17,7 @@ from tests.comparisons import assert_same_stats
 from tests.compile_support import assert_same_lists, cut
 from tests.compile_support import counting as counting
 from tests.compile_support import fresh_compiler as fresh_compiler
+from tests.interrupts import in_another_thread, interrupted
 
 
 @contextlib.contextmanager
@@ -178,3 +179,20 @@ def test_tf32_stays_off_while_any_thread_needs_it_off(matmul_precision):
     with pytest.raises(KeyError), without_tf32(), without_tf32():
         raise KeyError
     assert matmul_precision.is_tf32()
+
+
+@pytest.mark.parametrize("then", ["the next block", "another thread"])
+def test_tf32_comes_back_after_an_interrupt_at_any_line(matmul_precision, then):
+    """At the latest when the next block ends."""
+
+    def block():
+        with without_tf32():
+            assert not matmul_precision.is_tf32()
+
+    matmul_precision.use_tf32()
+    left = 0
+    for place in interrupted(block, ("precision.py", "locked.py")):
+        left += not matmul_precision.is_tf32()
+        (in_another_thread if then == "another thread" else lambda work: work())(block)
+        assert matmul_precision.is_tf32(), place
+    assert left
