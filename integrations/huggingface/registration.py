@@ -78,7 +78,9 @@ def _register(name: str, settings: PrefillSettings | None) -> None:
     if known is None:
         AttentionInterface.register(name, new)
     elif ours is None:
-        _warn(known, f"stands for {name!r} in transformers and shows no attention function inside; options of register do not run")
+        _warn(
+            known, f"stands for {name!r} in transformers and shows no attention function inside; options of register do not run"
+        )
     elif not isinstance(ours, functools.partial):  # transformers'
         AttentionInterface.register(name, around(known, new) or new)
     elif ours.keywords["process"] is not settings:  # another partial would recompile compiled forwards
@@ -151,7 +153,9 @@ def _wrapped(module: nn.Module) -> int:
         wrapped = (around(entry, attention, codes(called)) for entry in entries)
         inside = next((each for each in wrapped if each is not None), attention)
         if name in _STOCK and around(entries[0], attention) is None:
-            _warn(entries[0], f"stands for {name!r} in transformers and cannot be put around flexmask's attention; it does not run")
+            _warn(
+                entries[0], f"stands for {name!r} in transformers and cannot be put around flexmask's attention; it does not run"
+            )
         number = 0 if inside is attention else len(_FUNCTIONS)
         _FUNCTIONS[number] = inside
         _found[key] = own, sdpa, called, number

@@ -1,7 +1,7 @@
 """The blocks that a model has open, each with a run, and what they switch in its configs.
 
 An interrupt may come between any two lines. So every block is listed before it changes anything, and dropped from the list after
-its last change is undone. `sweep` undoes what blocks switched that are over: closed ones, and those whose `with` statement is gone.
+its last change is undone. `sweep` undoes what blocks switched that are over: closed, or without their `with` statement.
 """
 
 from __future__ import annotations
@@ -154,9 +154,7 @@ _blocks: tuple[OpenBlock, ...] = ()
 
 
 @locked(_LOCK)
-def _opened(
-    model: PreTrainedModel, run: PrefillRun, holder: object, probe: Callable[[PrefillCall], Tensor] | None
-) -> OpenBlock:
+def _opened(model: PreTrainedModel, run: PrefillRun, holder: object, probe: Callable[[PrefillCall], Tensor] | None) -> OpenBlock:
     global _blocks
     configs = {id(each.config): each.config for each in model.modules() if isinstance(each, PreTrainedModel)}
     configs[id(text_config(model))] = text_config(model)

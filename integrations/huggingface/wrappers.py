@@ -106,7 +106,8 @@ def _parts(wrapper: Any) -> Iterator[Held]:
         yield {"": wrapper.__func__}, lambda new: types.MethodType(new[""], owner)
     else:
         yield _attributes(wrapper), lambda new: _with_attributes(wrapper, new)
-        yield {"__call__": getattr(type(wrapper), "__call__", None)}, lambda new: _object(wrapper, new)
+        # the function, not whether there is one
+        yield {"__call__": getattr(type(wrapper), "__call__", None)}, lambda new: _object(wrapper, new)  # noqa: B004
 
 
 def _contents(function: types.FunctionType) -> dict[str, Any]:
