@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.selection import BlockLists
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import kernel, next_power_of_2
 from flexmask.kernels.pattern import Lines
 from flexmask.kernels.vertical_slash import RepresentativeMass
 from flexmask.kernels.visibility import row_edges, sees
@@ -171,6 +170,6 @@ def kept_blocks(
         kv_len if window is None else window,
         BLOCK_SIZE=block_size, HAS_WINDOW=window is not None, HAS_CODES=codes is not None,
         GATED=blocks is not None and blocks.gated, HAS_ACTIVE=active is not None, HAS_LAST_ROWS=last_rows is not None,
-        PADDED_SIZE=triton.next_power_of_2(block_size), WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,
+        PADDED_SIZE=next_power_of_2(block_size), WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,
     )  # fmt: skip
     return BlockLists(partial_count, partial_indices, full_count, full_indices), keep

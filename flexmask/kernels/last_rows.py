@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.block_lists import MOST_BLOCKS
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.pattern import Lines
 from flexmask.kernels.vertical_slash import (
     LINES_PER_PROGRAM,
@@ -79,11 +78,11 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
     _, keys_stride, _, keys_stride_batch = edges.strides
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family in range(2):
-        _line_kernel[(triton.cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
+        _line_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
             last.sums.blocks, last.norms.base, last.norms.factor, last.rows, edges.keys, thresholds, kept,
             1 + block_size if last.rows.shape[0] > 1 else 0, keys_stride, keys_stride_batch, thresholds.shape[1] * num_heads,
             0 if shared else num_heads, batch * num_heads * blocks, num_heads, blocks, min(near, MOST_BLOCKS),
-            OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=triton.next_power_of_2(block_size),
+            OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size),
             TILE=LINES_PER_PROGRAM,
         )  # fmt: skip
     return Lines(kept)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.scores import soft_capped
 from flexmask.kernels.top_p import keep_top_p
 from flexmask.kernels.vertical_slash import RepresentativeMass, line_mass
@@ -94,11 +94,11 @@ def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> 
     batch, num_heads, _, head_dim = query.shape
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
     estimate = key_means.new_empty((batch, num_heads, blocks))
-    _estimate_kernel[(triton.cdiv(blocks, 32), batch * num_heads)](
+    _estimate_kernel[(cdiv(blocks, 32), batch * num_heads)](
         query, key_means, rows, edges.keys, estimate, 1 + block_size if rows.shape[0] > 1 else 0, edges.strides[3],
         *query.stride(), num_heads, blocks,
         kv_len if window is None else min(window, kv_len),
-        HEAD_DIM=head_dim, PADDED_DIM=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         ROWS=min(64, block_size & -block_size), GROUPS=num_heads // num_kv_heads, TILE=32,
     )  # fmt: skip
     return estimate
@@ -219,7 +219,7 @@ def pattern_and_lines(
         is_query_aware, distance, kept, 1 + block_size if rows.shape[0] > 1 else 0, keys_stride, keys_stride_batch,
         heads, num_heads, blocks, blocks + 1 if cap is None else cap, floor, inputs.scale,
         1.0 if inputs.softcap is None else inputs.softcap,
-        HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=triton.next_power_of_2(block_size), TILE=64,
+        HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=64,
         num_warps=8,
     )  # fmt: skip
     return Pattern(is_query_aware, distance, Lines(kept))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.visibility import num_blocks
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import kernel, next_power_of_2
 
 # bits of a float32 that the dtype has too
 _FIRST_DIGITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
@@ -124,7 +123,7 @@ def _launch(problem: BlockProblem, x: Tensor, means: Tensor, wanted: Tensor | No
     _means_kernel[(blocks, batch * heads)](
         x, edges.rows if mask is None else mask, edges.rows, means if wanted is None else wanted, means, *x.stride(),
         rows_stride, rows_stride_batch, heads, length, inputs.query.shape[2], inputs.key.shape[2], blocks,
-        HEAD_DIM=head_dim, PADDED_DIM=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TILE=min(32, block_size & -block_size), PADDED=mask is not None, OF_ROWS=x is inputs.query, HAS_WANTED=wanted is not None,
         SPLIT=means.dtype != torch.float32, FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1), num_warps=1,
     )  # fmt: skip

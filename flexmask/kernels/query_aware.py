@@ -10,7 +10,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.kernels.block_lists import Blocks
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.pooling import query_means
 from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
 from flexmask.kernels.scores import soft_capped
@@ -144,8 +144,8 @@ def pooled_map(
     batch, num_heads, num_q_blocks, head_dim = q_means.shape
     num_kv_heads, num_kv_blocks = k_means.shape[1], k_means.shape[2]
     values = q_means.new_empty((batch, num_heads, num_q_blocks, num_kv_blocks))
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
-    _pooled_map_kernel[(triton.cdiv(num_q_blocks, _ROWS), batch * num_heads)](
+    padded_dim = max(16, next_power_of_2(head_dim))
+    _pooled_map_kernel[(cdiv(num_q_blocks, _ROWS), batch * num_heads)](
         q_means, k_means, active, edges.rows, edges.keys, values, *edges.strides, num_heads, num_q_blocks, num_kv_blocks, kv_len,
         kv_len if window is None else min(window, kv_len), scale, 1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, GROUPS=num_heads // num_kv_heads, ROWS=_ROWS,

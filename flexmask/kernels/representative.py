@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import num_blocks
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.scores import soft_capped
 
 BLOCKS_PER_PROGRAM = 16
@@ -189,9 +188,9 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, block_size: int) -> BlockS
     tile = min(128 if head_dim <= 128 and query.dtype != torch.float32 else 32, block_size & -block_size)
     groups = num_heads // num_kv_heads
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
-    num_chunks = triton.cdiv(blocks, BLOCKS_PER_PROGRAM)
+    num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)
     chunks = query.new_empty(batch * num_heads * num_chunks * block_size * 2, dtype=torch.float32)
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    padded_dim = max(16, next_power_of_2(head_dim))
     grid = (groups * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
         query, key, rows, rows if mask is None else mask, sums, chunks,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.block_lists import Blocks
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.pooling import split_key_means
 from flexmask.kernels.scores import soft_capped
 
@@ -249,17 +249,17 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
     num_kv_heads, num_kv_blocks = means.shape[1:3]
     num_q_blocks, groups = edges.rows.shape[2], num_heads // num_kv_heads
     kv_len = inputs.key.shape[2]
-    samples = triton.next_power_of_2(block_size // evidence.row_stride)
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    samples = next_power_of_2(block_size // evidence.row_stride)
+    padded_dim = max(16, next_power_of_2(head_dim))
     # as many rows as fit into shared memory
     most = min(_ROWS, _QUERY_BYTES // (padded_dim * query.element_size()))
-    heads = min(triton.next_power_of_2(groups), max(1, most // samples))
+    heads = min(next_power_of_2(groups), max(1, most // samples))
     q_blocks = max(1, min(_Q_BLOCKS, most // (samples * heads)))
     rows = max(samples, 16 // (heads * q_blocks))
     halves = means.shape[3]
     stages = 3 if _COLUMNS * halves * padded_dim * query.element_size() <= _TILE_BYTES else 2
     any_tensor = edges.rows  # for arguments that a variant does not read
-    _evidence_kernel[(triton.cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * triton.cdiv(groups, heads))](
+    _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(groups, heads))](
         query, means, any_tensor if mask is None else mask, edges.rows, edges.keys,
         written.get("thresholds", any_tensor), written.get("codes", any_tensor), written.get("keep", any_tensor),
         written.get("held", any_tensor), *query.stride(), *edges.strides,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.thresholds import ThresholdRule, Thresholds
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import cdiv, kernel
 
 _Q_BLOCKS = 128
 
@@ -84,7 +84,7 @@ def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thr
     _, batch, num_q_blocks = edges.rows.shape
     rows_stride, _, rows_stride_batch, _ = edges.strides
     lines, rows = gamma.new_empty((2, batch, num_heads)), gamma.new_empty((batch, num_heads, num_q_blocks))
-    _thresholds_kernel[(triton.cdiv(num_q_blocks, _Q_BLOCKS), num_heads, batch)](
+    _thresholds_kernel[(cdiv(num_q_blocks, _Q_BLOCKS), num_heads, batch)](
         gamma, edges.rows, lines, rows, rows_stride, rows_stride_batch, num_heads, num_q_blocks, *rule,
         TILE=_Q_BLOCKS, num_warps=2,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.representative import BLOCKS_PER_PROGRAM, BlockSums, block_sums
 from flexmask.kernels.visibility import WHICH, PackedEdges
 
@@ -46,7 +46,7 @@ def _row_norms_kernel(chunks, base, factor, num_chunks, ROWS: tl.constexpr, TILE
 
 def row_norms(sums: BlockSums) -> RowNorms:
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
-    num_chunks = triton.cdiv(blocks, BLOCKS_PER_PROGRAM)
+    num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)
     base, factor = (sums.chunks.new_empty((batch, num_heads, block_size)) for _ in range(2))
     _row_norms_kernel[(block_size // 16, batch * num_heads)](
         sums.chunks, base, factor, num_chunks, ROWS=16, TILE=32, BLOCK_SIZE=block_size
@@ -176,10 +176,10 @@ def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     _, keys_stride, _, keys_stride_batch = edges.strides
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
-    _lines_kernel[(triton.cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
+    _lines_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
         sums.blocks, norms.base, norms.factor, rows, edges.keys, lines, 1 + block_size if rows.shape[0] > 1 else 0,
         keys_stride, keys_stride_batch, num_heads, blocks, batch * num_heads * blocks,
-        BLOCK_SIZE=block_size, PADDED_SIZE=triton.next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
+        BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
     )  # fmt: skip
     return lines
 

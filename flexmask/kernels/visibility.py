@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import num_blocks
-from flexmask.kernels.launch import kernel
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 
 _BLOCKS = 16  # of a program
 _LINES = 128  # at a time
@@ -57,8 +57,8 @@ def edges_of(inputs: AttentionInputs, block_size: int) -> PackedEdges:
     )
     mask = None if mask is None else mask.contiguous()
     most = max(q_blocks, kv_blocks)
-    padded_size = triton.next_power_of_2(block_size)
-    _edges_kernel[(triton.cdiv(most, _BLOCKS) + 1, batch)](
+    padded_size = next_power_of_2(block_size)
+    _edges_kernel[(cdiv(most, _BLOCKS) + 1, batch)](
         rows if mask is None else mask, rows if offset is None else offset, rows, keys, last_rows, q_len, kv_len, q_blocks,
         kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None, BLOCK_SIZE=block_size, PADDED_SIZE=padded_size,
         BLOCKS=_BLOCKS, ROWS=_ROWS,
