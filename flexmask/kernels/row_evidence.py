@@ -239,7 +239,8 @@ def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> 
     held = evidence.means.new_empty(keep.shape[:3], dtype=torch.float32)
     _launch(problem, evidence, keep=keep, held=held)
     has_rows = held != -1
-    return torch.where(has_rows, held, 0.0).sum(-1) / has_rows.sum(-1).clamp(min=1)
+    covered = torch.where(has_rows, held, 0.0).sum(-1) / has_rows.sum(-1)
+    return torch.where(problem.tokens.row_valid.any(-1, keepdim=True), covered, 0.0)
 
 
 def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0, **written: Tensor) -> None:

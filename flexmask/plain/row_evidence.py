@@ -55,6 +55,10 @@ def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor,
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> Tensor:
-    """Evidence that the kept blocks hold, mean over the query blocks with rows, (batch, num_heads) float32; 0 without any."""
-    with_evidence = (evidence.mean.sum(-1) != 0).sum(-1).clamp(min=1)
-    return torch.where(keep, evidence.mean, 0.0).sum((-2, -1)) / with_evidence
+    """Evidence that the kept blocks hold, mean over the query blocks with sampled rows, (batch, num_heads) float32.
+
+    0 for a batch row without rows; NaN if it has some and none is sampled.
+    """
+    with_evidence = (evidence.mean.sum(-1) != 0).sum(-1)
+    covered = torch.where(keep, evidence.mean, 0.0).sum((-2, -1)) / with_evidence
+    return torch.where(problem.tokens.row_valid.any(-1, keepdim=True), covered, 0.0)

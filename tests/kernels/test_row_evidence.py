@@ -110,13 +110,16 @@ def test_coverage_of_a_head_with_nan_is_nan():
         assert covered[0, 1].isnan()
 
 
-def test_coverage_of_a_batch_row_that_is_all_padding_is_0():
-    query, key = normal(2, 2, 100, 32), normal(2, 1, 100, 32, seed=1)
-    tokens = torch.ones(2, 100, dtype=torch.bool, device=DEVICE)
-    tokens[1] = False
+def test_coverage_of_batch_rows_without_sampled_rows():
+    """0 if all is padding, NaN if the few tokens are not among the sampled rows."""
+    query, key = normal(3, 2, 100, 32), normal(3, 1, 100, 32, seed=1)
+    tokens = torch.ones(3, 100, dtype=torch.bool, device=DEVICE)
+    tokens[1], tokens[2, 3:] = False, False
+    tokens[2, 0] = False
     inputs = attention_inputs(query, key, attention_mask=tokens).with_offset()
     for steps in (plain, kernels):
         problem = cut_into_blocks(inputs, 16, steps)
-        keep = torch.ones(2, 2, 7, 7, dtype=torch.bool, device=DEVICE)
+        keep = torch.ones(3, 2, 7, 7, dtype=torch.bool, device=DEVICE)
         covered = steps.row_coverage(problem, steps.row_evidence(problem, 4), keep)
-        torch.testing.assert_close(covered.cpu(), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+        expected = torch.tensor([[1.0, 1.0], [0.0, 0.0], [torch.nan, torch.nan]])
+        torch.testing.assert_close(covered.cpu(), expected, equal_nan=True)

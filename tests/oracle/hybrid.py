@@ -94,7 +94,7 @@ def hybrid_selection(
     always = blocks_kept_always(seen) | nearest_blocks(deciding, near, min_blocks, seen)
     mask = head_mask(of_rows | of_lines | always, attention, last_rows, seen)
     sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
-    covered = sum(sampled) / len(sampled) if sampled else 0.0
+    covered = sum(sampled) / len(sampled) if sampled else math.nan
     gated = {(r, j) for r, j in on_lines - always if r not in deciding}
     margins = _margins(mass, evidence, gated, least, rule.lines, seen)
     decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, len(key_blocks), len(diagonals))

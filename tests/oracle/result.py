@@ -32,7 +32,7 @@ class ReferenceResult:
     num_slash_blocks: Tensor
     density: Tensor  # kept blocks / visible blocks, 0 if none is visible
     coverage: Tensor  # attention of the index rows in kept blocks
-    row_coverage: Tensor  # row evidence in kept blocks, mean over query blocks; NaN without (hybrid: 0 without rows)
+    row_coverage: Tensor  # row evidence in kept blocks, mean over query blocks; NaN if not computed
     pattern_margin: Tensor
     vertical_margin: Tensor
     slash_margin: Tensor
