@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from flexmask._torch import in_dispatch_mode, in_transform, is_traced
+from flexmask._torch import any_thread_exports, in_dispatch_mode, in_transform, is_traced
 from flexmask.flex.flash_call import FlashCall
 from flexmask.flex.flash_check import Verdict, check_flash
 
@@ -25,7 +25,7 @@ def flash_verdict(
     """The verdict on calls of this kind: looked up, and checked at the first such call, which waits for the device.
 
     None where nothing is known and nothing can run: inside ``torch.compile``, while a CUDA graph is captured, under a dispatch
-    mode and in a transform of ``torch.func``.
+    mode, in a transform of ``torch.func``, and while any thread exports, when torch compiles nothing.
     """
     if is_traced():
         # numbers, where a compilation has symbols
@@ -55,7 +55,7 @@ def flash_verdict(
 
 def _nothing_can_run(device: torch.device) -> bool:
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return captured or in_dispatch_mode() or in_transform()
+    return captured or in_dispatch_mode() or in_transform() or any_thread_exports()
 
 
 def _known(kind: str, index: int | None, *call: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import warnings
 from collections.abc import Callable
@@ -156,7 +157,7 @@ def _wrapped(module: nn.Module) -> int:
             _warn(
                 entries[0], f"stands for {name!r} in transformers and cannot be put around flexmask's attention; it does not run"
             )
-        number = 0 if inside is attention else len(_FUNCTIONS)
+        number = 0 if inside is attention else next(_numbers)
         _FUNCTIONS[number] = inside
         _found[key] = own, sdpa, called, number
     return _found[key][3]
@@ -164,6 +165,7 @@ def _wrapped(module: nn.Module) -> int:
 
 _STOCK = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 _FUNCTIONS: dict[int, Any] = {0: attention}
+_numbers = itertools.count(1)
 # by ids, with what has them: they would come again
 _found: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}
 # a number: torch.compile takes no function

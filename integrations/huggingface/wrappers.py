@@ -54,7 +54,12 @@ def around(entry: Any, inner: Function, without: Collection[Any] = ()) -> Functi
         return None
     values, rebuilt = held
     replaced = {name: around(value, inner, without) for name, value in values.items()}
-    return next(iter(replaced.values())) if code_of(entry) in without else rebuilt(replaced)
+    if None in replaced.values():
+        return None
+    try:
+        return next(iter(replaced.values())) if code_of(entry) in without else rebuilt(replaced)
+    except TypeError:  # a class that cannot be derived from
+        return None
 
 
 def code_of(wrapper: Any) -> Any:

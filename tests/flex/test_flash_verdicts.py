@@ -14,6 +14,7 @@ from flexmask.flex.flash_call import FlashCall
 from flexmask.flex.flash_check import Verdict
 from flexmask.flex.flash_verdicts import flash_verdict
 from tests.compile_support import fresh_compiler as fresh_compiler
+from tests.held_open import HELD, held_open
 
 CPU = torch.device("cpu")
 _sizes = itertools.count(10_001)
@@ -95,6 +96,12 @@ def test_no_check_runs_under_a_dispatch_mode(call):
     flash_verdict(call, CPU, check)
     with FakeTensorMode():
         assert flash_verdict(call, CPU, refuses) == Verdict()
+
+
+def test_no_check_runs_while_another_thread_exports(call):
+    with held_open(HELD["torch.export"]):
+        assert flash_verdict(call, CPU, refuses) is None
+    assert flash_verdict(call, CPU, Check(Verdict())) == Verdict()
 
 
 def test_no_check_runs_in_a_transform(call):

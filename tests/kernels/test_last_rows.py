@@ -61,7 +61,7 @@ def test_shares_that_are_nan_drop_nothing():
     query, key = 2 * normal(1, 2, 70, 32), normal(1, 1, 70, 32, seed=1)
     query[0, 1, 65] = torch.nan
     inputs = attention_inputs(query, key).with_offset()
-    thresholds = (torch.full((1, 2), 0.5, device=DEVICE).double(),) * 2
+    thresholds = torch.full((2, 1, 2), 0.5, device=DEVICE).double()
     (expected, _), (found, _) = (lines_of(steps, inputs, thresholds, 1) for steps in (plain, kernels))
     kept = torch.stack([expected.vertical, expected.slash])
     assert torch.equal(found.kept.bool(), kept)
