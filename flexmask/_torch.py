@@ -129,7 +129,7 @@ def _off_the_stack() -> Iterator[None]:
 
 
 def beyond_memory(tensor: Tensor) -> str | None:
-    """What `tensor` is, if compiled code that reads its memory would miss what it stands for."""
+    """Name the kind of `tensor` if compiled code that reads its memory would miss what it stands for."""
     kind = type(tensor)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor:
         return f"one of type {kind.__name__}"
@@ -175,7 +175,7 @@ def keep_static(tensor: Tensor) -> None:
 
 
 def computed_once(tensor: Tensor) -> Tensor:
-    """`tensor`, written to memory: Inductor (2.11) recomputes it for each of our Triton kernels that reads it."""
+    """`tensor`, written to memory: Inductor (2.11) may compute it again for each of its readers."""
     return tensor.as_strided(tensor.shape, tensor.stride())
 
 

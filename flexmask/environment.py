@@ -43,7 +43,7 @@ class BackendReport(NamedTuple):
 
 
 class FlashReport(NamedTuple):
-    """What FLASH's numeric check found for a feature.
+    """The outcome of FLASH's numeric check for a feature.
 
     `served` is ``"auto"``, ``"by name"`` or ``"no"``; `lse_factor` times FlexAttention's log-sum-exp is the true one, None where
     there is none.
@@ -122,7 +122,7 @@ def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
 
 
 def flash_features(device: torch.device | str) -> list[FlashReport]:
-    """What FLASH serves on `device`, by its numeric check, which compiles; empty where it cannot run at all."""
+    """Features that FLASH serves on `device`, by its numeric check, which compiles; empty where it cannot run at all."""
     device = torch.zeros((), device=device).device  # with its index
     found = []
     for feature, changes in FLASH_FEATURES.items() if flash_available() and flash_runs_on(device) else ():

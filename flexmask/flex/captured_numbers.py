@@ -69,7 +69,7 @@ def captured_values(function: Any) -> Iterator[Hashable]:
 
 
 def _parts(value: Any, names: set[str]) -> list[Any]:
-    """What `value` consists of; of objects the attributes in `names`, to which a function adds those that it reads."""
+    """The parts of `value`; of objects the attributes in `names`, to which a function adds those that it reads."""
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, types.MethodType):

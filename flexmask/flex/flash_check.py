@@ -29,7 +29,7 @@ Attend = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | Non
 
 
 class Verdict(NamedTuple):
-    """What the check found: why FLASH cannot serve such calls, and why not their log-sum-exp; empty where it can."""
+    """Reasons why FLASH cannot serve such calls, and why not their log-sum-exp; empty where it can."""
 
     reason: str = ""
     lse_reason: str = ""

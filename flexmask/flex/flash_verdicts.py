@@ -1,4 +1,4 @@
-"""What this process knows of FlexAttention's FLASH kernel: a check per kind of call and device, before the first such call."""
+"""Verdicts of this process on FlexAttention's FLASH kernel: a check per kind of call and device, before the first such call."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WHICH = ("last", "middle")
 
 
 class PackedEdges(NamedTuple):
-    """What kernels read of the geometry, int32; the size after the planes is batch, or 1 where all rows agree.
+    """The geometry as kernels read it, int32; the size after the planes is batch, or 1 where all rows agree.
 
     `rows` has the planes of `row_edges`, then the number of key blocks that a query block sees. `keys` has the last valid key
     (-kv_len without any), whether all keys are valid, the number of valid keys, and the candidates: key blocks, then block

@@ -1,4 +1,4 @@
-"""What transformers calls by the name "flexmask": attention and masks, inside other libraries' wrappers."""
+"""The functions behind the name "flexmask" in transformers: attention and masks, inside other libraries' wrappers."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def around(entry: Any, inner: Function, without: Collection[Any] = ()) -> Functi
 
 
 def code_of(wrapper: Any) -> Any:
-    """What the same wrapper around another function has in common with it."""
+    """The part of a wrapper that it shares with the same one around another function."""
     if isinstance(wrapper, functools.partial):
         return code_of(wrapper.func)
     function = wrapper if isinstance(wrapper, (types.FunctionType, types.MethodType)) else type(wrapper).__call__
@@ -79,7 +79,7 @@ def _chain(entry: Any) -> Iterator[Any]:
 
 
 def _held(wrapper: Any, seen: set[int]) -> Held | None:
-    """What of `wrapper` is or leads to an attention function."""
+    """The parts of `wrapper` that are or lead to an attention function."""
     for values, rebuilt in _parts(wrapper):
         found = {}
         for name, value in values.items():
@@ -95,7 +95,7 @@ def _held(wrapper: Any, seen: set[int]) -> Held | None:
 
 
 def _parts(wrapper: Any) -> Iterator[Held]:
-    """Where a wrapper may hold the function that it wraps."""
+    """Places in which a wrapper may hold the function that it wraps."""
     if isinstance(wrapper, types.FunctionType):
         yield _contents(wrapper), functools.partial(_with_contents, wrapper)
         if not _assigns_globals(wrapper.__code__):
