@@ -37,6 +37,7 @@ class Kernel:
             self._names = tuple(parameter.name for parameter in self.jit.params)
             self._constant = tuple(parameter.is_constexpr for parameter in self.jit.params)
             self._specialized = tuple(not parameter.do_not_specialize for parameter in self.jit.params)
+        self._positions: tuple[list[int], ...] | None = None
         self._compiled: dict[Hashable, Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -55,15 +56,27 @@ class Kernel:
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
     def _kind(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Hashable:
-        kind: list[Hashable] = [arguments[0].get_device()]
-        for value, is_constant, is_specialized in zip(arguments, self._constant, self._specialized, strict=False):
-            if isinstance(value, Tensor):
-                kind += (value.dtype, value.data_ptr() % 16 == 0)
-            elif is_constant:
-                kind.append(value)
-            elif isinstance(value, int):
-                kind.append((value < 2**31, is_specialized and (value % 16 == 0, value == 1)))
-        return (*kind, *constants.values())
+        tensors, specialized, numbers, constant = self._positions or self._sort(arguments)
+        return (
+            arguments[0].get_device(),
+            *[arguments[i].dtype for i in tensors],
+            *[arguments[i].data_ptr() % 16 == 0 for i in tensors],
+            *[(arguments[i] < 2**31, arguments[i] % 16 == 0, arguments[i] == 1) for i in specialized],
+            *[arguments[i] < 2**31 for i in numbers],
+            *[arguments[i] for i in constant],
+            *constants.values(),
+        )
+
+    def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:
+        """Positions of tensors, of integers that Triton specializes on and does not, and of constants; the same in all launches."""
+        specialized, numbers = (
+            [i for i, x in enumerate(arguments) if isinstance(x, int) and not self._constant[i] and self._specialized[i] == special]
+            for special in (True, False)
+        )
+        constant = [i for i, _ in enumerate(arguments) if self._constant[i]]
+        tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+        self._positions = tensors, specialized, numbers, constant
+        return self._positions
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
