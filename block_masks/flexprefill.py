@@ -76,7 +76,7 @@ def flexprefill_mask(
     Parameters
     ----------
     query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 256, any device. Under
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 512, any device. Under
         ``torch.autocast`` query and key are cast to its dtype, as by SDPA.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA),

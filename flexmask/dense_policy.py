@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flexmask._torch import in_dispatch_mode, is_traced
-from flexmask.base.checks import HEAD_DIMS, check_int
+from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS, check_int
 from flexmask.base.inputs import AttentionInputs
 from flexmask.selector import Selector
 
@@ -78,9 +78,11 @@ class DensePolicy(NamedTuple):
         return None
 
 
-def by_head_dim(head_dim: int, v_head_dim: int) -> str | None:
+def by_head_dim(head_dim: int, v_head_dim: int, needs_grad: bool = False) -> str | None:
     """Reason why heads of these sizes run dense, if they do: no mask is made for them."""
     for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        if needs_grad and size in HEAD_DIMS and size > GRADIENT_DIMS:
+            return f"{name} {size} over {GRADIENT_DIMS}, with gradients"
         if size not in HEAD_DIMS:
             return f"{name} {size} outside {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
     return None

@@ -22,8 +22,8 @@ REFUSED_BY_ATTENTION: Refusals = [
         for shape in ((1, 2, 96, 32), (2, 4, 96, 32), (2, 2, 64, 32))
     ),
     *(
-        ({"value": zeros(2, 2, 96, size)}, ValueError, f"value must have a v_head_dim from 16 to 256; got {size}")
-        for size in (8, 257)
+        ({"value": zeros(2, 2, 96, size)}, ValueError, f"value must have a v_head_dim from 16 to 512; got {size}")
+        for size in (8, 513)
     ),
     # key has query's dtype and device, so one name stands for both
     (

@@ -11,6 +11,7 @@ from tests.attention_calls import call, check, padding
 from tests.comparisons import assert_same_attention
 from tests.expected import expanded, masked_attention
 
+_WIDE = {"q_len": 1500, "block_size": 128, "dtype": torch.bfloat16, "heads": (4, 2)}
 GPU_VARIANTS = {
     "float32": {"q_len": 700, "block_size": 64, "head_dims": (64, 64)},
     "float32, small blocks": {"q_len": 333, "block_size": 16},
@@ -33,6 +34,19 @@ GPU_VARIANTS = {
         "attention_mask": padding(1500, ("left", 300), ("right", 100)),
         "scores": {"window": 800},
     },
+    # tiles of our own
+    **{f"bfloat16, {sizes}": {**_WIDE, "head_dims": sizes} for sizes in ((96, 96), (192, 128), (160, 160), (256, 256), (512, 512))},
+    "bfloat16, 256, soft cap": {**_WIDE, "head_dims": (256, 256), "scores": {"softcap": 5.0}},
+    "float16, 256, padded, window": {
+        **_WIDE,
+        "head_dims": (256, 256),
+        "dtype": torch.float16,
+        "batch": 2,
+        "attention_mask": padding(1500, ("left", 300), ("right", 100)),
+        "scores": {"window": 800},
+    },
+    "float32, 512": {"q_len": 700, "block_size": 64, "head_dims": (512, 512)},
+    "float16, 512, blocks of 64": {"q_len": 700, "block_size": 64, "head_dims": (512, 512), "dtype": torch.float16},
 }
 FLASH = pytest.param("flash", marks=pytest.mark.skipif(not flash_available(), reason="flash-attn-4 is not installed"))
 

@@ -33,9 +33,9 @@ REFUSED: Refusals = [
         (
             {"query": zeros(2, 4, 64, n), "key": zeros(2, 2, 96, n)},
             ValueError,
-            f"query must have a head_dim from 16 to 256; got {n}",
+            f"query must have a head_dim from 16 to 512; got {n}",
         )
-        for n in (15, 257)
+        for n in (15, 513)
     ),
     # dtypes and devices
     *(

@@ -82,7 +82,7 @@ def test_kernels_run_where_query_is(stance):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("head_dim", [192, 256, 512])
 def test_wide_heads_fit_into_shared_memory(cuda, head_dim, dtype):
     query, key = (x.to(dtype) for x in structured_inputs(torch.Generator().manual_seed(9), 1, 4, 2, 900, 900, head_dim))
     for block_size, method in itertools.product((64, 128, 256), ("flexprefill", "hybrid")):

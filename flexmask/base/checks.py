@@ -12,7 +12,8 @@ from flexmask._torch import is_fake_outside, is_traced, is_under_vmap
 
 _LARGEST = sys.float_info.max  # read here: torch 2.5.1 cannot trace it
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-HEAD_DIMS = range(16, 257)  # of the selections and of FlexAttention's kernels
+HEAD_DIMS = range(16, 513)  # of the selections and of FlexAttention's kernels
+GRADIENT_DIMS = 256  # the widest with gradients
 _MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
 
 

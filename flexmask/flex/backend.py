@@ -22,6 +22,7 @@ from flexmask._torch import (
     records_operators,
     stopping_modes,
 )
+from flexmask.base.checks import GRADIENT_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.flash_call import FlashCall
 from flexmask.flex.flash_check import NO_LSE_GRADIENT, Verdict
@@ -162,6 +163,12 @@ def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:
             "block lists. Use torch.compile, or make the call dense by dense_below"
         )
     if inputs.query.device.type != "cpu":
+        widest = max(x.shape[3] for x in (inputs.query, inputs.value) if x is not None)
+        if inputs.needs_grad and widest > GRADIENT_DIMS:
+            raise ValueError(
+                f"query, key, value and sinks must not require gradients with a head_dim over {GRADIENT_DIMS} (got {widest}); call "
+                "under torch.no_grad()"
+            )
         return
     if inputs.needs_grad:
         raise ValueError("query, key, value and sinks must not require gradients on a CPU; call under torch.no_grad()")

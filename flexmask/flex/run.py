@@ -35,7 +35,8 @@ def run_flex_attention(
         return _of_fakes(inputs, return_lse)
     scale, softcap = inputs.scale, inputs.softcap
     on_cpu, head_dim = backend == "cpu", query.shape[3]
-    options = kernel_options(backend, block_mask.BLOCK_SIZE[0], head_dim, query.dtype)
+    sizes = (block_mask.BLOCK_SIZE[0], head_dim, value.shape[3])
+    options = kernel_options(backend, *sizes, query.dtype, _is_on_hopper(query) and not inputs.needs_grad)
     if sinks is not None and on_cpu:
         key, value, block_mask = with_sink_block(key, value, block_mask)
         sinks = captured(sinks.float())
@@ -103,15 +104,31 @@ def _flex_attention(
     return attend(kernel_options=cast(Any, options)), None
 
 
-def kernel_options(backend: str, block_size: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any] | None:
+def _is_on_hopper(query: Tensor) -> bool:
+    on_nvidia = query.is_cuda and torch.version.hip is None
+    return on_nvidia and torch.cuda.get_device_capability(query.device)[0] == 9
+
+
+def kernel_options(
+    backend: str, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, has_hopper_tiles: bool = False
+) -> dict[str, Any] | None:
     """Options of the kernel.
 
-    Triton's tiles must divide the block. Rows of more than 512 bytes get small tiles: all stages share 227 KiB.
+    Triton's tiles must divide the block. Rows of more than 512 bytes get small tiles: all stages share 227 KiB. On Hopper, wide
+    rows in 16 bits get tiles that were the fastest of ten there (docs/limits.md), the backward pass excepted; torch chooses
+    others as well as we could.
     """
     if backend == "flash":
         return {"BACKEND": "FLASH"}
-    row_bytes = head_dim * dtype.itemsize
-    if backend == "cpu" or (block_size % 128 == 0 and row_bytes <= 512):
+    if backend == "cpu":
         return None
-    tile = min(64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, block_size & -block_size)
+    padded_dim = 1 << (max(head_dim, v_head_dim) - 1).bit_length()
+    if has_hopper_tiles and block_size % 128 == 0 and dtype.itemsize == 2 and head_dim not in (64, 128) and 64 < padded_dim <= 256:
+        # as many stages as fit
+        stages = 3 if padded_dim == 128 or (head_dim, v_head_dim) == (192, 128) else 2
+        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": stages, "num_warps": 8}
+    row_bytes = max(head_dim, v_head_dim) * dtype.itemsize
+    if block_size % 128 == 0 and row_bytes <= 512:
+        return None
+    tile = min(64 if row_bytes <= 256 else 32 if row_bytes <= (1024 if has_hopper_tiles else 512) else 16, block_size & -block_size)
     return {"BLOCK_M": tile, "BLOCK_N": tile} | ({"num_stages": 2} if row_bytes > 256 else {})

@@ -149,7 +149,7 @@ def pooled_map(
         q_means, k_means, active, edges.rows, edges.keys, values, *edges.strides, num_heads, num_q_blocks, num_kv_blocks, kv_len,
         kv_len if window is None else min(window, kv_len), scale, 1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, GROUPS=num_heads // num_kv_heads, ROWS=_ROWS,
-        COLUMNS=_COLUMNS, HAS_SOFTCAP=softcap is not None,
+        COLUMNS=_COLUMNS if padded_dim <= 256 else _COLUMNS // 4, HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None, num_warps=4,
         # shared memory of consumer GPUs

@@ -186,6 +186,8 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, block_size: int) -> BlockS
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
     blocks = num_blocks(kv_len, block_size)
     tile = min(128 if head_dim <= 128 and query.dtype != torch.float32 else 32, block_size & -block_size)
+    if head_dim * query.element_size() > 1024:
+        tile = min(tile, 16)
     groups = num_heads // num_kv_heads
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
     num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)

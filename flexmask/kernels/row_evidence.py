@@ -258,7 +258,9 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
     q_blocks = max(1, min(_Q_BLOCKS, most // (samples * heads)))
     rows = max(samples, 16 // (heads * q_blocks))
     halves = means.shape[3]
-    stages = 3 if _COLUMNS * halves * padded_dim * query.element_size() <= _TILE_BYTES else 2
+    columns = _COLUMNS if padded_dim <= 256 else _COLUMNS // 2
+    tile_bytes = columns * halves * padded_dim * query.element_size()
+    stages = 3 if tile_bytes <= _TILE_BYTES else 2 if tile_bytes <= 2 * _TILE_BYTES else 1
     any_tensor = edges.rows  # for arguments that a variant does not read
     _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(groups, heads))](
         query, means, any_tensor if mask is None else mask, edges.rows, edges.keys,
@@ -268,7 +270,7 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
         kv_len, num_q_blocks, num_kv_blocks, kv_len if window is None else min(window, kv_len), inputs.scale,
         1.0 if softcap is None else softcap, of_lines,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=evidence.row_stride, GROUPS=groups,
-        HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=_COLUMNS, STAGES=stages, HALVES=halves,
+        HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages, HALVES=halves,
         HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="held" in written,

@@ -88,7 +88,7 @@ class PrefillCall(NamedTuple):
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
         policy = self.settings.run_options.policy
-        return by_head_dim(query.shape[3], value.shape[3]) or policy.by_size(query.shape[2], self.tokens)
+        return by_head_dim(query.shape[3], value.shape[3], self.inputs.needs_grad) or policy.by_size(query.shape[2], self.tokens)
 
     def reason_dense_layer(self, keeps_all: list[bool] | None = None) -> str | None:
         """Reason for a dense layer at any length; `keeps_all` is that of the selector for these inputs."""

@@ -226,10 +226,17 @@ def test_a_call_that_runs_dense_for_a_reason_attends_to_all_it_sees(listed, wind
     assert (found.stats.density == 1).all() and (found.stats.coverage == 1).all()
 
 
-@pytest.mark.parametrize("sizes", [(16, 256), (257, 64), (64, 15)])
+@pytest.mark.parametrize("sizes", [(16, 512), (513, 64), (64, 15)])
 def test_head_sizes_without_a_mask_are_named(sizes):
-    names = {257: "head_dim 257 outside 16 to 256", 15: "v_head_dim 15 outside 16 to 256"}
+    names = {513: "head_dim 513 outside 16 to 512", 15: "v_head_dim 15 outside 16 to 512"}
     assert by_head_dim(*sizes) == next((names[size] for size in sizes if size in names), None)
+
+
+def test_wide_heads_run_dense_where_gradients_are_needed():
+    assert by_head_dim(512, 128, needs_grad=True) == "head_dim 512 over 256, with gradients"
+    assert by_head_dim(128, 257, needs_grad=True) == "v_head_dim 257 over 256, with gradients"
+    assert by_head_dim(256, 256, needs_grad=True) is None
+    assert by_head_dim(512, 512) is None
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ def test_heads_of_other_sizes_run_dense(tokens, padding):
         out = model(tokens, attention_mask=mask)
         model(tokens[:, :1], attention_mask=step, past_key_values=out.past_key_values)
     assert (out.logits - expected)[mask != 0].abs().max() < 1e-4
-    assert run.reasons[1] == ["head_dim 8 outside 16 to 256"]
+    assert run.reasons[1] == ["head_dim 8 outside 16 to 512"]
     assert run.stats[1][0].dense
 
 

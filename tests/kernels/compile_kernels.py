@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that need not be there, and report their shared memory.
 
-``python -m tests.kernels.compile_kernels tight|choice|all TARGET...``, without the interpreter. "choice" compiles every kernel
-for a few problems, "tight" those that hold tiles of keys near their limits, "all" every head_dim, block size and dtype. Writes a
+``python -m tests.kernels.compile_kernels tight|wide|choice|all TARGET...``, without the interpreter. "choice" compiles every kernel
+for a few problems, "tight" and "wide" those that hold tiles of keys near their limits, "all" every head_dim, block size and dtype. Writes a
 line of JSON per kernel and set of constants.
 """
 
@@ -62,6 +62,8 @@ class Variant(NamedTuple):
 # kernels that hold tiles of keys, and the problems nearest to their limits
 WITH_TILES = ("_block_sums_kernel", "_pooled_map_kernel", "_evidence_kernel")
 TIGHT = [Problem(128, 128, rich=True, row_stride=16), Problem(256, 128), Problem(256, 64, torch.float32)]
+# beyond the shared memory of AMD GPUs
+WIDE = [Problem(512, 128, rich=True, row_stride=16), Problem(512, 128), Problem(512, 64, torch.float32)]
 # with dims that are no power of two
 CHOICE = [
     Problem(rich=True, row_stride=16),
@@ -154,10 +156,10 @@ def main(targets: list[str], which: str) -> None:
     for target in targets:
         torch.version.hip = "6.4" if target.startswith("gfx") else None
         done = set()
-        for problem in {"tight": TIGHT, "choice": CHOICE, "all": ALL}[which]:
+        for problem in {"tight": TIGHT, "wide": WIDE, "choice": CHOICE, "all": ALL}[which]:
             for name, variant in launched(problem).items():
                 kernel = variant.kernel.fn.__name__
-                if name in done or (which == "tight" and kernel not in WITH_TILES):
+                if name in done or (which in ("tight", "wide") and kernel not in WITH_TILES):
                     continue
                 done.add(name)
                 result = {"target": target, "kernel": kernel, "problem": str(problem), "shared": None, "error": None}

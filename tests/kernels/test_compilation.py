@@ -56,6 +56,11 @@ def test_tiles_of_keys_fit_into_the_least_shared_memory(target, tmp_path):
 
 
 @pytest.mark.slow
+def test_tiles_of_wide_heads_fit_into_the_least_shared_memory_of_nvidia(tmp_path):
+    assert len(compiled(tmp_path, "wide", "sm_86")) == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", LIMITS)
 def test_every_kernel_compiles(target, tmp_path):
     assert len(compiled(tmp_path, "choice", target)) == 18

@@ -43,6 +43,7 @@ def test_representative_rows(q_len, kv_len, padded):
         ((1, 1, 1, 130, 140, 128, 128), None, 100, False),
         ((1, 1, 1, 300, 340, 16, 16), 1e8, None, False),  # all but no cap
         ((1, 1, 1, 1, 33, 256, 16), None, None, False),
+        ((1, 1, 1, 1, 33, 512, 16), None, None, False),
     ],
     ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else str(x),
 )

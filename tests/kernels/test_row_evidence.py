@@ -75,6 +75,11 @@ def test_half_precision(dtype):
     compare(query, key, 4, [0.5, 0.6, 0.7, 0.8])
 
 
+def test_heads_of_512():
+    query, key = 3 * normal(1, 4, 300, 512), normal(1, 2, 300, 512, seed=1)
+    compare(query, key, 4, [0.5, 0.6, 0.7, 0.8])
+
+
 @pytest.mark.parametrize(
     ("heads", "lengths", "dtype", "scores"),
     [
