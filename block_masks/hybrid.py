@@ -9,7 +9,7 @@ from torch import Tensor
 from flexmask.base.checks import check_int
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.memory import plain_bytes
-from flexmask.base.options import blocks_of, check_budgets, check_shares
+from flexmask.base.options import blocks_of, check_budgets, check_share, check_shares
 from flexmask.base.selection import Selection
 from flexmask.base.thresholds import ThresholdRule, Thresholds
 from flexmask.base.visibility import num_blocks
@@ -50,12 +50,13 @@ def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
     return found
 
 
-def _check(*, block_size: int, gamma: Any, min_budget: int, row_stride: int) -> None:
+def _check(*, block_size: int, gamma: Any, min_budget: int, row_stride: int, min_coverage: float) -> None:
     check_shares("gamma", gamma)
     check_budgets(min_budget)
     check_int("row_stride", row_stride)
     if not block_size // 32 <= row_stride or row_stride < 1 or block_size % row_stride != 0:
         raise ValueError(f"row_stride must be a divisor of block_size ({block_size}) and at least a 32nd of it; got {row_stride}")
+    check_share("min_coverage", min_coverage, zero=True)
 
 
 def _keeps_all(*, gamma: float, **_: Any) -> bool:
@@ -71,7 +72,9 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
 
 
 @method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes, gammas=GAMMAS)
-def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8) -> Selection:
+def hybrid_mask(
+    problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8, min_coverage: float = 0.5
+) -> Selection:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
     Source: none, it is ours (`docs/design.md`). With n the key blocks that query block r sees, N the largest n of its batch row
@@ -128,7 +131,7 @@ def hybrid_mask(problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int =
 
     # all rows: attention to key means, and the blocks kept of it
     evidence = steps.row_evidence(problem, row_stride)
-    blocks = steps.row_blocks(problem, evidence, least.rows, LINES)
+    blocks = steps.row_blocks(problem, evidence, least.rows, LINES, min_coverage)
 
     lists, keep = steps.kept_blocks(problem, lines, blocks, last, (nearest, NEAREST * nearest))
     return Selection(

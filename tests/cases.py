@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexmask import METHODS, block_masks
+from flexmask.base import thresholds
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.block_masks import hybrid
@@ -131,7 +132,8 @@ def mask_function(method: str) -> Any:
 
 def hybrid_rule() -> Rule:
     """The present constants of hybrid selection."""
-    return Rule(*(getattr(hybrid, name.upper()) for name in Rule._fields))
+    floor = {"halvings": thresholds.HALVINGS, "slack": thresholds.SLACK}
+    return Rule(**{name: getattr(hybrid, name.upper()) for name in Rule._fields if name not in floor}, **floor)
 
 
 @contextlib.contextmanager
@@ -216,6 +218,7 @@ DRAWN: dict[str, st.SearchStrategy[Any]] = {
     "query_aware": st.sampled_from(["flatten", "per_query"]),
     "pattern_queries": st.sampled_from(["last", "middle"]),
     "index_queries": st.sampled_from(["last", "middle"]),
+    "min_coverage": st.sampled_from([0.0, 0.29, 0.57, 0.83]),
 }
 
 

@@ -87,7 +87,7 @@ def case_of(problem: Problem) -> Case:
         mask = torch.zeros(batch, problem.length, dtype=torch.bool)
         mask[:, problem.valid] = True
     size = problem.block_size
-    config = Config(0.01, block_size=size, min_budget=problem.floor * size, method="hybrid")
+    config = Config(0.01, block_size=size, min_budget=problem.floor * size, min_coverage=0.0, method="hybrid")
     offset = None if problem.offset is None else torch.tensor(problem.offset)
     return Case(query, key, config, {} if problem.window is None else {"window": problem.window}, mask, offset)
 

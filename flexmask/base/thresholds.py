@@ -6,6 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# a query block whose blocks hold too little halves its threshold at most so often
+HALVINGS = 6
+# share of a block that may be missing: sums are rounded, and so many equal blocks hold exactly what is asked for
+SLACK = 1 / 64
+
 
 class ThresholdRule(NamedTuple):
     """Constants of `flexmask.block_masks.hybrid`, under their names there; `reference` is LENGTH in blocks."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.scores import masked_softmax
+from flexmask.base.thresholds import HALVINGS, SLACK
 from flexmask.base.visibility import blocks_seen_by_rows, in_blocks, valid_keys, whole_blocks
 from flexmask.plain.block_lists import Blocks
 from flexmask.plain.pooling import pooled_scores
@@ -45,13 +46,43 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     return RowEvidence((square / sampled).sqrt(), mean / sampled)
 
 
-def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float) -> Blocks:
+def row_blocks(
+    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
+) -> Blocks:
     """The key blocks whose evidence reaches `thresholds` (batch or 1, num_heads, num_q_blocks), and `of_lines` times that.
 
-    NaN reaches both.
+    NaN reaches both. Where the first hold less than `min_coverage` of the evidence, `more_blocks` joins others to them.
     """
     found, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
-    return Blocks(~(found < thresholds.float()), ~(found < (of_lines * thresholds).float()))
+    chosen, lines = ~(found < thresholds.float()), ~(found < (of_lines * thresholds).float())
+    if isinstance(min_coverage, Tensor):
+        chosen = more_blocks(problem, found, thresholds, min_coverage.to(found.dtype))
+    return Blocks(chosen, lines)
+
+
+def more_blocks(problem: BlockProblem, found: Tensor, thresholds: Tensor, min_coverage: Tensor) -> Tensor:
+    """Blocks that reach the thresholds, and in query blocks where they hold too little the next best.
+
+    A threshold is halved, at most `HALVINGS` times, until the blocks that reach it hold `min_coverage` of the evidence. Of those
+    that the last halving adds the nearest stay, as many as hold the missing part if each holds the same. If no halving suffices
+    every visible block stays.
+    """
+    needed = min_coverage * found.sum(-1, keepdim=True)
+    chosen = ~(found < thresholds.float())
+    before = torch.where(chosen, found, 0.0).sum(-1, keepdim=True)
+    for halving in range(1, HALVINGS + 1):
+        more = ~(found < (thresholds * 2.0**-halving).float())
+        held = torch.where(more, found, 0.0).sum(-1, keepdim=True)
+        last = more & ~chosen & problem.visible
+        number = last.sum(-1, keepdim=True)
+        added = torch.where(held > before, held - before, 1.0)
+        wanted = (number * ((needed - before) / added) - SLACK).ceil()
+        # key blocks ascend: of equal ones the nearest are the last
+        nearest = last & (last.cumsum(-1, dtype=torch.int32) > number - wanted)
+        is_low = before < needed
+        chosen = torch.where(is_low, torch.where(held < needed, more, chosen | nearest), chosen)
+        before = torch.where(is_low, held, before)
+    return chosen | ((before < needed) & problem.visible)
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ head keeps
   ``t[r] = rows e (N / n)^p max(1, (first_rows n0 / n)^3 (1 - rule.gamma) / g)^p`` and
   ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
   attention to the means of the key blocks it sees, each weighed by its number of keys;
+- where these hold less than min_coverage of the sum of ``R[r, j]`` over the key blocks j that r sees, more of them: t[r] is halved
+  until they hold it, and of the blocks that the last halving adds the nearest stay, as many as hold what was missing before it if
+  each holds the same, rounded up with a slack; if halvings do not suffice, each key block that r sees;
 - each key block to which one of the representative rows gives ``>= key_block e`` of its attention;
 - each block diagonal with ``S >= diagonal e``, S as in the paper, of the attention of the representative rows without that to
   those key blocks, unless they are nearer to the row than ``nearest min_blocks`` blocks;
@@ -58,6 +61,8 @@ class Rule(NamedTuple):
     first_rows: float
     lines: float
     nearest: int
+    halvings: int
+    slack: float
 
 
 class Thresholds(NamedTuple):
@@ -69,7 +74,14 @@ class Thresholds(NamedTuple):
 
 
 def hybrid_selection(
-    head: AttentionHead, seen: Visibility, *, gamma: float, min_budget: int, row_stride: int = 8, rule: Rule
+    head: AttentionHead,
+    seen: Visibility,
+    *,
+    gamma: float,
+    min_budget: int,
+    row_stride: int = 8,
+    min_coverage: float = 0.0,
+    rule: Rule,
 ) -> Head:
     """Decide one head."""
     least, min_blocks = thresholds(seen, gamma, rule), math.ceil(min_budget / seen.block_size)
@@ -85,7 +97,14 @@ def hybrid_selection(
 
     shares = row_shares(head, block_means(head.key, seen), seen, row_stride)
     evidence = torch.stack([rows.square().mean(0).sqrt() for rows in shares])
-    of_rows = {(r, j) for r, j in seen.visible_blocks if evidence[r, j] >= least.rows[r]}
+    of_rows, doubts = set[Block](), []
+    own_evidence: list[dict[int, float]] = [{} for _ in range(seen.num_q_blocks)]
+    for r, j in seen.visible_blocks:
+        own_evidence[r][j] = float(evidence[r, j])
+    for r, own in enumerate(own_evidence):
+        chosen, doubt = blocks_of_rows(own, least.rows[r], min_coverage, rule)
+        of_rows |= {(r, j) for j in chosen}
+        doubts.append(doubt)
 
     deciding = {row // seen.block_size for row in last_rows}
     on_lines = extended_lines(key_blocks, diagonals, seen)
@@ -96,7 +115,7 @@ def hybrid_selection(
     sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
     covered = sum(sampled) / len(sampled) if sampled else math.nan
     gated = {(r, j) for r, j in on_lines - always if r not in deciding}
-    margins = _margins(mass, evidence, gated, least, rule.lines, seen)
+    margins = _margins(mass, evidence, gated, least, rule.lines, doubts, seen)
     decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, len(key_blocks), len(diagonals))
     return Head(mask, decision, margins if gamma < 1 else Margins(*[math.inf] * 6))
 
@@ -119,6 +138,30 @@ def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
             first = max(first, (rule.first_rows * at_length / number) ** 3 * (1 - rule.gamma) / g)
         rows.append(rule.rows * share * (most / number) ** power * first**power)
     return Thresholds(rule.key_block * share, rule.diagonal * share, rows)
+
+
+def blocks_of_rows(evidence: dict[int, float], least: float, min_coverage: float, rule: Rule) -> tuple[set[int], float]:
+    """The key blocks that a query block's own rows choose of those it sees, and the margin of what a floor decides."""
+    needed = min_coverage * sum(evidence.values())
+    chosen = {j for j, share in evidence.items() if share >= least}
+    if min_coverage == 0 or needed == 0 or least == 0:
+        return chosen, math.inf
+    held = sum(evidence[j] for j in chosen)
+    margin = abs(held - needed) / needed
+    for halving in range(1, rule.halvings + 1):
+        if held >= needed:
+            return chosen, margin
+        added = sorted(j for j, share in evidence.items() if least / 2**halving <= share and j not in chosen)
+        margin = min([margin, *(_from(share, least / 2**halving) for share in evidence.values())])
+        more = sum(evidence[j] for j in added)
+        margin = min(margin, abs(held + more - needed) / needed)
+        if held + more >= needed:
+            wanted = len(added) * (needed - held) / more - rule.slack
+            # what another rounding of the sums may change
+            margin = min(margin, abs(wanted - round(wanted)) / len(added))
+            return chosen | set(added[len(added) - math.ceil(wanted) :]), margin
+        chosen, held = chosen | set(added), held + more
+    return (chosen, margin) if held >= needed else (set(evidence), margin)
 
 
 def largest_share(attention: Tensor, seen: Visibility) -> Tensor:
@@ -160,14 +203,20 @@ def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride
 
 
 def _margins(
-    mass: LineMass, evidence: Tensor, gated: set[Block], least: Thresholds, of_lines: float, seen: Visibility
+    mass: LineMass,
+    evidence: Tensor,
+    gated: set[Block],
+    least: Thresholds,
+    of_lines: float,
+    doubts: list[float],
+    seen: Visibility,
 ) -> Margins:
     """Distances from the thresholds; `gated` blocks depend on that of the lines too."""
     by_key, by_diagonal = line_candidates(mass, seen)
     vertical = [_from(share, least.key_block) for share in by_key.values()]
     slash = [_from(share, least.diagonal, COARSE) for share in by_diagonal.values()]
     rows = [_from(float(evidence[r, j]), least.rows[r]) for r, j in seen.visible_blocks]
-    rows += [_from(float(evidence[r, j]), of_lines * least.rows[r]) for r, j in gated]
+    rows += [_from(float(evidence[r, j]), of_lines * least.rows[r]) for r, j in gated] + doubts
     each = [min(values, default=math.inf) for values in (vertical, slash, rows)]
     return Margins(math.inf, each[0], each[1], math.inf, each[2], min(each))
 
