@@ -121,6 +121,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
     scores = (0.1, 3.0, 500, torch.ones(2, kv_len, dtype=torch.bool)) if rich else (0.1,)
     most = 3 * block_size if rich else None
     numbers = {"gamma": torch.full((2 * groups,), 0.5, dtype=torch.float64), "tau": torch.tensor(0.5, dtype=torch.float64)}
+    numbers["min_coverage"] = torch.tensor(0.5, dtype=torch.float64)
     hybrid = {"method": "hybrid", "row_stride": row_stride, "max_budget": None}
     for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, hybrid):
         options: dict[str, Any] = {"block_size": block_size, "min_budget": block_size, "max_budget": most, **rule}
