@@ -16,6 +16,7 @@ BELOW: dict[str, set[str]] = {
     "plain": {"base"},
     "kernels": {"_torch", "base"},
     "flex": {"_torch", "base", "compilation"},
+    "export": {"_torch", "base", "flex"},
     "block_masks": {"base", "method", "plain"},
     "pictures": set(),
     "plot": {"pictures"},

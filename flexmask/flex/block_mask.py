@@ -38,6 +38,18 @@ def block_mask(inputs: AttentionInputs, selected: Selected) -> BlockMask:
     return mask
 
 
+def parts_of(mask: BlockMask) -> tuple[Selected, tuple[int, int], int | None, Tensor | None, Tensor | None] | None:
+    """What `block_mask` made a mask of: blocks, (q_len, kv_len), window, attention_mask and offset; None if it is another's.
+
+    A mask that was changed since is another's, and so is one that was made in a surrounding compilation.
+    """
+    maker = vars(mask).get("__reduce_ex__")
+    if not isinstance(maker, functools.partial) or maker.func is not _pickled or maker.args[0]() is not mask:
+        return None
+    mask_mod, parts = maker.args[1:]
+    return parts if _is_as_made(mask, mask_mod, parts) else None
+
+
 def _is_as_made(mask: BlockMask, mask_mod: Any, parts: tuple[Any, ...]) -> bool:
     return mask.mask_mod is mask_mod and all(getattr(mask, field) is tensor for field, tensor in parts[0].lists._asdict().items())
 

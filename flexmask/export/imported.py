@@ -1,0 +1,185 @@
+"""BlockMasks of blocks that somebody else selected, checked."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.selection import Selected, block_lists
+from flexmask.base.visibility import block_visibility, num_blocks, token_validity
+from flexmask.flex.block_mask import block_mask
+
+_TITLE = "imported"
+
+
+def from_block_map(
+    block_map: Tensor,
+    q_len: int,
+    kv_len: int,
+    *,
+    block_size: int = 128,
+    window: int | None = None,
+    attention_mask: Tensor | None = None,
+    q_offset: int | None = None,
+) -> BlockMask:
+    """The BlockMask of another selector's map, under causality, a window and padding.
+
+    The mask works with FlexAttention, `flexmask.export`, plots and pictures. The checks read values on the host.
+
+    Parameters
+    ----------
+    block_map
+        (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool, or of integers, where other than 0 is kept.
+    q_len, kv_len
+        Rows and keys.
+    block_size
+        Tokens per block.
+    window
+        Keys that a row sees, its own counted; default: all.
+    attention_mask
+        (batch, kv_len), other than 0 is a token; default: all are.
+    q_offset
+        Position of row 0; default: the last row stands at the last key.
+
+    Returns
+    -------
+    BlockMask
+        On the map's device, with flexmask's mask_mod, which allows pairs of kept blocks only.
+
+    Raises
+    ------
+    TypeError
+        For a map of floats.
+    ValueError
+        For shapes that do not fit; for a kept block that no row sees, such as one of later positions; for a query block that
+        keeps blocks but not its diagonal. One that keeps nothing is allowed: heads may be served elsewhere.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flexmask.export import from_block_map
+    >>> kept = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])[None, None]
+    >>> from_block_map(kept, 96, 96, block_size=32).sparsity()
+    44.44444444444444
+    """
+    _check_lengths(q_len, kv_len, block_size, window, q_offset)
+    if not isinstance(block_map, Tensor) or block_map.is_floating_point() or block_map.is_complex():
+        got = block_map.dtype if isinstance(block_map, Tensor) else type(block_map).__name__
+        raise TypeError(f"block_map must be a tensor of bool or integers; got {got}")
+    blocks = (num_blocks(q_len, block_size), num_blocks(kv_len, block_size))
+    if block_map.dim() != 4 or tuple(block_map.shape[2:]) != blocks or 0 in block_map.shape:
+        raise ValueError(
+            f"block_map must be (batch, num_heads, {blocks[0]}, {blocks[1]}) for ({q_len}, {kv_len}) tokens in blocks of "
+            f"{block_size}; got {tuple(block_map.shape)}"
+        )
+    batch = block_map.shape[0]
+    if attention_mask is not None:
+        if tuple(attention_mask.shape) != (batch, kv_len):
+            raise ValueError(f"attention_mask must be ({batch}, {kv_len}); got {tuple(attention_mask.shape)}")
+        attention_mask = attention_mask.to(block_map.device) != 0
+    offset = None if q_offset is None else torch.full((batch,), q_offset, dtype=torch.int32, device=block_map.device)
+    keep = block_map != 0
+
+    tokens = token_validity(q_len, kv_len, offset, attention_mask, keep)
+    seen = block_visibility(tokens, block_size, window)
+    _refuse_first(
+        keep & ~seen.visible[:, None], "keeps key block {3} for query block {2} of head {1}, prompt {0}, which no row sees"
+    )
+    kv_block = torch.arange(blocks[1], device=keep.device)
+    first, last = seen.first_diagonal.unsqueeze(-1), seen.last_diagonal.unsqueeze(-1)
+    own = (((kv_block == first) | (kv_block == last)) & seen.visible)[:, None]
+    lost = own & ~keep & keep.any(-1, keepdim=True)
+    _refuse_first(lost, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
+
+    selected = Selected(block_lists(keep, seen.full.expand(batch, -1, -1)), keep, {}, block_size, _TITLE)
+    # of query and key a mask reads only lengths and device
+    query, key = (keep.new_empty(()).expand(batch, 1, length, 1) for length in (q_len, kv_len))
+    return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset).with_offset(), selected)
+
+
+def from_index_list(
+    indices: Tensor,
+    counts: Tensor,
+    q_len: int,
+    kv_len: int,
+    *,
+    block_size: int = 128,
+    window: int | None = None,
+    attention_mask: Tensor | None = None,
+    q_offset: int | None = None,
+) -> BlockMask:
+    """The BlockMask of another selector's lists, in any order; see `from_block_map`, which checks what they keep.
+
+    Parameters
+    ----------
+    indices
+        (batch, num_heads or 1, num_q_blocks, entries) of integers, key blocks; entries past the count are ignored.
+    counts
+        (batch, num_heads or 1, num_q_blocks) of integers.
+    q_len, kv_len, block_size, window, attention_mask, q_offset
+        As for `from_block_map`.
+
+    Returns
+    -------
+    BlockMask
+        As from `from_block_map`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `from_block_map` does; for counts and key blocks outside of their range, and for a block listed twice.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flexmask.export import from_index_list
+    >>> indices, counts = torch.tensor([[[[0, -1], [1, 0], [2, 1]]]]), torch.tensor([[[1, 2, 2]]])
+    >>> from_index_list(indices, counts, 96, 96, block_size=32).sparsity()
+    44.44444444444444
+    """
+    _check_lengths(q_len, kv_len, block_size, window, q_offset)
+    for name, tensor in (("indices", indices), ("counts", counts)):
+        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a tensor of integers; got {got}")
+    if indices.dim() != 4 or counts.shape != indices.shape[:-1]:
+        raise ValueError(
+            "indices must be (batch, num_heads, num_q_blocks, entries) and counts their first three sizes; got "
+            f"{tuple(indices.shape)} and {tuple(counts.shape)}"
+        )
+    most, entries = num_blocks(kv_len, block_size), indices.shape[-1]
+    _refuse_first(
+        (counts < 0) | (counts > entries), f"counts for query block {{2}} of head {{1}}, prompt {{0}}, outside 0 to {entries}"
+    )
+    counted = torch.arange(entries, device=indices.device) < counts.unsqueeze(-1)
+    outside = counted & ((indices < 0) | (indices >= most))
+    _refuse_first(
+        outside, f"lists, as entry {{3}} for query block {{2}} of head {{1}}, prompt {{0}}, a key block outside 0 to {most - 1}"
+    )
+    column = torch.where(counted, indices.long(), most)
+    times = torch.zeros((*counts.shape, most + 1), dtype=torch.int32, device=indices.device)
+    times = times.scatter_add(-1, column, torch.ones_like(column, dtype=torch.int32))[..., :most]
+    _refuse_first(times > 1, "lists key block {3} twice for query block {2} of head {1}, prompt {0}")
+    return from_block_map(
+        times > 0, q_len, kv_len, block_size=block_size, window=window, attention_mask=attention_mask, q_offset=q_offset
+    )
+
+
+def _check_lengths(q_len: int, kv_len: int, block_size: int, window: int | None, q_offset: int | None) -> None:
+    numbers = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "window": 1 if window is None else window}
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be a positive integer; got {number!r}")
+    if q_len > kv_len:
+        raise ValueError(f"q_len must be at most kv_len = {kv_len}; got {q_len}")
+    if q_offset is not None and not 0 <= q_offset <= kv_len - q_len:
+        raise ValueError(f"q_offset must be from 0 to kv_len - q_len = {kv_len - q_len}; got {q_offset}")
+
+
+def _refuse_first(wrong: Tensor, what: str) -> None:
+    """Raise ValueError for the first True entry, whose indices `what` names by number."""
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0].tolist()
+        raise ValueError(f"the selection {what.format(*place)}")

@@ -1,0 +1,140 @@
+"""Other selectors' maps and lists as masks, and what is refused."""
+
+import functools
+
+import pytest
+import torch
+
+from flexmask import sparse_attention
+from flexmask.export import from_block_map, from_index_list, to_block_map, to_bsr, to_flash_attn, to_flashinfer, to_index_list
+from tests.export.selections import SHAPES, drawn
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("geometry", [{}, {"window": 20}, {"padded": True, "batch": 2}, {"empty": (1,)}], ids=str)
+def test_imported_mask_allows_the_pairs(shape, geometry):
+    case = drawn(shape, **geometry)
+    indices = torch.meshgrid(*map(torch.arange, case.pairs().shape), indexing="ij")
+    assert torch.equal(case.mask.mask_mod(*indices), case.pairs())
+    full = torch.zeros_like(to_block_map(case.mask))
+    counts = case.mask.full_kv_num_blocks
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
+        full[b, h, i, case.mask.full_kv_indices[b, h, i, : counts[b, h, i]].long()] = True
+    size = shape[2]
+    whole = full.repeat_interleave(size, -2).repeat_interleave(size, -1)[..., : case.q_len, : case.kv_len]
+    assert not (whole & ~case.pairs()).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_lists_in_any_order_come_back(shape):
+    case = drawn(shape, empty=(2,))
+    indices, counts = to_index_list(case.mask, fill=99999)
+    backwards = indices.clone()
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
+        count = counts[b, h, i]
+        backwards[b, h, i, :count] = indices[b, h, i, :count].flip(0)
+    back = from_index_list(backwards, counts, *shape[:2], block_size=shape[2])
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(back, name), getattr(case.mask, name))
+
+
+def test_an_imported_mask_serves_as_a_method():
+    case = drawn((96, 96, 32), heads=2)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 96, 16).unbind(0)
+
+    def theirs(query, key, *, block_size, window=None, attention_mask=None, q_offset=None):
+        return case.mask
+
+    found = sparse_attention(query, key, value, theirs, block_size=32, dense_below=0)
+    weights = (query @ key.transpose(-1, -2) / 4).masked_fill(~case.pairs(), float("-inf")).softmax(-1)
+    torch.testing.assert_close(found, weights @ value)
+
+
+KEPT = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])[None, None]
+
+
+def with_entry(i, j, value):
+    kept = KEPT.clone()
+    kept[0, 0, i, j] = value
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("block_map", "words"),
+    [
+        (with_entry(1, 2, 1), "keeps key block 2 for query block 1 of head 0, prompt 0, which no row sees"),
+        (with_entry(1, 1, 0), "lacks the diagonal, key block 1, for query block 1"),
+        (KEPT[..., :2], r"block_map must be \(batch, num_heads, 3, 3\)"),
+        (KEPT[0], r"got \(1, 3, 3\)"),
+    ],
+    ids=["later", "no diagonal", "columns", "dimensions"],
+)
+def test_wrong_maps_are_refused(block_map, words):
+    with pytest.raises(ValueError, match=words):
+        from_block_map(block_map, 96, 96, block_size=32)
+
+
+@pytest.mark.parametrize(
+    ("indices", "counts", "words"),
+    [
+        ([[0, 0], [0, 1], [1, 3]], [1, 2, 2], "outside 0 to 2"),
+        ([[0, 0], [0, 1], [-1, 2]], [1, 2, 2], "outside 0 to 2"),
+        ([[0, 0], [1, 1], [1, 2]], [1, 2, 2], "lists key block 1 twice for query block 1"),
+        ([[0, 0], [0, 2], [1, 2]], [1, 2, 2], "key block 2 for query block 1 .* no row sees"),
+        ([[0, 0], [0, 0], [1, 2]], [1, 1, 2], "lacks the diagonal"),
+        ([[0, 0], [0, 1], [1, 2]], [1, 3, 2], "counts .* outside 0 to 2"),
+        ([[0, 0], [0, 1], [1, 2]], [-1, 2, 2], "counts .* outside 0 to 2"),
+    ],
+)
+def test_wrong_lists_are_refused(indices, counts, words):
+    with pytest.raises(ValueError, match=words):
+        from_index_list(torch.tensor([[indices]]), torch.tensor([[counts]]), 96, 96, block_size=32)
+
+
+def test_types_and_numbers_are_checked():
+    with pytest.raises(TypeError, match=r"bool or integers; got torch\.float32"):
+        from_block_map(KEPT.float(), 96, 96, block_size=32)
+    with pytest.raises(TypeError, match=r"counts must be a tensor of integers; got torch\.bool"):
+        from_index_list(KEPT, torch.ones(1, 1, 3).bool(), 96, 96, block_size=32)
+    with pytest.raises(ValueError, match="q_len must be at most kv_len = 64; got 96"):
+        from_block_map(KEPT, 96, 64, block_size=32)
+    with pytest.raises(ValueError, match="q_offset must be from 0"):
+        from_block_map(KEPT, 96, 96, block_size=32, q_offset=1)
+    with pytest.raises(ValueError, match=r"attention_mask must be \(1, 96\); got \(1, 95\)"):
+        from_block_map(KEPT, 96, 96, block_size=32, attention_mask=torch.ones(1, 95))
+
+
+def test_what_a_kernel_cannot_express_is_refused():
+    shape = (129, 129, 32)
+    for geometry, what in (({"window": 20}, "window"), ({"padded": True}, "padding")):
+        with pytest.raises(NotImplementedError, match=f"the mask has {what}"):
+            to_flashinfer(drawn(shape, **geometry).mask, 3)
+    mask = drawn(shape, batch=2).mask
+    with pytest.raises(ValueError, match="which of the mask's 2 prompts"):
+        to_flashinfer(mask, 3)
+    with pytest.raises(ValueError, match="row must be from 0 to 1; got 2"):
+        to_flashinfer(mask, 3, row=2)
+    mask = drawn(shape, heads=4).mask
+    with pytest.raises(ValueError, match="4 heads for 2: pass merge_heads=True"):
+        to_flashinfer(mask, 2)
+    with pytest.raises(ValueError, match="num_kv_heads must divide"):
+        to_flashinfer(mask, 3)
+    with pytest.raises(ValueError, match="head must be from 0 to 3; got 4"):
+        to_bsr(mask, head=4)
+    with pytest.raises(ValueError, match="kv_tile must divide the mask's block size 32; got 24"):
+        to_flash_attn(mask, kv_tile=24)
+    with pytest.raises(TypeError, match=r"dtype must be one of .*; got torch\.float32"):
+        to_block_map(mask, dtype=torch.float32)
+    mask.mask_mod = lambda b, h, q, k: k > 5
+    for export in (functools.partial(to_flashinfer, num_kv_heads=4), functools.partial(to_bsr, with_pairs=True)):
+        with pytest.raises(NotImplementedError, match="unchanged"):
+            export(mask)
+
+
+@pytest.mark.parametrize(
+    "export", [to_block_map, to_index_list, to_flash_attn, functools.partial(to_flashinfer, num_kv_heads=1), to_bsr]
+)
+def test_only_masks_are_exported(export):
+    with pytest.raises(TypeError, match="mask must be a BlockMask; got Tensor"):
+        export(torch.zeros(1, 1, 2, 2))
