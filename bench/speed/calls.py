@@ -34,6 +34,10 @@ def dense_calls(tensors: Tensors) -> dict[str, Call]:
     """Dense causal attention by every kernel of this machine."""
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION} if ON_GPU else {}
     calls = {f"dense {name}": _sdpa(tensors, backend) for name, backend in backends.items()} or {"dense SDPA": _sdpa(tensors)}
+    if ON_GPU and tensors[0].shape[3] > 256:  # PyTorch's only fused kernel for these
+        groups = tensors[0].shape[1] // tensors[1].shape[1]
+        repeated = tensors[0], *(x.repeat_interleave(groups, 1) for x in tensors[1:])
+        calls = {"dense memory-efficient": _sdpa(repeated, SDPBackend.EFFICIENT_ATTENTION)}
     return calls | {f"dense flex {backend}": kernel(tensors, "causal", {}, backend) for backend in BACKENDS}
 
 

@@ -79,6 +79,7 @@ SHAPES = {
     "gpt-oss": Shape(64, 8, 64, 64, has_sinks=True),
     "gemma-2-27b": Shape(32, 16, 128, 128, softcap=50.0),
     "qwen3.5": Shape(16, 4, 256, 256),
+    "gemma-4": Shape(16, 2, 512, 512),  # of layers with attention to the whole prompt
 }
 if not ON_GPU:
     SHAPES = {"small": Shape(4, 2, 128, 128)}
