@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flexmask.base.checks import check_int, check_word
 from flexmask.base.inputs import AttentionInputs, HeadGroup
+from flexmask.base.plain_numbers import plain_number
 from flexmask.base.selection import Selected
 from flexmask.dense_policy import DensePlan, DensePolicy, check_dense_below
 from flexmask.flex.backend import BACKENDS, chosen_backend
@@ -39,6 +40,7 @@ class Attended(NamedTuple):
 def run_options(backend: str = "auto", dense_below: int | None = None, max_mask_bytes: int = MAX_MASK_BYTES) -> RunOptions:
     """Check the options and fill in their defaults."""
     check_word("backend", backend, BACKENDS)
+    max_mask_bytes = plain_number(max_mask_bytes)
     check_int("max_mask_bytes", max_mask_bytes)
     if max_mask_bytes <= 0:
         raise ValueError(f"max_mask_bytes must be > 0 bytes; got {max_mask_bytes}")

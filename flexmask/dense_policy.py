@@ -9,6 +9,7 @@ import torch
 from flexmask._torch import in_dispatch_mode, is_traced
 from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS, check_int
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.plain_numbers import plain_number
 from flexmask.selector import Selector
 
 # tokens of kv_len (docs/performance.md)
@@ -103,6 +104,7 @@ def check_dense_below(dense_below: int | None) -> int:
     """`dense_below` with its default filled in."""
     if dense_below is None:
         return DENSE_BELOW
+    dense_below = plain_number(dense_below)
     check_int("dense_below", dense_below)
     if dense_below < 0:
         raise ValueError(f"dense_below must be >= 0 tokens; got {dense_below}")

@@ -14,6 +14,7 @@ from flexmask.base.checks import check_word
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.memory import map_bytes
 from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
+from flexmask.base.plain_numbers import plain_number, plain_numbers
 from flexmask.base.selection import Selection
 from flexmask.users_mask import users_choice
 
@@ -92,6 +93,7 @@ class Method:
 
     def checked(self, block_size: int, options: Mapping[str, Any]) -> Selector:
         """The method with these options; raises for wrong ones. Numbers by head are not yet compared with any heads."""
+        block_size = plain_number(block_size)
         check_block_size(block_size)
         unknown = [name for name in options if name not in self.defaults]
         if unknown:
@@ -100,10 +102,8 @@ class Method:
             of_others = f", an option of {', '.join(others)}" if others else ""
             message = f"method {self.name!r} takes the options {known}; got {unknown[0]!r}{of_others}"
             raise UnknownOption(message, unknown[0])
-        filled = {**self.defaults, **options}
-        for name in self.shares:
-            if isinstance(filled[name], list):
-                filled[name] = tuple(filled[name])
+        by_head = (*self.shares, *self.pairs)
+        filled = {n: (plain_numbers if n in by_head else plain_number)(x) for n, x in {**self.defaults, **options}.items()}
         if self.check is not None:
             self.check(block_size=block_size, **filled)
         return Selector(self, block_size, filled)
@@ -182,6 +182,7 @@ def selector_of(named: str | Callable[..., Any], block_size: int, options: Mappi
         return found.checked(block_size, options)
     while isinstance(inner, functools.partial):
         inner = inner.func
+    block_size = plain_number(block_size)
     check_block_size(block_size)
     name = str(getattr(inner, "__name__", type(inner).__name__))
     users = Method(users_choice(named, name), dict(options), name, is_users=True)

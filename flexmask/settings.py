@@ -19,6 +19,7 @@ from flexmask.attend import MAX_MASK_BYTES, RunOptions, run_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int
 from flexmask.base.options import pairs_by_head, shares_by_head
+from flexmask.base.plain_numbers import plain_number, plain_numbers
 from flexmask.selector import Selector, UnknownOption, selector_of
 
 CONFIG_KEY = "flexmask_config"
@@ -78,8 +79,12 @@ class PrefillSettings:
     ) -> None:
         if not isinstance(layers, Mapping):
             raise TypeError(f"layers must be a dict; got {type(layers).__name__}")
+        if not isinstance(dense_layers, (set, frozenset)):
+            dense_layers = plain_numbers(dense_layers)
         if not isinstance(dense_layers, (tuple, list, set, frozenset, range)):
             raise TypeError(f"dense_layers must be a tuple of layer indices; got {type(dense_layers).__name__}")
+        layers = {plain_number(index): given for index, given in layers.items()}
+        dense_layers = tuple(map(plain_number, dense_layers))
         for name, indices in (("layers", layers), ("dense_layers", dense_layers)):
             for index in indices:
                 check_int(f"an index in {name}", index)
@@ -90,8 +95,9 @@ class PrefillSettings:
                 raise TypeError(f"layers[{index}] must be a dict of options; got {type(given).__name__}")
         # copies, which the caller cannot change after the checks
         vars(self).update(
-            method=method, options=_frozen(options), block_size=block_size, dense_below=dense_below, backend=backend,
-            max_mask_bytes=max_mask_bytes, layers={index: _frozen(given) for index, given in layers.items()},
+            method=method, options=_frozen(options), block_size=plain_number(block_size),
+            dense_below=plain_number(dense_below), backend=backend, max_mask_bytes=plain_number(max_mask_bytes),
+            layers={index: _frozen(given) for index, given in layers.items()},
             dense_layers=tuple(sorted(set(dense_layers))),
         )  # fmt: skip
         _ = self.run_options
@@ -246,9 +252,8 @@ def shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
 
 def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
     def frozen(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            value = value.tolist()
-        return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
+        value = plain_numbers(value.tolist() if isinstance(value, Tensor) else value)
+        return tuple(map(frozen, value)) if isinstance(value, tuple) else value
 
     return {name: frozen(value) for name, value in options.items()}
 

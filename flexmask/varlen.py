@@ -13,6 +13,7 @@ from flexmask.attend import MAX_MASK_BYTES, Attended, attend, run_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, check_plain, check_shape
 from flexmask.base.inputs import attention_inputs
+from flexmask.base.plain_numbers import plain_number, plain_numbers
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.precision import without_autocast
@@ -169,6 +170,8 @@ def segments_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int
 
 
 def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]]:
+    is_one = cu_seqlens_q is cu_seqlens_k
+    cu_seqlens_q, cu_seqlens_k = plain_numbers(cu_seqlens_q), plain_numbers(cu_seqlens_k)
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, bounds in given.items():
         if isinstance(bounds, Tensor):
@@ -178,7 +181,7 @@ def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]
         else:
             for number, bound in enumerate(bounds):
                 check_int(f"{name}[{number}]", bound)
-    if cu_seqlens_q is cu_seqlens_k:
+    if is_one:
         both = _as_ints(cu_seqlens_q)
         return both, both
     tensors = [x for x in given.values() if isinstance(x, Tensor) and x.device.type != "cpu"]
@@ -223,6 +226,7 @@ def _check_bounds(name: str, bounds: list[int], total_name: str, total: int) -> 
 def _check_longest(name: str, most: int | None, lengths: list[int]) -> None:
     if most is None:
         return
+    most = plain_number(most)
     check_int(name, most)
     if most < max(lengths):
         raise ValueError(f"{name} must be at least the longest sequence, {max(lengths)} tokens; got {most}")

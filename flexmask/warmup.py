@@ -10,6 +10,7 @@ import torch
 
 from flexmask.attention import RECOMMENDED, sparse_attention
 from flexmask.base.checks import check_int
+from flexmask.base.plain_numbers import plain_number
 from flexmask.selector import selector_of
 
 # tokens: sizes that changed are symbolic in the second call; no multiples of a block
@@ -82,6 +83,7 @@ def warmup(
     >>> seconds > 0
     True
     """
+    batch = plain_number(batch)
     check_int("batch", batch)
     for name in ("attention_mask", "q_offset", "return_stats"):
         if name in options:

@@ -40,11 +40,11 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     *(
         ("flexprefill", {n: x}, TypeError, NUMBER.format(name=n, got=type(x).__name__))
         for n in ("gamma", "tau")
-        for x in ("0.9", None, True, 0.9j, {0.9}, np.array([0.9]))
+        for x in ("0.9", None, True, np.bool_(True), 0.9j, {0.9})
     ),
     *(
         ("flexprefill", {"tau": x}, TypeError, NUMBER.format(name="tau", got=type(x).__name__))
-        for x in (torch.tensor(0.1), [0.1], (0.1, 0.2))
+        for x in (torch.tensor(0.1), [0.1], (0.1, 0.2), np.array([0.1]))
     ),
     ("hybrid", {"gamma": []}, ValueError, "gamma must be a number or hold one number per head; got an empty sequence"),
     *(
@@ -62,7 +62,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     *(
         ("flexprefill", {n: x}, TypeError, INTEGER.format(name=n, got=type(x).__name__))
         for n in ("block_size", "min_budget", "max_budget")
-        for x in (64.0, "64", True, np.int64(64), torch.tensor(64), (64, 64))
+        for x in (64.0, "64", True, np.array([64]), torch.tensor(64), (64, 64))
     ),
     *(("flexprefill", {n: None}, TypeError, INTEGER.format(name=n, got="NoneType")) for n in ("block_size", "min_budget")),
     ("hybrid", {"min_budget": -1}, ValueError, "min_budget must be >= 0 tokens; got -1"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import is_fake_outside, is_traced, is_under_vmap
+from flexmask.base.plain_numbers import plain_number
 
 _LARGEST = sys.float_info.max  # read here: torch 2.5.1 cannot trace it
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -18,13 +19,14 @@ _MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
 
 
 def check_int(name: str, value: object) -> None:
-    """TypeError unless `value` is an int and no bool."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """TypeError unless `value` is an integer and no bool."""
+    if isinstance(value, bool) or not isinstance(plain_number(value), int):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
 
 
 def check_real(name: str, value: object) -> None:
     """TypeError or ValueError unless `value` is a finite number."""
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {type(value).__name__}")
     # torch.compile can trace comparisons of a symbolic number

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexmask.base.autocast import in_autocast_dtype
 from flexmask.base.checks import check_inputs
+from flexmask.base.plain_numbers import plain_number
 
 
 class HeadGroup(NamedTuple):
@@ -104,6 +105,7 @@ def attention_inputs(
 ) -> AttentionInputs:
     """Check the arguments of a public function and fill in their defaults; query, key and value follow autocast."""
     query, key, value = in_autocast_dtype(query), in_autocast_dtype(key), None if value is None else in_autocast_dtype(value)
+    scale, softcap, window, q_offset = (plain_number(x) for x in (scale, softcap, window, q_offset))
     check_inputs(query, key, value, {"scale": scale, "softcap": softcap}, window, attention_mask, q_offset, sinks)
     batch, most, offset = query.shape[0], key.shape[2] - query.shape[2], None
     # int32 as the indices of a mask_mod: the FLASH backend refuses a mixture

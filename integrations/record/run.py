@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import is_fake, is_traced
 from flexmask.base.checks import check_int
+from flexmask.base.plain_numbers import plain_number
 from flexmask.integrations.record.files import SavedRun, load_run, save_run
 from flexmask.integrations.record.summary import (
     MOST_REASONS,
@@ -75,6 +76,7 @@ class PrefillRun:
     _lock: Any = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
+        self.max_calls = plain_number(self.max_calls)
         if self.max_calls is not None:
             check_int("max_calls", self.max_calls)
             if self.max_calls < 1:
