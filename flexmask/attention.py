@@ -11,6 +11,7 @@ from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.attend import MAX_MASK_BYTES, attend, run_options
 from flexmask.base.checks import check_shape
 from flexmask.base.inputs import attention_inputs
+from flexmask.dense_notice import notice_dense
 from flexmask.precision import without_autocast
 from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS
@@ -140,6 +141,7 @@ def sparse_attention(
     selector = selector.for_inputs(inputs)
     with without_autocast(query.device):
         plan = run.policy.plan(inputs, selector, return_lse)
+        notice_dense(plan.reason, query.shape[2])
         found = attend(inputs, selector, run, plan, return_lse, STATISTICS if return_stats else ())
     extras = tuple(x for x in (found.lse, found.stats) if x is not None)
     return (found.out, *extras) if extras else found.out

@@ -14,6 +14,7 @@ from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, check_plain, check_shape
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.plain_numbers import plain_number, plain_numbers
+from flexmask.dense_notice import notice_dense
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.precision import without_autocast
@@ -131,7 +132,10 @@ def sparse_attention_varlen(
         chosen_backend(backend, pack, block_size, return_lse)
 
     policy, statistics = run.policy, STATISTICS if return_stats else ()
-    short = [n for n in filled if policy.by_size(segments[n].q_len, segments[n].kv_len) is not None]
+    reasons = {n: policy.by_size(segments[n].q_len, segments[n].kv_len) for n in filled}
+    short = [n for n, reason in reasons.items() if reason is not None]
+    for number in short:
+        notice_dense(reasons[number], segments[number].q_len)
     with without_autocast(query.device):
         parts = dense_attention_packed(pack, [segments[n] for n in short], return_lse, backend)
         found = {n: Attended(*part) for n, part in zip(short, parts, strict=True)}
@@ -139,6 +143,7 @@ def sparse_attention_varlen(
             if number not in found:
                 inputs, own = problems[number], selectors[number]
                 plan = policy.plan(inputs, own, return_lse)
+                notice_dense(plan.reason, segments[number].q_len)
                 found[number] = attend(inputs, own, run, plan, return_lse, statistics)
     outs, lses = [found[n].out for n in filled], [found[n].lse for n in filled]
     stats = (

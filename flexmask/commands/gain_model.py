@@ -115,7 +115,7 @@ class _Timed:
     def __call__(self, call: PrefillCall) -> Tensor:
         wait(self._device)
         start = time.perf_counter()
-        call = call._replace(probe=None, run=None)
+        call = call._replace(probe=None)
         inputs = call.inputs.with_offset()
         is_sparse = call.reason_dense() is None
         out = call.attention()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flexmask.attend import attend
 from flexmask.base.inputs import AttentionInputs
+from flexmask.dense_notice import notice_dense
 from flexmask.dense_policy import DensePlan, by_head_dim, plan_of_reason
 from flexmask.flex.joined import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
@@ -42,6 +43,8 @@ class PrefillCall(NamedTuple):
         run, (selector, plan) = self.run, self.plan()
         wanted = STATISTICS if run is not None and run.collect_stats else ()
         with_maps = run is not None and run.collect_masks
+        if run is None:
+            notice_dense(plan.reason, self.inputs.query.shape[2])
         found = attend(self.inputs, selector, self.settings.run_options, plan, statistics=wanted, with_maps=with_maps)
         if run is not None:
             mask = joined_mask(found.selections, self.inputs.with_offset()) if found.selections else None
@@ -74,7 +77,9 @@ class PrefillCall(NamedTuple):
         parts = []
         for each in calls:
             reason = reasons[each.sequence]
-            if reason is not None and self.run is not None:
+            if reason is not None and self.run is None:
+                notice_dense(reason, each.inputs.query.shape[2])
+            elif reason is not None and self.run is not None:
                 self.run.record(self.layer, stats, None, reason, self.prefill, each.size)
             parts.append(each.attention() if reason is None else next(dense)[0])
         return in_rows(torch.cat(parts, 2), self.inputs.query.shape[0])
