@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,12 @@ def anchors(text: str) -> set[str]:
 
 def broken(page: str, root: Path = ROOT) -> list[str]:
     """The links of a page that lead nowhere."""
-    text, wrong = (root / page).read_text(encoding="utf-8"), []
-    if page in NOTEBOOKS:
-        text = "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+    text, wrong = text_of(page, root), []
     for link in SITE.links(text):
         goal = SITE.resolved(page, link.target)
         if goal is None:
             continue
         path, anchor = goal
-        if path in SITE.GENERATED:
-            continue
         if not (root / path).exists():
             wrong.append(f"line {link.line}: no file {path}")
         elif anchor and path.endswith(".md") and anchor not in anchors((root / path).read_text(encoding="utf-8")):
@@ -51,9 +48,54 @@ def broken(page: str, root: Path = ROOT) -> list[str]:
     return wrong
 
 
+def text_of(page: str, root: Path = ROOT) -> str:
+    """The Markdown of a page; of a notebook that of its cells."""
+    text = (root / page).read_text(encoding="utf-8")
+    if page not in NOTEBOOKS:
+        return text
+    return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     assert broken(page) == []
+
+
+def tracked() -> set[str]:
+    """Files of the repository and their folders, as a code host shows them."""
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs git and its repository")
+    files = [Path(name) for name in listed.split("\0") if name]
+    return {each.as_posix() for file in files for each in (file, *file.parents)}
+
+
+def test_a_code_host_has_what_is_linked():
+    known = tracked()
+    goals = {(page, SITE.resolved(page, link.target)) for page in PAGES for link in SITE.links(text_of(page))}
+    assert {(page, goal[0]) for page, goal in goals if goal is not None and goal[0] not in known} == set()
+
+
+def test_the_site_has_what_its_pages_link_to():
+    pages = {SITE.site_path(page) for page in (*PAGES, *SITE.GENERATED)}
+    for page in PAGES:
+        place = SITE.site_path(page)
+        for link in SITE.links(SITE.relinked(text_of(page), page, None)):
+            # resolved as if the site's folder were the repository
+            goal = SITE.resolved(place, link.target)
+            if goal is not None:
+                path = goal[0]
+                is_file = (ROOT / "docs" / path).is_file() or (path.endswith(".png") and (ROOT / path).is_file())
+                assert path in pages or is_file, (page, link.target)
+
+
+def test_the_reference_says_where_the_docstrings_are():
+    for path in (ROOT / "docs/reference").glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        goals = [SITE.resolved(f"docs/reference/{path.name}", link.target)[0] for link in SITE.links(text)]
+        assert "In the repository they stand in" in text
+        assert any(goal.endswith(".py") for goal in goals), path.name
 
 
 def test_the_reference_has_every_public_name():
