@@ -16,7 +16,7 @@ from flexmask.base.memory import map_bytes
 from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
 from flexmask.base.plain_numbers import plain_number, plain_numbers
 from flexmask.base.selection import Selection
-from flexmask.users_mask import users_choice
+from flexmask.users_mask import check_takes_keywords, users_choice
 
 # types of options in methods' signatures, by which `flexmask.method` finds them
 ByHead = Annotated[float | Sequence[float] | Tensor, "by head"]
@@ -185,5 +185,7 @@ def selector_of(named: str | Callable[..., Any], block_size: int, options: Mappi
     block_size = plain_number(block_size)
     check_block_size(block_size)
     name = str(getattr(inner, "__name__", type(inner).__name__))
+    if not is_traced():
+        check_takes_keywords(named, name, options)
     users = Method(users_choice(named, name), dict(options), name, is_users=True)
     return Selector(users, block_size, dict(options))

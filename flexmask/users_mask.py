@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists, Selection, ascending_indices
 from flexmask.base.visibility import num_blocks
+
+# of every call of a user's function; scale and softcap only if it names them
+_KEYWORDS = ("block_size", "window", "attention_mask", "q_offset")
 
 
 def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Selection]:
@@ -41,6 +44,21 @@ def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Selec
         return Selection(lists, None, mask_mod=made.mask_mod)
 
     return choose
+
+
+def check_takes_keywords(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+    """TypeError unless a user's function can be called as `users_choice` calls it."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some builtins
+        return
+    try:
+        signature.bind(None, None, **dict.fromkeys((*_KEYWORDS, *options)))
+    except TypeError as error:
+        raise TypeError(
+            f"method {name} must be a function of query and key that takes the keywords {', '.join((*_KEYWORDS, *options))} "
+            f"(or **keywords) and returns a BlockMask; got one with {signature}: {error}"
+        ) from None
 
 
 def _check(made: Any, must_give: str, inputs: AttentionInputs, block_size: int) -> None:

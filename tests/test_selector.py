@@ -167,6 +167,21 @@ def test_a_method_is_named_by_its_name_its_mask_function_or_a_partial_of_it():
     assert users.method.is_users and users.options == {"anything": 1}
 
 
+@pytest.mark.parametrize(
+    ("function", "options", "why"),
+    [
+        (lambda query, key: None, {}, r"got one with \(query, key\): got an unexpected keyword argument 'block_size'"),
+        (lambda query, key, *, block_size, **_: None, {"query": 1}, "multiple values for argument 'query'"),
+        (lambda query, **_: None, {}, "too many positional arguments"),
+        (lambda query, key, block_size, window, attention_mask, q_offset: None, {"gamma": 1}, "keyword argument 'gamma'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_with_the_contract(function, options, why):
+    contract = "^method <lambda> must be a function of query and key that takes the keywords block_size, window, attention_mask, "
+    with pytest.raises(TypeError, match=f"{contract}q_offset.* and returns a BlockMask; .*{why}"):
+        selector_of(function, 32, options)
+
+
 @pytest.mark.parametrize("named", ["coverage", "reference", "", None, 3, ["hybrid"]])
 def test_a_method_that_is_not_there_is_refused(named):
     with pytest.raises(ValueError, match=rf"^method must be one of 'causal', .*'hybrid'.*; got {re.escape(repr(named))}$"):
