@@ -11,7 +11,19 @@ import typer
 from flexmask.commands import exit_codes
 from flexmask.commands.errors import option_errors
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config
-from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Method, MinBudget, Option, Settings, settings_from
+from flexmask.commands.options import (
+    DenseBelow,
+    Device,
+    DType,
+    Gamma,
+    Method,
+    MinBudget,
+    Model,
+    Option,
+    Settings,
+    model_named,
+    settings_from,
+)
 from flexmask.commands.output import Json, Output
 from flexmask.environment import FlashReport, Problem, backends, device_name, flash_features, problems, versions
 from flexmask.self_test import SelfTest, self_test
@@ -22,9 +34,11 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="PATH", help="Also show the plan of each layer of this model.")
+    named: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Also show the plan of each layer of this model.", show_default=False),
     ] = None,
+    model: Model = None,
     tokens: Annotated[int, typer.Option(min=2, help="Prompt length to plan the layers for.")] = 32768,
     skip_self_test: Annotated[
         bool, typer.Option("--skip-self-test", help="Run neither the self-test nor the check of FLASH's features.")
@@ -48,6 +62,7 @@ def doctor(
     Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
     """
     output = Output(as_json)
+    model = None if named is None and model is None else model_named(named, model)
     # of a model over several devices: the first
     where = chosen_device(None if device == "auto" else device)
     kind = chosen_dtype(dtype, where)
@@ -99,7 +114,8 @@ def _of_the_adapter(needed: bool) -> list[Problem]:
 
 
 def _tested(output: Output, device: str) -> list[SelfTest]:
-    with output.progress("self-test: compiling attention"):
+    with output.progress("self-test, which compiles (--skip-self-test: none)") as advance:
+        advance(0, 1)
         tests = list(self_test(device))
     rows = []
     for each in tests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -12,7 +13,20 @@ import typer
 from flexmask.attention import RECOMMENDED
 from flexmask.commands.errors import option_errors, usage_error
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, load_model, read_text, remark_if_short, token_ids
-from flexmask.commands.options import DenseBelow, Device, DType, Gamma, Method, MinBudget, Option, Settings, settings_from
+from flexmask.commands.options import (
+    DenseBelow,
+    Device,
+    DType,
+    Gamma,
+    Method,
+    MinBudget,
+    Model,
+    Named,
+    Option,
+    Settings,
+    model_named,
+    settings_from,
+)
 from flexmask.commands.output import Json, Output
 from flexmask.environment import device_name
 
@@ -20,14 +34,17 @@ if TYPE_CHECKING:
     from flexmask.settings import PrefillSettings
 
 Number = TypeVar("Number", int, float)
-# ratio of times to first token; smaller ones are noise
+# ratio of times to first token that counts as a gain
 LEAST_GAIN = 1.05
+# largest over smallest seconds of the same work, from which the machine is called busy
+WIDE = 1.3
 # default tokens
 _LENGTHS, _LENGTHS_ON_CPUS = "32768,131072", "16384,32768"
 
 
 def gain(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a transformers model, or its name on the hub.")],
+    named: Named = None,
+    model: Model = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="FILE", help="Text to measure density and error on; needs weights.")
     ] = None,
@@ -48,23 +65,23 @@ def gain(
     Without a prompt it reads only the model's config.json. It times random queries and keys over random blocks at each --density.
     With --prompt it loads the weights. It measures density, error and times on the model's own queries and keys.
     """
-    output = Output(as_json)
+    output, name = Output(as_json), model_named(named, model)
+    if prompt is not None and tokens is not None:
+        usage_error("give one of --prompt and --tokens", "--tokens")
     where = chosen_device(device)
     if where == "auto":
         usage_error("times are of one device; got 'auto'", "--device")
-    if prompt is not None and tokens is not None:
-        usage_error("give one of --prompt and --tokens", "--tokens")
     kind = chosen_dtype(dtype, where)
     chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
     on = torch.device(where)
     if prompt is None:
         lengths = _lengths(tokens or (_LENGTHS_ON_CPUS if on.type == "cpu" else _LENGTHS))
-        document = _of_config(output, model, chosen, lengths, _densities(density), on, kind)
+        document = _of_config(output, name, chosen, lengths, _densities(density), on, kind)
     else:
-        document = _of_prompt(output, model, chosen, read_text(prompt), on, kind)
+        document = _of_prompt(output, name, chosen, read_text(prompt), on, kind)
     own = chosen is None and len(document["settings"]) > 1
     document["settings_from"] = "config.json" if own else str(settings or "options")
-    document["gains"] = any(best_ratio(each) >= LEAST_GAIN for each in document["lengths"])
+    document["gains"] = any(_gaining(each) for each in document["lengths"])
     document["verdict"] = [verdict(each) for each in document["lengths"]]
     _show(output, document)
     output.result(document)
@@ -141,26 +158,40 @@ def _about(model: str, name: str, settings: PrefillSettings, device: torch.devic
 
 
 def _with_first_tokens(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the expected time to first token: attention, selection and the rest of the model."""
+    """The row with medians of the rounds, and the expected time to first token: attention, selection and the rest of the model.
 
-    def first(way: dict[str, Any]) -> float:
-        return float(row["rest_seconds"] + way["attention_seconds"] + way.get("selection_seconds", 0.0))
-
-    dense = row["dense"] | {"first_token_seconds": first(row["dense"])}
-    sparse = []
-    for way in row["sparse"]:
-        taken = way["attention_seconds"] + way["selection_seconds"]
-        ratios = {
-            "attention_ratio": dense["attention_seconds"] / taken,
-            "first_token_ratio": dense["first_token_seconds"] / first(way),
-        }
-        sparse.append(way | {"first_token_seconds": first(way)} | ratios)
+    ``by_round`` keeps the seconds of every round, `first_token_ratios` the smallest and largest ratio of one round.
+    """
+    rest, dense = row["rest_seconds"], _median_of_rounds(row["dense"])
+    sparse = [_median_of_rounds(way) for way in row["sparse"]]
+    dense["first_token_seconds"] = rest + dense["attention_seconds"]
+    for way in sparse:
+        taken = way["selection_seconds"] + way["attention_seconds"]
+        way["first_token_seconds"] = rest + taken
+        way["attention_ratio"] = dense["attention_seconds"] / taken
+        way["first_token_ratio"] = dense["first_token_seconds"] / way["first_token_seconds"]
+        rounds = zip(dense["by_round"]["attention_seconds"], *way["by_round"].values(), strict=True)
+        ratios = [(rest + whole) / (rest + sum(parts)) for whole, *parts in rounds]
+        way["first_token_ratios"] = [min(ratios), max(ratios)]
     return row | {"dense": dense, "sparse": sparse}
 
 
-def best_ratio(row: dict[str, Any]) -> float:
-    """Largest ratio of dense to sparse time to first token; 0 if nothing ran sparse."""
-    return max((each["first_token_ratio"] for each in row["sparse"]), default=0.0)
+def _median_of_rounds(way: dict[str, Any]) -> dict[str, Any]:
+    by_round = {name: seconds for name, seconds in way.items() if name.endswith("_seconds")}
+    return way | {name: statistics.median(seconds) for name, seconds in by_round.items()} | {"by_round": by_round}
+
+
+def spread(row: dict[str, Any]) -> float:
+    """Largest over smallest seconds of the same work in the rounds of a row, of what takes a tenth of dense attention or more."""
+    ways = [way["by_round"] for way in (row["dense"], *row["sparse"])]
+    least = row["dense"]["attention_seconds"] / 10
+    timed = [seconds for way in ways for seconds in way.values() if statistics.median(seconds) >= least]
+    return max((max(each) / min(each) for each in timed if min(each) > 0), default=1.0)
+
+
+def _gaining(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The ways that gain in every round."""
+    return [each for each in row["sparse"] if each["first_token_ratios"][0] >= LEAST_GAIN]
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -168,12 +199,17 @@ def verdict(row: dict[str, Any]) -> str:
     if not row["sparse"]:
         reason = max(row["reasons"], key=lambda each: row["reasons"][each], default="no layer runs sparse")
         return f"{start}nothing to gain; {reason}"
-    worth = [each for each in row["sparse"] if each["first_token_ratio"] >= LEAST_GAIN]
-    if not worth:
-        return f"{start}nothing to gain; the first token comes less than 5% sooner at {_percents(row['sparse'])} of the blocks"
-    least, most = (f(each["first_token_ratio"] for each in worth) for f in (min, max))
-    times = f"{most:.2f}" if len(worth) == 1 else f"{least:.2f} to {most:.2f}"
-    return f"{start}the first token comes {times} times as fast at {_percents(worth)} of the blocks"
+    worth = _gaining(row)
+    if worth:
+        least, most = (f(each["first_token_ratio"] for each in worth) for f in (min, max))
+        times = f"{most:.2f}" if len(worth) == 1 else f"{least:.2f} to {most:.2f}"
+        return f"{start}the first token comes {times} times as fast at {_percents(worth)} of the blocks"
+    unclear = [each for each in row["sparse"] if each["first_token_ratios"][1] >= LEAST_GAIN]
+    if unclear:
+        ratios = [ratio for each in unclear for ratio in each["first_token_ratios"]]
+        times = f"{min(ratios):.2f} to {max(ratios):.2f} times as fast at {_percents(unclear)} of the blocks"
+        return f"{start}no verdict; the first token comes {times}, from run to run. Repeat it on a quiet machine"
+    return f"{start}nothing to gain; the first token comes less than 5% sooner at {_percents(row['sparse'])} of the blocks"
 
 
 def _percents(ways: Sequence[dict[str, Any]]) -> str:
@@ -213,13 +249,14 @@ def _show_times(output: Output, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         dense = row["dense"]
         times = (_time(dense["attention_seconds"]), _time(dense["first_token_seconds"]))
-        lines.append([f"{row['tokens']:,}", f"dense, {dense['kernel']}", "100%", "", times[0], "", times[1], ""])
+        lines.append([f"{row['tokens']:,}", f"dense, {dense['kernel']}", "100%", "", times[0], "", times[1], "", ""])
         for way in row["sparse"]:
             parts = [_time(way["selection_seconds"]), _time(way["attention_seconds"]), f"{way['attention_ratio']:.2f}x"]
-            first = [_time(way["first_token_seconds"]), f"{way['first_token_ratio']:.2f}x"]
+            ratios = " to ".join(f"{each:.2f}" for each in way["first_token_ratios"])
+            first = [_time(way["first_token_seconds"]), f"{way['first_token_ratio']:.2f}x", ratios]
             lines.append(["", "flexmask", f"{way['density']:.1%}", *parts, *first])
-    columns = ["tokens", "attention by", "blocks kept", "selection", "attention", "faster", "first token", "sooner"]
-    output.table(columns, lines, "Seconds of all attention layers, and the expected time to first token")
+    names = "tokens, attention by, blocks kept, selection, attention, faster, first token, sooner, from run to run"
+    output.table(names.split(", "), lines, "Seconds of all attention layers, and the expected time to first token")
 
 
 def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -236,6 +273,10 @@ def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str
             "measured here."
         )
         notes.append("Your text decides the density: --prompt FILE measures it, and the error, with the model's weights.")
+    notes.append("Times are medians of three runs of each, in turns.")
+    widest = max(spread(row) for row in rows)
+    if widest >= WIDE:
+        notes.append(f"warning: the same work took up to {widest:.1f} times as long from run to run; is the machine busy?")
     share = min(row.get("timed_share_of_heads", 1.0) for row in rows)
     if share < 1:
         notes.append(f"Dense attention is slow here: {share:.0%} of the heads were timed, and the seconds scaled up.")
@@ -253,11 +294,14 @@ def paste(settings: dict[str, Any], where: str) -> list[str]:
     lines = ["To use it:", "", f"  with flexmask.sparse_prefill(model{given}) as run:", "      model.generate(**inputs)"]
     if where == "config.json":
         return [*lines, "", "with the settings that the model's config.json holds."]
-    return (
-        lines
-        if "layers" in options
-        else [*lines, "", f'or, in the model\'s config.json: "flexmask_config": {json.dumps(settings)}']
-    )
+    if "layers" in options:
+        return lines
+    return [
+        *lines, "",
+        f'The same in the model\'s config.json is "flexmask_config": {json.dumps(settings)}.',
+        "By itself it does nothing. These read it: sparse_prefill(model) without options, the plug-ins for vLLM and SGLang, and",
+        'after flexmask.integrations.huggingface.register() models loaded with attn_implementation="flexmask".',
+    ]  # fmt: skip
 
 
 def _short(number: float, space: str = "") -> str:

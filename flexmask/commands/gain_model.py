@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flexmask.commands.gain_times import fastest_dense, median_seconds
+from flexmask.commands.gain_times import ROUNDS, dense_call, fastest_dense, seconds_in_turns
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.model_config import settings_for
@@ -93,8 +93,7 @@ def prompt_gain(
     row["rest_seconds"] = max(0.0, time.perf_counter() - start - timed.spent)
     progress(3, 3)
     row["dense"] = {"kernel": ", ".join(sorted({*timed.kernels.values()} - {""})), "attention_seconds": timed.dense}
-    attention = max(0.0, timed.sparse - timed.selection)
-    row["sparse"] = [{"density": summary.density, "selection_seconds": timed.selection, "attention_seconds": attention}]
+    row["sparse"] = [{"density": summary.density, "selection_seconds": timed.selection, "attention_seconds": timed.attention}]
     error = {
         "tokens": len(dense),
         "log_prob_change": float((sparse - dense).abs().mean()),
@@ -108,7 +107,8 @@ class _Timed:
     """Times flexmask's call and the fastest dense kernel in every attention call of a prefill."""
 
     def __init__(self, device: torch.device) -> None:
-        self.dense = self.sparse = self.selection = self.spent = 0.0
+        self.dense, self.attention, self.selection = ([0.0] * ROUNDS for _ in range(3))  # by round
+        self.spent = 0.0
         self.kernels: dict[Any, str] = {}
         self._device = device
 
@@ -120,19 +120,19 @@ class _Timed:
         is_sparse = call.reason_dense() is None
         out = call.attention()
         shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window, is_sparse)
-        first = shape not in self.kernels
-        # the first layer of a shape takes a median, the others one run
-        runs: dict[str, Any] = {} if first else {"runs": 1, "warm_up": False}
-        own = median_seconds(call.attention, self._device, **runs)
-        self.sparse += own
+        first, calls = shape not in self.kernels, [call.attention]
+        if first:
+            self.kernels[shape] = fastest_dense(inputs) if is_sparse else ""
         if is_sparse:
-            dense, self.kernels[shape] = fastest_dense(inputs, self.kernels.get(shape))
-            self.dense += dense
             select = partial(select_all, inputs, call.selector.for_inputs(inputs), call.settings.run_options)
-            self.selection += median_seconds(select, self._device, **runs)
-        else:
-            self.dense += own
-            self.kernels[shape] = ""
+            calls += [dense_call(inputs, self.kernels[shape]), select]
+        found = seconds_in_turns(calls, self._device, warm_up=first)
+        own, dense = found[0], found[1] if is_sparse else found[0]
+        selection = found[2] if is_sparse else [0.0] * ROUNDS
+        for at in range(ROUNDS):
+            self.dense[at] += dense[at]
+            self.selection[at] += selection[at]
+            self.attention[at] += max(0.0, own[at] - selection[at])
         wait(self._device)
         self.spent += time.perf_counter() - start
         return out

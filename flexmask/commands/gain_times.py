@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,8 +33,10 @@ from flexmask.selector import Selector
 
 # most timed runs after a warm-up, and seconds after which none follows
 RUNS, _ENOUGH = 3, 5.0
+# timed runs of each call, in turns: one slow moment of the machine then meets all of them
+ROUNDS = 3
 # expected seconds of a dense call, above which fewer heads are timed
-_LONGEST = 10.0
+_LONGEST = 5.0
 _SDPA = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "FlashAttention 2": SDPBackend.FLASH_ATTENTION,
@@ -51,7 +54,7 @@ class Shape(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of one attention call, of all heads.
+    """Seconds of one attention call, of all heads, by round.
 
     Attributes
     ----------
@@ -62,15 +65,15 @@ class Times(NamedTuple):
     selection
         Of the method's masks.
     sparse
-        By density: attention over random blocks.
+        Density, and attention over random blocks.
     share
         Share of the heads that was timed.
     """
 
-    dense: float
+    dense: list[float]
     kernel: str
-    selection: float
-    sparse: tuple[tuple[float, float], ...]
+    selection: list[float]
+    sparse: tuple[tuple[float, list[float]], ...]
     share: float
 
 
@@ -86,6 +89,14 @@ def median_seconds(call: Callable[[], Any], device: torch.device, runs: int = RU
         wait(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
+
+
+def seconds_in_turns(calls: Sequence[Callable[[], Any]], device: torch.device, warm_up: bool = True) -> list[list[float]]:
+    """For each call its seconds in `ROUNDS` rounds; every round runs each call once."""
+    for call in calls if warm_up else ():
+        call()
+    rounds = [[median_seconds(call, device, 1, False) for call in calls] for _ in range(ROUNDS)]
+    return [list(taken) for taken in zip(*rounds, strict=True)]
 
 
 @torch.no_grad()
@@ -107,12 +118,13 @@ def model_times(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Seconds of all attention layers of a `layer_plan` on random tensors: dense, and sparse at each density.
+    """Seconds of all attention layers of a `layer_plan` on random tensors, by round: dense, and sparse at each density.
 
     Layers that stay dense count in both, scaled by the pairs that their window shows.
     """
     times: dict[Shape, Times] = {}
-    dense, selection, sparse, shares = 0.0, 0.0, [0.0] * len(densities), [0.0] * len(densities)
+    dense, selection = np.zeros(ROUNDS), np.zeros(ROUNDS)
+    sparse, shares = np.zeros((len(densities), ROUNDS)), [0.0] * len(densities)
     number = 0
     for layer in plan:
         if layer.plan not in ("sparse", "dense"):
@@ -122,7 +134,8 @@ def model_times(
         if shape not in times or (is_sparse and not times[shape].sparse):
             times[shape] = random_times(shape, tokens, densities if is_sparse else (), selector, run, speed, device, dtype)
         found, window = times[shape], tokens if layer.window is None else min(layer.window, tokens)
-        seconds = found.dense if is_sparse else found.dense * window * (2 * tokens - window) / tokens**2
+        share = 1.0 if is_sparse else window * (2 * tokens - window) / tokens**2
+        seconds = share * np.array(found.dense)
         dense += seconds
         number += is_sparse
         selection += found.selection if is_sparse else 0.0
@@ -130,9 +143,9 @@ def model_times(
             sparse[at] += found.sparse[at][1] if is_sparse else seconds
             shares[at] += found.sparse[at][0] if is_sparse else 0.0
     return {
-        "dense": {"kernel": ", ".join(sorted({each.kernel for each in times.values()})), "attention_seconds": dense},
+        "dense": {"kernel": ", ".join(sorted({each.kernel for each in times.values()})), "attention_seconds": dense.tolist()},
         "sparse": [
-            {"density": share / number, "selection_seconds": selection, "attention_seconds": each}
+            {"density": share / number, "selection_seconds": selection.tolist(), "attention_seconds": each.tolist()}
             for share, each in zip(shares, sparse, strict=True)
         ],
         "timed_share_of_heads": min(each.share for each in times.values()),
@@ -164,13 +177,17 @@ def random_times(
         for number in (heads, keys, keys)
     )
     inputs = attention_inputs(query, key, value, window=shape.window).prepared()
-    dense, kernel = fastest_dense(inputs)
-    if not densities:
-        return Times(dense / share, kernel, 0.0, (), share)
+    kernel = fastest_dense(inputs)
     selector = Selector(selector.method, selector.block_size, one_for_all(selector.options)).for_inputs(inputs)
-    select = median_seconds(partial(select_all, inputs, selector, run), device)
     sparse = [_over_random_blocks(inputs, selector, run, density) for density in densities]
-    return Times(dense / share, kernel, select / share, tuple((kept, each / share) for kept, each in sparse), share)
+    calls = [dense_call(inputs, kernel), partial(select_all, inputs, selector, run), *(each.call for each in sparse)]
+    found = seconds_in_turns(calls if densities else calls[:1], device)
+    dense, *others = [[each / share for each in taken] for taken in found]
+    if not densities:
+        return Times(dense, kernel, [0.0] * ROUNDS, (), share)
+    selection, *kept = others
+    by_density = ((way.density, [way.groups * each for each in taken]) for way, taken in zip(sparse, kept, strict=True))
+    return Times(dense, kernel, selection, tuple(by_density), share)
 
 
 def one_for_all(options: dict[str, Any]) -> dict[str, Any]:
@@ -183,21 +200,26 @@ def one_for_all(options: dict[str, Any]) -> dict[str, Any]:
     return {name: of(value) for name, value in options.items()}
 
 
-def fastest_dense(inputs: AttentionInputs, kernel: str | None = None) -> tuple[float, str]:
-    """Seconds and name of the fastest dense kernel that serves the inputs; with `kernel` one run of that one."""
+def fastest_dense(inputs: AttentionInputs) -> str:
+    """Name of the fastest dense kernel that serves the inputs."""
     device, found = inputs.query.device, dict[str, float]()
-    for name, call in _dense_calls(inputs):
-        if kernel not in (None, name):
-            continue
+    calls = dict(_dense_calls(inputs))
+    if len(calls) == 1:
+        return next(iter(calls))
+    for name, call in calls.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # reasons for refusing a call
-                found[name] = median_seconds(call, device) if kernel is None else median_seconds(call, device, 1, False)
+                found[name] = median_seconds(call, device)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or device.type == "cpu":
+            if isinstance(error, torch.OutOfMemoryError):
                 raise
-    name = min(found, key=lambda each: found[each])
-    return found[name], name
+    return min(found, key=lambda each: found[each])
+
+
+def dense_call(inputs: AttentionInputs, kernel: str) -> Callable[[], Any]:
+    """The call of a dense kernel, by its name."""
+    return dict(_dense_calls(inputs))[kernel]
 
 
 def _dense_calls(inputs: AttentionInputs) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -220,24 +242,28 @@ def _dense_calls(inputs: AttentionInputs) -> Iterator[tuple[str, Callable[[], An
     yield f"FlexAttention {backend.name}", partial(run_flex_attention, inputs, mask, backend.name, False, backend.lse_factor)
 
 
-def _over_random_blocks(inputs: AttentionInputs, selector: Selector, run: RunOptions, density: float) -> tuple[float, float]:
-    """Density of random blocks with the diagonal, and seconds of attention over them."""
+class _RandomBlocks(NamedTuple):
+    density: float
+    call: Callable[[], Any]  # attention of the first group of heads
+    groups: float  # all heads over those of that group
+
+
+def _over_random_blocks(inputs: AttentionInputs, selector: Selector, run: RunOptions, density: float) -> _RandomBlocks:
+    """Attention over random blocks with the diagonal."""
     size, device = selector.block_size, inputs.query.device
     backend, plan = chosen_backend(run.backend, inputs, size), run.policy.plan(inputs, selector)
     how = (backend.name, False, backend.lse_factor)
     generator = torch.Generator(device=device).manual_seed(1)
-    taken, kept, visible = 0.0, 0, 0
-    for group in head_groups(inputs.query, inputs.key, run.max_mask_bytes // selector.head_bytes):
-        part = inputs.of_heads(group)
-        blocks = cut_into_blocks(part, size, plain, False)
-        shape = (*part.query.shape[:2], *blocks.visible.shape[2:])
-        diagonal = float(blocks.own.sum() / blocks.visible.sum())
-        # the diagonal is always kept
-        share = max(0.0, (density - diagonal) / max(1 - diagonal, 1e-9))
-        keep = torch.rand(shape, generator=generator, device=device) < share
-        lists = from_map(blocks, keep).lists
-        kept += int((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
-        visible += int(blocks.visible.sum()) * shape[1]
-        dense, selected = [False] * part.key.shape[1], Selected(lists, None, {}, size)
-        taken += median_seconds(partial(attend_heads, part, selected, dense, plan.most_kept, *how), device)
-    return kept / max(visible, 1), taken
+    part = inputs.of_heads(next(iter(head_groups(inputs.query, inputs.key, run.max_mask_bytes // selector.head_bytes))))
+    blocks = cut_into_blocks(part, size, plain, False)
+    shape = (*part.query.shape[:2], *blocks.visible.shape[2:])
+    diagonal = float(blocks.own.sum() / blocks.visible.sum())
+    # the diagonal is always kept
+    share = max(0.0, (density - diagonal) / max(1 - diagonal, 1e-9))
+    keep = torch.rand(shape, generator=generator, device=device) < share
+    lists = from_map(blocks, keep).lists
+    kept = int((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
+    visible = int(blocks.visible.sum()) * shape[1]
+    dense, selected = [False] * part.key.shape[1], Selected(lists, None, {}, size)
+    call = partial(attend_heads, part, selected, dense, plan.most_kept, *how)
+    return _RandomBlocks(kept / max(visible, 1), call, inputs.query.shape[1] / part.query.shape[1])

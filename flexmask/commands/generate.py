@@ -17,9 +17,11 @@ from flexmask.commands.options import (
     Method,
     MinBudget,
     Model,
+    Named,
     Option,
     Prompt,
     Settings,
+    model_named,
     settings_from,
 )
 from flexmask.commands.output import Json, Output
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Model,
     prompt: Prompt,
+    named: Named = None,
+    model: Model = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Timed prefills of each kind; the median counts.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
@@ -51,21 +54,21 @@ def generate(
 
     Without options the settings in the model's config.json apply, else the defaults.
     """
-    output = Output(as_json)
+    output, name = Output(as_json), model_named(named, model)
     chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
     text = read_text(prompt)
     if chosen is not None:
-        config = load_config(model)
+        config = load_config(name)
         with option_errors(otherwise="--settings" if settings is not None and not option else "--option"):
             chosen.check_model(config.get_text_config())
-    loaded, tokenizer = load_model(model, output, device, dtype)
+    loaded, tokenizer = load_model(name, output, device, dtype)
     ids = token_ids(tokenizer, text, chat=chat)
     remark_if_short(output, loaded, chosen, ids.shape[1])
     from flexmask.integrations.huggingface.side_by_side import side_by_side
 
     with output.progress(f"generating from {ids.shape[1]:,} tokens") as advance:
         found = side_by_side(loaded, ids, settings=chosen, max_new_tokens=max_new_tokens, repeats=repeats, progress=advance)
-    document = _document(found, tokenizer, model)
+    document = _document(found, tokenizer, name)
     _show(output, document, found.run.dense_summary())
     output.result(document)
 

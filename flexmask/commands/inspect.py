@@ -17,20 +17,23 @@ from flexmask.commands.options import (
     Method,
     MinBudget,
     Model,
+    Named,
     Option,
     Prompt,
     Settings,
+    model_named,
     settings_from,
 )
 from flexmask.commands.output import Json, Output
 
 
 def inspect(
-    model: Model,
     prompt: Prompt,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for report.html, the PNGs and inspection.json.")
     ],
+    named: Named = None,
+    model: Model = None,
     layers: Annotated[
         str | None, typer.Option(help="Layers to show masks of, as in 0,5-7. Default: a few heads of all layers.")
     ] = None,
@@ -51,7 +54,7 @@ def inspect(
     The report is one HTML page that loads nothing from elsewhere. It shows density, pattern, distance and coverage of every head,
     the attention that the masks hold by position, and time by stage. For a few heads it draws the mask over the true attention.
     """
-    output = Output(as_json)
+    output, name = Output(as_json), model_named(named, model)
     try:
         import matplotlib  # noqa: F401  # only to see that it is there
     except ImportError as error:
@@ -63,7 +66,7 @@ def inspect(
     text = read_text(prompt)
     if out.exists() and not out.is_dir():
         usage_error(f"{out} is not a folder", "--out")
-    loaded, tokenizer = load_model(model, output, device, dtype)
+    loaded, tokenizer = load_model(name, output, device, dtype)
     ids = token_ids(tokenizer, text, tokens)
     remark_if_short(output, loaded, chosen, ids.shape[1])
 
@@ -74,7 +77,7 @@ def inspect(
     with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors("--layers", "--heads"):
         found = inspect_prefill(loaded, ids, progress=advance, **options)
     with output.progress("drawing"):
-        page = write_report(found, out, model=model, prompt=tokenizer.decode(ids[0]))
+        page = write_report(found, out, model=name, prompt=tokenizer.decode(ids[0]))
     output.line(str(found.summary))
     stages = "  ".join(f"{name} {seconds:.3g} s" for name, seconds in found.times.stages.items())
     output.line(f"forward pass {found.times.total:.3g} s: {stages}")

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
     from flexmask.settings import PrefillSettings
 
+_HUB_SECONDS = 10.0
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_config(model: str, option: str = "--model") -> Any:
     model = _expanded(model)
-    auto, local = _transformers(), _local(model, option)
+    local, auto = _local(model, option), _transformers()
     try:
         return auto.AutoConfig.from_pretrained(model, local_files_only=local)
     except Exception as error:  # of whatever reads the file
@@ -35,7 +36,7 @@ def load_model(
 ) -> tuple[PreTrainedModel, Any]:
     """A decoder and its tokenizer, from a folder (without network) or by name, with its default attention."""
     model = _expanded(model)
-    auto, local = _transformers(), _local(model, option)
+    local, auto = _local(model, option), _transformers()
     chosen = chosen_device(device)
     kind = chosen_dtype(dtype, chosen)
     placed = {"device_map": "auto"} if chosen == "auto" else {}
@@ -134,7 +135,21 @@ def _local(model: str, option: str) -> bool:
     in_a_folder = "/" in model and path.parent.is_dir()
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
         usage_error(f"no folder {model}", option)
+    _check_on_hub(model)
     return False
+
+
+def _check_on_hub(model: str) -> None:
+    """One request for a name that is not cached: transformers would try for half a minute."""
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    except ImportError as error:
+        raise needs("transformers", "hf") from error
+    try:
+        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_SECONDS)
+    except Exception as error:  # of whatever HTTP library it has
+        raise _not_a_model(model, error) from error
 
 
 def _not_a_model(model: str, error: Exception) -> CommandError:

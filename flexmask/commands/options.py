@@ -13,9 +13,9 @@ from flexmask.commands.errors import option_errors, usage_error
 if TYPE_CHECKING:
     from flexmask.settings import PrefillSettings
 
-Model = Annotated[
-    str, typer.Option("--model", "-m", metavar="PATH", help="Folder of a transformers model, or its name on the hub.")
-]
+_MODEL = "Folder of a transformers model, or its name on the hub."
+Named = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
+Model = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same, as an option.")]
 Device = Annotated[str | None, typer.Option(help="A torch device, or 'auto' for device_map='auto'. Default: cuda, else cpu.")]
 DType = Annotated[str | None, typer.Option(help="float32, bfloat16, float16. Default: float32 on a CPU, else bfloat16.")]
 Prompt = Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")]
@@ -36,6 +36,16 @@ DenseBelow = Annotated[int | None, typer.Option(help="Prompts of fewer tokens ru
 Settings = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings as JSON, as 'flexmask tune' writes them; options override them.")
 ]
+
+
+def model_named(named: str | None, model: str | None) -> str:
+    """The model of a command, which takes it as its argument or as --model."""
+    if named is not None and model is not None:
+        usage_error("give the model once", "--model")
+    found = model if named is None else named
+    if found is None:
+        usage_error("give a model: its folder, or its name on the hub", "MODEL")
+    return found
 
 
 def settings_from(settings: Path | None = None, others: list[str] | None = None, **options: Any) -> PrefillSettings | None:

@@ -62,7 +62,10 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        """A bar on stderr: a spinner, then a count by the yielded function. Silent with JSON or without a terminal."""
+        """A bar on stderr: a spinner, then a count by the yielded function. In a log lines, by tenths; silent with JSON."""
+        if not self.as_json and not self._err.is_terminal:
+            yield _Lines(self, what)
+            return
         counted = (BarColumn(), MofNCompleteColumn())
         bar = Progress(
             SpinnerColumn(),
@@ -71,11 +74,24 @@ class Output:
             TimeElapsedColumn(),
             console=self._err,
             transient=True,
-            disable=self.as_json or not self._err.is_terminal,
+            disable=self.as_json,
         )
         with bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Lines:
+    """Progress in a log: a line at first, and for each tenth that is done."""
+
+    def __init__(self, output: Output, what: str) -> None:
+        self._output, self._what, self._tenths = output, what, -1
+
+    def __call__(self, done: int, total: int) -> None:
+        tenths = 10 * done // max(total, 1)
+        if tenths > self._tenths:
+            self._tenths = tenths
+            self._output.remark(f"{self._what}: {done} of {total}")
 
 
 def _cell(value: Any) -> str:

@@ -9,7 +9,18 @@ import typer
 
 from flexmask.commands.errors import option_errors, usage_error
 from flexmask.commands.loading import load_model, read_text, token_ids
-from flexmask.commands.options import DenseBelow, Device, DType, Method, MinBudget, Model, Option, given_options
+from flexmask.commands.options import (
+    DenseBelow,
+    Device,
+    DType,
+    Method,
+    MinBudget,
+    Model,
+    Named,
+    Option,
+    given_options,
+    model_named,
+)
 from flexmask.commands.output import Json, Output
 
 if TYPE_CHECKING:
@@ -17,11 +28,12 @@ if TYPE_CHECKING:
 
 
 def tune(
-    model: Model,
     text: Annotated[
         list[str], typer.Option("--text", "-t", metavar="FILE", help="A prompt to tune on; '-' is stdin. Repeatable.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Writes the settings here, as JSON.")],
+    named: Named = None,
+    model: Model = None,
     density: Annotated[float | None, typer.Option(help="Target in (0, 1]: share of the blocks to keep.")] = None,
     error: Annotated[
         float | None, typer.Option(help="Target >= 0 instead: relative squared error of head outputs, mean over heads.")
@@ -47,14 +59,14 @@ def tune(
     one. Measurements are saved to OUT.measured after each layer. An interrupted run continues from there. Another target on the
     same texts needs no new measurement.
     """
-    output = Output(as_json)
+    output, name = Output(as_json), model_named(named, model)
     if (density is None) == (error is None):
         usage_error("give one of --density and --error", "--density")
     if out.is_dir() or not out.parent.is_dir():
         usage_error(f"{out} is a folder" if out.is_dir() else f"no folder {out.parent}", "--out")
     options = given_options(option, method=method, min_budget=min_budget, dense_below=dense_below)
     texts = [read_text(path, "--text") for path in text]
-    loaded, tokenizer = load_model(model, output, device, dtype)
+    loaded, tokenizer = load_model(name, output, device, dtype)
     from flexmask.integrations.huggingface import tune as run
 
     prompts = [token_ids(tokenizer, each, tokens) for each in texts]
@@ -77,7 +89,7 @@ def tune(
         raise
     result.settings.save(out)
     document: dict[str, Any] = {
-        "model": model,
+        "model": name,
         "texts": text,
         "prompt_tokens": [each.shape[1] for each in prompts],
         "out": str(out),

@@ -208,7 +208,7 @@ class RunSummary:
     def __repr__(self) -> str:
         sparse = sum(layer.ran != "dense" for layer in self.layers)
         density = "" if self.density is None else f", density {self.density:.1%}"
-        prefills = f"{self.prefills:,} prefill{'' if self.prefills == 1 else 's'} of {self.tokens:,} tokens"
+        prefills = f"{self.prefills:,} prefill{'' if self.prefills == 1 else 's'}, {self.tokens:,} tokens in all"
         return f"<RunSummary: {prefills}{density}, {sparse} of {len(self.layers)} layers sparse>"
 
     def __str__(self) -> str:

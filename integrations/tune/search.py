@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_real, check_word
+from flexmask.base.plain_numbers import plain_numbers
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
@@ -71,7 +72,7 @@ def tune(
     resume
         JSON file to write after each layer and to continue from. Default: none.
     progress
-        Show transformers' progress bar on a terminal. Default True. Or a function of the measured and all layers, over all
+        Show transformers' progress bar. Default True. Or a function of the measured and all layers, over all
         prompts.
     options
         The method's other options; and `block_size`, `dense_layers`, `dense_below` (for windows only), `backend` and
@@ -145,7 +146,7 @@ def _measure(
     if callable(progress):
         made: Any = nullcontext(_Count(progress, **shown))
     else:
-        made = logging.tqdm(**shown, desc="tune: layers", leave=False, disable=None if progress else True)
+        made = logging.tqdm(**shown, desc="tune: layers", leave=False, disable=not progress)
     with made as bar:
         probe = HeadProbe(measured, bar, gradient)
         run = PrefillRun(settings, collect_stats=False)
@@ -179,7 +180,8 @@ class _Count:
 
 
 def _checked_gammas(gammas: Any) -> tuple[float, ...]:
-    if not isinstance(gammas, (list, tuple)) or not gammas:
+    gammas = plain_numbers(gammas)
+    if not isinstance(gammas, tuple) or not gammas:
         raise TypeError(f"gammas must be a sequence of numbers, at least one; got {gammas!r}")
     for number, gamma in enumerate(gammas):
         check_real(f"gammas[{number}]", gamma)

@@ -1,5 +1,6 @@
 """`flexmask gain` on a tiny random model; never the times."""
 
+import functools
 import json
 
 import pytest
@@ -55,7 +56,7 @@ def test_a_config_alone_gives_times_at_the_densities_that_are_given(flexmask, co
     assert found["settings"] == {"method": "hybrid", "min_budget": 0, "dense_below": 0, "block_size": 32, "dense_layers": [1]}
     assert found["weights_per_token"] > 0
     assert found["settings_from"] == "options"
-    assert found["gains"] == any(way["first_token_ratio"] >= 1.05 for row in found["lengths"] for way in row["sparse"])
+    assert found["gains"] == any(way["first_token_ratios"][0] >= 1.05 for row in found["lengths"] for way in row["sparse"])
 
 
 @pytest.mark.attention
@@ -106,8 +107,11 @@ def test_short_lengths_gain_nothing_and_are_not_timed(flexmask, folder, config, 
     assert (found.json["gains"], found.json["error"], found.json["lengths"][0]["sparse"]) == (False, None, [])
 
 
-def row_of(*ratios):
-    return {"tokens": 4096, "reasons": {}, "sparse": [{"density": d, "first_token_ratio": ratio} for d, ratio in ratios]}
+def row_of(*ways):
+    """A row of ways: density, the ratio of the first token's times, and its least and largest in a run, by default the same."""
+    names = ("density", "first_token_ratio", "first_token_ratios")
+    sparse = [dict(zip(names, (*way, [way[1]] * 2)[:3], strict=True)) for way in ways]
+    return {"tokens": 4096, "reasons": {}, "sparse": sparse}
 
 
 @pytest.mark.parametrize(
@@ -116,10 +120,49 @@ def row_of(*ratios):
         ([(0.1, 0.7), (0.4, 1.04)], "nothing to gain; the first token comes less than 5% sooner at 10% to 40% of the blocks"),
         ([(0.1, 2.0), (0.2, 1.5), (0.4, 1.0)], "the first token comes 1.50 to 2.00 times as fast at 10% to 20% of the blocks"),
         ([(0.173, 1.25)], "the first token comes 1.25 times as fast at 17% of the blocks"),
+        ([(0.173, 1.6, [1.06, 2.1])], "the first token comes 1.60 times as fast at 17% of the blocks"),
+        (
+            [(0.1, 1.6, [0.9, 2.1]), (0.2, 1.0, [0.9, 1.01])],
+            "no verdict; the first token comes 0.90 to 2.10 times as fast at 10% of the blocks, from run to run. "
+            "Repeat it on a quiet machine",
+        ),
     ],
 )
 def test_verdict_is_nothing_where_the_first_token_comes_hardly_sooner(ratios, said):
     assert command.verdict(row_of(*ratios)) == f"4,096 tokens: {said}"
+
+
+def test_each_call_runs_three_times_in_turns():
+    from flexmask.commands.gain_times import seconds_in_turns
+
+    ran = []
+    found = seconds_in_turns([functools.partial(ran.append, name) for name in "ab"], torch.device("cpu"))
+    assert ran == [*"ab"] * 4  # the first round warms up
+    assert [len(each) for each in found] == [3, 3]
+
+
+def test_one_slow_run_gives_no_verdict_but_a_warning(capsys):
+    timed = {
+        "tokens": 4096,
+        "layers": {"sparse": 1},
+        "reasons": {},
+        "rest_seconds": 1.0,
+        "dense": {"kernel": "SDPA", "attention_seconds": [4.0, 4.1, 4.0]},
+        "sparse": [{"density": 0.2, "selection_seconds": [0.5, 2.7, 0.5], "attention_seconds": [1.5, 1.5, 1.5]}],
+    }
+    row = command._with_first_tokens(timed)
+    (way,) = row["sparse"]
+    assert (way["selection_seconds"], way["first_token_seconds"]) == (0.5, 3.0)
+    assert way["first_token_ratios"] == pytest.approx([5.1 / 5.2, 5.0 / 3.0])
+    assert "no verdict; the first token comes 0.98 to 1.67 times as fast" in command.verdict(row)
+    assert command.spread(row) == pytest.approx(2.7 / 0.5)
+    about = dict.fromkeys(("model", "type", "dtype", "torch", "device"), "x") | {"settings": {"method": "hybrid"}}
+    command._show(Output(), {**about, "source": "prompt", "lengths": [row], "verdict": [], "gains": False})
+    printed = capsys.readouterr().out
+    assert "0.98 to 1.67" in printed
+    assert "warning: the same work took up to 5.4 times as long from run to run" in printed
+    steady = timed | {"sparse": [timed["sparse"][0] | {"selection_seconds": [0.5, 0.51, 0.5]}]}
+    assert command.spread(command._with_first_tokens(steady)) < command.WIDE
 
 
 def test_the_error_is_the_change_of_log_probability(capsys):
@@ -144,6 +187,8 @@ def test_settings_to_paste_switch_it_on(settings, where, call, in_config):
     text = "\n".join(command.paste(settings, where))
     assert f"  with flexmask.sparse_prefill(model{call}) as run:\n" in text
     assert (f'"flexmask_config": {in_config}' in text) is (in_config is not None)
+    # a config alone does nothing, without a message
+    assert ("By itself it does nothing" in text) is (in_config is not None)
 
 
 def test_weights_per_token_are_the_matrices_of_the_layers():
@@ -166,7 +211,7 @@ def test_few_heads_are_timed_where_dense_attention_is_slow():
 
     arguments = (selector_of("hybrid", 32, {"gamma": [0.5, 0.9, 0.9, 0.9]}), run_options(dense_below=0))
     slow = random_times(Shape(4, 4, 16), 64, (), *arguments, 1.0, torch.device("cpu"), torch.float32)
-    assert (slow.share, slow.selection, slow.sparse) == (0.25, 0.0, ())
+    assert (slow.share, slow.selection, slow.sparse) == (0.25, [0.0] * 3, ())
     assert random_times(Shape(4, 4, 16), 64, (), *arguments, 1e9, torch.device("cpu"), torch.float32).share == 1
 
 

@@ -101,6 +101,29 @@ def test_generate_refuses(flexmask, folder, prompt, tmp_path, monkeypatch, words
     assert said.format(**places) in result.stderr
 
 
+@pytest.mark.parametrize(
+    "words", ["doctor", "gain", "generate --prompt {}", "inspect --prompt {} --out x", "tune --text {} --out x --density .5"]
+)
+def test_the_model_may_be_an_argument_or_an_option(flexmask, prompt, words):
+    for given in ("nowhere/at/all", "--model nowhere/at/all"):
+        said = flexmask(*f"{words} {given}".format(prompt).split(), code=2).stderr
+        assert "no folder nowhere/at/all" in said
+
+
+def test_a_mistyped_name_asks_the_hub_once(flexmask, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def metadata(url, **options):
+        asked.append((url, options["timeout"]))
+        raise OSError("no such repository")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
+    result = flexmask("gain", "no-such-model-anywhere", code=exit_codes.PROBLEM)
+    assert result.stderr == "flexmask: cannot load no-such-model-anywhere: no folder here, and on the hub: no such repository\n"
+    assert len(asked) == 1 and asked[0][1] <= 10
+
+
 def test_a_broken_model_is_one_line(flexmask, folder, prompt, tmp_path):
     for path in folder.iterdir():
         if path.suffix != ".safetensors":

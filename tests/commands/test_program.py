@@ -68,7 +68,9 @@ def test_characters_that_stdout_lacks_are_escaped(monkeypatch):
     ("words", "said"),
     [
         (["nothing"], "No such command 'nothing'"),
-        (["gain"], "Missing argument 'MODEL'"),
+        (["gain"], "'MODEL': give a model: its folder, or its name on the hub"),
+        (["gain", "x", "--model", "x"], "'--model': give the model once"),
+        (["gain", "nowhere/at/all", "--tokens", "300", "--prompt", "x"], "'--tokens': give one of --prompt and --tokens"),
         (["generate", "--model", "x", "--prompt", "x", "--gama", "1"], "--gama"),
         (["doctor", "--device", "nowhere"], "'--device': no such device"),
         (["doctor", "--dtype", "int8"], "'--dtype': must be one of float32, bfloat16, float16; got 'int8'"),

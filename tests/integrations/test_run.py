@@ -55,7 +55,7 @@ def test_summary_adds_up_the_rows():
 def test_summary_is_short_and_prints_a_line_a_layer():
     run = recorded()
     summary = run.summary()
-    assert repr(summary).startswith(f"<RunSummary: 6 prefills of 1,140 tokens, density {summary.density:.1%}, ")
+    assert repr(summary).startswith(f"<RunSummary: 6 prefills, 1,140 tokens in all, density {summary.density:.1%}, ")
     assert repr(summary).endswith("2 of 3 layers sparse>")
     lines = str(summary).splitlines()
     assert len(lines) == 5
@@ -150,7 +150,7 @@ def test_an_empty_run_has_an_empty_summary():
     assert (summary.layers, summary.density, str(summary)) == (
         (),
         None,
-        "<RunSummary: 0 prefills of 0 tokens, 0 of 0 layers sparse>",
+        "<RunSummary: 0 prefills, 0 tokens in all, 0 of 0 layers sparse>",
     )
 
 

@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers.utils import logging
+
 import flexmask.integrations.huggingface as flexmask_hf
 import flexmask.integrations.tune.probe as head_probe
 from flexmask.integrations.tune.head_errors import head_errors
@@ -76,3 +78,12 @@ def test_progress_is_told_to_a_function(model, tokens, tmp_path):
     assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
     tuned(model, tokens, density=1.0, **options)
     assert told[5:] == [(4, 4)]
+
+
+def test_the_bar_shows_without_a_terminal(model, tokens, capsys, monkeypatch):
+    # which commands switch off
+    monkeypatch.setattr(logging, "_tqdm_active", True)
+    tuned(model, tokens[:1], density=1.0, gammas=(0.5, 1.0), progress=True)
+    assert "tune: layers" in capsys.readouterr().err
+    tuned(model, tokens[:1], density=1.0, gammas=(0.5, 1.0), progress=False)
+    assert capsys.readouterr().err == ""
