@@ -237,6 +237,16 @@ def test_the_reports_hold_what_the_rows_say(name):
     assert filled(text, ROOT / "bench" / "results") == text
 
 
+def test_every_gain_and_error_of_the_page_links_to_its_row():
+    text = (ROOT / "docs/should-i-use-it.md").read_text(encoding="utf-8")
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("|") and "---" not in line]
+    figures = [cell for row in rows[1:] for cell in row if re.search(r"\d(\.\d+)?x|0\.\d\d", cell) and "vLLM" not in cell]
+    assert len(figures) > 12
+    for cell in figures:
+        outside = re.sub(r"\[[^\]]*\]\([^)]*\)", "", cell)
+        assert not re.search(r"\dx|0\.\d\d", outside), cell
+
+
 def test_every_column_of_the_rows_is_explained():
     text = (ROOT / "bench/results/README.md").read_text(encoding="utf-8")
     explained = set(re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))

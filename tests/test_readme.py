@@ -182,3 +182,16 @@ def test_unknown_names_are_found(code, expected):
 )
 def test_wrong_commands_are_found(code, expected):
     assert list(wrong_commands(code)) == expected
+
+
+@pytest.mark.slow
+def test_the_first_sample_is_what_its_command_prints():
+    from bench.sample import summary
+
+    (sample,) = of_page("README.md", "text")[:1]
+    assert "python -m bench.sample" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert differences(sample.code, f"{summary()}\n") == []
+
+
+def test_the_readme_is_a_page_to_read_at_once():
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 110

@@ -11,12 +11,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.report import appendix, fidelity, leaderboard, speed
+from bench.report import appendix, fidelity, leaderboard, should_i_use_it, speed
 from bench.report.rows import FOLDER
 
 ROOT = Path(__file__).parents[2]
-FILLED = ("README.md", "bench/FIDELITY.md", "bench/REPORT.md", "bench/LEADERBOARD.md")
-TABLES = {**fidelity.TABLES, **speed.TABLES, **leaderboard.TABLES}
+FILLED = ("README.md", "bench/FIDELITY.md", "bench/REPORT.md", "bench/LEADERBOARD.md", "docs/should-i-use-it.md")
+TABLES = {**fidelity.TABLES, **speed.TABLES, **leaderboard.TABLES, **should_i_use_it.TABLES}
 FIGURES = {**fidelity.FIGURES, **speed.FIGURES}
 ALT_TEXTS = {
     "fidelity-by-density": "Mean change of a token's log-probability by share of blocks kept, one line per method",
