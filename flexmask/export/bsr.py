@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.export.listed import geometry, kept_and_full
+from flexmask.export.listed import check_index, geometry, kept_and_full
 
 
 class BsrBlocks(NamedTuple):
@@ -60,8 +60,7 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     """
     kept, _ = kept_and_full(mask)
     for name, index, most in (("row", row, kept.shape[0]), ("head", head, kept.shape[1])):
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < most:
-            raise ValueError(f"{name} must be from 0 to {most - 1}; got {index!r}")
+        check_index(name, index, most)
     if mask.BLOCK_SIZE[0] != mask.BLOCK_SIZE[1]:
         raise ValueError(f"mask must have square blocks; got {mask.BLOCK_SIZE}")
     if with_pairs:
@@ -79,5 +78,6 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
         exists = (q_idx < where.lengths[0]) & (kv_idx < where.lengths[1])
         # rows and keys past the end index nothing
         inside = (torch.where(exists, q_idx, 0), torch.where(exists, kv_idx, 0))
-        pairs = mask.mask_mod(*(torch.full_like(q_idx, number) for number in (row, head)), *inside) & exists
+        prompt, of_head = (torch.full_like(q_idx, number) for number in (row, head))
+        pairs = mask.mask_mod(prompt, of_head, *inside) & exists
     return BsrBlocks(indptr, kv_block.to(torch.int32), pairs, (kept.shape[0] * size, kept.shape[1] * size), size)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask.base.options import check_count
 from flexmask.base.selection import ascending_indices
 from flexmask.export.listed import kept_and_full, num_kv_blocks
 
@@ -67,7 +68,8 @@ def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks
     kept, full = kept_and_full(mask)
     rows, columns = mask.BLOCK_SIZE
     tile = columns if kv_tile is None else kv_tile
-    if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1 or columns % tile:
+    check_count("kv_tile", tile, 1, "keys")
+    if columns % tile:
         raise ValueError(f"kv_tile must divide the mask's block size {columns}; got {kv_tile!r}")
     if tile != columns:
         # the last block may end in the middle

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.export.listed import geometry, kept_and_full
+from flexmask.base.options import check_count
+from flexmask.export.listed import check_index, geometry, kept_and_full
 
 
 class FlashInferBlocks(NamedTuple):
@@ -101,15 +102,13 @@ def _of_row(kept: Tensor, row: int | None) -> Tensor:
         if batch != 1:
             raise ValueError(f"row must say which of the mask's {batch} prompts to plan: FlashInfer plans one; got None")
         return kept[0]
-    if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < batch:
-        raise ValueError(f"row must be from 0 to {batch - 1}; got {row!r}")
+    check_index("row", row, batch)
     return kept[row]
 
 
 def _by_key_head(kept: Tensor, num_kv_heads: int, merge_heads: bool) -> Tensor:
     heads = kept.shape[0]
-    if isinstance(num_kv_heads, bool) or not isinstance(num_kv_heads, int) or num_kv_heads < 1:
-        raise ValueError(f"num_kv_heads must be a positive integer; got {num_kv_heads!r}")
+    check_count("num_kv_heads", num_kv_heads, 1, "heads")
     if heads in (1, num_kv_heads):
         return kept.expand(num_kv_heads, -1, -1)
     if heads % num_kv_heads:

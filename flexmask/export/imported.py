@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask.base.checks import check_int
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.options import check_block_size, check_count
 from flexmask.base.selection import Selected, block_lists
 from flexmask.base.visibility import block_visibility, num_blocks, token_validity
 from flexmask.flex.block_mask import block_mask
@@ -65,9 +67,7 @@ def from_block_map(
     44.44444444444444
     """
     _check_lengths(q_len, kv_len, block_size, window, q_offset)
-    if not isinstance(block_map, Tensor) or block_map.is_floating_point() or block_map.is_complex():
-        got = block_map.dtype if isinstance(block_map, Tensor) else type(block_map).__name__
-        raise TypeError(f"block_map must be a tensor of bool or integers; got {got}")
+    _check_dtype("block_map", block_map, "bool or integers")
     blocks = (num_blocks(q_len, block_size), num_blocks(kv_len, block_size))
     if block_map.dim() != 4 or tuple(block_map.shape[2:]) != blocks or 0 in block_map.shape:
         raise ValueError(
@@ -141,9 +141,7 @@ def from_index_list(
     """
     _check_lengths(q_len, kv_len, block_size, window, q_offset)
     for name, tensor in (("indices", indices), ("counts", counts)):
-        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a tensor of integers; got {got}")
+        _check_dtype(name, tensor, "integers")
     if indices.dim() != 4 or counts.shape != indices.shape[:-1]:
         raise ValueError(
             "indices must be (batch, num_heads, num_q_blocks, entries) and counts their first three sizes; got "
@@ -168,14 +166,22 @@ def from_index_list(
 
 
 def _check_lengths(q_len: int, kv_len: int, block_size: int, window: int | None, q_offset: int | None) -> None:
-    numbers = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "window": 1 if window is None else window}
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be a positive integer; got {number!r}")
+    check_block_size(block_size)
+    for name, number in {"q_len": q_len, "kv_len": kv_len, "window": 1 if window is None else window}.items():
+        check_count(name, number, 1, "tokens")
     if q_len > kv_len:
         raise ValueError(f"q_len must be at most kv_len = {kv_len}; got {q_len}")
+    if q_offset is not None:
+        check_int("q_offset", q_offset)
     if q_offset is not None and not 0 <= q_offset <= kv_len - q_len:
         raise ValueError(f"q_offset must be from 0 to kv_len - q_len = {kv_len - q_len}; got {q_offset}")
+
+
+def _check_dtype(name: str, tensor: object, kind: str) -> None:
+    got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+    is_number = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+    if not is_number or (got == torch.bool and "bool" not in kind):
+        raise TypeError(f"{name} must be a tensor of {kind}; got {got}")
 
 
 def _refuse_first(wrong: Tensor, what: str) -> None:

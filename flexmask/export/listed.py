@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import KNOWS_LENGTHS
+from flexmask.base.checks import check_int
 from flexmask.flex.block_mask import parts_of
 
 
@@ -21,10 +22,16 @@ class Geometry(NamedTuple):
     hidden_by: tuple[str, ...]  # of "window", "padding", "mask_mod"
 
 
-def checked(mask: BlockMask) -> BlockMask:
+def checked(mask: object) -> BlockMask:
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask must be a BlockMask; got {type(mask).__name__}")
     return mask
+
+
+def check_index(name: str, value: int, length: int) -> None:
+    check_int(name, value)
+    if not 0 <= value < length:
+        raise ValueError(f"{name} must be from 0 to {length - 1}; got {value}")
 
 
 def kept_and_full(mask: BlockMask) -> tuple[Tensor, Tensor]:
@@ -34,6 +41,7 @@ def kept_and_full(mask: BlockMask) -> tuple[Tensor, Tensor]:
     partial = listed(mask.kv_num_blocks, mask.kv_indices, columns)
     if mask.full_kv_num_blocks is None:
         return partial, torch.zeros_like(partial)
+    assert mask.full_kv_indices is not None
     full = listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
     return partial | full, full
 

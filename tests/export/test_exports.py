@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from flexmask import flexprefill_mask
 from flexmask.block_masks import causal_mask
@@ -165,3 +166,13 @@ def test_planted_faults_change_the_pairs(fault):
     lists = to_flash_attn(case.mask)
     assert torch.equal(pairs_of_lists(case, lists, 32), case.pairs())
     assert not torch.equal(pairs_of_lists(case, fault(lists), 32), case.pairs())
+
+
+def test_maps_and_lists_read_no_value():
+    with FakeTensorMode():
+        query, key = torch.empty(1, 2, 50, 16), torch.empty(1, 2, 129, 16)
+        mask = causal_mask(query, key, block_size=32)
+        assert to_block_map(mask).shape == to_index_list(mask)[0].shape == to_flash_attn(mask).full_block_idx.shape
+        # what reads one fails here
+        with pytest.raises(DataDependentOutputException):
+            to_flashinfer(mask, 1)

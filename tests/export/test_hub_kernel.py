@@ -3,7 +3,7 @@
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import is_kernels_available
+from transformers.utils.import_utils import is_kernels_available
 
 from tests.repository import ROOT
 
