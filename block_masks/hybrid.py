@@ -140,6 +140,13 @@ def hybrid_mask(
     blocks = steps.row_blocks(problem, evidence, least.rows, LINES, min_coverage)
 
     lists, keep = steps.kept_blocks(problem, lines, blocks, last, (nearest, NEAREST * nearest))
+    covered: list[Tensor] = []
+
+    def row_coverage(which: int) -> Tensor:
+        if not covered:
+            covered.extend(steps.row_coverage(problem, evidence, keep))
+        return covered[which]
+
     return Selection(
         lists,
         keep,
@@ -147,6 +154,7 @@ def hybrid_mask(
             "num_vertical_blocks": lambda: lines.number[0],
             "num_slash_blocks": lambda: lines.number[1],
             "coverage": lambda: steps.coverage(problem, last, keep),
-            "row_coverage": lambda: steps.row_coverage(problem, evidence, keep),
+            "row_coverage": lambda: row_coverage(0),
+            "least_row_coverage": lambda: row_coverage(1),
         },
     )

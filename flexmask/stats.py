@@ -49,6 +49,8 @@ class SelectionStats:
         calls.
     row_coverage
         float32: evidence of all rows held by the kept blocks, mean over query blocks (hybrid).
+    least_row_coverage
+        float32: the same in the query block where the kept blocks hold least (hybrid).
     is_dense
         bool: dense attention served the head; its other statistics stay those of its mask. True in dense calls.
     dense
@@ -62,6 +64,7 @@ class SelectionStats:
     num_slash_blocks: Tensor = field(metadata=_kind(torch.int64, 0))
     coverage: Tensor = field(metadata=_kind(torch.float32, 1))
     row_coverage: Tensor = field(metadata=_kind(torch.float32, math.nan))
+    least_row_coverage: Tensor = field(metadata=_kind(torch.float32, math.nan))
     is_dense: Tensor = field(metadata=_kind(torch.bool, True))
     dense: bool = False
 

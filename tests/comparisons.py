@@ -121,8 +121,9 @@ def assert_same_statistics(result: Chosen, expected: ReferenceResult, margin: fl
         got, wanted = getattr(result.stats, name).cpu(), getattr(expected, name)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double()[clear], wanted[clear], atol=1e-5, rtol=1e-5)
-    got, wanted = result.stats.row_coverage.cpu().double()[clear], expected.row_coverage[clear]
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
+    for name in ("row_coverage", "least_row_coverage"):
+        got, wanted = getattr(result.stats, name).cpu().double()[clear], getattr(expected, name)[clear]
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
     if result.stats.js_distance.isnan().all() and (expected.js_distance.isnan() | (expected.density == 0)).all():
         return  # hybrid selection has none
     squares = result.stats.js_distance.cpu().double() ** 2, expected.js_distance**2

@@ -22,6 +22,7 @@ BLOCK_SIZE = 64
 GAMMA, TAU = 0.9, 0.1
 FLOOR = 2  # blocks
 ROW_STRIDE = 8
+MIN_COVERAGE = 0.5
 LAYERS = (0, 1)
 HEADS_A_LAYER = 8
 SEED = 0
@@ -124,13 +125,13 @@ def _steps(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     least = thresholds(problem, gamma)
     hybrid_lines = plain.last_rows_lines(problem, last, least.lines, NEAREST * FLOOR)
     evidence = plain.row_evidence(problem, ROW_STRIDE)
-    rows = plain.row_blocks(problem, evidence, least.rows, LINES)
+    rows = plain.row_blocks(problem, evidence, least.rows, LINES, torch.tensor(MIN_COVERAGE, dtype=torch.float64))
     hybrid_keep = plain.kept_blocks(problem, hybrid_lines, rows, last, (FLOOR, NEAREST * FLOOR))[1]
 
     options: dict[str, Any] = {"gamma": GAMMA, "block_size": BLOCK_SIZE, "min_budget": FLOOR * BLOCK_SIZE}
     for ours, mask in (
         (keep, flexprefill_mask(query, key, tau=TAU, **options)),
-        (hybrid_keep, hybrid_mask(query, key, row_stride=ROW_STRIDE, **options)),
+        (hybrid_keep, hybrid_mask(query, key, row_stride=ROW_STRIDE, min_coverage=MIN_COVERAGE, **options)),
     ):
         for head in range(query.shape[1]):
             if not torch.equal(ours[0, head], block_kinds(mask, head) >= 2):

@@ -135,7 +135,7 @@ def budget(rows: int, tokens: int) -> int:
 def measured(rows: int, before: int, device: str, shape: LayerShape = SHAPE) -> Row:
     """One row."""
     chunk = Chunk(rows, before, device, shape)
-    layer = chunk.layer(method=HYBRID, gamma=0.1, min_budget=budget(rows, chunk.tokens))
+    layer = chunk.layer(method=HYBRID, gamma=0.1, min_coverage=0.0, min_budget=budget(rows, chunk.tokens))
     name, stock = stock_call(chunk, every_block(chunk)())
     key, value = chunk.keys_and_values()
     inputs = attention_inputs(chunk.query.transpose(0, 1)[None], key[None], value[None]).with_offset()

@@ -235,6 +235,9 @@ def _show(output: Output, document: dict[str, Any]) -> None:
             f"Error on this prompt, over {error['tokens']:,} tokens: |Δ log p| {error['log_prob_change']:.3f}, "
             f"loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f} ({error['loss_sparse'] - error['loss_dense']:+.3f})"
         )
+    for row in rows:
+        if row.get("low_heads"):
+            output.line(f"warning: {row['low_heads']}")
     output.line()
     for line in document["verdict"]:
         output.line(line)

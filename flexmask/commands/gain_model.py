@@ -93,6 +93,7 @@ def prompt_gain(
     row["rest_seconds"] = max(0.0, time.perf_counter() - start - timed.spent)
     progress(3, 3)
     row["dense"] = {"kernel": ", ".join(sorted({*timed.kernels.values()} - {""})), "attention_seconds": timed.dense}
+    row["low_heads"] = summary.warning
     row["sparse"] = [{"density": summary.density, "selection_seconds": timed.selection, "attention_seconds": timed.attention}]
     error = {
         "tokens": len(dense),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
+from flexmask.base.row_coverage import mean_and_least
 from flexmask.base.thresholds import HALVINGS, SLACK
 from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
@@ -301,13 +302,11 @@ def row_blocks(
     return Blocks(codes, gated=True)
 
 
-def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> Tensor:
+def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
     """As `flexmask.plain.row_evidence.row_coverage`."""
     held = evidence.means.new_empty(keep.shape[:3], dtype=torch.float32)
     _launch(problem, evidence, keep=keep, held=held)
-    has_rows = held != -1
-    covered = torch.where(has_rows, held, 0.0).sum(-1) / has_rows.sum(-1)
-    return torch.where(problem.tokens.row_valid.any(-1, keepdim=True), covered, 0.0)
+    return mean_and_least(problem, held, held != -1)
 
 
 def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0, **tensors: Tensor) -> None:
@@ -331,7 +330,8 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
     any_tensor = edges.rows  # for arguments that a variant does not read
     _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(groups, heads))](
         query, means, any_tensor if mask is None else mask, edges.rows, edges.keys,
-        *(tensors.get(name, any_tensor) for name in ("thresholds", "codes", "min_coverage", "keep", "held")), *query.stride(), *edges.strides,
+        *(tensors.get(name, any_tensor) for name in ("thresholds", "codes", "min_coverage", "keep", "held")),
+        *query.stride(), *edges.strides,
         num_heads * num_q_blocks if "thresholds" in tensors and tensors["thresholds"].shape[0] > 1 else 0, num_kv_heads, q_len,
         kv_len, num_q_blocks, num_kv_blocks, kv_len if window is None else min(window, kv_len), inputs.scale,
         1.0 if softcap is None else softcap, of_lines,
@@ -339,6 +339,7 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
         HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages, HALVES=halves,
         HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
-        HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="held" in tensors, HAS_FLOOR="min_coverage" in tensors, HALVINGS=HALVINGS, SLACK=SLACK,
+        HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="held" in tensors,
+        HAS_FLOOR="min_coverage" in tensors, HALVINGS=HALVINGS, SLACK=SLACK,
         num_warps=8 if heads * q_blocks * rows >= _ROWS else 4, num_stages=stages,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
+from flexmask.base.row_coverage import mean_and_least
 from flexmask.base.scores import masked_softmax
 from flexmask.base.thresholds import HALVINGS, SLACK
 from flexmask.base.visibility import blocks_seen_by_rows, in_blocks, valid_keys, whole_blocks
@@ -85,11 +86,10 @@ def more_blocks(problem: BlockProblem, found: Tensor, thresholds: Tensor, min_co
     return chosen | ((before < needed) & problem.visible)
 
 
-def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> Tensor:
-    """Evidence that the kept blocks hold, mean over the query blocks with sampled rows, (batch, num_heads) float32.
+def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Evidence that the kept blocks hold, mean and least of the query blocks with sampled rows, (batch, num_heads) float32 each.
 
     0 for a batch row without rows; NaN if it has some and none is sampled.
     """
-    with_evidence = (evidence.mean.sum(-1) != 0).sum(-1)
-    covered = torch.where(keep, evidence.mean, 0.0).sum((-2, -1)) / with_evidence
-    return torch.where(problem.tokens.row_valid.any(-1, keepdim=True), covered, 0.0)
+    has_rows = evidence.mean.sum(-1) != 0
+    return mean_and_least(problem, torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)

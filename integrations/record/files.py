@@ -17,7 +17,7 @@ from flexmask.integrations.record.summary import Calls, CallSize, HeadSums, Laye
 from flexmask.settings import PrefillSettings
 from flexmask.stats import DTYPES, SelectionStats
 
-_FORMAT = "flexmask run 3"
+_FORMAT = "flexmask run 4"
 # 512 calls in each of 128 layers of 128 heads are 0.9 GB
 _MOST_BYTES = 2**30
 
@@ -36,6 +36,7 @@ def save_run(path: Path, run: SavedRun) -> None:
         "calls": {str(layer): [_call_to_save(call) for call in each] for layer, each in on_host(run.calls).items()},
         "dropped": {
             str(layer): {**vars(each), "sums": None if each.sums is None else HeadSums(*_numbers(each.sums[None])[0])._asdict()}
+            | {"held": None if each.held is None else _numbers(each.held[None])[0]}
             for layer, each in run.dropped.items()
         },
         "tokens": {str(layer): number for layer, number in run.tokens.items()},
@@ -111,4 +112,7 @@ def _totals(saved: Mapping[str, Any]) -> LayerTotals:
     if not 0 <= dense_pairs <= pairs < math.inf:
         raise ValueError(pairs)
     reasons = {reason: _count(number) for reason, number in saved["reasons"].items()}
-    return LayerTotals(calls, dense_calls, heads, pairs, dense_pairs, reasons, sums)
+    held = saved["held"]
+    if held is not None:
+        held = torch.tensor([math.inf if x is None else float(x) for x in held], device="cpu")
+    return LayerTotals(calls, dense_calls, heads, pairs, dense_pairs, reasons, sums, held)

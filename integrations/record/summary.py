@@ -16,6 +16,10 @@ from flexmask.stats import TENSORS, SelectionStats
 # per layer and per log line: a server's reasons name lengths
 MOST_REASONS = 8
 OTHER_REASONS = "other reasons"
+# heads whose kept blocks hold less of some rows' attention are named
+LOW_COVERAGE = 0.25
+# in the text
+MOST_LOW_HEADS = 8
 DENSE_HEAD = "dense attention is faster for the heads of its key head"
 
 
@@ -104,10 +108,12 @@ class LayerTotals:
     dense_pairs: float = 0.0
     reasons: dict[str, int] = field(default_factory=dict)
     sums: Tensor | None = None
+    # by head, over calls, batch rows and query blocks: the least share of its rows' attention that was kept; inf if never known
+    held: Tensor | None = None
 
     def add(self, calls: Sequence[RecordedCall]) -> None:
         """Count `calls` of one layer without reading a tensor."""
-        sparse = []
+        sparse, held = [], [] if self.held is None else [self.held]
         for call in calls:
             pairs = float(call.stats.density.shape[0] * _pairs(call.size))
             self.calls += 1
@@ -121,9 +127,11 @@ class LayerTotals:
             else:
                 self.heads += call.stats.density.numel()
                 sparse.append(_sums(call.stats, pairs))
+                held.append(_held(call.stats))
         if sparse:
             sums = torch.stack(sparse).sum(0)
             self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
+            self.held = torch.stack([x.to(sums.device) for x in held]).amin(0)
 
     def with_calls(self, calls: Sequence[RecordedCall]) -> LayerTotals:
         both = replace(self, reasons=dict(self.reasons))
@@ -142,6 +150,20 @@ def _sums(stats: SelectionStats, pairs: float) -> Tensor:
     kept = stats.density * (pairs / stats.density.numel())
     sums = HeadSums(kept, stats.coverage, query_aware, vertical_slash, stats.is_dense)
     return torch.stack([x.to(widest_float(x.device)) for x in sums]).sum((1, 2))
+
+
+def _held(stats: SelectionStats) -> Tensor:
+    """The least share of its rows' attention that each head keeps, (num_heads,): of all rows by evidence, else of the last rows."""
+    held = torch.where(stats.least_row_coverage.isnan(), stats.coverage, stats.least_row_coverage)
+    return torch.where(stats.is_dense | held.isnan(), math.inf, held).amin(0)
+
+
+class LowHead(NamedTuple):
+    """A head that keeps little of some rows' attention."""
+
+    layer: int
+    head: int
+    held: float
 
 
 @dataclass(frozen=True)
@@ -199,11 +221,22 @@ class RunSummary:
     density: float | None
     layers: tuple[LayerSummary, ...]
     dropped_calls: int = 0
+    low_heads: tuple[LowHead, ...] = ()
+
+    @property
+    def warning(self) -> str | None:
+        """One line that names the heads that keep least of some rows' attention, None without any below `LOW_COVERAGE`."""
+        if not self.low_heads:
+            return None
+        named = ", ".join(f"layer {layer} head {head} {held:.0%}" for layer, head, held in self.low_heads[:MOST_LOW_HEADS])
+        more = f" and {len(self.low_heads) - MOST_LOW_HEADS} more" if len(self.low_heads) > MOST_LOW_HEADS else ""
+        return f"heads that keep less than {LOW_COVERAGE:.0%} of some rows' attention: {named}{more}"
 
     def to_dict(self) -> dict[str, Any]:
         """The same in JSON types."""
         layers = [{**asdict(layer), "ran": layer.ran} for layer in self.layers]
-        return {**{name: value for name, value in vars(self).items() if name != "layers"}, "layers": layers}
+        heads = [head._asdict() for head in self.low_heads]
+        return {**{name: value for name, value in vars(self).items() if name != "layers"}, "layers": layers, "low_heads": heads}
 
     def __repr__(self) -> str:
         sparse = sum(layer.ran != "dense" for layer in self.layers)
@@ -227,7 +260,8 @@ class RunSummary:
             rows = [row[:-1] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([repr(self)[1:-1].removeprefix("RunSummary: "), *lines])
+        warning = [] if self.warning is None else [self.warning]
+        return "\n".join([repr(self)[1:-1].removeprefix("RunSummary: "), *lines, *warning])
 
 
 def summary_of(totals: Mapping[int, LayerTotals], method: str, prefills: int, tokens: int, dropped_calls: int) -> RunSummary:
@@ -252,7 +286,21 @@ def summary_of(totals: Mapping[int, LayerTotals], method: str, prefills: int, to
         )
     pairs = sum(each.pairs for each in totals.values())
     kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)
-    return RunSummary(prefills, tokens, kept / pairs if pairs else None, tuple(layers), dropped_calls)
+    low = _low_heads({layer: each.held for layer, each in totals.items() if each.held is not None})
+    return RunSummary(prefills, tokens, kept / pairs if pairs else None, tuple(layers), dropped_calls, low)
+
+
+def _low_heads(held: Mapping[int, Tensor]) -> tuple[LowHead, ...]:
+    """Those below `LOW_COVERAGE`, the lowest first."""
+    by_device: dict[torch.device, list[int]] = {}
+    for layer, each in held.items():
+        by_device.setdefault(each.device, []).append(layer)
+    low = []
+    for layers in by_device.values():
+        places = [(layer, head) for layer in layers for head in range(len(held[layer]))]
+        shares = torch.cat([held[layer] for layer in layers]).tolist()
+        low += [LowHead(*place, share) for place, share in zip(places, shares, strict=True) if share < LOW_COVERAGE]
+    return tuple(sorted(low, key=lambda each: each.held))
 
 
 def _read(sums: Mapping[int, Tensor]) -> dict[int, HeadSums]:

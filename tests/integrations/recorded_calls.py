@@ -22,6 +22,7 @@ def stats_of(seed, batch=1, hybrid=False):
     distance = torch.full(shape, math.nan) if hybrid else torch.rand(shape, generator=generator)
     rows = rows if hybrid else torch.full(shape, math.nan)
     own = {"is_query_aware": query_aware, "js_distance": distance, "density": density, "coverage": coverage, "row_coverage": rows}
+    own["least_row_coverage"] = rows / 2
     own |= {"num_vertical_blocks": counts[0], "num_slash_blocks": counts[1], "is_dense": is_dense}
     return replace(dense_stats(batch), **own, dense=False)
 

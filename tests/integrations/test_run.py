@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,10 +59,11 @@ def test_summary_is_short_and_prints_a_line_a_layer():
     assert repr(summary).startswith(f"<RunSummary: 6 prefills, 1,140 tokens in all, density {summary.density:.1%}, ")
     assert repr(summary).endswith("2 of 3 layers sparse>")
     lines = str(summary).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert lines[2].split()[:4] == ["0", "sparse", f"{summary.layers[0].density:.1%}", f"{summary.layers[0].coverage:.1%}"]
     assert "both (2 of 6 calls dense)" in lines[3]
     assert lines[4].endswith("in dense_layers")
+    assert lines[5].startswith("heads that keep less than 25% of some rows' attention: layer ")
     assert len(repr(run)) < 100
     assert "2 of 3 layers sparse" in repr(run)
 
@@ -75,6 +77,19 @@ def test_hybrid_heads_are_named():
     assert {row["pattern"] for row in run.rows()} == {"hybrid"}
 
 
+def test_heads_that_keep_little_of_some_rows_are_named_in_one_line():
+    run = PrefillRun()
+    for layer, held in ((0, [0.9, 0.12, 0.3, 0.9]), (1, [0.9, 0.9, 0.9, 0.06]), (2, [0.9, 0.9, 0.9, 0.9])):
+        stats = stats_of(layer, hybrid=True)
+        heads = torch.tensor([held + [0.9] * (stats.density.shape[1] - 4)])
+        own = {"is_dense": torch.zeros_like(stats.is_dense), "coverage": heads, "least_row_coverage": heads}
+        for _ in range(2):
+            run.record(layer, replace(stats, **own), None, None, None, CallSize(1, 100, 100))
+    assert [(each.layer, each.head) for each in run.summary().low_heads] == [(1, 3), (0, 1)]
+    line = "heads that keep less than 25% of some rows' attention: layer 1 head 3 6%, layer 0 head 1 12%"
+    assert str(run.summary()).splitlines()[-1] == run.summary().warning == line
+
+
 def test_calls_beyond_the_cap_are_dropped_but_counted():
     whole, capped = recorded(20), recorded(20, max_calls=4)
     for layer in range(3):
@@ -85,6 +100,7 @@ def test_calls_beyond_the_cap_are_dropped_but_counted():
     assert found.dropped_calls == 3 * 16
     assert (found.prefills, found.tokens) == (expected.prefills, expected.tokens)
     assert found.density == pytest.approx(expected.density, rel=1e-9)
+    assert found.low_heads == expected.low_heads
     for one, other in zip(found.layers, expected.layers, strict=True):
         assert (one.calls, one.dense_calls, one.reasons) == (other.calls, other.dense_calls, other.reasons)
         assert one.patterns == pytest.approx(other.patterns)

@@ -8,9 +8,9 @@ head keeps
   ``t[r] = rows e (N / n)^p max(1, (first_rows n0 / n)^3 (1 - rule.gamma) / g)^p`` and
   ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
   attention to the means of the key blocks it sees, each weighed by its number of keys;
-- where these hold less than min_coverage of the sum of ``R[r, j]`` over the key blocks j that r sees, more of them: t[r] is halved
-  until they hold it, and of the blocks that the last halving adds the nearest stay, as many as hold what was missing before it if
-  each holds the same, rounded up with a slack; if halvings do not suffice, each key block that r sees;
+- where these hold less than min_coverage of the sum of ``R[r, j]`` over the key blocks j that r sees, more of them: t[r] is
+  halved until they hold it, and of the blocks that the last halving adds the nearest stay, as many as hold what was missing
+  before it if each holds the same, rounded up with a slack; if halvings do not suffice, each key block that r sees;
 - each key block to which one of the representative rows gives ``>= key_block e`` of its attention;
 - each block diagonal with ``S >= diagonal e``, S as in the paper, of the attention of the representative rows without that to
   those key blocks, unless they are nearer to the row than ``nearest min_blocks`` blocks;
@@ -114,9 +114,10 @@ def hybrid_selection(
     mask = head_mask(of_rows | of_lines | always, attention, last_rows, seen)
     sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
     covered = sum(sampled) / len(sampled) if sampled else math.nan
+    least_covered = min(sampled, default=math.nan)
     gated = {(r, j) for r, j in on_lines - always if r not in deciding}
     margins = _margins(mass, evidence, gated, least, rule.lines, doubts, seen)
-    decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, len(key_blocks), len(diagonals))
+    decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, least_covered, len(key_blocks), len(diagonals))
     return Head(mask, decision, margins if gamma < 1 else Margins(*[math.inf] * 6))
 
 
