@@ -84,6 +84,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     *(("hybrid", {"row_stride": x}, ValueError, STRIDE.format(size=128, got=x)) for x in (0, -8, 3, 2, 256)),
     ("hybrid", {"row_stride": 4, "block_size": 256}, ValueError, STRIDE.format(size=256, got=4)),
+    *(("hybrid", {"min_coverage": x}, ValueError, f"min_coverage must be in [0, 1]; got {x}") for x in (-0.1, 1.5)),
     ("hybrid", {"row_stride": 8.0}, TypeError, INTEGER.format(name="row_stride", got="float")),
     # options of another method
     *(
