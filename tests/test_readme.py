@@ -195,3 +195,10 @@ def test_the_first_sample_is_what_its_command_prints():
 
 def test_the_readme_is_a_page_to_read_at_once():
     assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 110
+
+
+def test_a_language_model_is_tuned_by_its_gradient():
+    # as the text says; without it a gamma per head is no better than one for all
+    commands = [block.code for block in of_page("docs/tutorial.md", *SHELLS)]
+    tuned = [line for code in commands for line in code.splitlines() if line.startswith("flexmask tune --model out/smollm2")]
+    assert tuned and all("--gradient" in line for line in tuned)
