@@ -35,7 +35,10 @@ GPU_VARIANTS = {
         "scores": {"window": 800},
     },
     # tiles of our own
-    **{f"bfloat16, {sizes}": {**_WIDE, "head_dims": sizes} for sizes in ((96, 96), (192, 128), (160, 160), (256, 256), (512, 512))},
+    **{
+        f"bfloat16, {sizes}": {**_WIDE, "head_dims": sizes}
+        for sizes in ((96, 96), (192, 128), (160, 160), (256, 256), (512, 512))
+    },
     "bfloat16, 256, soft cap": {**_WIDE, "head_dims": (256, 256), "scores": {"softcap": 5.0}},
     "float16, 256, padded, window": {
         **_WIDE,

@@ -36,7 +36,7 @@ def dense_calls(tensors: Tensors) -> dict[str, Call]:
     calls = {f"dense {name}": _sdpa(tensors, backend) for name, backend in backends.items()} or {"dense SDPA": _sdpa(tensors)}
     if ON_GPU and tensors[0].shape[3] > 256:  # PyTorch's only fused kernel for these
         groups = tensors[0].shape[1] // tensors[1].shape[1]
-        repeated = tensors[0], *(x.repeat_interleave(groups, 1) for x in tensors[1:])
+        repeated = (tensors[0], tensors[1].repeat_interleave(groups, 1), tensors[2].repeat_interleave(groups, 1))
         calls = {"dense memory-efficient": _sdpa(repeated, SDPBackend.EFFICIENT_ATTENTION)}
     return calls | {f"dense flex {backend}": kernel(tensors, "causal", {}, backend) for backend in BACKENDS}
 

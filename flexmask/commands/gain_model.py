@@ -121,7 +121,8 @@ class _Timed:
         is_sparse = call.reason_dense() is None
         out = call.attention()
         shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window, is_sparse)
-        first, calls = shape not in self.kernels, [call.attention]
+        first = shape not in self.kernels
+        calls: list[Callable[[], Any]] = [call.attention]
         if first:
             self.kernels[shape] = fastest_dense(inputs) if is_sparse else ""
         if is_sparse:

@@ -166,8 +166,8 @@ def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:
         widest = max(x.shape[3] for x in (inputs.query, inputs.value) if x is not None)
         if inputs.needs_grad and widest > GRADIENT_DIMS:
             raise ValueError(
-                f"query, key, value and sinks must not require gradients with a head_dim over {GRADIENT_DIMS} (got {widest}); call "
-                "under torch.no_grad()"
+                f"query, key, value and sinks must not require gradients with a head_dim over {GRADIENT_DIMS} (got {widest}); "
+                "call under torch.no_grad()"
             )
         return
     if inputs.needs_grad:

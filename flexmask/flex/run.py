@@ -122,13 +122,14 @@ def kernel_options(
         return {"BACKEND": "FLASH"}
     if backend == "cpu":
         return None
+    largest, row_bytes = block_size & -block_size, max(head_dim, v_head_dim) * dtype.itemsize
     padded_dim = 1 << (max(head_dim, v_head_dim) - 1).bit_length()
-    if has_hopper_tiles and block_size % 128 == 0 and dtype.itemsize == 2 and head_dim not in (64, 128) and 64 < padded_dim <= 256:
+    if block_size % 128 == 0 and row_bytes <= 512:
+        if not has_hopper_tiles or dtype.itemsize != 2 or head_dim in (64, 128) or padded_dim < 128:
+            return None
         # as many stages as fit
         stages = 3 if padded_dim == 128 or (head_dim, v_head_dim) == (192, 128) else 2
         return {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": stages, "num_warps": 8}
-    row_bytes = max(head_dim, v_head_dim) * dtype.itemsize
-    if block_size % 128 == 0 and row_bytes <= 512:
-        return None
-    tile = min(64 if row_bytes <= 256 else 32 if row_bytes <= (1024 if has_hopper_tiles else 512) else 16, block_size & -block_size)
+    wide = 32 if row_bytes <= (1024 if has_hopper_tiles else 512) else 16
+    tile = min(64 if row_bytes <= 256 else wide, largest)
     return {"BLOCK_M": tile, "BLOCK_N": tile} | ({"num_stages": 2} if row_bytes > 256 else {})

@@ -68,9 +68,13 @@ class Kernel:
         )
 
     def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:
-        """Positions of tensors, of integers that Triton specializes on and does not, and of constants; the same in all launches."""
+        """Positions of tensors, of integers (specialized on or not) and of constants, the same in all launches."""
         specialized, numbers = (
-            [i for i, x in enumerate(arguments) if isinstance(x, int) and not self._constant[i] and self._specialized[i] == special]
+            [
+                i
+                for i, x in enumerate(arguments)
+                if isinstance(x, int) and not self._constant[i] and self._specialized[i] == special
+            ]
             for special in (True, False)
         )
         constant = [i for i, _ in enumerate(arguments) if self._constant[i]]

@@ -153,7 +153,7 @@ def _sums(stats: SelectionStats, pairs: float) -> Tensor:
 
 
 def _held(stats: SelectionStats) -> Tensor:
-    """The least share of its rows' attention that each head keeps, (num_heads,): of all rows by evidence, else of the last rows."""
+    """The least share of its rows' attention per head, (num_heads,): of all rows by evidence, else of the last rows."""
     held = torch.where(stats.least_row_coverage.isnan(), stats.coverage, stats.least_row_coverage)
     return torch.where(stats.is_dense | held.isnan(), math.inf, held).amin(0)
 

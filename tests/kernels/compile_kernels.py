@@ -1,8 +1,8 @@
 """Compile the kernels for GPUs that need not be there, and report their shared memory.
 
-``python -m tests.kernels.compile_kernels tight|wide|choice|all TARGET...``, without the interpreter. "choice" compiles every kernel
-for a few problems, "tight" and "wide" those that hold tiles of keys near their limits, "all" every head_dim, block size and dtype. Writes a
-line of JSON per kernel and set of constants.
+``python -m tests.kernels.compile_kernels tight|wide|choice|all TARGET...``, without the interpreter. "choice" compiles every
+kernel for a few problems, "tight" and "wide" those that hold tiles of keys near their limits, "all" every head_dim, block size
+and dtype. Writes a line of JSON per kernel and set of constants.
 """
 
 import itertools
