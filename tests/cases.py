@@ -132,7 +132,7 @@ def mask_function(method: str) -> Any:
 
 def hybrid_rule() -> Rule:
     """The present constants of hybrid selection."""
-    floor = {"halvings": thresholds.HALVINGS, "slack": thresholds.SLACK}
+    floor: dict[str, Any] = {"halvings": thresholds.HALVINGS, "slack": thresholds.SLACK}
     return Rule(**{name: getattr(hybrid, name.upper()) for name in Rule._fields if name not in floor}, **floor)
 
 

@@ -180,7 +180,8 @@ def random_times(
     kernel = fastest_dense(inputs)
     selector = Selector(selector.method, selector.block_size, one_for_all(selector.options)).for_inputs(inputs)
     sparse = [_over_random_blocks(inputs, selector, run, density) for density in densities]
-    calls: list[Callable[[], Any]] = [dense_call(inputs, kernel), partial(select_all, inputs, selector, run), *(each.call for each in sparse)]
+    calls: list[Callable[[], Any]] = [dense_call(inputs, kernel), partial(select_all, inputs, selector, run)]
+    calls += [each.call for each in sparse]
     found = seconds_in_turns(calls if densities else calls[:1], device)
     dense, *others = [[each / share for each in taken] for taken in found]
     if not densities:

@@ -117,7 +117,8 @@ def hybrid_selection(
     least_covered = min(sampled, default=math.nan)
     gated = {(r, j) for r, j in on_lines - always if r not in deciding}
     margins = _margins(mass, evidence, gated, least, rule.lines, doubts, seen)
-    decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, least_covered, len(key_blocks), len(diagonals))
+    numbers = len(key_blocks), len(diagonals)
+    decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, *numbers, least_covered)
     return Head(mask, decision, margins if gamma < 1 else Margins(*[math.inf] * 6))
 
 

@@ -61,9 +61,9 @@ class Decision(NamedTuple):
     pooled: Tensor  # (num_q_blocks, num_kv_blocks)
     row_evidence: Tensor  # (num_q_blocks, num_kv_blocks)
     row_coverage: float
-    least_row_coverage: float
     num_vertical_blocks: int
     num_slash_blocks: int
+    least_row_coverage: float = math.nan
 
 
 class Margins(NamedTuple):
@@ -103,7 +103,7 @@ def empty_head(seen: Visibility, row_coverage: float) -> Head:
     """A head of a batch row without valid query rows."""
     mask = Mask(_empty_map(seen), _empty_map(seen), 0.0, 0.0)
     lines = torch.zeros(seen.num_kv_blocks, dtype=torch.float64)
-    decision = Decision(False, 0.0, lines, lines, no_map(seen), no_map(seen), row_coverage, row_coverage, 0, 0)
+    decision = Decision(False, 0.0, lines, lines, no_map(seen), no_map(seen), row_coverage, 0, 0, row_coverage)
     return Head(mask, decision, Margins(*[math.inf] * 6))
 
 
