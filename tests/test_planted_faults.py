@@ -1,6 +1,7 @@
 """The comparisons of other tests can fail: each catches a wrong block that is planted."""
 
 import functools
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -144,7 +145,7 @@ def hybrid_case():
     """Every clause of the rule decides something."""
     generator = torch.Generator().manual_seed(5)
     query, key = structured_inputs(generator, 1, 12, 4, 640, 640, 32, sharpness=5.0)
-    return Case(query, key, Config(0.7, block_size=BLOCK, min_budget=BLOCK, method="hybrid", row_stride=4))
+    return Case(query, key, Config(0.7, block_size=BLOCK, min_budget=BLOCK, min_coverage=0.8, method="hybrid", row_stride=4))
 
 
 def other_constant(name, factor):
@@ -183,6 +184,10 @@ RULE_FAULTS = {
     "no residual": other_step("last_rows_lines", lambda right, *rest: right(*rest[:-1], 10**6)),
     "residual of the nearest too": other_step("last_rows_lines", lambda right, *rest: right(*rest[:-1], 0)),
     "no gate": other_step("row_blocks", lambda right, *rest: Blocks(right(*rest).chosen)),
+    "no floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], 0)),
+    "a lower floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], rest[-1] * 0.8)),
+    "a floor of whole halvings": lambda patch: patch.setattr(sys.modules["flexmask.plain.row_evidence"], "SLACK", -1e6),
+    "no halvings": lambda patch: patch.setattr(sys.modules["flexmask.plain.row_evidence"], "HALVINGS", 0),
     "gate of the last rows too": other_step("kept_blocks", gate_everywhere),
     "nearest of all alike": other_step("kept_blocks", lambda right, *rest: right(*rest[:-1], (rest[-1][1], rest[-1][1]))),
     "N for n": other_thresholds(lambda least: least._replace(rows=least.rows[..., -1:].expand_as(least.rows))),
@@ -198,7 +203,9 @@ def hybrid_expected():
 @pytest.fixture
 def _sensitive(monkeypatch):
     """Constants that all decide something."""
-    for name, value in zip(Rule._fields, Rule(320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4), strict=True):
+    values = (320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4)
+    # the others are those of the floor
+    for name, value in zip(Rule._fields[:-2], values, strict=True):
         monkeypatch.setattr(hybrid, name.upper(), value)
 
 
