@@ -24,6 +24,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HAS_FLASH_BACKEND = RELEASE >= (2, 10)
 HAS_CPU_KERNEL = RELEASE >= (2, 6)
+# what functions of constant results take while torch.compile traces: seen with 2.13, not with 2.11; and with 2.8, not with 2.5
+MODULES_ARE_CONSTANTS = RELEASE >= (2, 13)
+CLASSES_ARE_CONSTANTS = RELEASE >= (2, 8)
 # in FlexAttention's C++ template: 2.13.0 does, 2.8.0 does not, others were not tried
 CPU_TAKES_UNBACKED_SIZES = RELEASE >= (2, 13)
 HAS_BMM_TO_FLOAT32 = RELEASE >= (2, 8)

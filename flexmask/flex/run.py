@@ -115,7 +115,7 @@ def kernel_options(
     """Options of the kernel.
 
     Triton's tiles must divide the block. Rows of more than 512 bytes get small tiles: all stages share 227 KiB. On Hopper, wide
-    rows in 16 bits get tiles that were the fastest of ten there (docs/limits.md), the backward pass excepted; torch chooses
+    rows in 16 bits get the fastest of the tiles tried there (docs/performance.md), except for gradients; torch chooses
     others as well as we could.
     """
     if backend == "flash":

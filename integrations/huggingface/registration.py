@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from flexmask._torch import is_traced
+from flexmask._torch import CLASSES_ARE_CONSTANTS, MODULES_ARE_CONSTANTS, is_traced
 from flexmask.base.checks import check_word
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.call import NAME
@@ -109,9 +109,14 @@ def attention_entry(
     # masks of ours are made after a sweep
     config: Any = getattr(module, "config", None)
     if not is_traced() and not isinstance(attention_mask, PrefillMask) and _gives_back(config):
-        function = _function_of(module, config._attn_implementation)
-    else:
+        function = _function_of(type(module), config._attn_implementation)
+    elif MODULES_ARE_CONSTANTS or not is_traced():
         function = _FUNCTIONS[_in_wrappers(module)]
+    else:
+        if CLASSES_ARE_CONSTANTS and _in_wrappers_of_sdpa(type(module)) != 0:
+            # breaks the surrounding graph, where wrappers run
+            raise NotImplementedError("torch before 2.13 compiles no graph around attention in another library's wrappers")
+        function = attention
     return function(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
@@ -131,21 +136,28 @@ def _gives_back(config: Any) -> bool:
     return sweep() and config is not None and config._attn_implementation != name
 
 
-def _function_of(module: nn.Module, name: str | None) -> Any:
+def _function_of(layer: type, name: str | None) -> Any:
     """The attention function that the file of a model's layer calls by `name`."""
-    file = sys.modules.get(type(module).__module__)
+    file = sys.modules.get(layer.__module__)
     functions = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     return functions.get(name, getattr(file, "eager_attention_forward", None))
 
 
 def _wrapped(module: nn.Module) -> int:
+    config = getattr(module, "config", None)
+    return _number(type(module), own_name(config), getattr(config, "_attn_implementation", None))
+
+
+def _wrapped_of_sdpa(layer: type) -> int:
+    return _number(layer, "sdpa", NAME)
+
+
+def _number(layer: type, name: str | None, called_name: str | None) -> int:
     """Number of `attention` in the wrappers of the function that the model would call outside of blocks, else of SDPA's.
 
     Leaves out wrappers that stand around the called function as well. Warns of what cannot be put around another function.
     """
-    config = getattr(module, "config", None)
-    name, called = own_name(config), _function_of(module, getattr(config, "_attn_implementation", None))
-    own, sdpa = _function_of(module, name), _function_of(module, "sdpa")
+    called, own, sdpa = (_function_of(layer, each) for each in (called_name, name, "sdpa"))
     key = (id(own), id(sdpa), id(called))
     if key not in _found:
         is_ours = isinstance(attention_in(own), functools.partial)
@@ -170,6 +182,7 @@ _numbers = itertools.count(1)
 _found: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}
 # a number: torch.compile takes no function
 _in_wrappers: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_wrapped)
+_in_wrappers_of_sdpa: Callable[[type], int] = torch.compiler.assume_constant_result(_wrapped_of_sdpa)
 
 
 def _check_mask_function(config: Any) -> None:

@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask._torch import MODULES_ARE_CONSTANTS
 from tests.integrations.cells import dynamic_cache
 from tests.integrations.common import KEEP_ALL, MARKS, SPARSE
 
@@ -210,7 +211,11 @@ def test_a_wrapper_runs_around_a_sparse_prefill(model, tokens):
     assert run.summary().density < 0.9
 
 
-def test_a_wrapper_runs_in_a_compiled_forward(model, tokens):
+@pytest.mark.skipif(not MODULES_ARE_CONSTANTS, reason="this torch takes no modules there")
+@pytest.mark.parametrize("takes_modules", [True, False])
+def test_a_wrapper_runs_in_a_compiled_forward(model, tokens, takes_modules, monkeypatch):
+    """Older releases of torch take no modules where a function's result is constant."""
+    monkeypatch.setattr("flexmask.integrations.huggingface.registration.MODULES_ARE_CONSTANTS", takes_modules)
     in_models(closure)
     set_shares(model)
     expected = model(tokens[:, :40]).logits
