@@ -85,7 +85,7 @@ SMALL = LayerShape(num_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, scal
 def test_a_later_chunk_has_hybrid_s_density_of_text(rows):
     tokens = 6144 + rows
     chunk = chunk_rows.Chunk(rows, 6144, "cpu", SMALL)
-    layer = chunk.layer(method="hybrid", gamma=0.1, min_budget=chunk_rows.budget(rows, tokens))
+    layer = chunk.layer(method="hybrid", gamma=0.1, min_coverage=0.0, min_budget=chunk_rows.budget(rows, tokens))
     key, value = chunk.keys_and_values()
     even = attention_inputs(torch.zeros(1, 4, rows, 16), torch.zeros_like(key)[None], value[None])
     selector = layer.selector.for_inputs(even)

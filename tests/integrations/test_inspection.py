@@ -218,7 +218,7 @@ def test_dense_prompt_shows_no_head():
         ({"layers": [0], "heads": [-1]}, ValueError, "heads must be >= 0; got -1"),
         ({"layers": [0], "heads": [0]}, ValueError, "layer 0 ran dense"),
         ({"layers": []}, ValueError, "layers must name at least one"),
-        ({"method": lambda query, key: None}, ValueError, "method must be a name to be inspected"),
+        ({"method": lambda query, key, **options: None}, ValueError, "method must be a name to be inspected"),
         ({"gamm": 0.9}, TypeError, "gamm"),
     ],
 )

@@ -13,7 +13,7 @@ from flexmask.integrations.serving.warm_sizes import grouped_sizes, heads_togeth
 from flexmask.settings import PrefillSettings
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
-OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0}
+OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0, "min_coverage": 0.0}
 # masks of all heads do not fit from some hundred tokens on
 FEW_HEADS = {"block_size": 32, "max_mask_bytes": 400_000}
 CPU = torch.device("cpu")
