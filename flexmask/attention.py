@@ -48,13 +48,13 @@ def sparse_attention(
     Parameters
     ----------
     query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 512, any device. Under
+        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 512, with gradients to 256, any device. Under
         ``torch.autocast`` query, key and value are cast to its dtype, as by SDPA.
     key
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA),
         q_len <= kv_len. Lengths need not be multiples of the block.
     value
-        (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim 16 to 512.
+        (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim as head_dim, 16 to 512.
     method
         A name in `flexmask.METHODS`; a mask function of `flexmask.block_masks`; or a function of query and key with the keywords
         block_size, window, attention_mask and q_offset (scale, softcap if it has them) that returns a BlockMask in blocks of

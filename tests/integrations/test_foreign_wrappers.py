@@ -215,7 +215,8 @@ def test_a_wrapper_runs_around_a_sparse_prefill(model, tokens):
 @pytest.mark.parametrize("takes_modules", [True, False])
 def test_a_wrapper_runs_in_a_compiled_forward(model, tokens, takes_modules, monkeypatch):
     """Older releases of torch take no modules where a function's result is constant."""
-    monkeypatch.setattr("flexmask.integrations.huggingface.registration.MODULES_ARE_CONSTANTS", takes_modules)
+    # another test may have imported the module anew
+    monkeypatch.setitem(flexmask_hf.register.__globals__, "MODULES_ARE_CONSTANTS", takes_modules)
     in_models(closure)
     set_shares(model)
     expected = model(tokens[:, :40]).logits
