@@ -108,7 +108,7 @@ def _lists_kernel(
         m_keep = m_keep | (tl.load(p_slash + first_diagonal - o_kv, mask=o_kv <= first_diagonal, other=0) != 0)
         m_keep = m_keep | (tl.load(p_slash + last_diagonal - o_kv, mask=o_kv <= last_diagonal, other=0) != 0)
         if GATED:
-            b_code = tl.load(codes + o_map_row + o_kv, mask=m_kv, other=0)
+            b_code = tl.load(codes + o_map_row + o_kv, mask=m_visible, other=0)
             m_keep = (m_keep & (((b_code & 1) | has_last_rows.to(tl.int8)) != 0)) | ((b_code & 2) != 0)
         elif adds_blocks & HAS_CODES:
             m_keep = m_keep | (tl.load(codes + o_map_row + o_kv, mask=m_kv, other=0) != 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -64,7 +65,10 @@ def serve(
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
         if inputs.needs_grad:
             return _outside_the_graph(module, inputs, tokens, prefill)
-        return prefill_operator(*inputs[: len(inputs) - 1], tokens, _number(module))
+        # field by field: torch.compile (2.8) cannot slice a NamedTuple
+        tensors = (inputs.query, inputs.key, inputs.value)
+        seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
+        return prefill_operator(*tensors, *seen, tokens, _noted(id(module)))
     call = _call(module, inputs, tokens, prefill)
     out = call.attention() if segments is None else call.attention_packed(segments)
     return out.transpose(1, 2).contiguous()
@@ -88,13 +92,13 @@ _outside_the_graph = torch.compiler.disable(serve)
 _MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
-def _noted(module: nn.Module) -> int:
-    _MODULES[id(module)] = module
-    return id(module)
+def _note(number: int) -> int:
+    _MODULES[number] = ctypes.cast(number, ctypes.py_object).value
+    return number
 
 
-# torch.compile guards on the module
-_number: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_noted)
+# While torch.compile traces, before 2.13, such a function takes numbers and no modules. id() guards on the module.
+_noted: Callable[[int], int] = torch.compiler.assume_constant_result(_note)
 # a captured graph would skip the Python that makes masks and statistics
 _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 

@@ -56,6 +56,18 @@ def test_static_cache_generates_as_a_dynamic_one(cuda, tokens, family):
     assert not run.stats[1][0].dense
 
 
+def test_compiled_forward_prefills_as_an_eager_one(cuda, tokens):
+    model = FAMILIES["Llama"].make().to(cuda)
+    tokens = tokens[:1].to(cuda)
+    with flexmask_hf.sparse_prefill(model, **SPARSE) as run:
+        expected = model(tokens, use_cache=False).logits
+    assert run.stats[1][0].density.mean() < 0.9
+    compiled, mask = torch.compile(model), torch.ones_like(tokens)
+    with flexmask_hf.sparse_prefill(model, **SPARSE) as again:
+        assert (compiled(tokens, attention_mask=mask, use_cache=False).logits - expected).abs().max() < TOLERANCE
+    assert torch.equal(again.stats[1][0].density, run.stats[1][0].density)
+
+
 # torch's compiler reads .grad
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
