@@ -160,15 +160,9 @@ def is_under_vmap(tensor: Tensor) -> bool:
 
 
 def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
-    """A view of `tensor` whose size in `dim` is symbolic from the first compilation on; the others except the batch are numbers.
-
-    torch makes sizes symbolic that it saw change in any function of the same name; Inductor (2.11) fails with symbolic heads.
-    """
+    """A view of `tensor` whose size in `dim` is symbolic from the first compilation on."""
     view = tensor.detach()
     torch._dynamo.maybe_mark_dynamic(view, dim)
-    for other in range(1, view.dim()):
-        if other != dim:
-            torch._dynamo.mark_static(view, other)
     return view
 
 

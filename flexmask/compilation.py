@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import types
+import zlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -29,26 +30,31 @@ from flexmask.precision import without_tf32
 _log = logging.getLogger("flexmask")
 
 
-def compiled(function: Callable[..., Any], *variant: Hashable) -> Callable[..., Any]:
-    """`function`, which can be traced whole, compiled with fullgraph, once per `variant`, the constants that its calls share.
+def compiled(function: Callable[..., Any], numbers: tuple[Hashable, ...], *variant: Hashable) -> Callable[..., Any]:
+    """`function`, which can be traced whole, compiled with fullgraph, once per `numbers` and `variant`, what its calls share.
 
-    Every variant and `ambient_state` has its own code object, since torch counts recompilations by code object. A size or number
-    that changes between calls is compiled again once, as symbolic. Running out of recompilations raises RuntimeError. Inside a
-    surrounding ``torch.compile`` it is the plain function.
+    Every variant and `ambient_state` has its own code object, since torch counts recompilations by code object. `numbers` are those
+    that must stay constants; another size or number that changes between calls is compiled again once, as symbolic. Running out of
+    recompilations raises RuntimeError. Inside a surrounding ``torch.compile`` it is the plain function.
     """
     if is_traced():
         return function
-    return _compile(function, variant)
+    return _compile(function, numbers, variant)
 
 
 @functools.cache
-def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], variant: tuple[Hashable, ...]) -> Callable[..., Any]:
+    # Dynamo keeps by a code's name which numbers it saw change: by one name for all, a block size or a tile is symbolic as soon as
+    # another variant had another. Its graphs are then alike for all block sizes, and Inductor's cache on disk (2.11) gave one of
+    # another block size.
+    name = f"{function.__name__}_{zlib.crc32(repr(numbers).encode()):08x}"
+
     @functools.cache
     def compiled_in(state: Hashable) -> Callable[..., Any]:
         kind = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
         _log.warning("flexmask: compiling %s (%s), once; this takes seconds to a minute", function.__name__, kind)
         copy = types.FunctionType(
-            function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+            function.__code__.replace(co_name=name), function.__globals__, name, function.__defaults__, function.__closure__
         )
         copy.__kwdefaults__ = function.__kwdefaults__
         run = torch.compile(copy, fullgraph=True)
@@ -84,11 +90,11 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
         return function(inputs, *rest)
     batch, num_heads, q_len, head_dim = query.shape
     device = (query.device.type, query.device.index, query.dtype)
-    shape = (batch == 1, num_heads, key.shape[1], q_len == key.shape[2], head_dim, rest[0])
+    numbers = (num_heads, key.shape[1], head_dim, rest[0], inputs.scale, inputs.softcap)
     # a wider window may not fit into the int32 of a symbol
     window = None if inputs.window is None else min(inputs.window, 2**30)
-    given = (inputs.scale, inputs.softcap, *(x is None for x in (window, inputs.offset, inputs.attention_mask, *rest)))
-    run = compiled(function, *variant, *device, *shape, *given)
+    given = (batch == 1, q_len == key.shape[2], *(x is None for x in (window, inputs.offset, inputs.attention_mask, *rest)))
+    run = compiled(function, numbers, *variant, *device, *given)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
     # drop unused fields to avoid recompilations
     given_query, given_key = with_dynamic(query, 2), with_dynamic(key, 2)

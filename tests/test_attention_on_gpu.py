@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flexmask import sparse_attention
+from flexmask.compilation import _compile
 from flexmask.flex.backend import flash_available
 from tests.attention_calls import call, check, padding
 from tests.comparisons import assert_same_attention
@@ -82,6 +83,19 @@ def test_serves_window_after_window_in_one_process(cuda, backend):
         check(call(q_len=900, kv_len=2400, block_size=block_size, scores=scores, **tensors), cuda, backend=backend)
         padded = {"batch": 2, "attention_mask": padding(1500, ("left", 300), ("right", 100))}
         check(call(q_len=1500, block_size=block_size, scores=scores, **padded, **tensors), cuda, backend=backend)
+
+
+@pytest.mark.attention
+@pytest.mark.gpu
+def test_a_cached_graph_serves_its_own_block_size(cuda):
+    """Processes that began with other calls share Inductor's cache on disk; its graphs (2.11) do not tell symbolic sizes apart."""
+    padded = {"batch": 2, "attention_mask": padding(1500, ("left", 300), ("right", 100))}
+    given = {"q_len": 1500, "head_dims": (64, 64), "dtype": torch.bfloat16, "gamma": 0.3, "scores": {"window": 500}, **padded}
+    for sizes in ((128, 64, 48), (128, 48, 64)):
+        torch.compiler.reset()
+        _compile.cache_clear()
+        for block_size in sizes:
+            check(call(block_size=block_size, **given), cuda, backend="triton")
 
 
 @pytest.mark.attention

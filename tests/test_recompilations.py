@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import _torch, block_masks, compilation, flexprefill_mask
@@ -141,7 +142,7 @@ def test_one_model_does_not_use_up_the_compilations_of_another(counting):
 
 
 def test_heads_stay_numbers_in_the_search(monkeypatch):
-    """Torch keeps what sizes it saw change by the name of a function, which variants for other numbers of heads share."""
+    """Inductor (2.11) fails with symbolic heads. Torch keeps by a function's name what sizes it saw change."""
     seen = []
 
     def backend(graph, inputs):
@@ -157,8 +158,28 @@ def test_heads_stay_numbers_in_the_search(monkeypatch):
     for heads, length in ((4, 600), (2, 333), (4, 100)):
         query, key, _ = cut(length)
         query = query[:, :heads].contiguous()
-        compilation.compiled(scores, heads)(_torch.with_dynamic(query, 2), _torch.with_dynamic(key, 2))
+        compilation.compiled(scores, (heads,))(_torch.with_dynamic(query, 2), _torch.with_dynamic(key, 2))
     assert seen == [[[4, 16], [2, 16]], [[2, 16], [2, 16]]]
+
+
+def test_numbers_of_a_variant_stay_numbers(monkeypatch):
+    """Where another variant had others, too: Inductor's cache (2.11) mixed up graphs of symbolic block sizes and tiles."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append([node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")])
+        return graph.forward
+
+    def rows(tokens: Tensor, block_size: int, options: dict[str, int], scale: float) -> Tensor:
+        return tokens[:block_size] * options["tile"] * scale
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=backend, **options))
+    tokens = torch.arange(100.0)
+    for block_size, tile, scale in ((64, 32, 0.5), (48, 16, 0.25), (32, 32, 2.0)):
+        run = compilation.compiled(rows, (block_size, tile, scale))
+        assert torch.equal(run(tokens, block_size, {"tile": tile}, scale), tokens[:block_size] * tile * scale)
+    assert [[type(x) for x in inputs] for inputs in seen] == [[FakeTensor]] * 3
 
 
 def test_mask_on_a_cpu_compiles_nothing(counting):

@@ -40,15 +40,12 @@ def run_flex_attention(
     if sinks is not None and on_cpu:
         key, value, block_mask = with_sink_block(key, value, block_mask)
         sinks = captured(sinks.float())
-    device = (query.device.type, query.device.index, query.dtype)
-    shapes = (query.shape[0], query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE)
+    numbers = (query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE, scale, softcap)
+    tiles = None if options is None else tuple(options.items())
     needs_lse = return_lse or (sinks is not None and not on_cpu)
-    fixed = (scale, softcap, backend, needs_lse, block_mask.mask_mod.__name__)
-    run = compiled(_flex_attention, *device, *shapes, *fixed)
-    # As text, a constant: a float becomes symbolic once another variant had another one (dynamo remembers values by their place
-    # in the source), and score_mods cannot capture a symbolic float.
-    limit = softcap if softcap is None or is_traced() else repr(float(softcap))
-    out, lse = run(query, key, value, block_mask, scale, limit, options, needs_lse, sinks if on_cpu else None)
+    kind = (query.device.type, query.device.index, query.dtype, query.shape[0])
+    run = compiled(_flex_attention, (*numbers, tiles), *kind, backend, needs_lse, block_mask.mask_mod.__name__)
+    out, lse = run(query, key, value, block_mask, scale, softcap, options, needs_lse, sinks if on_cpu else None)
     if lse is not None and lse_factor != 1.0:
         lse = lse * lse_factor
     if sinks is not None and lse is not None:
@@ -74,7 +71,7 @@ def _flex_attention(
     value: Tensor,
     block_mask: BlockMask,
     scale: float,
-    limit: float | str | None,
+    softcap: float | None,
     options: dict[str, Any] | None,
     return_lse: bool,
     sinks: Tensor | None,
@@ -85,8 +82,6 @@ def _flex_attention(
             "torch.compile is switched off (TORCH_COMPILE_DISABLE, a compiler stance or torch._dynamo.config.disable): "
             "flex_attention would run uncompiled and ignore the block lists. Switch it on, or call dense attention."
         )
-
-    softcap = None if limit is None else float(limit) if isinstance(limit, str) else limit
 
     def cap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return capped(score, softcap)
