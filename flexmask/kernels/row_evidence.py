@@ -113,7 +113,6 @@ def _evidence_kernel(
     MEASURE: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
     HALVINGS: tl.constexpr,
-    LEVELS: tl.constexpr,
     SLACK: tl.constexpr,
 ):
     # compilers pass Python's floats as float64
@@ -229,12 +228,15 @@ def _evidence_kernel(
         tl.store(held + o_held, b_mean, mask=m_line)
     if HAS_FLOOR:
         b_needed = tl.load(min_coverage).to(tl.float32) * tl.sum(b_evidence, 1)
-        m_low = m_line & (tl.sum(b_in_chosen, 1) < b_needed)
-        if tl.max(m_low.to(tl.int32), 0) != 0:
-            # a block's level: the halvings after which it reaches the threshold
-            o_level = tl.arange(0, LEVELS)
-            b_held = tl.zeros([LINES, LEVELS], tl.float32)
-            b_count = tl.zeros([LINES, LEVELS], tl.int32)
+        b_before = tl.sum(b_in_chosen, 1)
+        m_low = m_line & (b_before < b_needed)
+        b_least = b_least_of_rows
+        halving = 1
+        while (halving <= HALVINGS + 1) & (tl.max(m_low.to(tl.int32), 0) != 0):
+            # beyond the last halving every block counts
+            b_least = tl.where(halving > HALVINGS, 0.0, b_least * 0.25)
+            b_in_chosen = tl.zeros([LINES, COLUMNS], tl.float32)
+            b_last = tl.zeros([LINES, COLUMNS], tl.int32)
             tl.debug_barrier()
             for is_edge in tl.static_range(2):
                 for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
@@ -246,38 +248,36 @@ def _evidence_kernel(
                     )  # fmt: skip
                     b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])
                     b_by_line = tl.sum(tl.reshape(b_p, (LINES, ROWS, COLUMNS)), 1)
-                    b_level = tl.zeros([LINES, COLUMNS], tl.int32)
-                    for halving in tl.static_range(HALVINGS + 1):
-                        b_level += (b_by_line < (b_least_of_rows * 0.25**halving)[:, None]).to(tl.int32)
+                    m_reaches = (b_by_line < b_least[:, None]) == 0
+                    b_in_chosen += tl.where(m_reaches, tl.sqrt(b_by_line), 0.0)
                     m_kv = (o_kv[None, :] < b_end[:, None]) & m_low[:, None]
-                    b_share = tl.sqrt(b_by_line)
-                    b_held += tl.sum(tl.where(b_level[:, :, None] <= o_level[None, None, :], b_share[:, :, None], 0.0), 1)
-                    b_count += tl.sum((m_kv[:, :, None] & (b_level[:, :, None] == o_level[None, None, :])).to(tl.int32), 1)
-                    b_takes_lines = ((b_by_line < b_least_of_lines[:, None]) == 0).to(tl.int8)
                     p_codes = codes + o_held[:, None] * num_kv_blocks + o_kv[None, :]
-                    tl.store(p_codes, b_takes_lines + 2 * b_level.to(tl.int8), mask=m_kv)
+                    b_code = tl.load(p_codes, mask=m_kv, other=2)
+                    m_last = m_reaches & ((b_code & 2) == 0)
+                    b_last += m_last.to(tl.int32)
+                    tl.store(p_codes, b_code + 4 * m_last.to(tl.int8), mask=m_kv)
             tl.debug_barrier()
-            m_enough = (b_held >= b_needed[:, None]) & (o_level <= HALVINGS)[None, :]
-            b_last = tl.min(tl.where(m_enough, o_level[None, :], HALVINGS + 1), 1)
-            m_at_last = o_level[None, :] == b_last[:, None]
-            b_before = tl.sum(tl.where(o_level[None, :] == b_last[:, None] - 1, b_held, 0.0), 1)
-            b_added = tl.sum(tl.where(m_at_last, b_held, 0.0), 1) - b_before
-            b_of_last = tl.sum(tl.where(m_at_last, b_count, 0), 1).to(tl.float32)
-            # of those that the last halving adds the nearest stay, key blocks ascend; beyond the last halving all stay
-            b_wanted = tl.ceil(b_of_last * ((b_needed - b_before) / tl.where(b_added > 0, b_added, 1.0)) - SLACK)
-            b_dropped = tl.where(b_last <= HALVINGS, b_of_last - b_wanted, 0.0).to(tl.int32)
+            b_held = tl.sum(b_in_chosen, 1)
+            b_number = tl.sum(b_last, 1)
+            m_enough = (b_held < b_needed) == 0
+            # of those that the last halving adds the nearest stay: key blocks ascend
+            b_added = tl.where(b_held > b_before, b_held - b_before, 1.0)
+            b_wanted = tl.ceil(b_number.to(tl.float32) * ((b_needed - b_before) / b_added) - SLACK)
+            m_fills = m_low & m_enough & (halving <= HALVINGS)
+            b_dropped = tl.where(m_fills, b_number.to(tl.float32) - b_wanted, 0.0).to(tl.int32)
             b_seen = tl.zeros([LINES], tl.int32)
             for tile in tl.range(0, tiles, num_stages=1):
                 o_kv = begin + tile * COLUMNS + tl.arange(0, COLUMNS)
                 m_kv = (o_kv[None, :] < b_end[:, None]) & m_low[:, None]
                 p_codes = codes + o_held[:, None] * num_kv_blocks + o_kv[None, :]
-                b_code = tl.load(p_codes, mask=m_kv, other=127)
-                b_level = (b_code >> 1).to(tl.int32)
-                m_last = b_level == b_last[:, None]
-                b_rank = b_seen[:, None] + tl.cumsum(m_last.to(tl.int32), 1)
-                m_stays = (b_level < b_last[:, None]) | (m_last & (b_rank > b_dropped[:, None]))
-                b_seen += tl.sum(m_last.to(tl.int32), 1)
-                tl.store(p_codes, (b_code & 1) + 2 * m_stays.to(tl.int8), mask=m_kv)
+                b_code = tl.load(p_codes, mask=m_kv, other=0)
+                b_is_last = ((b_code & 4) != 0).to(tl.int32)
+                m_stays = (b_is_last != 0) & (b_seen[:, None] + tl.cumsum(b_is_last, 1) > b_dropped[:, None])
+                b_seen += tl.sum(b_is_last, 1)
+                tl.store(p_codes, (b_code & 3) + 2 * m_stays.to(tl.int8), mask=m_kv)
+            b_before = b_held
+            m_low = m_low & (m_enough == 0)
+            halving += 1
 
 
 class RowEvidence(NamedTuple):
@@ -340,6 +340,6 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
         HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="held" in tensors,
-        HAS_FLOOR="min_coverage" in tensors, HALVINGS=HALVINGS, LEVELS=next_power_of_2(HALVINGS + 2), SLACK=SLACK,
+        HAS_FLOOR="min_coverage" in tensors, HALVINGS=HALVINGS, SLACK=SLACK,
         num_warps=8 if heads * q_blocks * rows >= _ROWS else 4, num_stages=stages,
     )  # fmt: skip
