@@ -88,7 +88,7 @@ def method(
     ) -> Any:
         if len(given) > len(positional):
             raise TypeError(f"{choose.__name__} takes {len(positional)} options by position; got {len(given)}")
-        for name, value in zip(positional, given, strict=False):
+        for name, value in zip(positional[: len(given)], given, strict=True):
             if name in options:
                 raise TypeError(f"{choose.__name__} got {name} twice, by position and by name")
             options[name] = value

@@ -24,8 +24,8 @@ def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score
     """
     (_, num_heads, q_len, head_dim), kv_len = inputs.query.shape, inputs.key.shape[2]
     groups = num_heads // inputs.key.shape[1]
-    absent = inputs.attention_mask is not None or inputs.offset is not None or q_len != kv_len
-    # a branch on symbolic lengths would add a graph
+    # a branch on symbolic lengths would add a graph, and torch 2.8 cannot add what compares them
+    absent = is_traced() or inputs.attention_mask is not None or inputs.offset is not None or q_len != kv_len
     ragged = is_traced() or q_len % block_size != 0 or kv_len % block_size != 0
     copies = (inputs.query.element_size() < 4) + absent + ragged
     means = copies * 4 * head_dim * max(q_len, -(-kv_len // groups))
