@@ -11,7 +11,6 @@ from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
 from flexmask.commands.gain import gain
 from flexmask.commands.generate import generate
 from flexmask.commands.inspect import inspect
-from flexmask.commands.run import run
 from flexmask.commands.tune import tune
 
 app = typer.Typer(
@@ -49,4 +48,3 @@ def program(
 
 for _command in (doctor, gain, inspect, generate, tune):
     app.command()(_command)
-app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(run)
