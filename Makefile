@@ -92,9 +92,8 @@ format: $(READY) ## sort imports and format, in place
 bench: $(READY) ## speed in brief; PART=latency|stages|memory|compile measures that for the report, on a GPU
 	$(if $(PART),$(RUN) -m bench.speed.run $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
 
-pictures: $(READY) ## every picture of the documents, drawn again (minutes, on a CPU)
+pictures: $(READY) ## the picture of block_masks/README.md, drawn again (minutes, on a CPU)
 	$(RUN) -m bench.report.pictures gallery --out block_masks
-	$(RUN) -m bench.concepts.draw
 
 notebooks: $(READY) ## run docs/notebooks/tuning.ipynb again and keep its output (minutes, on a CPU); NOTEBOOK=docs/notebooks/gpu.ipynb: on a GPU
 	MPLBACKEND=agg $(RUN) docs/notebook.py $(or $(NOTEBOOK),docs/notebooks/tuning.ipynb) $(ARGS)

@@ -40,7 +40,6 @@ NOT_ABOUT_TORCH = (
     "tests/integrations",
     "tests/kernels",
     "tests/test_demo.py",
-    "tests/test_docs_concepts.py",
     "tests/test_docs_links.py",
     "tests/test_import_effects.py",
     "tests/test_imports.py",

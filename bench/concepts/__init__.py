@@ -1,1 +1,0 @@
-"""The pictures of docs/concepts.md and the steps behind them."""
