@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -23,9 +24,13 @@ import torch
 from bench.prompts.models import SHAPES
 from bench.rows import Sheet
 from bench.serving import first_token
-from bench.serving.prefill_profile import HYBRID, STOCK, settings_of
 from bench.speed.clock import device_name
+from flexmask.block_masks.hybrid import NEAREST
 
+# of hybrid at gamma 0.9 on SmolLM2 (bench/FIDELITY.md), by tokens; shorter and longer prompts take the nearest length's
+OWN_DENSITY = {8192: 0.257, 16384: 0.232, 32768: 0.170, 65536: 0.121}
+BLOCK = 128
+STOCK, HYBRID = "stock", "hybrid"
 IDENTITY = ("model", "layers", "kernel", "attention", "prompts", "prompt_tokens", "new_tokens", "device", "sglang")
 COLUMNS = (*IDENTITY, "seconds", "density", "rounds", "chunk", "settings", "torch")
 
@@ -100,6 +105,26 @@ def generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> float:
     start = time.perf_counter()
     engine.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True})
     return time.perf_counter() - start
+
+
+def own_density(tokens: int) -> float:
+    """Hybrid's density on real text at the measured length nearest to `tokens`."""
+    return OWN_DENSITY[min(OWN_DENSITY, key=lambda length: abs(math.log(length / tokens)))]
+
+
+def settings_of(attention: str, tokens: int) -> dict[str, Any]:
+    """The settings of one kind of attention for prompts of so many tokens; none for stock."""
+    if attention == STOCK:
+        return {}
+    number = -(-tokens // BLOCK)
+    wanted = own_density(tokens) * number * (number + 1) / 2
+    blocks = min(range(1, number + 1), key=lambda nearest: abs(_kept(nearest, number) - wanted))
+    return {"method": HYBRID, "gamma": 0.1, "min_coverage": 0.0, "min_budget": blocks * BLOCK}
+
+
+def _kept(nearest: int, number: int) -> int:
+    """Blocks that hybrid keeps of so many query blocks where attention is even: the nearest ones and the first."""
+    return sum(min(seen, nearest + 1) for seen in range(1, number)) + min(number, NEAREST * nearest + 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

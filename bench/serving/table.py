@@ -1,6 +1,6 @@
 """SERVING.md from the lines in ``bench/results``: ``python -m bench.serving.table > bench/SERVING.md``.
 
-``serving-*.jsonl`` holds the rows of `bench.serving.first_token`, ``step-*.csv`` those of `bench.serving.prefill_profile`,
+``serving-*.jsonl`` holds the rows of `bench.serving.first_token`, ``step-*.csv`` those of steps that were taken apart,
 ``sglang-*.csv`` those of `bench.serving.sglang_first_token`, ``agreement-*.jsonl`` those of ``tests.vllm.agreement``. Of rows
 with the same key the last one counts.
 """
@@ -110,7 +110,7 @@ def kernels(rows: Sequence[Row]) -> list[str]:
 
 
 def steps(rows: Sequence[Row]) -> list[str]:
-    """First tokens and kernels of the steps that `bench.serving.prefill_profile` took apart."""
+    """First tokens and kernels of the steps that were taken apart."""
     names = ("device", "vllm", "model", "layers", "kv_cache", "prompts", "prompt_tokens", "chunk")
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:

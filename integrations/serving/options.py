@@ -12,7 +12,7 @@ from flexmask.saved_settings import found_settings
 from flexmask.settings import PrefillSettings
 
 _OWN = ("kernel", "file", "least_rows", "count_density", "log_every")
-# of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (python -m bench.serving.chunk_rows)
+# of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/serving.md)
 LEAST_ROWS = 1024
 
 
