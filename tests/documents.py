@@ -140,7 +140,7 @@ def _wrong_module(name: str, rest: list[str]) -> Iterator[str]:
         yield f"there is no module {name}"
         return
     if name == "flexmask.integrations.lm_eval":
-        return  # lm-evaluation-harness reads its options
+        return  # lm-evaluation-harness reads the options
     source = _source(name)
     # options that a module of the same folder adds
     for package, names in re.findall(r"^from (bench[\w.]*) import ([\w, ]+)$", source, re.MULTILINE):

@@ -81,16 +81,12 @@ def test_everything_kept_answers_as_the_harness_does(task, request, monkeypatch)
     from transformers import AutoModelForCausalLM
 
     from bench.ruler.run import Prompts, judge
-    from flexmask.integrations.lm_eval import FlexmaskLM
 
     path = str(ROOT / "bench" / "retriever" / "model" if task.startswith("retriever") else request.getfixturevalue("folder"))
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    shared = {"pretrained": loaded, "tokenizer": path, "device": "cpu"}
+    lm = HFLM(pretrained=loaded, tokenizer=path, device="cpu")
     prompts = Prompts({"pretrained": path, "num_samples": 2}).load(task, 1024)
-    (dense,), (kept,), (sparse,) = (
-        judge(kind(**shared, **options), prompts, task, 1024, [1])
-        for kind, options in ((HFLM, {}), (FlexmaskLM, KEEP_ALL), (FlexmaskLM, SPARSE))
-    )
+    (dense,), (kept,), (sparse,) = (judge(lm, prompts, task, 1024, [1], options) for options in (None, KEEP_ALL, SPARSE))
     assert (kept["answer"], kept["score"], kept["density"]) == (dense["answer"], dense["score"], 1)
     assert 0.1 < sparse["density"] < 0.9
     assert 0 <= sparse["score"] <= 1

@@ -10,6 +10,7 @@ import argparse
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.rows import append_row, read_rows
 from bench.ruler.table import DENSE, PASSES
-from flexmask.integrations.lm_eval import FlexmaskLM
-from flexmask.integrations.lm_eval.densities import Densities
+from flexmask.integrations.huggingface import sparse_prefill
 
 # the others download essays, SQuAD or HotpotQA
 OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
@@ -81,17 +81,18 @@ class Prompts:
         return self._loaded[task, length]
 
 
-def judge(lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], chat: bool = False) -> list[dict[str, Any]]:
-    """Score, answer, density and seconds of each prompt; density and seconds are means."""
-    if isinstance(lm, FlexmaskLM):
-        lm.densities = Densities()
+def judge(
+    lm: Any, loaded: Any, task: str, length: int, prompts: Sequence[int], options: dict[str, Any] | None, chat: bool = False
+) -> list[dict[str, Any]]:
+    """Score, answer, density and seconds of each prompt; density and seconds are means. Without options attention is dense."""
     start = time.monotonic()
-    results: Any = evaluate(
-        lm=lm, task_dict=loaded, samples={task: list(prompts)}, log_samples=True, bootstrap_iters=0, apply_chat_template=chat
-    )
+    with nullcontext() if options is None else sparse_prefill(lm.model, **options) as run:
+        results: Any = evaluate(
+            lm=lm, task_dict=loaded, samples={task: list(prompts)}, log_samples=True, bootstrap_iters=0, apply_chat_template=chat
+        )
     seconds = round((time.monotonic() - start) / len(prompts), 3)
     samples = results["samples"][task]
-    density = lm.densities.summary()["density"] if isinstance(lm, FlexmaskLM) else 1.0
+    density = 1.0 if run is None else run.summary().density
     found = {}
     for sample in samples:
         score = sample[str(length)] if str(length) in sample else sample["exact_match"]
@@ -122,7 +123,6 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=500, help="of each task and length (500, as RULER has)")
     parser.add_argument("--first", type=int, default=0, help="the prompt to begin with, where several processes share a task (0)")
     parser.add_argument("--round", type=int, default=1, help="prompts of a task before the next task (1)")
-    parser.add_argument("--batch", type=int, default=1, help="prompts that run together (1)")
     parser.add_argument("--chat", action="store_true", help="with the chat template")
     parser.add_argument("--skip-failing", action="store_true", help="leave out tasks that the dense model fails (under 80%%)")
     parser.add_argument("--minutes", type=float, default=600.0, help="no new round after that (600)")
@@ -130,16 +130,10 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def models(options: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """The harness's models by method, dense first, around one model."""
-    shared = {"pretrained": model, "tokenizer": AutoTokenizer.from_pretrained(options.model), "batch_size": options.batch}
-    # room for a chat template, and for tasks whose prompts fill the length
-    shared["max_length"] = max(options.lengths) + 512
-    known = KEEP_ALL if options.against else METHODS
-    chosen = [DENSE, *known] if options.methods is None else options.methods.split(",")
-    return {
-        method: HFLM(**shared) if method == DENSE else FlexmaskLM(**shared, **known[method], dense_below=0) for method in chosen
-    }
+def methods_of(options: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
+    """The options of each method, dense first, which has None."""
+    known = {DENSE: None, **{name: {**own, "dense_below": 0} for name, own in (KEEP_ALL if options.against else METHODS).items()}}
+    return {name: known[name] for name in (known if options.methods is None else options.methods.split(","))}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -149,11 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
     model = loaded.to(device).eval()
-    lms = models(options, model)
+    # room for a chat template, and for tasks whose prompts fill the length
+    room = max(options.lengths) + 512
+    lm = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(options.model), batch_size=1, max_length=room)
+    methods = methods_of(options)
     prompts = Prompts({"pretrained": options.model, "num_samples": options.prompts})
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     log.write(device=where, torch=torch.__version__, transformers=transformers.__version__, dtype=str(model.dtype))
-    for length, task, drawn, method in cells(options, list(lms)):
+    for length, task, drawn, method in cells(options, list(methods)):
         cell = {"model": name, "task": task, "length": length, "method": method}
         missing = [prompt for prompt in drawn if not log.has(**cell, prompt=prompt)]
         dense = log.mean(**{**cell, "method": DENSE})
@@ -162,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if time.monotonic() > stop:
             print("out of time; the same command goes on", flush=True)
             return
-        rows = judge(lms[method], prompts.load(task, length), task, length, missing, options.chat)
+        rows = judge(lm, prompts.load(task, length), task, length, missing, methods[method], options.chat)
         for prompt, row in zip(missing, rows, strict=True):
             log.write(**cell, prompt=prompt, **row)
         score = round(sum(row["score"] for row in rows) / len(rows), 3)
