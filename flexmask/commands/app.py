@@ -9,14 +9,13 @@ import typer
 from flexmask.commands.doctor import doctor
 from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
 from flexmask.commands.gain import gain
-from flexmask.commands.generate import generate
 from flexmask.commands.inspect import inspect
 from flexmask.commands.tune import tune
 
 app = typer.Typer(
     name="flexmask",
     cls=Group,
-    help="Sparse prefill attention: check a machine and a model, measure the gain, inspect, tune, compare.",
+    help="Sparse prefill attention: check a machine and a model, measure the gain, inspect, tune.",
     no_args_is_help=True,
     # `Group` prints errors
     pretty_exceptions_enable=False,
@@ -42,9 +41,9 @@ def program(
         bool, typer.Option("--traceback", help=f"Show the traceback of an error, as {TRACEBACK_VARIABLE}=1 does.")
     ] = False,
 ) -> None:
-    """Sparse prefill attention: check a machine and a model, measure the gain, inspect, tune, compare."""
+    """Sparse prefill attention: check a machine and a model, measure the gain, inspect, tune."""
     # `Group` reads --traceback
 
 
-for _command in (doctor, gain, inspect, generate, tune):
+for _command in (doctor, gain, inspect, tune):
     app.command()(_command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
@@ -48,6 +49,8 @@ def gain(
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="FILE", help="Text to measure density and error on; needs weights.")
     ] = None,
+    new_tokens: Annotated[int, typer.Option(min=0, help="Also continue the prompt by so many tokens, dense and sparse.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     tokens: Annotated[str | None, typer.Option(help=f"Prompt lengths. Default: {_LENGTHS}; on a CPU {_LENGTHS_ON_CPUS}.")] = None,
     density: Annotated[str, typer.Option(help="Without a prompt: shares of the blocks to keep.")] = "0.1,0.2,0.4",
     device: Device = None,
@@ -63,11 +66,14 @@ def gain(
     """Measure what sparse prefill gains on this machine.
 
     Without a prompt it reads only the model's config.json. It times random queries and keys over random blocks at each --density.
-    With --prompt it loads the weights. It measures density, error and times on the model's own queries and keys.
+    With --prompt it loads the weights. It measures density, error and times on the model's own queries and keys, and with
+    --new-tokens shows both answers.
     """
     output, name = Output(as_json), model_named(named, model)
     if prompt is not None and tokens is not None:
         usage_error("give one of --prompt and --tokens", "--tokens")
+    if prompt is None and (new_tokens or chat):
+        usage_error("needs --prompt", "--new-tokens" if new_tokens else "--chat")
     where = chosen_device(device)
     if where == "auto":
         usage_error("times are of one device; got 'auto'", "--device")
@@ -78,7 +84,7 @@ def gain(
         lengths = _lengths(tokens or (_LENGTHS_ON_CPUS if on.type == "cpu" else _LENGTHS))
         document = _of_config(output, name, chosen, lengths, _densities(density), on, kind)
     else:
-        document = _of_prompt(output, name, chosen, read_text(prompt), on, kind)
+        document = _of_prompt(output, name, chosen, read_text(prompt), on, kind, new_tokens, chat)
     own = chosen is None and len(document["settings"]) > 1
     document["settings_from"] = "config.json" if own else str(settings or "options")
     document["gains"] = any(_gaining(each) for each in document["lengths"])
@@ -127,22 +133,36 @@ def _of_config(
 
 
 def _of_prompt(
-    output: Output, model: str, chosen: PrefillSettings | None, text: str, device: torch.device, dtype: torch.dtype
+    output: Output,
+    model: str,
+    chosen: PrefillSettings | None,
+    text: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    new_tokens: int,
+    chat: bool,
 ) -> dict[str, Any]:
     loaded, tokenizer = load_model(model, output, str(device), str(dtype).removeprefix("torch."), "MODEL")
-    from flexmask.commands.gain_model import prompt_gain, settings_of
+    from flexmask.commands.gain_model import answers, prompt_gain, settings_of
 
-    ids = token_ids(tokenizer, text)
+    ids = token_ids(tokenizer, text, chat=chat)
     with option_errors(otherwise="--option"):
         used = settings_of(loaded.config, chosen)
     remark_if_short(output, loaded, used, ids.shape[1])
     with output.progress(f"three prefills of {ids.shape[1]:,} tokens") as advance:
         row, error = prompt_gain(loaded, ids, used, advance)
+    found = {}
+    if new_tokens:
+        with output.progress(f"two answers of {new_tokens:,} tokens"):
+            found = answers(loaded, ids, used, new_tokens)
     return {
         **_about(model, type(loaded.config).__name__, used, device, dtype),
         "source": "prompt",
         "lengths": [_with_first_tokens(row) if row["sparse"] else row],
         "error": error,
+        "answers": {
+            name: {"tokens": own, "text": tokenizer.decode(own, skip_special_tokens=True)} for name, own in found.items()
+        },
     }
 
 
@@ -235,6 +255,11 @@ def _show(output: Output, document: dict[str, Any]) -> None:
             f"Error on this prompt, over {error['tokens']:,} tokens: |Δ log p| {error['log_prob_change']:.3f}, "
             f"loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f} ({error['loss_sparse'] - error['loss_dense']:+.3f})"
         )
+    both = document.get("answers")
+    if both:
+        output.line()
+        for line in _compared(both["dense"], both["sparse"]):
+            output.line(line)
     for row in rows:
         if row.get("low_heads"):
             output.line(f"warning: {row['low_heads']}")
@@ -260,6 +285,15 @@ def _show_times(output: Output, rows: Sequence[dict[str, Any]]) -> None:
             lines.append(["", "flexmask", f"{way['density']:.1%}", *parts, *first])
     names = "tokens, attention by, blocks kept, selection, attention, faster, first token, sooner, from run to run"
     output.table(names.split(", "), lines, "Seconds of all attention layers, and the expected time to first token")
+
+
+def _compared(dense: dict[str, Any], sparse: dict[str, Any]) -> list[str]:
+    """Both answers, and where they part."""
+    number = max(len(dense["tokens"]), len(sparse["tokens"]))
+    pairs = zip_longest(dense["tokens"], sparse["tokens"])
+    same = next((at for at, (left, right) in enumerate(pairs) if left != right), number)
+    said = "All new tokens are equal." if same == number else f"The first {same} of {number} new tokens are equal."
+    return [f"dense   {dense['text']!r}", f"sparse  {sparse['text']!r}", said]
 
 
 def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +102,17 @@ def prompt_gain(
         "loss_sparse": -float(sparse.mean()),
     }
     return row, error
+
+
+@torch.no_grad()
+def answers(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, new_tokens: int) -> dict[str, list[int]]:
+    """Greedy new tokens after a prompt, dense and sparse."""
+    ids, generate = ids.to(model.device), cast(Any, model).generate
+    asked = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new_tokens}
+    dense = generate(ids, **asked)
+    with sparse_prefill(model, settings=settings, collect_stats=False):
+        sparse = generate(ids, **asked)
+    return {name: found[0, ids.shape[1] :].tolist() for name, found in (("dense", dense), ("sparse", sparse))}
 
 
 class _Timed:

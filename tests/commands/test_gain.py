@@ -61,7 +61,7 @@ def test_a_config_alone_gives_times_at_the_densities_that_are_given(flexmask, co
 
 @pytest.mark.attention
 def test_a_prompt_gives_density_and_error(flexmask, folder, prompt):
-    found = flexmask("gain", folder, "--prompt", prompt, *SPARSE, "--gamma", ".6", "--json").json
+    found = flexmask("gain", folder, "--prompt", prompt, *SPARSE, "--gamma", ".6", "--new-tokens", "3", "--json").json
     (row,) = found["lengths"]
     assert found["source"] == "prompt"
     assert (row["tokens"], row["layers"], row["reasons"]) == (530, {"sparse": 2}, {})
@@ -84,6 +84,10 @@ def test_a_prompt_gives_density_and_error(flexmask, folder, prompt):
     dense = log_probs()
     with package.sparse_prefill(model, gamma=0.6, dense_below=0, block_size=32, min_budget=0) as run:
         change = log_probs() - dense
+        sparse_tokens = model.generate(ids, max_new_tokens=3, do_sample=False)[0, 530:].tolist()
+    answers = found["answers"]
+    assert answers["dense"]["tokens"] == model.generate(ids, max_new_tokens=3, do_sample=False)[0, 530:].tolist()
+    assert answers["sparse"] == {"tokens": sparse_tokens, "text": " ".join(f"w{token}" for token in sparse_tokens)}
     assert row["sparse"][0]["density"] == pytest.approx(run.summary().density)
     assert row["sparse"][0]["density"] < 0.95
     error = found["error"]
@@ -173,6 +177,13 @@ def test_the_error_is_the_change_of_log_probability(capsys):
     assert said in capsys.readouterr().out.splitlines()
 
 
+def test_answers_are_compared_up_to_the_first_different_token():
+    one, other = {"tokens": [1, 2, 3], "text": "a b c"}, {"tokens": [1, 2, 4, 5], "text": "a b d e"}
+    assert command._compared(one, other) == ["dense   'a b c'", "sparse  'a b d e'", "The first 2 of 4 new tokens are equal."]
+    assert command._compared(one, {**other, "tokens": [1, 2]})[-1] == "The first 2 of 3 new tokens are equal."
+    assert command._compared(one, one)[-1] == "All new tokens are equal."
+
+
 @pytest.mark.parametrize(
     ("settings", "where", "call", "in_config"),
     [
@@ -222,6 +233,7 @@ def test_few_heads_are_timed_where_dense_attention_is_slow():
         (("--tokens", "many"), "'--tokens': must be numbers"),
         (("--density", "0,0.5"), "'--density': must be shares in (0, 1]"),
         (("--tokens", "300", "--prompt", "x"), "'--tokens': give one of --prompt and --tokens"),
+        (("--new-tokens", "8"), "'--new-tokens': needs --prompt"),
         (("--device", "auto"), "'--device': times are of one device"),
         (("--option", "tau=0.1"), "got 'tau', an option of flexprefill"),
         (("--option", "dense_layers=[9]"), "'--option': dense_layers must hold layer indices below 3"),

@@ -1,7 +1,6 @@
-"""`flexmask generate` and `flexmask tune` on a tiny model, and their refusals."""
+"""Models and texts that commands read, `flexmask tune` on a tiny model, and refusals."""
 
 import pytest
-import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
@@ -12,76 +11,14 @@ from tests.integrations.common import MARKS
 from tests.repository import ROOT
 
 pytestmark = MARKS[0]
-SPARSE = ("--gamma", ".6", "--dense-below", "0", "--option", "block_size=32", "--min-budget", "0")
 QUICK = ("--option", "block_size=32", "--tokens", "100")
 TUNE = ("--option", "block_size=32", "--min-budget", "0", "--json")
-
-
-@pytest.mark.slow
-@pytest.mark.attention
-def test_generate_compares_dense_and_sparse(flexmask, folder, prompt):
-    found = flexmask("generate", "-m", folder, "-p", prompt, *SPARSE, "--max-new-tokens", "5", "--repeats", "2", "--json").json
-    assert found["prompt_tokens"] == 530
-    assert found["settings"] == {"gamma": 0.6, "block_size": 32, "min_budget": 0, "dense_below": 0}
-    assert 0.2 < found["density"] < 1
-    assert found["density"] == pytest.approx(sum(found["density_by_layer"].values()) / 2)
-    assert len(found["dense"]["timed"]) == len(found["sparse"]["timed"]) == 2
-    from transformers import AutoModelForCausalLM
-
-    from flexmask import sparse_prefill
-    from flexmask.commands.loading import token_ids
-
-    model, ids = AutoModelForCausalLM.from_pretrained(folder), token_ids(tokenizer_of(folder), prompt.read_text())
-    assert found["dense"]["tokens"] == model.generate(ids, max_new_tokens=5, do_sample=False)[0, 530:].tolist()
-    with torch.no_grad(), sparse_prefill(model, settings=PrefillSettings.from_dict(found["settings"])):
-        sparse = model.generate(ids, max_new_tokens=5, do_sample=False)[0, 530:].tolist()
-        logits = model(ids).logits[0, -1]
-    with torch.no_grad():
-        change = (model(ids).logits[0, -1] - logits).abs().max()
-    assert found["sparse"]["tokens"] == sparse
-    assert found["largest_logit_change"] == pytest.approx(float(change), rel=1e-3)
-    assert found["sparse"]["text"] == " ".join(f"w{token}" for token in sparse)
-
-
-def tokenizer_of(folder):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def test_generate_says_that_a_short_prompt_ran_dense(flexmask, folder, prompt):
-    result = flexmask("generate", "--model", folder, "--prompt", "-", "--max-new-tokens", "3", input=prompt.read_text())
-    shown = result.stdout
-    assert "530 tokens < dense_below 16,384: the prompt runs dense. --dense-below 0 makes it sparse." in result.stderr
-    assert "all 2 layers ran dense: 530 tokens < dense_below 16384" in shown
-    assert "All new tokens are equal." in shown
-    assert "blocks kept          100%" in shown
-    assert shown.count("'w") == 2
-
-
-def test_first_different_token_is_found():
-    from dataclasses import replace
-
-    from flexmask.integrations.huggingface import PrefillRun
-    from flexmask.integrations.huggingface.side_by_side import Generated, SideBySide
-
-    one = Generated((1, 2, 3, 4), (3.0, 1.0, 2.0), 9.0, torch.tensor([1.0, 2.0]))
-    other = replace(one, tokens=(1, 2, 5, 4), logits=torch.tensor([1.5, -1.0]))
-    found = SideBySide(10, one, other, PrefillRun())
-    assert found.same_tokens == 2
-    assert found.logit_difference == 3.0
-    assert one.seconds == 2.0
-    assert SideBySide(10, one, replace(one, tokens=(1, 2)), PrefillRun()).same_tokens == 2
-    # tokens that are ruled out have no logit
-    ruled_out = replace(one, logits=torch.tensor([1.0, -torch.inf]))
-    found = SideBySide(10, ruled_out, replace(ruled_out, logits=torch.tensor([1.5, -torch.inf])), PrefillRun())
-    assert (found.logit_difference, found.largest_logit) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--model", "nowhere/at/all", "--prompt", "{prompt}"), "'--model': no folder nowhere/at/all"),
+        (("--model", "nowhere/at/all", "--prompt", "{prompt}"), "'MODEL': no folder nowhere/at/all"),
         (("--model", "{empty}", "--prompt", "{prompt}"), "is not a model: it has no config.json"),
         (("--model", "{folder}", "--prompt", "{empty}/none.txt"), "none.txt: No such file"),
         (("--model", "{folder}", "--prompt", "{blank}"), "'--prompt': {blank} is empty"),
@@ -90,20 +27,18 @@ def test_first_different_token_is_found():
         (("--model", "{folder}", "--prompt", "{prompt}", "--chat"), "'--chat': the model's tokenizer has no chat template"),
     ],
 )
-def test_generate_refuses(flexmask, folder, prompt, tmp_path, monkeypatch, words, said):
+def test_a_model_or_a_text_is_refused(flexmask, folder, prompt, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(ROOT)
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "binary.bin").write_bytes(b"\xff\xfe\x00")
     places = {"prompt": prompt, "folder": folder, "empty": tmp_path / "empty"}
     places |= {"blank": tmp_path / "blank.txt", "binary": tmp_path / "binary.bin"}
-    result = flexmask("generate", *(word.format(**places) for word in words), code=2)
+    result = flexmask("gain", *(word.format(**places) for word in words), code=2)
     assert said.format(**places) in result.stderr
 
 
-@pytest.mark.parametrize(
-    "words", ["doctor", "gain", "generate --prompt {}", "inspect --prompt {} --out x", "tune --text {} --out x --density .5"]
-)
+@pytest.mark.parametrize("words", ["doctor", "gain", "inspect --prompt {} --out x", "tune --text {} --out x --density .5"])
 def test_the_model_may_be_an_argument_or_an_option(flexmask, prompt, words):
     for given in ("nowhere/at/all", "--model nowhere/at/all"):
         said = flexmask(*f"{words} {given}".format(prompt).split(), code=2).stderr
@@ -129,7 +64,7 @@ def test_a_broken_model_is_one_line(flexmask, folder, prompt, tmp_path):
         if path.suffix != ".safetensors":
             (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    result = flexmask("generate", "--model", tmp_path, "--prompt", prompt, code=exit_codes.PROBLEM)
+    result = flexmask("gain", "--model", tmp_path, "--prompt", prompt, code=exit_codes.PROBLEM)
     assert result.stderr.startswith(f"flexmask: cannot load {tmp_path}: ")
     assert result.stderr.count("\n") == 1
 

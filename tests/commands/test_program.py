@@ -28,7 +28,7 @@ def test_module_and_entry_point_are_the_program():
 def test_every_command_is_documented_with_its_options(flexmask):
     text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     listed = re.findall(r"^│? *(\w+)  ", flexmask("--help").stdout.partition("Commands")[2], re.MULTILINE)
-    assert {"doctor", "gain", "generate", "inspect", "tune"} == set(listed)
+    assert {"doctor", "gain", "inspect", "tune"} == set(listed)
     for command in listed:
         assert f"## flexmask {command}" in text
         section = text.partition(f"## flexmask {command}")[2].partition("\n## ")[0]
@@ -71,7 +71,7 @@ def test_characters_that_stdout_lacks_are_escaped(monkeypatch):
         (["gain"], "'MODEL': give a model: its folder, or its name on the hub"),
         (["gain", "x", "--model", "x"], "'--model': give the model once"),
         (["gain", "nowhere/at/all", "--tokens", "300", "--prompt", "x"], "'--tokens': give one of --prompt and --tokens"),
-        (["generate", "--model", "x", "--prompt", "x", "--gama", "1"], "--gama"),
+        (["gain", "--model", "x", "--prompt", "x", "--gama", "1"], "--gama"),
         (["doctor", "--device", "nowhere"], "'--device': no such device"),
         (["doctor", "--dtype", "int8"], "'--dtype': must be one of float32, bfloat16, float16; got 'int8'"),
         (["doctor", "--gamma", "1.5"], "'--gamma': gamma must be in (0, 1]; got 1.5"),

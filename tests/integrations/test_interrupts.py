@@ -10,7 +10,6 @@ pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.huggingface.side_by_side import side_by_side
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.tune.loss_gradient import backward_through_loss
 from tests.integrations.common import MARKS
@@ -20,7 +19,7 @@ from tests.interrupts import in_another_thread, interrupted
 pytestmark = MARKS
 
 # of what enters and leaves, without the forward and the checks of options
-FILES = ("session.py", "prefill.py", "registration.py", "locked.py", "side_by_side.py", "loss_gradient.py")
+FILES = ("session.py", "prefill.py", "registration.py", "locked.py", "loss_gradient.py")
 
 
 def entered(model, kept, ids):
@@ -52,10 +51,6 @@ def with_an_error(model, kept, ids):
         raise KeyError
 
 
-def compared(model, kept, ids):
-    side_by_side(model, ids, max_new_tokens=1)
-
-
 def as_inspect_and_tune_do(model, kept, ids):
     with opened(model, PrefillRun()) as block:
         backward_through_loss(block, ids[0], lambda: None)
@@ -79,7 +74,6 @@ def next_prompt(model, ids, expected):
     [
         *((each, "a block") for each in CALLS),
         *((each, "a prompt") for each in (entered, kept_by_the_program)),
-        pytest.param(compared, "a prompt", marks=pytest.mark.slow),
     ],
     ids=lambda each: getattr(each, "__name__", each),
 )

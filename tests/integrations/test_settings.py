@@ -12,7 +12,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.layer_plan import layer_plan
-from flexmask.integrations.huggingface.side_by_side import side_by_side
 from flexmask.saved_settings import saved_settings
 from flexmask.settings import PrefillSettings
 from tests.integrations.common import MARKS, SPARSE, padded
@@ -193,14 +192,11 @@ def test_settings_of_the_process_go_before_those_of_the_config(model):
 
 
 @pytest.mark.usefixtures("_own_process")
-def test_the_method_comes_first_wherever_settings_are_named(model, tokens):
+def test_the_method_comes_first_wherever_settings_are_named(model):
     named, expected = ("flexprefill", None), PrefillSettings("flexprefill", gamma=0.7)
     assert flexmask_hf.configure(model, *named, gamma=0.7) == expected
     with flexmask_hf.sparse_prefill(model, *named, gamma=0.7) as run:
         assert run.settings == expected
-    assert side_by_side(model, tokens[:1, :40], *named, gamma=0.7, max_new_tokens=1, dense_layers=(0, 1)).run.settings == (
-        expected.with_fields(dense_layers=(0, 1))
-    )
     assert [each.plan for each in layer_plan(model.config, *named, tokens=16384)] == ["sparse", "sparse"]
     flexmask_hf.register(*named, gamma=0.7)
     with flexmask_hf.sparse_prefill(model) as run:
