@@ -22,7 +22,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm test-sglang docs docs-browse test-eval pictures notebooks clean
+.PHONY: help install demo test test-all test-gpu style format bench bench-report test-versions wheel test-wheel test-vllm test-sglang docs docs-browse test-eval notebooks clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -92,13 +92,10 @@ format: $(READY) ## sort imports and format, in place
 bench: $(READY) ## speed in brief; PART=latency|stages|memory|compile measures that for the report, on a GPU
 	$(if $(PART),$(RUN) -m bench.speed.run $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
 
-pictures: $(READY) ## the picture of block_masks/README.md, drawn again (minutes, on a CPU)
-	$(RUN) -m bench.report.pictures gallery --out block_masks
-
 notebooks: $(READY) ## run docs/notebooks/tuning.ipynb again and keep its output (minutes, on a CPU); NOTEBOOK=docs/notebooks/gpu.ipynb: on a GPU
 	MPLBACKEND=agg $(RUN) docs/notebook.py $(or $(NOTEBOOK),docs/notebooks/tuning.ipynb) $(ARGS)
 
-bench-report: $(READY) ## tables and figures of the reports from the measured rows, and bench/APPENDIX.md (no GPU)
+bench-report: $(READY) ## tables and figures of the reports from the measured rows (no GPU)
 	$(RUN) -m bench.report $(ARGS)
 
 test-versions: $(READY) ## on older releases of torch and of transformers, and the newest (gigabytes)

@@ -36,7 +36,6 @@ METHODS = {"": "dense attention", "hybrid": "hybrid", "flexprefill": "the paper'
 # commands to try, each with what it shows
 NEXT = {
     "python -m bench.demo --prompt-tokens 32768 --gamma 0.8": "a longer prompt, and fewer blocks",
-    "python -m bench.report.pictures masks --out out": "which blocks two of its heads keep",
     "python -m flexmask gain PATH_OR_NAME --tokens 32768": "what a model of yours would gain on this machine",
 }
 

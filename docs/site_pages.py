@@ -36,7 +36,6 @@ PAGES = (
 )
 # pages that the site writes from bench/results/, each with its module and function; git ignores them
 GENERATED = {
-    "bench/APPENDIX.md": ("bench.report.appendix", "appendix"),
     "bench/SERVING.md": ("bench.serving.table", "report"),
 }
 _FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)

@@ -18,7 +18,6 @@ import flexmask
 from bench import intervals
 from bench.prompts.structured import structured_prompt
 from bench.report.__main__ import FILLED, filled
-from bench.report.appendix import appendix
 from bench.report.rows import Curves, newest, own_rows, shown
 from bench.report.speed import speed_up
 from bench.rows import Sheet, append_row, read_rows
@@ -186,16 +185,6 @@ def test_intervals_of_shares_and_means():
     # pieces of one book go together: two files are drawn, not three texts
     low, high = intervals.over_files(["a-0", "a-1", "b-0"], lambda weights: float(weights[2]))
     assert (low, high) == (0, 1)
-
-
-def test_the_appendix_has_every_setting_with_one_figure_per_cell():
-    text = appendix(ROOT / "bench/results")
-    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
-    assert len(tables) == len(re.findall("^## ", text, re.MULTILINE)) == 5
-    for head, _, *rows in tables:
-        assert len(rows) > 20 and all(row.count(" | ") == head.count(" | ") for row in rows)
-    assert any(row.startswith("| 8 | 65,536 | hybrid | ships | gamma 0.9 | - | 4 | 12.1% | 0.344 |") for row in tables[0])
-    assert {row.split(" | ")[3] for row in tables[0][2:]} == {"ships", "second", "first", "-"}
 
 
 def test_a_later_measurement_of_the_same_replaces_an_earlier_one():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.fidelity import against_dense, fewest_blocks, missing, needle_rows, task_rows
+from bench.report.fidelity import against_dense, fewest_blocks, needle_rows, task_rows
 from bench.report.rows import ERROR, FOLDER, NAMES, RULES, Curves, interval, number, own_rows, percent, read, usual
 from bench.report.speed import milliseconds, rows_of
 from bench.tables import markdown_table, thousands
@@ -46,8 +46,6 @@ def mask_times(folder: Path = FOLDER) -> dict[str, tuple[str, str]]:
 
 def table(folder: Path = FOLDER) -> list[str]:
     """Rows by error at a density of 20%, then 30%, 10%, then name."""
-    if any(read(kind, folder).empty for kind in ("retrieval", "lengths", "speed")):
-        return missing()
     rows, needles, masks, tasks = error_rows(folder), needle_rows(folder), mask_times(folder), task_rows(folder, TASK_TOKENS)
     curves, found = Curves(rows, "abs_d"), {method: own_rows(rows, method) for method in methods()}
     errors = {method: [curves.error_at(own, density) for density in DENSITIES] for method, own in found.items()}

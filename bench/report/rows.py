@@ -28,10 +28,7 @@ _SAME = ["device", "torch", "part", "input", "tokens", "what", "method", "wanted
 
 def read(kind: str, folder: Path = FOLDER) -> pd.DataFrame:
     """Rows of all files ``<kind>-*.csv``, those that were measured again left out."""
-    files = sorted(folder.glob(f"{kind}-*.csv"))
-    if not files:
-        return pd.DataFrame(columns=["method", "options"])
-    found = pd.concat([pd.read_csv(file) for file in files], ignore_index=True)
+    found = pd.concat([pd.read_csv(file) for file in sorted(folder.glob(f"{kind}-*.csv"))], ignore_index=True)
     found = found.assign(options=found["options"].fillna("{}"))
     return newest(found) if "date" in found else found
 

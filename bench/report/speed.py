@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from bench.report.rows import FOLDER, RULES, own_rows, percent, read
 from bench.tables import markdown_table, thousands
 from flexmask.pictures.style import LINES
 
-_AT = ["device", "tokens", "method"]
 LENGTHS = (16384, 32768, 65536, 131072)
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
 OURS = ("hybrid", "flexprefill")
@@ -23,9 +23,7 @@ KERNELS = ("flash", "cpu")  # FlexAttention's backends that the tables compare
 def rows_of(part: str, what: str, measure: str, folder: Path = FOLDER) -> pd.DataFrame:
     """Rows of the structured workload on the device with the most rows; `share` is `value` over the fastest dense kernel's."""
     rows = read("speed", folder)
-    rows = rows[rows["device"] == rows["device"].mode()[0]] if len(rows) else rows
-    if rows.empty:
-        return pd.DataFrame(columns=[*_AT, "density", "backend", "value", "share", "what", "measure", "fastest", "date"])
+    rows = rows[rows["device"] == rows["device"].mode()[0]]
     chosen = (
         rows["part"].isin(part.split(","))
         & (rows["measure"] == measure)
@@ -39,7 +37,7 @@ def rows_of(part: str, what: str, measure: str, folder: Path = FOLDER) -> pd.Dat
 def call_rows(folder: Path = FOLDER, backends: tuple[str, ...] = KERNELS) -> pd.DataFrame:
     """Plain calls with blocks of the usual size, with the time of the fastest dense kernel."""
     rows = rows_of("latency,equal error", "call", "eager_ms", folder)
-    usual = ~rows["options"].str.contains("block_size") if len(rows) else []
+    usual = ~rows["options"].str.contains("block_size")
     return rows[rows["backend"].isin(backends) & rows["share"].notna() & usual]
 
 
@@ -64,25 +62,19 @@ def milliseconds(value: float) -> str:
     return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
+def _by_tokens(rows: pd.DataFrame, by: str, head: str, form: Callable[[float], str]) -> list[str]:
+    """The last value of each length, a row by a column."""
+    table = rows.pivot_table(index=by, columns="tokens", values="value", aggfunc="last")
+    cells = [[str(key), *("-" if pd.isna(value) else form(value) for value in row)] for key, row in table.iterrows()]
+    return markdown_table([head, *map(thousands, table.columns)], cells)
+
+
 def dense(folder: Path = FOLDER) -> list[str]:
-    by = rows_of("latency", "dense", "eager_ms", folder).pivot_table(
-        index="backend", columns="tokens", values="value", aggfunc="last"
-    )
-    cells = [[str(key), *("-" if pd.isna(value) else milliseconds(value) for value in row)] for key, row in by.iterrows()]
-    return markdown_table(["dense kernel, ms", *map(thousands, by.columns)], cells)
+    return _by_tokens(rows_of("latency", "dense", "eager_ms", folder), "backend", "dense kernel, ms", milliseconds)
 
 
-def calls(folder: Path = FOLDER) -> list[str]:
+def calls(folder: Path = FOLDER, backends: tuple[str, ...] = KERNELS) -> list[str]:
     """Speed-up at fixed densities: hybrid's calls, or flexprefill's at lengths where hybrid has fewer than two."""
-    return _calls(folder, KERNELS)
-
-
-def calls_triton(folder: Path = FOLDER) -> list[str]:
-    """The same on FlexAttention's Triton kernel."""
-    return _calls(folder, ("triton",))
-
-
-def _calls(folder: Path, backends: tuple[str, ...]) -> list[str]:
     cells = []
     for tokens, own in _by_length(call_rows(folder, backends)).items():
         name = own["method"].iloc[0]
@@ -131,9 +123,7 @@ def _last_masks(measure: str, folder: Path) -> pd.DataFrame:
 
 def stages(folder: Path = FOLDER) -> list[str]:
     rows = read("speed", folder)
-    rows = rows[(rows["part"] == "stages") & (rows["input"] == "structured") & (rows["what"] == "call")] if len(rows) else rows
-    if rows.empty:
-        return []
+    rows = rows[(rows["part"] == "stages") & (rows["input"] == "structured") & (rows["what"] == "call")]
     by = rows.assign(value=rows["value"].astype(float)).pivot_table(
         index=["tokens", "method"], columns="measure", values="value", aggfunc="last", sort=False
     )
@@ -144,23 +134,10 @@ def stages(folder: Path = FOLDER) -> list[str]:
 def memory(folder: Path = FOLDER) -> list[str]:
     """MB of a call beyond query, key, value and output."""
     rows = rows_of("memory", "call", "extra_mb", folder)
-    by = rows[rows["backend"] != "triton"].pivot_table(index="method", columns="tokens", values="value", aggfunc="last")
-    cells = [[str(method), *("-" if pd.isna(value) else f"{value:,.0f}" for value in row)] for method, row in by.iterrows()]
-    return markdown_table(["call, MB", *map(thousands, by.columns)], cells)
+    return _by_tokens(rows[rows["backend"] != "triton"], "method", "call, MB", "{:,.0f}".format)
 
 
-def compilation(folder: Path = FOLDER) -> list[str]:
-    """First calls at forty lengths in mixed order."""
-    seconds, graphs = (rows_of("compile", "call", measure, folder) for measure in ("first_call_s", "graphs"))
-    cells = []
-    for (method, backend), own in seconds.groupby(["method", "backend"]):
-        made = graphs[(graphs["method"] == method) & (graphs["backend"] == backend)]["value"].max()
-        first = ", ".join(f"{value:.1f}" for value in own["value"].nlargest(3))
-        cells.append([f"{method}, {backend}", str(len(own)), f"{own['value'].sum():.1f}", first, f"{made:.0f}"])
-    return markdown_table(["call, backend", "lengths", "all first calls, s", "three longest, s", "graphs"], cells)
-
-
-def draw_calls(axes: Any, folder: Path = FOLDER) -> bool:
+def draw_calls(axes: Any, folder: Path = FOLDER) -> None:
     found = _by_length(call_rows(folder))
     for (tokens, own), (colour, marker, dash) in zip(found.items(), LINES, strict=False):
         own = own.sort_values("density").drop_duplicates("density", keep="last")
@@ -170,18 +147,14 @@ def draw_calls(axes: Any, folder: Path = FOLDER) -> bool:
     axes.set(xlabel="blocks kept, %", ylabel="speed-up over the fastest dense kernel", yscale="log")
     axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     axes.minorticks_off()
-    if found:
-        axes.legend(frameon=False, fontsize=9)
-    return bool(found)
+    axes.legend(frameon=False, fontsize=9)
 
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "dense": dense,
     "calls": calls,
-    "calls-triton": calls_triton,
+    "calls-triton": partial(calls, backends=("triton",)),
     "masks": masks,
     "stages": stages,
     "memory": memory,
-    "compilation": compilation,
 }
-FIGURES: dict[str, Callable[[Any, Path], bool]] = {"speed-calls": draw_calls}
