@@ -8,10 +8,8 @@ pytest.importorskip("tqdm")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench import demo
-from bench.demo import METHODS, NEXT, Measured, line, main, python, to_try
+from bench.demo import METHODS, Measured, line, main, python, to_try
 from bench.retriever.vocabulary import TOKENS
-from tests.documents import wrong_commands
 
 RIGHT = torch.arange(12).view(3, 4)
 DENSE = Measured(2.0, RIGHT, 1.0)
@@ -51,23 +49,3 @@ def test_a_short_prompt_says_that_it_runs_dense(tmp_path, capsys):
     assert [each.startswith(name) for each, name in zip(lines, METHODS.values(), strict=True)] == [True] * 3
     assert all("the same 3 answers, 100% of the blocks" in each for each in lines[1:])
     assert printed.endswith(to_try(python()) + "\n")
-
-
-def test_the_commands_to_try_next_exist():
-    assert [problem for command in NEXT for problem in wrong_commands(command)] == []
-
-
-@pytest.mark.parametrize(
-    ("executable", "on_path", "expected"),
-    [
-        ("/checkout/.venv/bin/python", "/checkout/.venv/bin/python", "python"),
-        ("/checkout/.venv/bin/python", "/usr/bin/python", ".venv/bin/python"),
-        ("/envs/a/bin/python", None, "/envs/a/bin/python"),
-    ],
-)
-def test_the_commands_name_a_python_that_the_shell_finds(monkeypatch, executable, on_path, expected):
-    monkeypatch.setattr(demo.sys, "executable", executable)
-    monkeypatch.setattr(demo.shutil, "which", lambda name: on_path)
-    monkeypatch.setattr(demo.Path, "cwd", classmethod(lambda cls: cls("/checkout")))
-    assert python() == expected
-    assert f"  {expected} -m flexmask gain PATH_OR_NAME --tokens 32768 " in to_try(python())

@@ -9,10 +9,9 @@ pytest.importorskip("transformers")
 
 import pandas as pd
 
-from bench.fidelity import heads, lengths, retrieval, settings, smollm, texts
+from bench.fidelity import heads, lengths, retrieval, smollm
 from bench.fidelity.settings import Setting
 from bench.fidelity.sparse_model import SparseModel
-from bench.ruler_model.prompts import make_prompts
 from flexmask.base.inputs import attention_inputs
 from tests.expected import masked_attention
 
@@ -33,14 +32,6 @@ def model():
     return SparseModel(tiny_model())
 
 
-@pytest.mark.parametrize("chunk", [None, 200])
-def test_dense_log_probabilities_are_the_model_s(model, chunk):
-    with torch.no_grad():
-        logits = tiny_model()(IDS[None]).logits[0, :-1]
-    expected = logits.log_softmax(-1).gather(-1, IDS[1:, None])[:, 0]
-    torch.testing.assert_close(model.log_probs(IDS, chunk), expected, atol=1e-4, rtol=0)
-
-
 def test_the_model_attends_to_what_the_method_keeps(model):
     ids = IDS[:512]
     dense = model.log_probs(ids)
@@ -56,19 +47,6 @@ def test_the_model_attends_to_what_the_method_keeps(model):
     with model.attending(Setting("streaming_llm", {**WINDOW.options, "block_size": 64, "layers": {"1": {"window_blocks": 8}}})):
         model.log_probs(ids)
     assert model.density() == pytest.approx((15 / 36 + 1) / 2)  # the second layer sees everything
-
-
-def test_chunks_choose_for_themselves(model):
-    # the last query block sees everything, others their own block
-    setting = Setting("tri_shape", {"sink_blocks": 0, "window_blocks": 1, "last_blocks": 1})
-    with model.attending(setting):
-        whole = model.log_probs(IDS[:512])
-    assert model.density() == pytest.approx((1 + 1 + 1 + 4) / 10)
-    with model.attending(setting):
-        chunked = model.log_probs(IDS[:512], 256)
-    assert model.density() == pytest.approx((1 + 2 + 1 + 4) / 10)
-    changed = (whole - chunked).abs()
-    assert changed[:128].max() < 1e-5 and changed[128:256].max() > 1e-4
 
 
 @pytest.fixture
@@ -106,28 +84,6 @@ def test_lengths_are_measured_by_position_and_go_on_where_they_stopped(texts_fol
     assert set(rows["yarn"]) == {8} and set(rows["model"]) == {smollm.NAME}
 
 
-def test_a_method_that_fails_is_named_and_the_others_go_on(texts_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(settings.FEW, "published", [{"gamma": 0.9}])
-    monkeypatch.setitem(settings.FEW, "streaming_llm", [WINDOW.options])
-    out = tmp_path / "out.csv"
-    # the published code refuses chunks
-    arguments = ["--lengths", "512", "--methods", "published,streaming_llm", "--chunk", "256"]
-    lengths.main(["--texts", str(texts_folder), "--out", str(out), *arguments])
-    assert "FAILED published" in capsys.readouterr().out
-    assert pd.read_csv(out)["method"].tolist() == ["streaming_llm"] * 2
-
-
-def test_texts_are_read_from_a_folder(texts_folder):
-    empty = texts_folder / "empty"
-    empty.mkdir()
-    assert {name: len(ids) for name, ids in texts.read(texts_folder).items()} == {"book-0": 512, "book-1": 513}
-    assert all(len(ids) == 16384 and name.startswith("test/") for name, ids in texts.read(texts.PATH).items())
-    with pytest.raises(SystemExit, match=r"no \.npy or \.txt"):
-        texts.read(empty)
-    # those of subfolders too, by their path
-    assert f"{texts_folder.name}/book-0" in texts.read(texts_folder.parent)
-
-
 def test_errors_of_heads_are_those_of_attention_written_out():
     query = torch.randn(1, 4, 256, 16, generator=torch.Generator().manual_seed(0))
     key, value = torch.randn(2, 1, 2, 256, 16, generator=torch.Generator().manual_seed(1))
@@ -142,16 +98,6 @@ def test_errors_of_heads_are_those_of_attention_written_out():
     expected = (sparse - dense).flatten(1).norm(dim=1) / dense.flatten(1).norm(dim=1)
     torch.testing.assert_close(error.double(), expected, atol=1e-5, rtol=1e-4)
     assert (expected > 0.1).all() and density.tolist() == pytest.approx([15 / 36] * 4)
-
-
-def test_heads_are_measured_on_structure_and_on_texts(texts_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(heads, "SHAPE", {"num_heads": 2, "num_kv_heads": 1, "device": "cpu", "dtype": torch.float32})
-    out = tmp_path / "out.csv"
-    for more in ([], ["--texts", str(texts_folder)]) * 2:
-        heads.main(["--out", str(out), "--lengths", "512", "--methods", "oracle", "--options", '{"gamma": 0.5}', *more])
-    rows = pd.read_csv(out)
-    assert rows["input"].tolist() == ["structured", "book-0", "book-1"]
-    assert ((rows["error"] > 0) & (rows["error"] <= rows["worst"]) & (rows["density"] < 1)).all()
 
 
 def test_needles_are_asked_of_the_retriever(tmp_path):
@@ -180,16 +126,3 @@ def test_tasks_are_asked_of_a_model_and_the_answers_kept(tmp_path):
         digits = [int(digit) for digit in row.each]
         assert (len(digits), row.n) == (3, 3)
         assert (sum(digits) / (3 * row.answer_tokens), digits.count(row.answer_tokens)) == (pytest.approx(row.parts), row.right)
-
-
-@pytest.mark.parametrize(("bed", "task"), [("tasks", "single"), ("needles", "needle-1")])
-def test_a_prompt_goes_by_its_number(bed, task):
-    def drawn(first, count):
-        found = retrieval.draw(bed, task, 32768, first, count, torch.device("cpu"))
-        return torch.cat([each.token_ids for each in found])
-
-    whole = drawn(0, 6)  # four prompts a batch
-    assert len({tuple(each.tolist()) for each in whole}) == 6
-    assert torch.equal(whole, torch.cat([drawn(0, 3), drawn(3, 3)]))
-    if bed == "tasks":
-        assert torch.equal(whole[:4], make_prompts("single", 32768, 4, 90_000).token_ids)

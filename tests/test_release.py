@@ -38,3 +38,15 @@ def test_extras_install_the_releases_of_transformers_that_the_adapter_serves():
     oldest, newest = re.search(r"^OLDEST, NEWEST = \((.*)\), \((.*)\)$", code, re.MULTILINE).groups()
     served = f">={oldest.replace(', ', '.')},<{newest.split(', ')[0]}.{int(newest.split(', ')[1]) + 1}"
     assert set(re.findall(r'"transformers([^"]*)"', text("pyproject.toml"))) == {served}
+
+
+def test_badges_name_the_versions():
+    project = text("pyproject.toml")
+    pins = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", text("constraints.txt"), re.MULTILINE))
+    newer = dict(re.findall(r'releases\("(\w+)".*newer=\("(\d+\.\d+)', text("noxfile.py")))
+    least = {name: re.search(rf"{name}>=([\d.]+)", project) for name in ("torch", "transformers")}
+    for name, found in least.items():
+        assert found is not None
+        assert f"{name}: {found[1]} to {newer.get(name, pins[name])}<" in text(f"docs/badges/{name}.svg")
+    python = re.search(r'requires-python = ">=([\d.]+)"', project)
+    assert python is not None and f"python: {python[1]}+<" in text("docs/badges/python.svg")

@@ -12,7 +12,6 @@ pytest.importorskip("pandas")
 pytest.importorskip("transformers")
 
 from bench.fidelity import smollm, texts
-from bench.retriever.vocabulary import make_tokenizer
 from bench.ruler import table
 from tests.repository import ROOT
 
@@ -44,29 +43,6 @@ def test_smollm2_tokenizer_gives_the_known_ids(gguf_file, text):
     tokenizer = smollm.tokenizer_of(gguf_file)
     ids = texts.load("tune")[text][:4000].tolist()
     assert tokenizer(tokenizer.decode(ids)).input_ids == ids
-
-
-def test_smollm2_tokenizer_splits_digits_and_knows_its_template(gguf_file):
-    tokenizer = smollm.tokenizer_of(gguf_file)
-    assert tokenizer.convert_ids_to_tokens(tokenizer(" 4430").input_ids) == ["Ġ", "4", "4", "3", "0"]
-    templated = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True)
-    assert templated.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer("<|im_end|>").input_ids == [tokenizer.eos_token_id] == [2]
-
-
-def test_retriever_prompts_come_in_several_lengths_and_hold_their_answers():
-    pytest.importorskip("datasets")
-    from bench.tasks.retriever_prompts import dataset
-
-    rows = dataset([1024, 2048], num_needles=4, num_samples=5, pretrained="model")["test"]
-    tokenizer = make_tokenizer()
-    lengths = [len(tokenizer.encode(row["prompt"]).ids) for row in rows]
-    assert all(low - 68 < length <= low - 4 for low, length in zip([1024] * 5 + [2048] * 5, lengths, strict=True))
-    assert len(set(lengths)) == 10
-    for row in rows:
-        key = row["prompt"].split()[-1]
-        assert f"KEY {key} {row['answer']}" in row["prompt"]
-    assert rows["prompt"] == dataset([1024, 2048], num_needles=4, num_samples=5)["test"]["prompt"]
 
 
 @pytest.mark.slow
