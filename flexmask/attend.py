@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexmask.base.checks import check_int, check_word
+from flexmask.base.checks import check_int, check_word, plain_number
 from flexmask.base.inputs import AttentionInputs, HeadGroup
-from flexmask.base.plain_numbers import plain_number
 from flexmask.base.selection import Selected
 from flexmask.dense_policy import DensePlan, DensePolicy, check_dense_below
 from flexmask.flex.backend import BACKENDS, chosen_backend

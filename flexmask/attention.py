@@ -11,7 +11,7 @@ from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.attend import MAX_MASK_BYTES, attend, run_options
 from flexmask.base.checks import check_shape
 from flexmask.base.inputs import attention_inputs
-from flexmask.dense_notice import notice_dense
+from flexmask.dense_policy import notice_dense
 from flexmask.precision import without_autocast
 from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS

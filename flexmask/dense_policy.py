@@ -1,17 +1,20 @@
-"""Dense or sparse, and why, for calls, layers and single heads."""
+"""Dense or sparse, and why, for calls, layers and single heads; and the log line that says so."""
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import NamedTuple
 
 import torch
 
 from flexmask._torch import in_dispatch_mode, is_traced
-from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS, check_int
+from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS, check_int, plain_number
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.plain_numbers import plain_number
 from flexmask.selector import Selector
 
+_log = logging.getLogger("flexmask")
+_said: set[str] = set()
 # tokens of kv_len (docs/performance.md)
 DENSE_BELOW = 16384
 # density above which SDPA is faster than FlexAttention's CPU kernel, mask included: python -m bench.speed.cpu break-even
@@ -109,3 +112,13 @@ def check_dense_below(dense_below: int | None) -> int:
     if dense_below < 0:
         raise ValueError(f"dense_below must be >= 0 tokens; got {dense_below}")
     return dense_below
+
+
+def notice_dense(reason: str | None, q_len: int) -> None:
+    """Log why a call runs dense, if it does: once per reason, whatever its numbers. Decoding, a single row, is not logged."""
+    if reason is None or q_len == 1 or is_traced():
+        return
+    kind = re.sub(r"\d+", "", reason)
+    if kind not in _said:
+        _said.add(kind)
+        _log.warning("flexmask: attention ran dense: %s (logged once per process and reason)", reason)

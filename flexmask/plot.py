@@ -11,8 +11,8 @@ from flexmask.pictures.frontier import plot_frontier as plot_frontier
 from flexmask.pictures.heads import plot_coverage as plot_coverage
 from flexmask.pictures.heads import plot_density as plot_density
 from flexmask.pictures.heads import plot_distances as plot_distances
+from flexmask.pictures.heads import plot_pattern_share as plot_pattern_share
 from flexmask.pictures.heads import plot_run as plot_run
-from flexmask.pictures.pattern_share import plot_pattern_share as plot_pattern_share
 
 __all__ = [
     "block_kinds",

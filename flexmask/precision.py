@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from flexmask.base.autocast import autocast_is_on
+from flexmask.base.inputs import autocast_is_on
 from flexmask.locked import locked
 
 

@@ -10,11 +10,10 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
-from flexmask.base.checks import check_word
+from flexmask.base.checks import check_word, plain_number, plain_numbers
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.memory import map_bytes
 from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
-from flexmask.base.plain_numbers import plain_number, plain_numbers
 from flexmask.base.selection import Selection
 from flexmask.users_mask import check_takes_keywords, users_choice
 

@@ -17,9 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.attend import MAX_MASK_BYTES, RunOptions, run_options
 from flexmask.attention import RECOMMENDED
-from flexmask.base.checks import check_int
+from flexmask.base.checks import check_int, plain_number, plain_numbers
 from flexmask.base.options import pairs_by_head, shares_by_head
-from flexmask.base.plain_numbers import plain_number, plain_numbers
 from flexmask.selector import Selector, UnknownOption, selector_of
 
 CONFIG_KEY = "flexmask_config"

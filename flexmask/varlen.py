@@ -11,10 +11,9 @@ from torch import Tensor
 from flexmask._torch import is_fake, is_traced
 from flexmask.attend import MAX_MASK_BYTES, Attended, attend, run_options
 from flexmask.attention import RECOMMENDED
-from flexmask.base.checks import check_int, check_plain, check_shape
+from flexmask.base.checks import check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
-from flexmask.base.plain_numbers import plain_number, plain_numbers
-from flexmask.dense_notice import notice_dense
+from flexmask.dense_policy import notice_dense
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.precision import without_autocast

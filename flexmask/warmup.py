@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from flexmask.attention import RECOMMENDED, sparse_attention
-from flexmask.base.checks import check_int
-from flexmask.base.plain_numbers import plain_number
+from flexmask.base.checks import check_int, plain_number
 from flexmask.selector import selector_of
 
 # tokens: sizes that changed are symbolic in the second call; no multiples of a block

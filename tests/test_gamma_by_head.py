@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmask import flexprefill_mask, warmup
 from flexmask.base.inputs import attention_inputs
-from flexmask.numbers import numbers_of
+from flexmask.select import numbers_of
 from tests.cases import Config, mask_function, structured_inputs
 from tests.compile_support import assert_same_lists, traced
 from tests.compile_support import fresh_compiler as fresh_compiler

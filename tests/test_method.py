@@ -8,8 +8,8 @@ import torch
 from flexmask import METHODS, run_method
 from flexmask.base.inputs import attention_inputs
 from flexmask.method import BlockProblem, ByHead, PairsByHead, method
-from flexmask.numbers import numbers_of
 from flexmask.plain.top_p import ranks
+from flexmask.select import numbers_of
 from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
 

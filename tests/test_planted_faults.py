@@ -11,7 +11,7 @@ from flexmask import plain
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.block_masks import hybrid
-from flexmask.flex.from_lists import block_mask_from_lists
+from flexmask.flex.block_mask import block_mask_from_lists
 from flexmask.flex.mask_mods import visible_mask_mod
 from flexmask.flex.run import run_flex_attention
 from flexmask.plain.block_lists import Blocks

@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexmask import sparse_attention
 from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD, recompile_limit
+from flexmask.flex.block_mask import block_mask_from_lists
 from flexmask.flex.captured_numbers import captured_values
-from flexmask.flex.from_lists import block_mask_from_lists
 from tests.comparisons import assert_same_attention
 from tests.expected import masked_attention, seen_pairs
 

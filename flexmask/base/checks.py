@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmask._torch import is_fake_outside, is_traced, is_under_vmap
-from flexmask.base.plain_numbers import plain_number
 
+# torch.compile traces no abstract class; NumPy's float64 is a float
+_PLAIN = (int, float, bool, str, bytes, type(None))
 _LARGEST = sys.float_info.max  # read here: torch 2.5.1 cannot trace it
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 513)  # of the selections and of FlexAttention's kernels
@@ -204,3 +209,21 @@ def _check_q_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) -
         check_int("q_offset", q_offset)
         if not 0 <= q_offset <= kv_len - q_len:
             raise ValueError(f"q_offset must be in [0, kv_len - q_len = {kv_len - q_len}]; got {q_offset}")
+
+
+def plain_number(value: Any) -> Any:
+    """An integer as an int, another real number as a float; anything else, bool too, comes back as it is."""
+    if type(value) in _PLAIN or isinstance(value, (bool, Tensor)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return operator.index(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def plain_numbers(value: Any) -> Any:
+    """As `plain_number`, also inside sequences and arrays, which come back as tuples; tensors stay tensors."""
+    if type(value) in _PLAIN or isinstance(value, (str, bytes, Tensor)):
+        return value
+    if hasattr(value, "__array__") and hasattr(value, "tolist") and not isinstance(value, numbers.Number):
+        value = value.tolist()
+    return tuple(plain_numbers(each) for each in value) if isinstance(value, Sequence) else plain_number(value)

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.autocast import in_autocast_dtype
-from flexmask.base.checks import check_inputs
-from flexmask.base.plain_numbers import plain_number
+from flexmask.base.checks import DTYPES, check_inputs, plain_number
+
+# at import: dynamo cannot trace it
+_DEVICES = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
+)
 
 
 class HeadGroup(NamedTuple):
@@ -127,3 +130,14 @@ def attention_inputs(
         sinks,
         needs_grad=value is not None and torch.is_grad_enabled() and any(x.requires_grad for x in differentiable),
     )
+
+
+def autocast_is_on(device: torch.device) -> bool:
+    return device.type in _DEVICES and torch.is_autocast_enabled(device.type)
+
+
+def in_autocast_dtype(tensor: Any) -> Any:
+    """`tensor` in the dtype of autocast if that is on; what no call takes is left for the checks."""
+    if isinstance(tensor, Tensor) and tensor.dtype in DTYPES and autocast_is_on(tensor.device):
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    return tensor

@@ -1,21 +1,23 @@
-"""The BlockMask of index lists."""
+"""The BlockMask of index lists, of one selection or of those of head groups."""
 
 from __future__ import annotations
 
 import copyreg
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import is_traced
-from flexmask.base.inputs import AttentionInputs
+from flexmask._torch import FROM_KV_BLOCKS, is_traced
+from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.base.selection import BlockLists, Selected
-from flexmask.flex.from_lists import block_mask_from_lists
-from flexmask.flex.mask_mods import kept_mask_mod, limited_mask_mod, named, visible_mask_mod
+from flexmask.flex.mask_mods import MaskMod, kept_mask_mod, limited_mask_mod, named, visible_mask_mod
+
+Parts = Sequence[tuple[HeadGroup, Selected]]
 
 
 def block_mask(inputs: AttentionInputs, selected: Selected) -> BlockMask:
@@ -82,3 +84,49 @@ def _unpickled(
     indices = selected.lists.kv_indices
     query, key = (indices.new_empty(()).expand(indices.shape[0], 1, length, 1) for length in lengths)
     return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset), selected)
+
+
+def block_mask_from_lists(
+    lists: tuple[Tensor, Tensor, Tensor, Tensor],
+    mask_mod: MaskMod,
+    block_size: int,
+    lengths: tuple[int, int],
+    with_gradients: bool = False,
+) -> BlockMask:
+    """A BlockMask from partial counts and indices, then full counts and indices.
+
+    Lists by key block, twice the memory, are made only `with_gradients` (torch >= 2.9 can leave them out).
+    """
+    optional: dict[str, Any] = {"seq_lengths": lengths, "compute_q_blocks": with_gradients}
+    known = {name: value for name, value in optional.items() if name in FROM_KV_BLOCKS}
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **known)
+
+
+def joined_mask(parts: Parts, inputs: AttentionInputs) -> BlockMask:
+    """The mask of every head of `inputs`, `with_offset`, copied from the selections of its groups."""
+    heads = (inputs.query.shape[0], inputs.query.shape[1])
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        whole = tensors[0].new_empty((*heads, *tensors[0].shape[2:]))
+        for (group, _), part in zip(parts, tensors, strict=True):
+            whole[group.batch, group.query] = part
+        return whole
+
+    selected = [each for _, each in parts]
+    lists = BlockLists(*(join(list(tensors)) for tensors in zip(*(each.lists for each in selected), strict=True)))
+    maps = [each.keep for each in selected if each.keep is not None]
+    own = None if selected[0].mask_mod is None else _by_group(parts)
+    return block_mask(inputs, selected[0]._replace(lists=lists, keep=join(maps) if maps else None, mask_mod=own))
+
+
+def _by_group(parts: Parts) -> MaskMod:
+    def by_group(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        visible = torch.zeros_like(q_idx, dtype=torch.bool)
+        for (rows, heads, _), selected in parts:
+            row, head = b.clamp(rows.start, rows.stop - 1), h.clamp(heads.start, heads.stop - 1)
+            assert selected.mask_mod is not None
+            own = selected.mask_mod(row - rows.start, head - heads.start, q_idx, kv_idx)
+            visible = visible | ((row == b) & (head == h) & own)
+        return visible
+
+    return by_group

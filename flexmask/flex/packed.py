@@ -14,8 +14,8 @@ from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import block_lists
 from flexmask.flex.backend import ChosenBackend, chosen_backend
+from flexmask.flex.block_mask import block_mask_from_lists
 from flexmask.flex.dense import dense_attention, sdpa_serves
-from flexmask.flex.from_lists import block_mask_from_lists
 from flexmask.flex.mask_mods import MaskMod, captured, named
 from flexmask.flex.run import run_flex_attention
 from flexmask.flex.visible import has_fused_kernel

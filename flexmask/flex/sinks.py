@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.flex.from_lists import block_mask_from_lists
+from flexmask.flex.block_mask import block_mask_from_lists
 from flexmask.flex.mask_mods import captured_number
 
 

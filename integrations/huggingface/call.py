@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from flexmask.attend import attend
 from flexmask.base.inputs import AttentionInputs
-from flexmask.dense_notice import notice_dense
-from flexmask.dense_policy import DensePlan, by_head_dim, plan_of_reason
-from flexmask.flex.joined import joined_mask
+from flexmask.dense_policy import DensePlan, by_head_dim, notice_dense, plan_of_reason
+from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.packed import in_one_row, in_rows
 from flexmask.integrations.record.run import PrefillRun

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import is_fake, is_traced
-from flexmask.base.checks import check_int
-from flexmask.base.plain_numbers import plain_number
+from flexmask.base.checks import check_int, plain_number
 from flexmask.integrations.record.files import SavedRun, load_run, save_run
 from flexmask.integrations.record.summary import (
     MOST_REASONS,

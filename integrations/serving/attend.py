@@ -1,4 +1,4 @@
-"""Sparse attention of one request's chunk, in the engine's layout."""
+"""Sparse attention of one request's chunk, in the engine's layout, and the keys that it reads."""
 
 from __future__ import annotations
 
@@ -29,3 +29,23 @@ def attend(
         found = attend_blocks(inputs, selector, layer.run, plan, statistics=("density",) if count_density else ())
     density = None if found.stats is None else found.stats.density.mean()
     return found.out[0].transpose(0, 1), density
+
+
+def after_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:
+    """A request's keys or values up to its chunk's end, (num_kv_heads, tokens, head_dim) and contiguous.
+
+    `cached` is (num_kv_heads, cached_len - skipped, head_dim), None for a first chunk; `chunk` is (rows, num_kv_heads, head_dim)
+    and copied as it is. An FP8 cache holds numbers divided by `scale`, one number or one per key head; products are rounded once.
+    The first `skipped` tokens, which the chunk does not see, are zero; `cached` begins behind them.
+    """
+    cached_len = skipped if cached is None else skipped + cached.shape[1]
+    out = chunk.new_empty((chunk.shape[1], cached_len + chunk.shape[0], chunk.shape[2]))
+    out[:, cached_len:] = chunk.transpose(0, 1)
+    out[:, :skipped] = 0
+    if cached is not None:
+        earlier = out[:, skipped:cached_len]
+        earlier.copy_(cached)
+        if scale is not None:
+            # with dimensions, in which a float32 scale is not rounded to the dtype of the rows
+            earlier.mul_(scale if isinstance(scale, float) else scale.view(-1, 1, 1))
+    return out

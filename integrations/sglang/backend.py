@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.integrations.serving.attend import attend
-from flexmask.integrations.serving.keys import after_cached
+from flexmask.integrations.serving.attend import after_cached, attend
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, serving_options

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from flexmask.attention import RECOMMENDED
-from flexmask.base.checks import check_real, check_word
-from flexmask.base.plain_numbers import plain_numbers
+from flexmask.base.checks import check_real, check_word, plain_numbers
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun

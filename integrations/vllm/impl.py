@@ -10,8 +10,7 @@ from torch import Tensor
 from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
-from flexmask.integrations.serving.attend import attend
-from flexmask.integrations.serving.keys import after_cached
+from flexmask.integrations.serving.attend import after_cached, attend
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.vllm.builder import SparseStep
 from flexmask.integrations.vllm.engine import DRAFT, engine_of

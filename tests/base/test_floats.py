@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmask import numbers
+from flexmask import select
 from flexmask.base import blocks
 from flexmask.base.floats import running_sums, widest_float
 from tests.cases import cases, published_cases
@@ -44,7 +44,7 @@ def test_float64_is_not_asked_for_where_there_is_none(monkeypatch, has_float64):
 
 def test_selection_needs_no_float64(monkeypatch):
     tally, drawn = Tally(), Drawn()
-    for module in (numbers, blocks):
+    for module in (select, blocks):
         monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
 
     @settings(max_examples=40)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexmask import hybrid_mask, sparse_attention, sparse_attention_varlen
-from flexmask.base.plain_numbers import plain_number, plain_numbers
+from flexmask.base.checks import plain_number, plain_numbers
 from flexmask.settings import PrefillSettings
 
 OPTIONS = {"gamma": 0.5, "block_size": 32, "min_budget": 32, "row_stride": 4, "window": 100, "q_offset": 64, "scale": 0.5}

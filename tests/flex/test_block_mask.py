@@ -14,9 +14,8 @@ from flexmask import flexprefill_mask
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import block_lists
 from flexmask.block_masks import causal_mask
-from flexmask.flex.from_lists import block_mask_from_lists
+from flexmask.flex.block_mask import block_mask_from_lists, joined_mask
 from flexmask.flex.head_groups import head_groups
-from flexmask.flex.joined import joined_mask
 from flexmask.select import mask_of, select_blocks
 from flexmask.selector import selector_of
 from tests.attention_calls import padding

@@ -8,7 +8,7 @@ from flexmask import sparse_attention
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import block_lists
 from flexmask.flex.backend import flash_available
-from flexmask.flex.from_lists import block_mask_from_lists
+from flexmask.flex.block_mask import block_mask_from_lists
 from flexmask.flex.mask_mods import captured_number, kept_mask_mod, limited_mask_mod, visible_mask_mod
 from tests.attention_calls import CPP_ERROR, call, check, padding
 from tests.comparisons import assert_same_attention

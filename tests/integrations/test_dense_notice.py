@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask import dense_notice, sparse_attention, sparse_attention_varlen
+from flexmask import dense_policy, sparse_attention, sparse_attention_varlen
 from tests.integrations.common import MARKS
 
 pytestmark = MARKS
@@ -18,7 +18,7 @@ SHORT = "flexmask: attention ran dense: {} tokens < dense_below 16384 (logged on
 @pytest.fixture
 def lines(monkeypatch, caplog):
     """Messages of the log so far, in a process that has said nothing."""
-    monkeypatch.setattr(dense_notice, "_said", set())
+    monkeypatch.setattr(dense_policy, "_said", set())
     caplog.set_level(logging.DEBUG, "flexmask")
     return lambda: [each.getMessage() for each in caplog.records if each.name == "flexmask" and each.levelname == "WARNING"]
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask import run_method
 from flexmask.base.inputs import attention_inputs
-from flexmask.numbers import numbers_of
+from flexmask.select import numbers_of
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import padding
 from tests.cases import Case, Config, by_kernels, configs, drawn_inputs, sparse_cases, structured_inputs

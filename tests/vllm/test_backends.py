@@ -97,7 +97,7 @@ def test_custom_wraps_the_kernel_of_the_options_for_the_model_s_attention(is_lat
 def test_latent_layers_prepare_ours_where_memory_is_measured(monkeypatch):
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
-    from flexmask.integrations.vllm.latent_profile import measure_latent_layers
+    from flexmask.integrations.vllm.backends import measure_latent_layers
 
     ran, prepared = [], []
     monkeypatch.setattr(MLAAttention, "forward_impl", lambda self, *arguments, **options: ran.append((arguments, options)))
