@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from bench.intervals import of_mean, over_files
-from bench.report.rows import ERROR, FOLDER, NAMES, Curves, interval, number, own_rows, percent, read, shown, usual
+from bench.report.rows import ERROR, FOLDER, NAMES, Curves, interval, number, percent, read, shown, usual
 from bench.report.speed import call_rows, speed_up, times
 from bench.tables import markdown_table, thousands
 from flexmask.pictures.style import LINES
@@ -65,19 +65,14 @@ def gains(folder: Path = FOLDER) -> list[str]:
     """README's table: hybrid's default setting, and flexprefill at the same error."""
     cells, calls = [], call_rows(folder)
     for length in LENGTHS[2:]:
-        rows = language_model(length, folder)
-        own, at_length = rows[(rows["method"] == "hybrid") & (rows["options"] == DEFAULT)], calls[calls["tokens"] == length]
-        error, rule = own["abs_d"].mean(), own_rows(at_length, "hybrid", 2)
-        kept = [own["density"].mean(), Curves(rows, "abs_d").density_at("flexprefill", error)]
-        gain = [
-            speed_up(at_length[at_length["method"] == method], density)
-            for method, density in zip((rule, "flexprefill"), kept, strict=True)
-        ]
-        if not np.isnan(gain).any():
-            note = "" if rule == "hybrid" else "; timed with an [older rule](bench/results/README.md#rules-of-hybrid)"
-            names = [f"`hybrid`, gamma 0.9 (the default{note})", "`flexprefill`, at the same error"]
-            for name, density, ratio in zip(names, kept, gain, strict=True):
-                cells.append([f"{length:,}", name, percent(density), times(ratio), number(error)])
+        rows, at_length = language_model(length, folder), calls[calls["tokens"] == length]
+        own = rows[(rows["method"] == "hybrid") & (rows["options"] == DEFAULT)]
+        error = own["abs_d"].mean()
+        others = Curves(rows, "abs_d").density_at("flexprefill", error)
+        named = (("hybrid", ", gamma 0.9 (the default)", own["density"].mean()), ("flexprefill", ", at the same error", others))
+        for method, at, density in named:
+            ratio = speed_up(at_length[at_length["method"] == method], density)
+            cells.append([f"{length:,}", f"`{method}`{at}", percent(density), times(ratio), number(error)])
     return markdown_table(["tokens", "method", "blocks kept", "speed-up", ERROR], cells)
 
 

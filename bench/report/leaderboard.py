@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from bench.report.fidelity import against_dense, fewest_blocks, needle_rows, task_rows
-from bench.report.rows import ERROR, FOLDER, NAMES, RULES, Curves, interval, number, own_rows, percent, read, usual
+from bench.report.rows import ERROR, FOLDER, NAMES, Curves, interval, number, percent, read, usual
 from bench.report.speed import milliseconds, rows_of
 from bench.tables import markdown_table, thousands
 from flexmask import block_masks
@@ -47,22 +47,23 @@ def mask_times(folder: Path = FOLDER) -> dict[str, tuple[str, str]]:
 def table(folder: Path = FOLDER) -> list[str]:
     """Rows by error at a density of 20%, then 30%, 10%, then name."""
     rows, needles, masks, tasks = error_rows(folder), needle_rows(folder), mask_times(folder), task_rows(folder, TASK_TOKENS)
-    curves, found = Curves(rows, "abs_d"), {method: own_rows(rows, method) for method in methods()}
-    errors = {method: [curves.error_at(own, density) for density in DENSITIES] for method, own in found.items()}
+    curves = Curves(rows, "abs_d")
+    errors = {method: [curves.error_at(method, density) for density in DENSITIES] for method in methods()}
 
     def rank(method: str) -> tuple[float | str, ...]:
         lowest, middle, highest = (math.inf if math.isnan(error) else error for error in errors[method])
         return middle, highest, lowest, method
 
     cells = []
-    for method in sorted(found, key=rank):
+    for method in sorted(errors, key=rank):
         figures = [number(error) for error in errors[method]]
-        figures[1] += interval(*curves.interval_at(found[method], DENSITIES[1]))
+        figures[1] += interval(*curves.interval_at(method, DENSITIES[1]))
         own = needles[needles["method"] == method]
         fewest = fewest_blocks(needles, method)
         all_found = percent(fewest, 0) if len(own) == 0 or not math.isnan(fewest) else f"misses {1 - own['found'].max():.0%}"
-        name = NAMES[found[method]] if method in RULES else NAMES.get(method, method)
-        cells.append([name, *figures, all_found, *against_dense(tasks, method), *masks.get(method, ("-", "-"))])
+        cells.append(
+            [NAMES.get(method, method), *figures, all_found, *against_dense(tasks, method), *masks.get(method, ("-", "-"))]
+        )
     head = [
         "method",
         *(f"{ERROR} at {density:.0%} of the blocks" for density in DENSITIES),

@@ -13,12 +13,8 @@ from bench.fidelity.settings import ALL
 from bench.intervals import density_at, over_files
 
 FOLDER = Path(__file__).parents[1] / "results"
-# hybrid's rows by rule, the one that ships first; bench/results/README.md says what differs
-RULES = {"hybrid": "ships", "hybrid, second rule": "second", "hybrid, first rule": "first"}
 NAMES = {
     "hybrid": "hybrid (ours)",
-    "hybrid, second rule": "hybrid (second rule)",
-    "hybrid, first rule": "hybrid (first rule)",
     "flexprefill": "flexprefill (the paper's)",
     "published": "published (the authors' code)",
 }
@@ -46,27 +42,17 @@ def newest(rows: pd.DataFrame) -> pd.DataFrame:
 
 def usual(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of dense attention, and of settings that set exactly the options in `bench.fidelity.settings.ALL`."""
-    knobs = (
-        {method: set(settings[0]) for method, settings in ALL.items()} | {rule: {"gamma"} for rule in RULES} | {"dense": set()}
-    )
+    knobs = {method: set(settings[0]) for method, settings in ALL.items()} | {"dense": set()}
     kept = [
         set(json.loads(options)) == knobs.get(method) for method, options in zip(rows["method"], rows["options"], strict=True)
     ]
     return rows[pd.Series(kept, index=rows.index, dtype=bool)]
 
 
-def own_rows(rows: pd.DataFrame, method: str, least: int = 1) -> str:
-    """The name of a method's rows: for hybrid the newest rule with at least so many of them."""
-    counts = rows["method"].value_counts()
-    rules = RULES if method == "hybrid" else (method,)
-    return next((rule for rule in rules if counts.get(rule, 0) >= least), method)
-
-
 def shown(rows: pd.DataFrame) -> list[str]:
-    """Methods with rows, hybrid first, then in the order of `NAMES`; hybrid by one rule only."""
+    """Methods with rows, in the order of `NAMES`, then the others."""
     measured = set(rows["method"]) - {"dense", "causal"}
-    named = [own_rows(rows, "hybrid"), *(name for name in NAMES if name not in RULES)]
-    return [*(name for name in named if name in measured), *sorted(measured - set(NAMES))]
+    return [*(name for name in NAMES if name in measured), *sorted(measured - set(NAMES))]
 
 
 class Curves:

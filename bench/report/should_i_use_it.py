@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from bench.report.fidelity import DEFAULT, LENGTHS, language_model
-from bench.report.rows import ERROR, FOLDER, number, own_rows, percent
+from bench.report.rows import ERROR, FOLDER, number, percent
 from bench.report.speed import call_rows, speed_up, times
 from bench.tables import markdown_table, thousands
 
@@ -87,7 +87,7 @@ def lengths(folder: Path = FOLDER) -> list[str]:
     for length in LENGTHS:
         own, at_length = _default(length, folder), calls[calls["tokens"] == length]
         kept = own["density"].mean()
-        gain = speed_up(at_length[at_length["method"] == own_rows(at_length, "hybrid", 2)], kept)
+        gain = speed_up(at_length[at_length["method"] == "hybrid"], kept)
         shown = "not timed at this share" if pd.isna(gain) else _linked(times(gain), _SPEED)
         rows.append([thousands(length), percent(kept), shown, _linked(number(own["abs_d"].mean()), _ERROR)])
     return markdown_table(["prompt", "blocks kept, SmolLM2", "attention alone, one H200", f"error ({ERROR}), SmolLM2"], rows)

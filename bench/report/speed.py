@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from bench.report.rows import FOLDER, RULES, own_rows, percent, read
+from bench.report.rows import FOLDER, percent, read
 from bench.tables import markdown_table, thousands
 from flexmask.pictures.style import LINES
 
@@ -74,51 +74,33 @@ def dense(folder: Path = FOLDER) -> list[str]:
 
 
 def calls(folder: Path = FOLDER, backends: tuple[str, ...] = KERNELS) -> list[str]:
-    """Speed-up at fixed densities: hybrid's calls, or flexprefill's at lengths where hybrid has fewer than two."""
+    """Speed-up of hybrid's calls at fixed densities."""
     cells = []
-    for tokens, own in _by_length(call_rows(folder, backends)).items():
-        name = own["method"].iloc[0]
+    for tokens, own in _by_length(call_rows(folder, backends)):
         figures = [times(speed_up(own, density)) for density in DENSITIES]
-        cells.append([thousands(tokens), name.partition(",")[0], RULES.get(name, "-"), *figures, own["date"].max()])
-    return markdown_table(["tokens", "method", "rule", *(f"{each:.0%}" for each in DENSITIES), "measured"], cells)
+        cells.append([thousands(tokens), *figures, own["date"].max()])
+    return markdown_table(["tokens", *(f"{each:.0%}" for each in DENSITIES), "measured"], cells)
 
 
-def _by_length(rows: pd.DataFrame) -> dict[int, pd.DataFrame]:
-    """Of call rows, by length, hybrid's, or flexprefill's if hybrid has fewer than two."""
-    found = {}
-    for tokens in LENGTHS:
-        at_length = rows[rows["tokens"] == tokens]
-        counts = at_length["method"].value_counts()
-        hybrid = own_rows(at_length, "hybrid", 2)
-        method = hybrid if counts.get(hybrid, 0) > 1 else "flexprefill"
-        if counts.get(method, 0) > 1:
-            found[tokens] = at_length[at_length["method"] == method]
-    return found
+def _by_length(rows: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
+    """Of call rows hybrid's, by length."""
+    return [(tokens, rows[(rows["tokens"] == tokens) & (rows["method"] == "hybrid")]) for tokens in LENGTHS]
 
 
 def masks(folder: Path = FOLDER) -> list[str]:
-    """Milliseconds of masks of our methods, and share of the fastest dense kernel."""
-    plain, graph = (_last_masks(measure, folder) for measure in ("eager_ms", "graph_ms"))
+    """Milliseconds of the newest masks of our methods at 32k and 128k, and share of the fastest dense kernel."""
+    found = []
+    for measure in ("eager_ms", "graph_ms"):
+        rows = rows_of("latency,equal error", "mask", measure, folder)
+        rows = rows[rows["tokens"].isin((32768, 131072)) & rows["method"].isin(("hybrid", "flexprefill"))]
+        found.append(rows.sort_values("date", kind="stable").groupby(["tokens", "method"]).last())
     cells = []
-    for (tokens, method), row in plain.iterrows():
-        name = method.partition(",")[0]
-        replayed = graph.loc[(tokens, method)] if (tokens, method) in graph.index else None
-        as_graph = ["-", "-"] if replayed is None else [milliseconds(replayed["value"]), percent(replayed["share"])]
-        timed = [milliseconds(row["value"]), percent(row["share"]), *as_graph]
-        cells.append([thousands(tokens), name, RULES.get(method, "-"), percent(row["density"]), *timed])
-    head = ["tokens", "mask", "rule", "blocks kept", "plain calls, ms", "of dense", "CUDA graph, ms", "of dense"]
-    return markdown_table(head, cells)
-
-
-def _last_masks(measure: str, folder: Path) -> pd.DataFrame:
-    """The newest mask of hybrid and flexprefill at 32k and 128k."""
-    rows = rows_of("latency,equal error", "mask", measure, folder)
-    rows = rows[rows["tokens"].isin((32768, 131072))]
-    parts = []
-    for _, found in rows.groupby("tokens"):
-        kept = found[found["method"].isin([own_rows(found, "hybrid"), "flexprefill"])]
-        parts.append(kept.sort_values("date", kind="stable"))
-    return pd.concat(parts or [rows]).groupby(["tokens", "method"]).last()
+    for (tokens, name), row in found[0].iterrows():
+        timed = [
+            text for each in (row, found[1].loc[(tokens, name)]) for text in (milliseconds(each["value"]), percent(each["share"]))
+        ]
+        cells.append([thousands(tokens), name, percent(row["density"]), *timed])
+    return markdown_table(["tokens", "mask", "blocks kept", "plain calls, ms", "of dense", "CUDA graph, ms", "of dense"], cells)
 
 
 def stages(folder: Path = FOLDER) -> list[str]:
@@ -138,11 +120,10 @@ def memory(folder: Path = FOLDER) -> list[str]:
 
 
 def draw_calls(axes: Any, folder: Path = FOLDER) -> None:
-    found = _by_length(call_rows(folder))
-    for (tokens, own), (colour, marker, dash) in zip(found.items(), LINES, strict=False):
+    for (tokens, own), (colour, marker, dash) in zip(_by_length(call_rows(folder)), LINES, strict=False):
         own = own.sort_values("density").drop_duplicates("density", keep="last")
         style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 5}
-        axes.plot(100 * own["density"], 1 / own["share"], label=f"{thousands(tokens)} tokens, {own['method'].iloc[0]}", **style)
+        axes.plot(100 * own["density"], 1 / own["share"], label=f"{thousands(tokens)} tokens, hybrid", **style)
     axes.axhline(1, color="#444444", linewidth=0.8)
     axes.set(xlabel="blocks kept, %", ylabel="speed-up over the fastest dense kernel", yscale="log")
     axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
