@@ -98,10 +98,7 @@ def test_a_prompt_gives_density_and_error(flexmask, folder, prompt):
     assert error["loss_sparse"] - error["loss_dense"] == pytest.approx(-float(change.mean()), abs=1e-5)
 
 
-def test_short_lengths_gain_nothing_and_are_not_timed(flexmask, folder, config, prompt, monkeypatch):
-    from flexmask.commands import gain_times
-
-    monkeypatch.setattr(gain_times, "model_times", None)
+def test_short_lengths_gain_nothing_and_are_not_timed(flexmask, folder, config, prompt):
     result = flexmask("gain", config, "--tokens", "500", "--device", "cpu")
     assert "500 tokens: nothing to gain; 500 tokens < dense_below 16384" in result.stdout
     assert "To use it" not in result.stdout
