@@ -52,7 +52,7 @@ class Measured:
 def load_model(path: Path, device: str) -> PreTrainedModel:
     """Load the model: float32 on CPUs, where it is faster, else bfloat16; dense attention is SDPA."""
     if not (path / "config.json").exists():
-        raise FileNotFoundError(f"no model at {path}; train one with: python -m bench.retriever.train --out DIR")
+        raise FileNotFoundError(f"no model at {path}")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     transformers.utils.logging.disable_progress_bar()
     loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
