@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch
 
 from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer
-from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.options import ServingOptions, read_options
 from flexmask.integrations.serving.startup import reserve, roles_line, served_roles, warm_up
 from flexmask.integrations.vllm.layers import layer_number, role_of
-from flexmask.integrations.vllm.options import serving_options
 
 # vLLM shows only loggers below its own
 _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
 DERIVED = "its backend shows layers other requests"
+KEY = "flexmask"
+KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
+"""vLLM's backends for everything that is not sparse; the first is the default."""
 
 
 class Engine:
@@ -156,3 +159,9 @@ def engine_of(vllm_config: Any) -> Engine:
         if not _LATEST or _LATEST[0].layers is not layers:
             _LATEST[:] = [Engine(vllm_config)]
         return _LATEST[0]
+
+
+def serving_options(additional_config: Any, model_config: Any = None) -> ServingOptions:
+    """`read_options` of ``additional_config["flexmask"]``; an additional_config that is not a dict has none."""
+    given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    return read_options(given, f"additional_config[{KEY!r}]", "additional_config", KERNELS, KERNELS[0], model_config)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.vllm.options import serving_options
+from flexmask.integrations.vllm.engine import serving_options
 
 MODEL = SimpleNamespace(flexmask_config={"gamma": 0.8, "layers": {"2": {"gamma": [0.5, 1.0]}}})
 
