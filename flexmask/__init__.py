@@ -1,14 +1,16 @@
 """Sparse prefill for PyTorch FlexAttention: block masks computed from query and key."""
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from flexmask.attention import sparse_attention as sparse_attention
-from flexmask.block_masks.flexprefill import flexprefill_mask as flexprefill_mask
-from flexmask.block_masks.hybrid import hybrid_mask as hybrid_mask
-from flexmask.selector import METHODS as METHODS
-from flexmask.stats import SelectionStats as SelectionStats
-from flexmask.varlen import sparse_attention_varlen as sparse_attention_varlen
-from flexmask.warmup import warmup as warmup
+if TYPE_CHECKING:
+    from flexmask.attention import sparse_attention as sparse_attention
+    from flexmask.block_masks.flexprefill import flexprefill_mask as flexprefill_mask
+    from flexmask.block_masks.hybrid import hybrid_mask as hybrid_mask
+    from flexmask.selector import METHODS as METHODS
+    from flexmask.stats import SelectionStats as SelectionStats
+    from flexmask.varlen import sparse_attention_varlen as sparse_attention_varlen
+    from flexmask.warming import warmup as warmup
 
 __all__ = [
     "METHODS",
@@ -22,15 +24,24 @@ __all__ = [
     "warmup",
 ]
 __version__ = "0.1.0"
+# Loaded when first asked for. torch takes seconds to load: the program says what it does before.
+_MODULES = {
+    "METHODS": "selector",
+    "SelectionStats": "stats",
+    "flexprefill_mask": "block_masks.flexprefill",
+    "hybrid_mask": "block_masks.hybrid",
+    "sparse_attention": "attention",
+    "sparse_attention_varlen": "varlen",
+    "sparse_prefill": "integrations.huggingface",
+    "tune": "integrations.huggingface",
+    "warmup": "warming",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # the adapter imports transformers, which the rest does without
-    if name in ("sparse_prefill", "tune"):
-        from flexmask.integrations import huggingface
-
-        return getattr(huggingface, name)
-    raise AttributeError(f"module 'flexmask' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'flexmask' has no attribute {name!r}")
+    return getattr(import_module(f"flexmask.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

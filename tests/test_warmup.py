@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from flexmask import warmup
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.block_masks import published_mask
-from flexmask.warmup import MANY_BLOCKS
+from flexmask.warming import MANY_BLOCKS
 from tests.attention_calls import flexprefill_attention
 
 

@@ -25,11 +25,12 @@ from flexmask.commands.options import (
     settings_from,
 )
 from flexmask.commands.output import Json, Output
-from flexmask.environment import FlashReport, Problem, backends, device_name, flash_features, problems, versions
-from flexmask.self_test import SelfTest, self_test
+from flexmask.transformers_release import check_release
 
 if TYPE_CHECKING:
+    from flexmask.environment import FlashReport, Problem
     from flexmask.integrations.huggingface.layer_plan import PlannedLayer
+    from flexmask.self_test import SelfTest
     from flexmask.settings import PrefillSettings
 
 
@@ -63,15 +64,19 @@ def doctor(
     """
     output = Output(as_json)
     model = None if named is None and model is None else model_named(named, model)
+    with output.progress("loading torch") as advance:
+        advance(0, 1)
+        from flexmask.environment import backends, device_name, problems, versions
     # of a model over several devices: the first
     where = chosen_device(None if device == "auto" else device)
     kind = chosen_dtype(dtype, where)
     chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
     config = None if model is None else load_config(model)
-    found = [*problems(where), *_of_the_adapter(needed=model is not None)]
+    installed = versions()
+    found = [*problems(where), *_of_the_adapter(installed["transformers"], needed=model is not None)]
     document: dict[str, Any] = {
         "device": device_name(where),
-        "versions": versions(),
+        "versions": installed,
         "backends": [each._asdict() for each in backends(where, kind)],
         "problems": [each._asdict() for each in found],
     }
@@ -98,23 +103,25 @@ def doctor(
         raise typer.Exit(exit_codes.PROBLEM)
 
 
-def _of_the_adapter(needed: bool) -> list[Problem]:
-    severity = "error" if needed else "warning"
-    try:
-        from flexmask.integrations.huggingface.compat import check_release
+def _of_the_adapter(version: str | None, needed: bool) -> list[Problem]:
+    """Of transformers by its version: loading it takes seconds."""
+    from flexmask.environment import Problem
 
-        check_release()
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
+    severity = "error" if needed else "warning"
+    if version is None:
         return [Problem(severity, "transformers is missing: no Hugging Face models", "pip install 'flexmask[hf]'")]
+    try:
+        check_release(version)
     except ImportError as error:
         return [Problem(severity, str(error), "pip install 'transformers>=4.54,<5.25'")]
     return []
 
 
 def _tested(output: Output, device: str) -> list[SelfTest]:
-    with output.progress("self-test, which compiles (--skip-self-test: none)") as advance:
+    from flexmask.self_test import self_test
+
+    # the time on two CPU cores
+    with output.progress("self-test, which compiles attention: half a minute the first time (--skip-self-test: none)") as advance:
         advance(0, 1)
         tests = list(self_test(device))
     rows = []
@@ -130,6 +137,8 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
 
 
 def _flash_checked(output: Output, device: str) -> list[FlashReport]:
+    from flexmask.environment import flash_features
+
     with output.progress("FLASH: compiling and checking"):
         found = flash_features(device)
     if found:

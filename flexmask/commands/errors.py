@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperGroup
 
 from flexmask.commands import exit_codes
-from flexmask.selector import UnknownOption
 
 TRACEBACK_VARIABLE = "FLEXMASK_TRACEBACK"
 
@@ -46,6 +45,8 @@ def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
+        from flexmask.selector import UnknownOption
+
         name = error.option if isinstance(error, UnknownOption) else str(error).partition(" ")[0].partition("[")[0]
         option = next((each for each in options if each == f"--{name.replace('_', '-')}"), by_name.get(name, otherwise))
         if option is None:

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import torch
 import typer
 
-from flexmask.attention import RECOMMENDED
 from flexmask.commands.errors import option_errors, usage_error
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, load_model, read_text, remark_if_short, token_ids
 from flexmask.commands.options import (
@@ -29,9 +27,10 @@ from flexmask.commands.options import (
     settings_from,
 )
 from flexmask.commands.output import Json, Output
-from flexmask.environment import device_name
 
 if TYPE_CHECKING:
+    import torch
+
     from flexmask.settings import PrefillSettings
 
 Number = TypeVar("Number", int, float)
@@ -74,6 +73,8 @@ def gain(
         usage_error("give one of --prompt and --tokens", "--tokens")
     if prompt is None and (new_tokens or chat):
         usage_error("needs --prompt", "--new-tokens" if new_tokens else "--chat")
+    import torch
+
     where = chosen_device(device)
     if where == "auto":
         usage_error("times are of one device; got 'auto'", "--device")
@@ -167,6 +168,10 @@ def _of_prompt(
 
 
 def _about(model: str, name: str, settings: PrefillSettings, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    import torch
+
+    from flexmask.environment import device_name
+
     return {
         "model": model,
         "type": name,
@@ -322,6 +327,8 @@ def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str
 
 def paste(settings: dict[str, Any], where: str) -> list[str]:
     """Python and JSON that switch it on, with settings from `where`: a file, ``"config.json"`` or the ``"options"``."""
+    from flexmask.attention import RECOMMENDED
+
     options = {name: value for name, value in settings.items() if (name, value) != ("method", RECOMMENDED)}
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     if where == "config.json":

@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from flexmask.commands.errors import CommandError, needs, usage_error
 from flexmask.commands.output import Output
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -61,6 +60,8 @@ def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSet
 
 def chosen_device(device: str | None) -> str:
     """The device of an option, checked. Default: CUDA if available, else the CPU."""
+    import torch
+
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "auto":
@@ -74,6 +75,8 @@ def chosen_device(device: str | None) -> str:
 
 def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
     """The dtype of an option, checked. Default: float32 on a CPU, else bfloat16."""
+    import torch
+
     if dtype is None:
         return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in DTYPES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ from flexmask._torch import is_fake, is_traced
 _Kind = TypeVar("_Kind")
 _AND, _OR = and_masks().__code__, or_masks().__code__
 
-OLDEST, NEWEST = (4, 54), (5, 24)
 SDPA, EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
 # wraps the mask of packed sequences in newer releases
 remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
@@ -35,13 +33,6 @@ MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
 
 def refusal(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"flexmask does not serve {what}; use {instead}")
-
-
-def check_release() -> None:
-    release = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
-    if not OLDEST <= release <= NEWEST:
-        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-        raise ImportError(f"flexmask serves transformers {oldest} to {newest}; got {transformers.__version__}")
 
 
 def unwrapped(model: Any) -> PreTrainedModel:

@@ -6,7 +6,7 @@ import torch
 
 from flexmask.flex.head_groups import head_groups
 from flexmask.integrations.serving.layers import SparseLayer
-from flexmask.warmup import MANY_BLOCKS
+from flexmask.warming import MANY_BLOCKS
 
 Size = tuple[int, int]
 # tokens, as in flexmask.warmup; the second length makes sizes dynamic

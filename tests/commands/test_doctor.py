@@ -3,6 +3,9 @@
 import json
 import math
 import re
+import subprocess
+import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import flexmask.self_test as self_test
 from flexmask.commands import exit_codes
 from flexmask.flex.flash_call import FlashCall
 from flexmask.flex.flash_check import Verdict
+from tests.repository import ROOT
 
 
 @pytest.mark.attention
@@ -108,7 +112,7 @@ def test_what_flash_serves_is_listed(flexmask, monkeypatch):
     assert found[2] == ("padding", "no", None, refused.reason, 0.3)
     assert [each.served for each in found if each.feature == "blocks of 64"] == ["by name"]
     kinds.clear()
-    monkeypatch.setattr("flexmask.commands.doctor.self_test", lambda device: iter(()))
+    monkeypatch.setattr("flexmask.self_test.self_test", lambda device: iter(()))
     shown = flexmask("doctor", "--device", "cpu").stdout
     assert re.search(r"plain calls +auto +times 1\.443 +12 s *\n", shown)
     assert re.search(r"padding +no +0 s +its check here raised ValueError: tile_n\n", shown)
@@ -153,12 +157,42 @@ def test_refused_models_exit_with_a_problem(flexmask, tmp_path, config, said):
     assert said in result.stdout
 
 
-def test_a_missing_transformers_is_a_problem_only_with_a_model(flexmask, monkeypatch, folder):
-    import sys
+def test_doctor_says_at_once_what_it_waits_for_and_loads_no_transformers():
+    code = """
+import sys
+from flexmask.commands.main import main
 
+write = sys.stderr.write
+sys.stderr.write = lambda text: write(text.replace("loading torch", f"loading torch ({'torch' in sys.modules})"))
+sys.argv[1:] = ["doctor", "--device", "cpu", "--skip-self-test"]
+try:
+    main()
+finally:
+    print("transformers" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stderr.startswith("loading torch (False)")
+    assert run.stdout.endswith("False\n")
+
+
+def test_a_missing_or_foreign_transformers_is_a_problem_only_with_a_model(flexmask, monkeypatch, folder):
+    installed = metadata.version
+
+    def version(name):
+        if name != "transformers":
+            return installed(name)
+        if found is None:
+            raise metadata.PackageNotFoundError
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = "4.53.1"
+    said = flexmask("doctor", "--skip-self-test").stdout
+    assert "warning: flexmask serves transformers 4.54 to 5.24; got 4.53.1; pip install" in said
+    found = None
     for name in [name for name in sys.modules if name.startswith("flexmask.integrations.huggingface")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "warning: transformers is missing" in flexmask("doctor", "--skip-self-test").stdout
     result = flexmask("doctor", "--skip-self-test", "--model", folder, code=exit_codes.MISSING)
-    assert result.stderr == "flexmask: this command needs transformers: pip install 'flexmask[hf]'\n"
+    assert result.stderr.splitlines()[1:] == ["flexmask: this command needs transformers: pip install 'flexmask[hf]'"]

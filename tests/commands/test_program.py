@@ -106,12 +106,10 @@ def test_one_gamma_does_not_override_gammas_per_head(flexmask, tmp_path):
 
 
 def test_errors_of_the_library_are_one_line(flexmask, monkeypatch):
-    import flexmask.commands.doctor as doctor
-
     def fails(device):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(doctor, "problems", fails)
+    monkeypatch.setattr("flexmask.environment.problems", fails)
     result = flexmask("doctor", "--json", code=exit_codes.PROBLEM)
     assert result.stderr == "flexmask: RuntimeError: out of luck\n"
     assert result.stdout == ""
@@ -120,10 +118,8 @@ def test_errors_of_the_library_are_one_line(flexmask, monkeypatch):
 
 
 def test_interruption_has_its_own_exit_code(flexmask, monkeypatch):
-    import flexmask.commands.doctor as doctor
-
     def interrupted(device):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "problems", interrupted)
-    assert flexmask("doctor", code=exit_codes.INTERRUPTED).stderr == "flexmask: interrupted\n"
+    monkeypatch.setattr("flexmask.environment.problems", interrupted)
+    assert flexmask("doctor", code=exit_codes.INTERRUPTED).stderr.endswith("flexmask: interrupted\n")
