@@ -17,7 +17,7 @@ from flexmask.integrations.record.summary import Calls, CallSize, HeadSums, Laye
 from flexmask.settings import PrefillSettings
 from flexmask.stats import DTYPES, SelectionStats
 
-_FORMAT = "flexmask run 4"
+_FORMAT = "flexmask run 5"
 # 512 calls in each of 128 layers of 128 heads are 0.9 GB
 _MOST_BYTES = 2**30
 
@@ -27,6 +27,7 @@ class SavedRun(NamedTuple):
     calls: Calls
     dropped: Mapping[int, LayerTotals]
     tokens: Mapping[int, int]  # by layer, including dropped calls
+    sequences: Mapping[int, int]
 
 
 def save_run(path: Path, run: SavedRun) -> None:
@@ -40,6 +41,7 @@ def save_run(path: Path, run: SavedRun) -> None:
             for layer, each in run.dropped.items()
         },
         "tokens": {str(layer): number for layer, number in run.tokens.items()},
+        "sequences": {str(layer): number for layer, number in run.sequences.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, saved)
@@ -63,8 +65,10 @@ def load_run(path: Path) -> SavedRun:
             raise ValueError(saved["format"])
         calls = {_count(int(layer)): [_call(call) for call in each] for layer, each in saved["calls"].items()}
         dropped = {_count(int(layer)): _totals(each) for layer, each in saved["dropped"].items()}
-        tokens = {_count(int(layer)): _count(number) for layer, number in saved["tokens"].items()}
-        return SavedRun(PrefillSettings.from_dict(saved["settings"]), calls, dropped, tokens)
+        tokens, sequences = (
+            {_count(int(layer)): _count(number) for layer, number in saved[name].items()} for name in ("tokens", "sequences")
+        )
+        return SavedRun(PrefillSettings.from_dict(saved["settings"]), calls, dropped, tokens, sequences)
     except (AttributeError, KeyError, OverflowError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"path must be a file that run.save wrote; got {path}") from error
 

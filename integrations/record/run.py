@@ -49,6 +49,8 @@ class PrefillRun:
         As `calls`, with `collect_masks`: the mask, None for a dense call without one.
     tokens
         By layer index: tokens of all calls, dropped ones included; several calls for one sequence in a prefill count once.
+    sequences
+        By layer index: batch rows and packed sequences, counted alike.
     collect_stats, collect_masks
         True if these are kept.
     max_calls
@@ -62,6 +64,7 @@ class PrefillRun:
     calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
     masks: dict[int, list[BlockMask | None]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
+    sequences: dict[int, int] = field(default_factory=dict)
     # by layer: that of the latest mask, and the last counted sequence of its pack
     _latest: dict[int, tuple[object, int]] = field(default_factory=dict)
     # layers, for the log line; the dense ones by reason
@@ -139,12 +142,13 @@ class PrefillRun:
                 self._drop(layer, self.max_calls)
 
     def _number(self, layer: int, prefill: object, size: CallSize) -> int:
-        """The number of a call's prefill; counts its tokens."""
+        """The number of a call's prefill; counts its sequences and their tokens."""
         before = self.calls[layer][-1].prefill if self.calls[layer] else -1
         latest, counted = self._latest.get(layer, (None, 0))
         again = prefill is not None and before >= 0 and latest == prefill
         if not again or size.sequence > counted:
             self.tokens[layer] = self.tokens.get(layer, 0) + size.batch * size.q_len
+            self.sequences[layer] = self.sequences.get(layer, 0) + size.batch
             counted = size.sequence
         self._latest[layer] = (prefill, counted)
         return before if again else before + 1
@@ -182,10 +186,11 @@ class PrefillRun:
         """
         with self._lock:
             kept, dropped = self._state()
-            tokens, prefills = max(self.tokens.values(), default=0), self.num_prefills
+            sequences, tokens = (max(counted.values(), default=0) for counted in (self.sequences, self.tokens))
+            prefills = self.num_prefills
         # without the lock: this waits for a device while calls go on
         totals = {layer: dropped.get(layer, LayerTotals()).with_calls(calls) for layer, calls in kept.items()}
-        return summary_of(totals, self.method, prefills, tokens, sum(each.calls for each in dropped.values()))
+        return summary_of(totals, self.method, prefills, sequences, tokens, sum(each.calls for each in dropped.values()))
 
     def to_pandas(self) -> Any:
         """`rows` as a pandas.DataFrame; ImportError without pandas."""
@@ -205,7 +210,7 @@ class PrefillRun:
         """
         path = Path(path)
         with self._lock:
-            saved = SavedRun(self.settings, *self._state(), dict(self.tokens))
+            saved = SavedRun(self.settings, *self._state(), dict(self.tokens), dict(self.sequences))
         save_run(path, saved)
         return path
 
@@ -227,6 +232,7 @@ class PrefillRun:
                 run.record(layer, call.stats, None, call.reason, None, call.size)
             run.calls[layer] = list(calls)
         run.tokens.update(saved.tokens)
+        run.sequences.update(saved.sequences)
         run._dropped.update(saved.dropped)
         return run
 
@@ -245,7 +251,7 @@ class PrefillRun:
     def reset(self) -> None:
         """Forget all calls so far; settings stay."""
         with self._lock:
-            for kept in (self.calls, self.masks, self.tokens, self._latest, self._dropped):
+            for kept in (self.calls, self.masks, self.tokens, self.sequences, self._latest, self._dropped):
                 kept.clear()
             for layers in (self._called, self._sparse, self._dense):
                 layers.clear()

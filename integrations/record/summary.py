@@ -181,6 +181,9 @@ class LayerSummary:
         no mask, count as 1; heads `served_densely` count by their mask, as in `tune` and in `flexmask.SelectionStats`.
     coverage
         Attention of the representative rows that the kept blocks hold, mean over the heads of sparse calls; None without one.
+    lowest
+        The least share of some rows' attention that a head keeps, over sparse calls, batch rows and heads. Rows are those of each
+        query block, by hybrid's evidence (`least_row_coverage`), else the representative ones. None if no mask tells.
     patterns
         Share of the heads of sparse calls by pattern, or by the method's name if it has none.
     served_densely
@@ -195,6 +198,7 @@ class LayerSummary:
     coverage: float | None
     patterns: dict[str, float]
     served_densely: float
+    lowest: float | None = None
 
     @property
     def ran(self) -> str:
@@ -208,8 +212,9 @@ class RunSummary:
 
     Attributes
     ----------
-    prefills, tokens
-        Forward passes of more than one token, and their tokens in all batch rows, padding included.
+    prefills, sequences, tokens
+        Forward passes of more than one token, the batch rows and packed sequences that they read, and the tokens of all of them,
+        padding included. A prompt in three chunks counts as three prefills and three sequences.
     density
         As that of a layer, over all layers.
     dropped_calls
@@ -222,6 +227,7 @@ class RunSummary:
     layers: tuple[LayerSummary, ...]
     dropped_calls: int = 0
     low_heads: tuple[LowHead, ...] = ()
+    sequences: int = 0
 
     @property
     def warning(self) -> str | None:
@@ -241,21 +247,24 @@ class RunSummary:
     def __repr__(self) -> str:
         sparse = sum(layer.ran != "dense" for layer in self.layers)
         density = "" if self.density is None else f", density {self.density:.1%}"
-        prefills = f"{self.prefills:,} prefill{'' if self.prefills == 1 else 's'}, {self.tokens:,} tokens in all"
+        prefills = f"{self.prefills:,} prefill{'' if self.prefills == 1 else 's'}"
+        if self.sequences > self.prefills:
+            prefills += f" of {self.sequences:,} sequences"
+        prefills += f", {self.tokens:,} tokens in all"
         return f"<RunSummary: {prefills}{density}, {sparse} of {len(self.layers)} layers sparse>"
 
     def __str__(self) -> str:
         if not self.layers:
             return repr(self)
-        rows: list[tuple[str, ...]] = [("layer", "ran", "density", "coverage", "heads", "dense because")]
+        rows: list[tuple[str, ...]] = [("layer", "ran", "density", "coverage", "lowest", "heads", "dense because")]
         for layer in self.layers:
-            coverage = "-" if layer.coverage is None else f"{layer.coverage:.1%}"
+            coverage, lowest = ("-" if share is None else f"{share:.1%}" for share in (layer.coverage, layer.lowest))
             heads = ", ".join(f"{share:.0%} {pattern}" for pattern, share in layer.patterns.items())
             if layer.served_densely:
                 heads += f" ({layer.served_densely:.0%} served by dense attention, faster there)"
             often = f" ({layer.dense_calls:,} of {layer.calls:,} calls dense)" if layer.ran == "both" else ""
             reasons = "; ".join(sorted(layer.reasons, key=lambda reason: -layer.reasons[reason])[:2])
-            rows.append((str(layer.layer), layer.ran + often, f"{layer.density:.1%}", coverage, heads or "-", reasons))
+            rows.append((str(layer.layer), layer.ran + often, f"{layer.density:.1%}", coverage, lowest, heads or "-", reasons))
         if not any(layer.reasons for layer in self.layers):
             rows = [row[:-1] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -264,8 +273,11 @@ class RunSummary:
         return "\n".join([repr(self)[1:-1].removeprefix("RunSummary: "), *lines, *warning])
 
 
-def summary_of(totals: Mapping[int, LayerTotals], method: str, prefills: int, tokens: int, dropped_calls: int) -> RunSummary:
-    """The summary of some layers; waits once per device."""
+def summary_of(
+    totals: Mapping[int, LayerTotals], method: str, prefills: int, sequences: int, tokens: int, dropped_calls: int
+) -> RunSummary:
+    """The summary of some layers; waits twice per device."""
+    held = _held_by_head({layer: each.held for layer, each in totals.items() if each.held is not None})
     sums = _read({layer: each.sums for layer, each in totals.items() if each.sums is not None})
     layers = []
     for layer, each in sorted(totals.items()):
@@ -282,25 +294,25 @@ def summary_of(totals: Mapping[int, LayerTotals], method: str, prefills: int, to
                 None if each.heads == 0 or math.isnan(own.coverage) else own.coverage / heads,
                 {name: share for name, share in shares.items() if share > 0 and each.heads},
                 own.served_densely / heads,
+                None if (least := min(held.get(layer, ()), default=math.inf)) == math.inf else least,
             )
         )
     pairs = sum(each.pairs for each in totals.values())
     kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)
-    low = _low_heads({layer: each.held for layer, each in totals.items() if each.held is not None})
-    return RunSummary(prefills, tokens, kept / pairs if pairs else None, tuple(layers), dropped_calls, low)
+    low = [LowHead(layer, head, share) for layer, each in held.items() for head, share in enumerate(each) if share < LOW_COVERAGE]
+    low.sort(key=lambda each: each.held)
+    return RunSummary(prefills, tokens, kept / pairs if pairs else None, tuple(layers), dropped_calls, tuple(low), sequences)
 
 
-def _low_heads(held: Mapping[int, Tensor]) -> tuple[LowHead, ...]:
-    """Those below `LOW_COVERAGE`, the lowest first."""
+def _held_by_head(held: Mapping[int, Tensor]) -> dict[int, list[float]]:
     by_device: dict[torch.device, list[int]] = {}
     for layer, each in held.items():
         by_device.setdefault(each.device, []).append(layer)
-    low = []
+    found = {}
     for layers in by_device.values():
-        places = [(layer, head) for layer in layers for head in range(len(held[layer]))]
-        shares = torch.cat([held[layer] for layer in layers]).tolist()
-        low += [LowHead(*place, share) for place, share in zip(places, shares, strict=True) if share < LOW_COVERAGE]
-    return tuple(sorted(low, key=lambda each: each.held))
+        numbers = iter(torch.cat([held[layer] for layer in layers]).tolist())
+        found.update({layer: [next(numbers) for _ in range(len(held[layer]))] for layer in layers})
+    return found
 
 
 def _read(sums: Mapping[int, Tensor]) -> dict[int, HeadSums]:

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
 from flexmask.integrations.record.summary import MOST_REASONS, OTHER_REASONS, CallSize, RecordedCall, on_host
+from flexmask.stats import TENSORS
 from tests.integrations.recorded_calls import HEADS, dense_stats, recorded, stats_of, without_nan
 
 
@@ -56,11 +57,14 @@ def test_summary_adds_up_the_rows():
 def test_summary_is_short_and_prints_a_line_a_layer():
     run = recorded()
     summary = run.summary()
-    assert repr(summary).startswith(f"<RunSummary: 6 prefills, 1,140 tokens in all, density {summary.density:.1%}, ")
+    assert repr(summary).startswith(
+        f"<RunSummary: 6 prefills of 9 sequences, 1,140 tokens in all, density {summary.density:.1%}, "
+    )
     assert repr(summary).endswith("2 of 3 layers sparse>")
     lines = str(summary).splitlines()
     assert len(lines) == 6
-    assert lines[2].split()[:4] == ["0", "sparse", f"{summary.layers[0].density:.1%}", f"{summary.layers[0].coverage:.1%}"]
+    shares = (summary.layers[0].density, summary.layers[0].coverage, summary.layers[0].lowest)
+    assert lines[2].split()[:5] == ["0", "sparse", *(f"{share:.1%}" for share in shares)]
     assert "both (2 of 6 calls dense)" in lines[3]
     assert lines[4].endswith("in dense_layers")
     assert lines[5].startswith("heads that keep less than 25% of some rows' attention: layer ")
@@ -98,13 +102,14 @@ def test_calls_beyond_the_cap_are_dropped_but_counted():
     assert without_nan(capped.rows()) == without_nan(row for row in whole.rows() if row["call"] >= 16)
     found, expected = capped.summary(), whole.summary()
     assert found.dropped_calls == 3 * 16
-    assert (found.prefills, found.tokens) == (expected.prefills, expected.tokens)
+    assert (found.prefills, found.sequences, found.tokens) == (expected.prefills, expected.sequences, expected.tokens)
     assert found.density == pytest.approx(expected.density, rel=1e-9)
     assert found.low_heads == expected.low_heads
     for one, other in zip(found.layers, expected.layers, strict=True):
         assert (one.calls, one.dense_calls, one.reasons) == (other.calls, other.dense_calls, other.reasons)
         assert one.patterns == pytest.approx(other.patterns)
         assert one.coverage == pytest.approx(other.coverage)
+        assert one.lowest == other.lowest
 
 
 def test_masks_are_dropped_too():
@@ -140,7 +145,33 @@ def test_several_calls_of_a_prefill_count_their_tokens_once():
     for prefill in (5, 5, 6):
         run.record(0, stats_of(prefill), None, None, prefill, CallSize(1, 100, 100))
     assert [call.prefill for call in run.calls[0]] == [0, 0, 1]
-    assert (run.summary().prefills, run.summary().tokens) == (2, 200)
+    assert (run.summary().prefills, run.summary().sequences, run.summary().tokens) == (2, 2, 200)
+    assert repr(run.summary()).startswith("<RunSummary: 2 prefills, 200 tokens in all, ")
+
+
+def test_rows_of_a_batch_are_named_beside_their_prefill():
+    run = PrefillRun()
+    stats = stats_of(0)
+    both = replace(stats, **{name: torch.cat([getattr(stats, name)] * 2) for name in TENSORS})
+    run.record(0, both, None, None, 5, CallSize(2, 100, 100))
+    assert (run.summary().prefills, run.summary().sequences, run.summary().tokens) == (1, 2, 200)
+    assert str(run.summary()).startswith("1 prefill of 2 sequences, 200 tokens in all, ")
+
+
+def test_a_layer_whose_mean_rounds_to_everything_shows_its_lowest_head():
+    run = PrefillRun()
+    for layer, least in enumerate(([0.88, 0.97, 0.99, 1.0], [torch.nan] * 4)):
+        stats = stats_of(0, hybrid=True)
+        number = stats.density.shape[1]
+        own = {"is_dense": torch.zeros_like(stats.is_dense), "coverage": torch.full((1, number), 0.9999)}
+        own["least_row_coverage"] = torch.tensor([(least * number)[:number]])
+        run.record(layer, replace(stats, **own), None, None, 0, CallSize(1, 100, 100))
+    run.record(2, dense_stats(), None, "short", 0, CallSize(1, 100, 100))
+    by_rows, by_last_rows, dense = run.summary().layers
+    assert [by_rows.lowest, by_last_rows.lowest] == pytest.approx([0.88, 0.9999])
+    assert dense.lowest is None
+    lines = [line.split() for line in str(run.summary()).splitlines()[1:]]
+    assert [line[3:5] for line in lines] == [["coverage", "lowest"], ["100.0%", "88.0%"], ["100.0%", "100.0%"], ["-", "-"]]
 
 
 def test_sequences_of_a_pack_count_their_tokens_each():
@@ -150,7 +181,7 @@ def test_sequences_of_a_pack_count_their_tokens_each():
         for sequence, tokens in enumerate((100, 50, 20)):
             run.record(0, stats_of(sequence), None, None, 5, CallSize(1, tokens, tokens, sequence))
     assert [call.prefill for call in run.calls[0]] == [0] * 6
-    assert (run.summary().prefills, run.summary().tokens) == (1, 170)
+    assert (run.summary().prefills, run.summary().sequences, run.summary().tokens) == (1, 3, 170)
 
 
 def test_reset_forgets_all_calls():

@@ -72,8 +72,8 @@ def test_calls_of_other_threads_wait_while_the_record_is_read(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"{}", b"[1]", b'{"format": "flexmask tune 1"}', b'{"format": "flexmask run 4", "calls": {"0": [{}]}}'),
-        *(b"[" * 100_000, '{"format": "flexmask run 4"}'.encode("utf-16"), b"\xff\xfe"),
+        *(b"", b"{}", b"[1]", b'{"format": "flexmask tune 1"}', b'{"format": "flexmask run 5", "calls": {"0": [{}]}}'),
+        *(b"[" * 100_000, '{"format": "flexmask run 5"}'.encode("utf-16"), b"\xff\xfe"),
     ],
 )
 def test_other_files_are_refused(tmp_path, content):
