@@ -112,7 +112,8 @@ def _of_config(
     longest, rows = getattr(text, "max_position_embeddings", None), []
     if longest is not None and max(lengths) > longest:
         output.remark(f"{max(lengths):,} tokens exceed the model's max_position_embeddings, {longest:,}")
-    with output.progress(f"timing {len(lengths)} lengths") as advance:
+    with output.progress("timing one length" if len(lengths) == 1 else f"timing {len(lengths)} lengths") as advance:
+        advance(0, len(lengths))
         with option_errors(otherwise="--option"):
             used = settings_of(config, chosen)
         speed, weights = matmul_speed(max(lengths), text.hidden_size, device, dtype), weights_per_token(config)
