@@ -18,6 +18,7 @@ from transformers.masking_utils import (
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
 from flexmask._torch import is_fake, is_traced
+from flexmask.transformers_release import check_release
 
 _Kind = TypeVar("_Kind")
 _AND, _OR = and_masks().__code__, or_masks().__code__
@@ -33,6 +34,11 @@ MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
 
 def refusal(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"flexmask does not serve {what}; use {instead}")
+
+
+def check_installed() -> None:
+    """Raise ImportError for an installed transformers that is not served."""
+    check_release(transformers.__version__)
 
 
 def unwrapped(model: Any) -> PreTrainedModel:

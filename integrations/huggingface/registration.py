@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -22,12 +21,12 @@ from flexmask._torch import CLASSES_ARE_CONSTANTS, MODULES_ARE_CONSTANTS, is_tra
 from flexmask.base.checks import check_word
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.call import NAME
+from flexmask.integrations.huggingface.compat import check_installed
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import process_settings
 from flexmask.integrations.huggingface.session import own_name, sweep
 from flexmask.integrations.huggingface.wrappers import around, attention_in, code_of, codes, home, is_attention
 from flexmask.settings import PrefillSettings, named_settings
-from flexmask.transformers_release import check_release
 
 
 def register(
@@ -61,7 +60,7 @@ def register(
     --------
     >>> register()
     """
-    check_release(transformers.__version__)
+    check_installed()
     check_word("name", name, (NAME, "flex_attention"))
     found = named_settings(method, settings, **options) or process_settings()
     for each in {NAME, name}:

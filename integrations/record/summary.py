@@ -182,8 +182,9 @@ class LayerSummary:
     coverage
         Attention of the representative rows that the kept blocks hold, mean over the heads of sparse calls; None without one.
     lowest
-        The least share of some rows' attention that a head keeps, over sparse calls, batch rows and heads. Rows are those of each
-        query block, by hybrid's evidence (`least_row_coverage`), else the representative ones. None if no mask tells.
+        The least share of some rows' attention that a head keeps, over sparse calls, batch rows and heads that were not
+        served densely. Rows are those of each query block, by hybrid's evidence (`least_row_coverage`), else the representative
+        ones. None if no mask tells.
     patterns
         Share of the heads of sparse calls by pattern, or by the method's name if it has none.
     served_densely
