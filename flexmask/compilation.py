@@ -33,9 +33,9 @@ _log = logging.getLogger("flexmask")
 def compiled(function: Callable[..., Any], numbers: tuple[Hashable, ...], *variant: Hashable) -> Callable[..., Any]:
     """`function`, which can be traced whole, compiled with fullgraph, once per `numbers` and `variant`, what its calls share.
 
-    Every variant and `ambient_state` has its own code object, since torch counts recompilations by code object. `numbers` are those
-    that must stay constants; another size or number that changes between calls is compiled again once, as symbolic. Running out of
-    recompilations raises RuntimeError. Inside a surrounding ``torch.compile`` it is the plain function.
+    Every variant and `ambient_state` has its own code object, since torch counts recompilations by code object. `numbers` stay
+    constants; another size or number that changes between calls is compiled again once, as symbolic. Running out of these raises
+    RuntimeError. Inside a surrounding ``torch.compile`` it is the plain function.
     """
     if is_traced():
         return function
@@ -44,9 +44,8 @@ def compiled(function: Callable[..., Any], numbers: tuple[Hashable, ...], *varia
 
 @functools.cache
 def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], variant: tuple[Hashable, ...]) -> Callable[..., Any]:
-    # Dynamo keeps by a code's name which numbers it saw change: by one name for all, a block size or a tile is symbolic as soon as
-    # another variant had another. Its graphs are then alike for all block sizes, and Inductor's cache on disk (2.11) gave one of
-    # another block size.
+    # Dynamo keeps by a code's name which numbers it saw change. Under one name for all, a block size is symbolic once another
+    # variant had another; the graphs are then alike, and Inductor's cache on disk (2.11) gave the one of another block size.
     name = f"{function.__name__}_{zlib.crc32(repr(numbers).encode()):08x}"
 
     @functools.cache

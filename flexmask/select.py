@@ -57,9 +57,11 @@ def numbers_of(selector: Selector, query: Tensor, heads: slice | None) -> dict[s
     for name in method.shares:
         if name not in tensors:
             values[name] = options[name]
-    values |= {name: options[name] for name in method.pairs}
+    # torch 2.5 cannot trace |=
+    values = {**values, **{name: options[name] for name in method.pairs}}
     heads_here = query.shape[1]
-    tensors |= {name: _written(device, value, (heads_here,) if name in method.shares else ()) for name, value in values.items()}
+    written = {name: _written(device, value, (heads_here,) if name in method.shares else ()) for name, value in values.items()}
+    tensors = {**tensors, **written}
     if not selector.runs_kernels(query):
         _keep_static(device, tensors.values())
     return tensors
