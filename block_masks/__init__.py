@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-# every file of this folder is a method: a new one needs no line here
-_NAMES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
-__all__ = [f"{name}_mask" for name in _NAMES]
-for _name in _NAMES:
-    globals()[f"{_name}_mask"] = getattr(import_module(f"flexmask.block_masks.{_name}"), f"{_name}_mask")
+from flexmask.block_masks.causal import causal_mask as causal_mask
+from flexmask.block_masks.flash_prefill import flash_prefill_mask as flash_prefill_mask
+from flexmask.block_masks.flexprefill import flexprefill_mask as flexprefill_mask
+from flexmask.block_masks.hip import hip_mask as hip_mask
+from flexmask.block_masks.hybrid import hybrid_mask as hybrid_mask
+from flexmask.block_masks.infllm import infllm_mask as infllm_mask
+from flexmask.block_masks.lm_infinite import lm_infinite_mask as lm_infinite_mask
+from flexmask.block_masks.minference import minference_mask as minference_mask
+from flexmask.block_masks.moa import moa_mask as moa_mask
+from flexmask.block_masks.oracle import oracle_mask as oracle_mask
+from flexmask.block_masks.published import published_mask as published_mask
+from flexmask.block_masks.sparge import sparge_mask as sparge_mask
+from flexmask.block_masks.streaming_llm import streaming_llm_mask as streaming_llm_mask
+from flexmask.block_masks.tri_shape import tri_shape_mask as tri_shape_mask
+from flexmask.block_masks.vertical_slash import vertical_slash_mask as vertical_slash_mask
+from flexmask.block_masks.xattention import xattention_mask as xattention_mask
+
+__all__ = [
+    "causal_mask",
+    "flash_prefill_mask",
+    "flexprefill_mask",
+    "hip_mask",
+    "hybrid_mask",
+    "infllm_mask",
+    "lm_infinite_mask",
+    "minference_mask",
+    "moa_mask",
+    "oracle_mask",
+    "published_mask",
+    "sparge_mask",
+    "streaming_llm_mask",
+    "tri_shape_mask",
+    "vertical_slash_mask",
+    "xattention_mask",
+]
 
 
 def __getattr__(name: str) -> Any:

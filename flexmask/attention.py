@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -14,11 +14,48 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.dense_policy import notice_dense
 from flexmask.precision import without_autocast
 from flexmask.selector import selector_of
-from flexmask.stats import STATISTICS
+from flexmask.stats import STATISTICS, SelectionStats
 
 RECOMMENDED = "hybrid"
 
 
+# fmt: off
+@overload
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
+    scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
+    return_lse: Literal[False] = ..., return_stats: Literal[False] = ..., max_mask_bytes: int = ..., **options: Any,
+) -> Tensor: ...
+@overload
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
+    scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
+    return_lse: Literal[True], return_stats: Literal[False] = ..., max_mask_bytes: int = ..., **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
+    scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
+    return_lse: Literal[False] = ..., return_stats: Literal[True], max_mask_bytes: int = ..., **options: Any,
+) -> tuple[Tensor, SelectionStats]: ...
+@overload
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
+    scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
+    return_lse: Literal[True], return_stats: Literal[True], max_mask_bytes: int = ..., **options: Any,
+) -> tuple[Tensor, Tensor, SelectionStats]: ...
+@overload
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
+    scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
+    return_lse: bool = ..., return_stats: bool = ..., max_mask_bytes: int = ..., **options: Any,
+) -> Any: ...
+# fmt: on
 def sparse_attention(
     query: Tensor,
     key: Tensor,

@@ -6,9 +6,10 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, Union, cast, get_args, get_origin, get_type_hints, overload
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.blocks import BlockProblem as BlockProblem
 from flexmask.base.inputs import HeadGroup, attention_inputs
@@ -17,17 +18,45 @@ from flexmask.select import mask_of
 from flexmask.selector import METHODS, Method
 from flexmask.selector import ByHead as ByHead
 from flexmask.selector import PairsByHead as PairsByHead
-from flexmask.stats import STATISTICS, stats_of
+from flexmask.stats import STATISTICS, SelectionStats, stats_of
 
 MOST_MASK_BYTES = 16 * 2**30
+_Plans = Mapping[str, Callable[[int], PairsByHead]]
 
 
-def method(
-    choose: Callable[..., Any] | None = None,
-    *,
-    plans: Mapping[str, Callable[[int], PairsByHead]] | None = None,
-    **fields: Any,
-) -> Callable[..., Any]:
+class MaskFunction(Protocol):
+    """A generator of BlockMasks; its options are the method's own, by position or name."""
+
+    __name__: str
+    method: Method
+
+    # fmt: off
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
+        softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+        q_offset: int | Tensor | None = ..., return_stats: Literal[False] = ..., **named: Any,
+    ) -> BlockMask: ...
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
+        softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+        q_offset: int | Tensor | None = ..., return_stats: Literal[True], **named: Any,
+    ) -> tuple[BlockMask, SelectionStats]: ...
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
+        softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+        q_offset: int | Tensor | None = ..., return_stats: bool = ..., **named: Any,
+    ) -> Any: ...
+    # fmt: on
+
+
+@overload
+def method(choose: Callable[..., Any], *, plans: _Plans | None = ..., **fields: Any) -> MaskFunction: ...
+@overload
+def method(choose: None = None, *, plans: _Plans | None = ..., **fields: Any) -> Callable[[Callable[..., Any]], MaskFunction]: ...
+def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = None, **fields: Any) -> Any:
     """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
 
     Parameters
@@ -111,10 +140,11 @@ def method(
     common = [p for p in inspect.signature(generate).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     parameters = sorted([*common[:2], *own, *common[2:]], key=lambda p: p.kind)
     signature = inspect.Signature(parameters, return_annotation="BlockMask | tuple[BlockMask, SelectionStats]")
-    generate.__signature__ = signature  # type: ignore[attr-defined]  # which inspect and help() read
-    generate.method = made  # type: ignore[attr-defined]  # a mark on a function
+    function = cast(Any, generate)
+    function.__signature__ = signature  # which inspect and help() read
+    function.method = made
     METHODS[made.name] = made
-    return generate
+    return function
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,11 +18,53 @@ from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.precision import without_autocast
 from flexmask.selector import selector_of
-from flexmask.stats import STATISTICS, dense_stats
+from flexmask.stats import STATISTICS, SelectionStats, dense_stats
 
 Bounds = Tensor | Sequence[int]  # flash-attn's cu_seqlens
 
 
+# fmt: off
+@overload
+def sparse_attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, method: str | Callable[..., Any] = ...,
+    block_size: int = ..., scale: float | None = ..., softcap: float | None = ..., window: int | None = ...,
+    sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ..., return_lse: Literal[False] = ...,
+    return_stats: Literal[False] = ..., max_mask_bytes: int = ..., **options: Any,
+) -> Tensor: ...
+@overload
+def sparse_attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, method: str | Callable[..., Any] = ...,
+    block_size: int = ..., scale: float | None = ..., softcap: float | None = ..., window: int | None = ...,
+    sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ..., return_lse: Literal[True],
+    return_stats: Literal[False] = ..., max_mask_bytes: int = ..., **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def sparse_attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, method: str | Callable[..., Any] = ...,
+    block_size: int = ..., scale: float | None = ..., softcap: float | None = ..., window: int | None = ...,
+    sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ..., return_lse: Literal[False] = ...,
+    return_stats: Literal[True], max_mask_bytes: int = ..., **options: Any,
+) -> tuple[Tensor, tuple[SelectionStats, ...]]: ...
+@overload
+def sparse_attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, method: str | Callable[..., Any] = ...,
+    block_size: int = ..., scale: float | None = ..., softcap: float | None = ..., window: int | None = ...,
+    sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ..., return_lse: Literal[True],
+    return_stats: Literal[True], max_mask_bytes: int = ..., **options: Any,
+) -> tuple[Tensor, Tensor, tuple[SelectionStats, ...]]: ...
+@overload
+def sparse_attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, method: str | Callable[..., Any] = ...,
+    block_size: int = ..., scale: float | None = ..., softcap: float | None = ..., window: int | None = ...,
+    sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ..., return_lse: bool = ...,
+    return_stats: bool = ..., max_mask_bytes: int = ..., **options: Any,
+) -> Any: ...
+# fmt: on
 def sparse_attention_varlen(
     query: Tensor,
     key: Tensor,
