@@ -69,7 +69,7 @@ def gains(folder: Path = FOLDER) -> list[str]:
         own = rows[(rows["method"] == "hybrid") & (rows["options"] == DEFAULT)]
         error = own["abs_d"].mean()
         others = Curves(rows, "abs_d").density_at("flexprefill", error)
-        named = (("hybrid", ", gamma 0.9 (the default)", own["density"].mean()), ("flexprefill", ", at the same error", others))
+        named = (("hybrid", ", gamma 0.9", own["density"].mean()), ("flexprefill", ", at the same error", others))
         for method, at, density in named:
             ratio = speed_up(at_length[at_length["method"] == method], density)
             cells.append([f"{length:,}", f"`{method}`{at}", percent(density), times(ratio), number(error)])
