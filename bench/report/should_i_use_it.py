@@ -64,7 +64,8 @@ def models(folder: Path = FOLDER) -> list[str]:
     changes = [_default(length, folder)["abs_d"].mean() for length in LENGTHS]
     error = _linked(f"{ERROR} {number(min(changes))} to {number(max(changes))}", _ERROR)
     needles = _linked("needles and RULER's types with small models", _NEEDLES)
-    windows, as_its_row = _linked("layers without a window, or with one of 16,384 tokens or more", _SERVED), _linked("as its row says", _SUPPORT)
+    windows = _linked("layers without a window, or with one of 16,384 tokens or more", _SERVED)
+    as_its_row = _linked("as its row says", _SUPPORT)
     llama, qwen = (_transformers(folder, model) for model in ("llama-3.1-8b", "qwen3-8b"))
     rows = [
         ["Llama 3.1 8B (shape)", "vLLM 0.26", sparse, _vllm(folder, "llama-3.1-8b"), _SHAPE, "trained weights"],
