@@ -19,7 +19,7 @@ _SERVED, _MODELS = "serving.md#what-runs-sparse-and-what-was-run-where", "../int
 _SUPPORT, _SPEED = "../integrations/huggingface/SUPPORT.md", "../bench/REPORT.md#whole-calls"
 _ERROR, _NEEDLES = "../bench/FIDELITY.md#does-it-hold-at-my-length", "../bench/FIDELITY.md#does-it-still-find-needles"
 _MEASURE = "command-line.md#flexmask-gain"
-_NOTHING = f"nothing: [measure yours]({_MEASURE})"
+_NOTHING = f"not measured: [yours]({_MEASURE})"
 _SHAPE, _RANDOM = "random weights: speed only", "random blocks: speed only"
 
 
@@ -69,14 +69,21 @@ def models(folder: Path = FOLDER) -> list[str]:
     llama, qwen = (_transformers(folder, model) for model in ("llama-3.1-8b", "qwen3-8b"))
     rows = [
         ["Llama 3.1 8B (shape)", "vLLM 0.26", sparse, _vllm(folder, "llama-3.1-8b"), _SHAPE, "trained weights"],
-        ["the same, FP8 cache", "vLLM 0.26", sparse, _vllm(folder, "llama-3.1-8b", "fp8"), _SHAPE, "longer prompts"],
+        [
+            "the same, FP8 cache",
+            "vLLM 0.26",
+            sparse,
+            _vllm(folder, "llama-3.1-8b", "fp8"),
+            _SHAPE,
+            "trained weights, longer prompts",
+        ],
         ["the same", "SGLang 0.5.16", sparse, _sglang(folder), _SHAPE, "trained weights"],
         ["the same", "transformers", in_transformers, llama, _RANDOM, "trained weights"],
-        ["Qwen3 8B (shape)", "transformers", in_transformers, qwen, _RANDOM, "engines"],
-        ["DeepSeek V3's attention", "vLLM 0.26", sparse, _vllm(folder, "deepseek-v3-dense"), _SHAPE, "experts"],
+        ["Qwen3 8B (shape)", "transformers", in_transformers, qwen, _RANDOM, "trained weights, engines"],
+        ["DeepSeek V3's attention", "vLLM 0.26", sparse, _vllm(folder, "deepseek-v3-dense"), _SHAPE, "trained weights, experts"],
         ["SmolLM2-135M (trained)", "transformers", in_transformers, "not timed whole", f"{error}; {needles}", "larger models"],
-        ["Gemma, gpt-oss, windows", "transformers, vLLM", windows, _NOTHING, "nothing", "gain and error"],
-        ["any other of transformers", "transformers", as_its_row, _NOTHING, "nothing", "gain and error"],
+        ["Gemma, gpt-oss, windows", "transformers, vLLM", windows, _NOTHING, "not measured", "gain and error"],
+        ["any other of transformers", "transformers", as_its_row, _NOTHING, "not measured", "gain and error"],
     ]
     head = "model, engine, runs sparse, gain of the first token (one H200), error, nobody measured"
     return markdown_table(head.split(", "), rows)
