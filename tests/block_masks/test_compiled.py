@@ -23,9 +23,9 @@ def counters(monkeypatch):
     counted = {}
 
     @functools.cache
-    def count(function, variant):
+    def count(function, numbers, variant):
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-        counted[function.__name__, variant] = counter = CompileCounterWithBackend("eager")
+        counted[function.__name__, numbers, variant] = counter = CompileCounterWithBackend("eager")
         return torch.compile(own, fullgraph=True, backend=counter)
 
     monkeypatch.setattr(compilation, "_compile", count)
@@ -36,7 +36,7 @@ def counters(monkeypatch):
 def graphs(counters) -> dict[str, int]:
     """The number of graphs by method."""
     total: dict[str, int] = {}
-    for (_, (name, *_)), counter in counters.items():
+    for (_, _, (name, *_)), counter in counters.items():
         total[name] = total.get(name, 0) + counter.frame_count
     return total
 
