@@ -31,11 +31,10 @@ def masks(query: Tensor, key: Tensor) -> None:
     flexmask.hybrid_mask(query)  # type: ignore[call-overload]
 
 
-@method
-def nearest_mask(problem: BlockProblem, *, blocks: int = 4) -> Tensor | None:
-    return None
-
-
 def own(query: Tensor, key: Tensor, value: Tensor) -> None:
-    assert_type(nearest_mask(query, key, blocks=2), BlockMask)
-    assert_type(flexmask.sparse_attention(query, key, value, nearest_mask), Tensor)
+    @method
+    def diagonal_mask(problem: BlockProblem, *, blocks: int = 4) -> Tensor | None:
+        return None
+
+    assert_type(diagonal_mask(query, key, blocks=2), BlockMask)
+    assert_type(flexmask.sparse_attention(query, key, value, diagonal_mask), Tensor)
