@@ -45,7 +45,7 @@ def compiled(function: Callable[..., Any], numbers: tuple[Hashable, ...], *varia
 @functools.cache
 def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], variant: tuple[Hashable, ...]) -> Callable[..., Any]:
     # Dynamo keeps by a code's name which numbers it saw change. Under one name for all, a block size is symbolic once another
-    # variant had another; the graphs are then alike, and Inductor's cache on disk (2.11) gave the one of another block size.
+    # variant had another; graphs are then alike, and on torch 2.11 one of another block size ran, it seems from the disk cache.
     name = f"{function.__name__}_{zlib.crc32(repr(numbers).encode()):08x}"
 
     @functools.cache

@@ -88,7 +88,7 @@ def test_serves_window_after_window_in_one_process(cuda, backend):
 @pytest.mark.attention
 @pytest.mark.gpu
 def test_a_cached_graph_serves_its_own_block_size(cuda):
-    """Inductor (2.11) does not tell graphs of symbolic sizes apart, which processes that began otherwise left in its cache."""
+    """Calls in another order leave graphs in the cache on disk; with symbolic block sizes (torch 2.11) a wrong one could run."""
     padded = {"batch": 2, "attention_mask": padding(1500, ("left", 300), ("right", 100))}
     given = {"q_len": 1500, "head_dims": (64, 64), "dtype": torch.bfloat16, "gamma": 0.3, "scores": {"window": 500}, **padded}
     for sizes in ((128, 64, 48), (128, 48, 64)):

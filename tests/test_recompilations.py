@@ -163,7 +163,7 @@ def test_heads_stay_numbers_in_the_search(monkeypatch):
 
 
 def test_numbers_of_a_variant_stay_numbers(monkeypatch):
-    """Where another variant had others, too: Inductor's cache (2.11) mixed up graphs of symbolic block sizes and tiles."""
+    """Where another variant had others, too: graphs of symbolic block sizes are alike, and a wrong one ran (torch 2.11)."""
     seen = []
 
     def backend(graph, inputs):
