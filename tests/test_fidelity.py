@@ -9,11 +9,9 @@ pytest.importorskip("transformers")
 
 import pandas as pd
 
-from bench.fidelity import heads, lengths, retrieval, smollm
+from bench.fidelity import lengths, retrieval, smollm
 from bench.fidelity.settings import Setting
 from bench.fidelity.sparse_model import SparseModel
-from flexmask.base.inputs import attention_inputs
-from tests.expected import masked_attention
 
 WINDOW = Setting("streaming_llm", {"sink_blocks": 1, "window_blocks": 1})
 IDS = torch.randint(97, (600,), generator=torch.Generator().manual_seed(1))
@@ -82,22 +80,6 @@ def test_lengths_are_measured_by_position_and_go_on_where_they_stopped(texts_fol
     assert (narrow["abs_d 0-0.25k"] < 1e-4).all() and (narrow["abs_d 0.25-0.5k"] > 1e-4).all()
     assert (narrow["abs_d"] < narrow["abs_d 0.25-0.5k"]).all() and (narrow["d_loss"].abs() <= narrow["abs_d"]).all()
     assert set(rows["yarn"]) == {8} and set(rows["model"]) == {smollm.NAME}
-
-
-def test_errors_of_heads_are_those_of_attention_written_out():
-    query = torch.randn(1, 4, 256, 16, generator=torch.Generator().manual_seed(0))
-    key, value = torch.randn(2, 1, 2, 256, 16, generator=torch.Generator().manual_seed(1))
-    inputs, setting = (
-        attention_inputs(query, key, value, scale=0.5),
-        Setting("streaming_llm", {**WINDOW.options, "block_size": 32}),
-    )
-    density, error = heads.errors(inputs, setting)
-    causal, keep = torch.ones(256, 256, dtype=torch.bool).tril(), torch.eye(8, dtype=torch.bool) | (torch.arange(8) == 0)
-    kept = causal & keep.repeat_interleave(32, 0).repeat_interleave(32, 1)
-    sparse, dense = (masked_attention(query, key, value, mask, 0.5)[0][0] for mask in (kept, causal))
-    expected = (sparse - dense).flatten(1).norm(dim=1) / dense.flatten(1).norm(dim=1)
-    torch.testing.assert_close(error.double(), expected, atol=1e-5, rtol=1e-4)
-    assert (expected > 0.1).all() and density.tolist() == pytest.approx([15 / 36] * 4)
 
 
 def test_needles_are_asked_of_the_retriever(tmp_path):

@@ -1,1 +1,1 @@
-"""Measure what a model loses under each method: language modelling, needles, RULER's tasks, heads' outputs."""
+"""Measure what a model loses under each method: language modelling, needles, RULER's tasks."""

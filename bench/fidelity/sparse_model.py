@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,6 @@ from flexmask.flex.dense import dense_attention
 from flexmask.flex.run import run_flex_attention
 from flexmask.select import select_blocks
 
-Look = Callable[[AttentionInputs, int], None]
 _NUMBERS = itertools.count()
 # tokens whose logits are held at a time
 _LOGITS = 4096
@@ -34,7 +33,6 @@ class SparseModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._setting: Setting | None = None
-        self._look: Look | None = None
         self._kept: dict[int, Tensor] = {}
         name = f"fidelity{next(_NUMBERS)}"
         AttentionInterface.register(name, self._attend)
@@ -43,13 +41,13 @@ class SparseModel:
         model.set_attn_implementation(name)
 
     @contextmanager
-    def attending(self, setting: Setting | None, look: Look | None = None) -> Iterator[None]:
-        """Attend to the blocks of `setting`, to all if None; `look` gets inputs and layer of every call."""
-        self._setting, self._look, self._kept = setting, look, {}
+    def attending(self, setting: Setting | None) -> Iterator[None]:
+        """Attend to the blocks of `setting`, to all if None."""
+        self._setting, self._kept = setting, {}
         try:
             yield
         finally:
-            self._setting = self._look = None
+            self._setting = None
 
     def density(self, first: int = 0, end: int | None = None) -> float:
         """Kept share of the causal blocks in query blocks `first` to `end`, mean over layers and heads; 1 if dense."""
@@ -89,8 +87,6 @@ class SparseModel:
         **_: Any,
     ) -> tuple[Tensor, None]:
         inputs, layer = attention_inputs(query, key, value, scale=scaling), int(module.layer_idx)  # type: ignore[arg-type]  # an int
-        if self._look is not None:
-            self._look(inputs, layer)
         if query.shape[2] == 1 or self._setting is None:
             out = dense_attention(inputs)[0]
         else:
