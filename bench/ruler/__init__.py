@@ -1,1 +1,0 @@
-"""RULER by lm-evaluation-harness, for RULER.md."""
