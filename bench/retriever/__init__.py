@@ -1,1 +1,1 @@
-"""A small trained Llama that retrieves needles: task, training, evaluation."""
+"""A small trained Llama that retrieves needles: its task and its answers."""

@@ -45,14 +45,11 @@ class Prompt:
     questions : Tensor, (num_queries, 2), int64
         ``QUERY`` and a key; the keys differ.
     answers : Tensor, (num_queries, 4), int64
-    needle_positions : Tensor, (num_queries,), int64
-        Where in ``token_ids`` each needle begins.
     """
 
     token_ids: Tensor
     questions: Tensor
     answers: Tensor
-    needle_positions: Tensor
 
     def with_answers(self) -> Tensor:
         """One row of the prompt and all answers and further questions, (prompt_tokens + 6 * num_queries - 2,) int64.
@@ -147,5 +144,4 @@ def make_prompt(prompt_tokens: int, num_needles: int = 1, num_queries: int = 1, 
         token_ids=torch.cat([beginning[0], slots[0].flatten(), questions[0]]),
         questions=questions,
         answers=needles[:num_queries, QUESTION_TOKENS:].clone(),
-        needle_positions=beginning.shape[1] + SLOT_TOKENS * places[:num_queries],
     )

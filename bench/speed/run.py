@@ -1,4 +1,4 @@
-"""Measure a part of the speed report: ``python -m bench.speed.run latency``, or ``make bench PART=latency``.
+"""Measure a part of the speed report: ``python -m bench.speed.run latency``, or ``make bench``.
 
 ``latency`` times dense kernels, masks, kernels and calls at several densities in turns, plain and as CUDA graphs; ``stages``
 splits GPU time by stage; ``memory`` gives peaks beyond query, key, value and output; ``compile`` times first calls at forty
