@@ -89,7 +89,7 @@ format: $(READY) ## sort imports and format, in place
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: $(READY) ## speed of masks and calls; PART=stages|memory|compile measures that, on a GPU
+bench: $(READY) ## speed of masks and calls; PART=memory|compile measures that, on a GPU
 	$(RUN) -m bench.speed.run $(PART) $(ARGS)
 
 notebooks: $(READY) ## run docs/notebooks/tuning.ipynb again and keep its output (minutes, on a CPU); NOTEBOOK=docs/notebooks/gpu.ipynb: on a GPU

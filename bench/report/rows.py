@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from bench.fidelity.settings import ALL
-from bench.intervals import density_at, over_files
+from bench.intervals import over_files
 
 FOLDER = Path(__file__).parents[1] / "results"
 NAMES = {
@@ -19,25 +18,14 @@ NAMES = {
     "published": "published (the authors' code)",
 }
 ERROR = r"\|Δ log p\|"  # escaped: a table's cell
-_SAME = ["device", "torch", "part", "input", "tokens", "what", "method", "wanted", "backend", "measure"]
 
 
 def read(kind: str, folder: Path = FOLDER) -> pd.DataFrame:
-    """Rows of all files ``<kind>-*.csv``, those that were measured again left out."""
-    found = pd.concat([pd.read_csv(file) for file in sorted(folder.glob(f"{kind}-*.csv"))], ignore_index=True)
-    found = found.assign(options=found["options"].fillna("{}"))
-    return newest(found) if "date" in found else found
-
-
-def newest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows without those that were measured again on a later date.
-
-    The same measurement is one of the same density aimed for or, where none was, of the same options and density.
-    """
-    free = rows["wanted"].isna()
-    options = rows["options"].where(free, rows["options"].str.contains("block_size").astype(str))
-    keys = [*(rows[name] for name in _SAME), options, rows["density"].round(3).where(free)]
-    return rows[rows["date"] == rows["date"].groupby(keys, dropna=False).transform("max")]
+    """Rows of all files ``<kind>-*.csv``."""
+    found = pd.concat(
+        [pd.read_csv(file, dtype={"each": str}) for file in sorted(folder.glob(f"{kind}-*.csv"))], ignore_index=True
+    )
+    return found.assign(options=found["options"].fillna("{}"))
 
 
 def usual(rows: pd.DataFrame) -> pd.DataFrame:
@@ -46,61 +34,48 @@ def usual(rows: pd.DataFrame) -> pd.DataFrame:
     kept = [
         set(json.loads(options)) == knobs.get(method) for method, options in zip(rows["method"], rows["options"], strict=True)
     ]
-    return rows[pd.Series(kept, index=rows.index, dtype=bool)]
-
-
-def shown(rows: pd.DataFrame) -> list[str]:
-    """Methods with rows, in the order of `NAMES`, then the others."""
-    measured = set(rows["method"]) - {"dense", "causal"}
-    return [*(name for name in NAMES if name in measured), *sorted(measured - set(NAMES))]
+    return rows[kept]
 
 
 class Curves:
-    """Error by density of every method on the same texts.
+    """|Δ log p| by density of every method on the same texts; `rows` are of one model and length."""
 
-    `rows` are of one model and length, with the columns text, method, options, density and `error`.
-    """
-
-    def __init__(self, rows: pd.DataFrame, error: str) -> None:
-        self.figures = ["density", error]
-        by = rows.pivot_table(index=["method", "options"], columns="text", values=self.figures)
+    def __init__(self, rows: pd.DataFrame) -> None:
+        by = rows.pivot_table(index=["method", "options"], columns="text", values=["density", "abs_d"])
         enough = by["density"].notna().sum(axis=1)
-        by = by[enough == enough.max()] if len(by) else by
-        self.texts: Sequence[str] = list(by["density"].columns) if len(by) else []
+        by = by[enough == enough.max()].dropna()
+        self.texts = list(by["density"].columns)
         # by method, (figures, settings, texts)
         self._by = {
-            method: np.stack([own[figure].to_numpy() for figure in self.figures])
-            for method, own in by.dropna(axis=0).groupby(level="method")
+            method: np.stack([own["density"], own["abs_d"]]) for method, own in by.groupby(level="method") if len(own) > 1
         }
 
     def settings(self, method: str, weights: np.ndarray | None = None) -> np.ndarray:
-        """(settings, 2): density and error by rising density, mean over texts."""
+        """(2, settings): density and error by rising density, mean over texts; none with fewer than two settings."""
         if method not in self._by:
-            return np.empty((0, 2))
+            return np.full((2, 1), np.nan)
         weights = np.full(len(self.texts), 1 / len(self.texts)) if weights is None else weights
-        found = (self._by[method] @ weights).T
-        return found[found[:, 0].argsort()]
+        found = self._by[method] @ weights
+        return found[:, found[0].argsort()]
 
     def error_at(self, method: str, density: float, weights: np.ndarray | None = None) -> float:
         """Error at a density, its logarithm interpolated linearly; NaN out of range."""
-        found = self.settings(method, weights)
-        if len(found) < 2 or not found[0, 0] <= density <= found[-1, 0]:
-            return float("nan")
-        return float(np.exp(np.interp(density, found[:, 0], np.log(np.maximum(found[:, 1], 1e-9)))))
+        densities, errors = self.settings(method, weights)
+        return float(np.exp(np.interp(density, densities, np.log(errors), np.nan, np.nan)))
 
     def interval_at(self, method: str, density: float) -> tuple[float, float]:
         """95% interval of `error_at` over files."""
         return over_files(self.texts, lambda weights: self.error_at(method, density, weights))
 
     def density_at(self, method: str, error: float) -> float:
-        """Density at which a method reaches an error, interpolated in the same way; NaN out of range."""
-        found = self.settings(method)
-        return density_at(error, found[:, 0], found[:, 1]) if len(found) > 1 else float("nan")
+        """Density at which a method's falling error reaches `error`, interpolated in the same way; NaN out of range."""
+        densities, errors = self.settings(method)[:, ::-1]
+        return float(np.interp(np.log(error), np.log(errors), densities, np.nan, np.nan))
 
 
-def number(value: float, digits: int = 2) -> str:
+def number(value: float) -> str:
     """A figure; a dash for NaN."""
-    return "-" if np.isnan(value) else f"{value:.{digits}f}"
+    return "-" if np.isnan(value) else f"{value:.2f}"
 
 
 def percent(value: float, digits: int = 1) -> str:

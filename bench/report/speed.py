@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,35 +9,28 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from bench.report.rows import FOLDER, percent, read
+from bench.report.rows import FOLDER, read
 from bench.tables import markdown_table, thousands
 from flexmask.pictures.style import LINES
 
 LENGTHS = (16384, 32768, 65536, 131072)
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
-OURS = ("hybrid", "flexprefill")
-KERNELS = ("flash", "cpu")  # FlexAttention's backends that the tables compare
+DENSE = "dense (SDPA, cuDNN)"
 
 
 def rows_of(part: str, what: str, measure: str, folder: Path = FOLDER) -> pd.DataFrame:
     """Rows of the structured workload on the device with the most rows; `share` is `value` over the fastest dense kernel's."""
     rows = read("speed", folder)
-    rows = rows[rows["device"] == rows["device"].mode()[0]]
-    chosen = (
-        rows["part"].isin(part.split(","))
-        & (rows["measure"] == measure)
-        & (rows["input"] == "structured")
-        & rows["what"].isin(what.split(","))
-    )
-    rows = rows[chosen].assign(value=rows["value"][chosen].astype(float))
-    return rows.assign(share=rows["value"] / rows["fastest_value"].astype(float))
+    rows = rows[(rows["device"] == rows["device"].mode()[0]) & (rows["input"] == "structured")]
+    rows = rows[rows["part"].isin(part.split(",")) & (rows["measure"] == measure) & (rows["what"] == what)]
+    value = rows["value"].astype(float)
+    return rows.assign(value=value, share=value / rows["fastest_value"].astype(float))
 
 
-def call_rows(folder: Path = FOLDER, backends: tuple[str, ...] = KERNELS) -> pd.DataFrame:
+def call_rows(folder: Path = FOLDER, backend: str = "flash") -> pd.DataFrame:
     """Plain calls with blocks of the usual size, with the time of the fastest dense kernel."""
     rows = rows_of("latency,equal error", "call", "eager_ms", folder)
-    usual = ~rows["options"].str.contains("block_size")
-    return rows[rows["backend"].isin(backends) & rows["share"].notna() & usual]
+    return rows[(rows["backend"] == backend) & rows["share"].notna() & ~rows["options"].str.contains("block_size")]
 
 
 def speed_up(rows: pd.DataFrame, density: float) -> float:
@@ -52,9 +44,9 @@ def speed_up(rows: pd.DataFrame, density: float) -> float:
     return 1 / float(np.interp(density, by.index, by))
 
 
-def times(value: float) -> str:
+def times(value: float, digits: int = 1) -> str:
     """A ratio as ``4.3x``; a dash for NaN."""
-    return "-" if np.isnan(value) else f"{value:.1f}x"
+    return "-" if np.isnan(value) else f"{value:.{digits}f}x"
 
 
 def milliseconds(value: float) -> str:
@@ -62,61 +54,45 @@ def milliseconds(value: float) -> str:
     return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _by_tokens(rows: pd.DataFrame, by: str, head: str, form: Callable[[float], str]) -> list[str]:
-    """The last value of each length, a row by a column."""
-    table = rows.pivot_table(index=by, columns="tokens", values="value", aggfunc="last")
-    cells = [[str(key), *("-" if pd.isna(value) else form(value) for value in row)] for key, row in table.iterrows()]
-    return markdown_table([head, *map(thousands, table.columns)], cells)
-
-
-def dense(folder: Path = FOLDER) -> list[str]:
-    return _by_tokens(rows_of("latency", "dense", "eager_ms", folder), "backend", "dense kernel, ms", milliseconds)
-
-
-def calls(folder: Path = FOLDER, backends: tuple[str, ...] = KERNELS) -> list[str]:
-    """Speed-up of hybrid's calls at fixed densities."""
-    cells = []
-    for tokens, own in _by_length(call_rows(folder, backends)):
-        figures = [times(speed_up(own, density)) for density in DENSITIES]
-        cells.append([thousands(tokens), *figures, own["date"].max()])
-    return markdown_table(["tokens", *(f"{each:.0%}" for each in DENSITIES), "measured"], cells)
-
-
 def _by_length(rows: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
     """Of call rows hybrid's, by length."""
     return [(tokens, rows[(rows["tokens"] == tokens) & (rows["method"] == "hybrid")]) for tokens in LENGTHS]
 
 
-def masks(folder: Path = FOLDER) -> list[str]:
-    """Milliseconds of the newest masks of our methods at 32k and 128k, and share of the fastest dense kernel."""
-    found = []
-    for measure in ("eager_ms", "graph_ms"):
-        rows = rows_of("latency,equal error", "mask", measure, folder)
-        rows = rows[rows["tokens"].isin((32768, 131072)) & rows["method"].isin(("hybrid", "flexprefill"))]
-        found.append(rows.sort_values("date", kind="stable").groupby(["tokens", "method"]).last())
+def calls(folder: Path = FOLDER, backend: str = "flash") -> list[str]:
+    """Speed-up of hybrid's calls at fixed densities."""
     cells = []
-    for (tokens, name), row in found[0].iterrows():
-        timed = [
-            text for each in (row, found[1].loc[(tokens, name)]) for text in (milliseconds(each["value"]), percent(each["share"]))
-        ]
-        cells.append([thousands(tokens), name, percent(row["density"]), *timed])
-    return markdown_table(["tokens", "mask", "blocks kept", "plain calls, ms", "of dense", "CUDA graph, ms", "of dense"], cells)
+    for tokens, own in _by_length(call_rows(folder, backend)):
+        figures = [times(speed_up(own, density)) for density in DENSITIES]
+        cells.append([thousands(tokens), *figures, own["date"].max()])
+    return markdown_table(["tokens", *(f"{each:.0%}" for each in DENSITIES), "measured"], cells)
 
 
-def stages(folder: Path = FOLDER) -> list[str]:
-    rows = read("speed", folder)
-    rows = rows[(rows["part"] == "stages") & (rows["input"] == "structured") & (rows["what"] == "call")]
-    by = rows.assign(value=rows["value"].astype(float)).pivot_table(
-        index=["tokens", "method"], columns="measure", values="value", aggfunc="last", sort=False
-    )
-    cells = [[thousands(tokens), method, *map(milliseconds, row)] for (tokens, method), row in by.iterrows()]
-    return markdown_table(["tokens", "call", *(name.removesuffix(" ms") for name in by.columns)], cells)
+def dense(folder: Path = FOLDER) -> list[str]:
+    """Milliseconds of the dense kernels by length."""
+    table = rows_of("latency", "dense", "eager_ms", folder).pivot_table("value", "backend", "tokens", aggfunc="last")
+    cells = [[str(name), *("-" if pd.isna(value) else milliseconds(value) for value in row)] for name, row in table.iterrows()]
+    return markdown_table(["dense kernel, ms", *map(thousands, table.columns)], cells)
 
 
-def memory(folder: Path = FOLDER) -> list[str]:
-    """MB of a call beyond query, key, value and output."""
-    rows = rows_of("memory", "call", "extra_mb", folder)
-    return _by_tokens(rows[rows["backend"] != "triton"], "method", "call, MB", "{:,.0f}".format)
+def model_rows(folder: Path = FOLDER) -> pd.DataFrame:
+    """Prefills of whole models of 8B shapes on one GPU, by model and length."""
+    rows = pd.read_json(folder / "models-nvidia-h200.jsonl", lines=True)
+    return rows[rows["model"].isin(("llama-3.1-8b", "qwen3-8b")) & (rows["layers"] > 8)].set_index(["model", "prompt_tokens"])
+
+
+def models(folder: Path = FOLDER) -> list[str]:
+    """Seconds of a dense prefill and speed-ups over random blocks, with attention's seconds in brackets."""
+    rows, cells = model_rows(folder), []
+    for model, tokens in rows.index.unique():
+        by = rows.loc[[(model, tokens)]].set_index("method")
+        base, attention = by["seconds"][DENSE], by["attention_ms"] / 1e3
+        sparse = [f"random blocks, {density}" for density in DENSITIES[1:4]]
+        figures = [f"{times(base / by['seconds'][name], 2)} ({attention[name]:.2f} s)" for name in sparse]
+        cells.append(
+            [f"{model}, {by['layers'].iloc[0]} layers", thousands(tokens), f"{base:.2f} s ({attention[DENSE]:.2f} s)", *figures]
+        )
+    return markdown_table(["shape", "tokens", "dense", *(f"{density:.0%} of the blocks" for density in DENSITIES[1:4])], cells)
 
 
 def draw_calls(axes: Any, folder: Path = FOLDER) -> None:
@@ -131,11 +107,9 @@ def draw_calls(axes: Any, folder: Path = FOLDER) -> None:
     axes.legend(frameon=False, fontsize=9)
 
 
-TABLES: dict[str, Callable[[Path], list[str]]] = {
+TABLES = {
     "dense": dense,
     "calls": calls,
-    "calls-triton": partial(calls, backends=("triton",)),
-    "masks": masks,
-    "stages": stages,
-    "memory": memory,
+    "calls-triton": partial(calls, backend="triton"),
+    "whole-models": models,
 }

@@ -28,11 +28,18 @@ from bench.prompts.models import ALL_SHAPES, load, prompt_ids
 from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # registers the method
 from bench.speed.clock import kernels_of, synchronize
-from bench.speed.run import REST, stage_of
 from bench.tables import text_table
 from flexmask.integrations.huggingface import sparse_prefill, tune
 
 Way = Callable[[], AbstractContextManager[Any]]
+_ATTENTION = ("flex_attention", "triton_tem_", "flash", "cutlass", "cudnn")
+
+
+def part_of(kernel: str) -> str:
+    """attention, mask or rest, by the name of a GPU's kernel; ours, which make masks, begin with an underscore."""
+    if kernel.startswith("_") and not kernel.startswith("_Z"):  # mangled C++
+        return "mask"
+    return "attention" if any(word in kernel for word in _ATTENTION) else "rest"
 
 
 def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -55,8 +62,7 @@ def measure(model: Any, ids: Tensor, name: str, options: argparse.Namespace) -> 
         parts = dict.fromkeys(("attention_ms", "mask_ms", "rest_ms"), 0.0)
         of_kernel: dict[str, float] = {}
         for kernel, microseconds in kernels_of(partial(prefill, model, ids, options.chunk)):
-            stage = stage_of(kernel)
-            part = "attention" if stage == "attention" else "rest" if stage == REST else "mask"
+            part = part_of(kernel)
             parts[f"{part}_ms"] += microseconds / 1e3
             if part == "attention":
                 of_kernel[kernel] = of_kernel.get(kernel, 0.0) + microseconds

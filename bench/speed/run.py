@@ -1,8 +1,8 @@
 """Measure a part of the speed report: ``python -m bench.speed.run latency``, or ``make bench``.
 
-``latency`` times dense kernels, masks, kernels and calls at several densities in turns, plain and as CUDA graphs; ``stages``
-splits GPU time by stage; ``memory`` gives peaks beyond query, key, value and output; ``compile`` times first calls at forty
-lengths. Rows go to a CSV file. The same command resumes; errors become rows.
+``latency`` times dense kernels, masks, kernels and calls at several densities in turns, plain and as CUDA graphs; ``memory``
+gives peaks beyond query, key, value and output; ``compile`` times first calls at forty lengths. Rows go to a CSV file. The same
+command resumes; errors become rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ IDENTITY = ("device", "torch", "part", "input", "tokens", "what", "method", "wan
 COLUMNS = (*IDENTITY, "options", "density", "measure", "value", "fastest", "fastest_value", "date")
 LENGTHS = {
     "latency": (8192, 16384, 32768, 65536, 131072) if ON_GPU else (4096, 8192),
-    "stages": (8192, 32768, 131072),
     "memory": (8192, 32768, 131072, 524288),
     "compile": (1024, 131072) if ON_GPU else (1024, 2048),
 }
@@ -46,26 +45,6 @@ _FAR = 0.05
 # from this length on, no graphs and only our methods
 _LONG = 262144
 _AT_ONCE = 6  # variants that take turns
-# parts of kernel names; the first match counts
-STAGES: dict[str, tuple[str, ...]] = {
-    "representative rows": (
-        *("_edges_kernel", "_visible_kernel", "_block_sums_kernel", "_row_norms_kernel", "_lines_kernel", "_line_kernel"),
-    ),
-    "pattern": ("_means_kernel", "_estimate_kernel", "_pattern_kernel"),
-    "blocks": (
-        "_pooled_map",
-        "_small_map",
-        "_digit_pass",
-        "_ties_kernel",
-        "_chosen_kernel",
-        "_rows_kernel",
-        "_thresholds_kernel",
-        "_evidence_kernel",
-    ),
-    "block lists": ("_lists_kernel",),
-    "attention": ("flex_attention", "triton_tem_", "flash", "cutlass", "cudnn"),
-}
-REST = "rest"
 
 
 class Variant(NamedTuple):
@@ -223,24 +202,6 @@ def _time(run: Run, where: dict[str, Any], wanted: Sequence[Variant], dense: dic
     clock.free()
 
 
-def stage_of(kernel: str) -> str:
-    return next((stage for stage, words in STAGES.items() if any(word in kernel for word in words)), REST)
-
-
-def stages(run: Run, lengths: Sequence[int]) -> None:
-    """GPU time by stage, mean of ten profiled calls."""
-    for tokens, method, what in itertools.product(lengths, OURS, ("mask", "call")):
-        made = variant(what, method, DEFAULTS[method], BACKENDS[0] if what == "call" else "")
-        row = {"input": "structured", "tokens": tokens, **made.row}
-        if run.wants(**row):
-            call, fields = ready(made, run.tensors("structured", tokens))
-            clock.kernels_of(call)  # the first profile includes setting up the profiler
-            found = dict.fromkeys((*STAGES, REST), 0.0)
-            for kernel, microseconds in (each for _ in range(10) for each in clock.kernels_of(call)):
-                found[stage_of(kernel)] += microseconds / 1e4
-            run.add(row, {f"{stage} ms": value for stage, value in found.items()}, **fields)
-
-
 def memory(run: Run, lengths: Sequence[int]) -> None:
     """Peak of device memory; a mask's lists count, a call's output does not."""
     for tokens, method, what in itertools.product(lengths, (*OURS, *OTHERS), ("mask", "call")):
@@ -279,7 +240,6 @@ def compile_times(run: Run, lengths: Sequence[int]) -> None:
 
 PARTS: dict[str, Callable[[Run, Sequence[int]], None]] = {
     "latency": latency,
-    "stages": stages,
     "memory": memory,
     "compile": compile_times,
 }
@@ -294,8 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", help="tokens, separated by commas; default: the part's own")
     parser.add_argument("--minutes", type=float, default=7.5, help="no new measurement after that (7.5)")
     options = parser.parse_args(arguments)
-    if options.part in ("stages", "memory") and not ON_GPU:
-        parser.error(f"{options.part} needs a CUDA device")
+    if options.part == "memory" and not ON_GPU:
+        parser.error("memory needs a CUDA device")
     lengths = [int(word) for word in options.lengths.split(",")] if options.lengths else LENGTHS[options.part]
     # advice to users of torch's compiler
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
