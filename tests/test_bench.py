@@ -72,7 +72,7 @@ def test_the_speed_driver_stops_goes_on_and_keeps_errors(tmp_path, monkeypatch, 
     gammas = {"hybrid": 0.8, "flexprefill": 0.8, "published": 7}
     made = [run.variant("mask", method, {"gamma": gamma}) for method, gamma in gammas.items()]
     monkeypatch.setattr(run, "latency_variants", lambda tokens: iter(made))
-    monkeypatch.setattr(calls, "dense_calls", lambda tensors: {"dense SDPA": calls._sdpa(tensors)})
+    monkeypatch.setattr(calls, "dense_calls", lambda tensors: {"dense SDPA": calls.sdpa(tensors)})
     arguments = ["latency", "--lengths", "512", "--out", str(tmp_path / "speed.csv")]
     assert run.main([*arguments, "--minutes", "-1"]) == 3
     assert "run the same command again" in capsys.readouterr().out

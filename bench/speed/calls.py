@@ -33,15 +33,17 @@ _MOST_MASKS = 16
 def dense_calls(tensors: Tensors) -> dict[str, Call]:
     """Dense causal attention by every kernel of this machine."""
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION} if ON_GPU else {}
-    calls = {f"dense {name}": _sdpa(tensors, backend) for name, backend in backends.items()} or {"dense SDPA": _sdpa(tensors)}
+    calls = {f"dense {name}": sdpa(tensors, backend) for name, backend in backends.items()} or {"dense SDPA": sdpa(tensors)}
     if ON_GPU and tensors[0].shape[3] > 256:  # PyTorch's only fused kernel for these
         groups = tensors[0].shape[1] // tensors[1].shape[1]
         repeated = (tensors[0], tensors[1].repeat_interleave(groups, 1), tensors[2].repeat_interleave(groups, 1))
-        calls = {"dense memory-efficient": _sdpa(repeated, SDPBackend.EFFICIENT_ATTENTION)}
+        calls = {"dense memory-efficient": sdpa(repeated, SDPBackend.EFFICIENT_ATTENTION)}
     return calls | {f"dense flex {backend}": kernel(tensors, "causal", {}, backend) for backend in BACKENDS}
 
 
-def _sdpa(tensors: Tensors, backend: SDPBackend = SDPBackend.FLASH_ATTENTION) -> Call:
+def sdpa(tensors: Tensors, backend: SDPBackend = SDPBackend.FLASH_ATTENTION) -> Call:
+    """Dense causal attention by one of SDPA's kernels."""
+
     def run() -> Any:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)

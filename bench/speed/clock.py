@@ -7,6 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,14 @@ class DeviceLostError(SystemExit):
 
 def device_name() -> str:
     return torch.cuda.get_device_name() if ON_GPU else f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def version(package: str) -> str:
+    """An installed package's release, or ``missing``."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
 
 
 def synchronize() -> None:

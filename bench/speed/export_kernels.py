@@ -2,29 +2,27 @@
 
 ``checks`` compares FlashInfer's variable block-sparse prefill and flash-attn-4, called directly, with dense attention under the
 expanded mask in float64, and plants faults. ``times`` runs them in turns with FlexAttention and dense attention on the same
-masks. A kernel that fails leaves its error and the others' rows. ``compile`` compiles FlashInfer's modules first, all at once.
+masks. A kernel that fails leaves its error and the others' rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 
 from bench import ON_GPU
+from bench.prompts.structured import Tensors
 from bench.rows import Sheet
-from bench.speed import clock
+from bench.speed import calls, clock
 from flexmask.base.inputs import attention_inputs
 from flexmask.export import FlashBlocks, FlashInferBlocks, from_block_map, to_block_map, to_flash_attn, to_flashinfer
 from flexmask.flex.block_mask import block_mask, parts_of
@@ -36,7 +34,6 @@ _BLOCK = 128
 _LARGEST_ERROR = 0.03  # of bfloat16 outputs near 1; faults are off by tenths
 _CHECKED = {"whole": (1000, 1000), "chunk": (384, 1000)}
 _DEVICE = "cuda" if ON_GPU else "cpu"
-Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 def problem(q_len: int, kv_len: int, heads: tuple[int, int], head_dim: int) -> Tensors:
@@ -128,14 +125,6 @@ def by_flex(tensors: Tensors, mask: BlockMask, backend: str) -> clock.Call:
     return lambda: run_flex_attention(inputs, made, backend)[0]
 
 
-def by_dense(tensors: Tensors, backend: SDPBackend) -> clock.Call:
-    def run() -> Any:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
-
-    return run
-
-
 def makers(tensors: Tensors, mask: BlockMask, only: Sequence[str]) -> dict[str, Callable[[], clock.Call]]:
     """What makes each kernel's call."""
     key_heads, head_dim = tensors[1].shape[1], tensors[0].shape[-1]
@@ -149,8 +138,8 @@ def makers(tensors: Tensors, mask: BlockMask, only: Sequence[str]) -> dict[str, 
         "flash-attn-4": lambda: by_flash_attn(tensors, flash_blocks(mask, head_dim)),
         "flex-flash": lambda: by_flex(tensors, mask, "flash"),
         "flex-triton": lambda: by_flex(tensors, mask, "triton" if ON_GPU else "auto"),
-        "dense-cudnn": lambda: by_dense(tensors, SDPBackend.CUDNN_ATTENTION if ON_GPU else SDPBackend.MATH),
-        "dense-fa2": lambda: by_dense(tensors, SDPBackend.FLASH_ATTENTION),
+        "dense-cudnn": lambda: calls.sdpa(tensors, SDPBackend.CUDNN_ATTENTION if ON_GPU else SDPBackend.MATH),
+        "dense-fa2": lambda: calls.sdpa(tensors, SDPBackend.FLASH_ATTENTION),
     }
     return {name: every[name] for name in only}
 
@@ -200,9 +189,8 @@ def tried(make: Callable[[], clock.Call]) -> clock.Call | str:
         return clock.text_of(error)
 
 
-def checks(only: Sequence[str], head_dims: Sequence[int]) -> list[dict[str, Any]]:
+def checks(only: Sequence[str], head_dims: Sequence[int]) -> Iterator[dict[str, Any]]:
     """A row per kernel, shape and fault: the largest error."""
-    rows: list[dict[str, Any]] = []
     sparse = [name for name in only if not name.startswith("dense")]
     for head_dim in head_dims:
         for q_len, kv_len in _CHECKED.values():
@@ -215,98 +203,51 @@ def checks(only: Sequence[str], head_dims: Sequence[int]) -> list[dict[str, Any]
                     error = float((call().double() - expected).nan_to_num(1e9).abs().max())
                     is_right, planted = error <= _LARGEST_ERROR, "," in name
                     call = f"{'caught' if planted else 'right'} ({error:.2e})" if is_right != planted else f"WRONG ({error:.2e})"
-                rows.append({**row, "what": name, "value": call})
-                print(*rows[-1].values(), flush=True)
+                yield {**row, "what": name, "value": call}
             clock.free()
-    return rows
 
 
 def times(
-    only: Sequence[str], head_dims: Sequence[int], tokens: Sequence[int], densities: Sequence[float], rounds: int, until: float
-) -> list[dict[str, Any]]:
-    """A row per kernel, shape and density: milliseconds. Shapes that would begin after `until` are left out."""
-    rows: list[dict[str, Any]] = []
-    for length in tokens:
-        for head_dim in head_dims:
-            heads = {64: (64, 8), 128: (32, 8), 256: (16, 4)}.get(head_dim, (8, 2)) if ON_GPU else (4, 2)
-            for density in densities:
-                if time.monotonic() > until:
-                    print(f"no time for head_dim {head_dim}, {length} tokens, {density:.0%}", flush=True)
-                    continue
-                tensors, mask = problem(length, length, heads, head_dim), random_mask(length, length, heads, density)
-                row = {"part": "times", "head_dim": head_dim, "q_len": length, "kv_len": length}
-                row["density"] = f"{density_of(mask):.4f}"
-                started, found = time.monotonic(), {}
-                for name, make in makers(tensors, mask, only).items():
-                    found[name] = tried(make)
-                calls = {name: call for name, call in found.items() if not isinstance(call, str)}
-                timed = clock.in_turns(calls, rounds)
-                for name, call in found.items():
-                    rows.append({**row, "what": name, "value": call if isinstance(call, str) else timed[name]})
-                    print(*rows[-1].values(), flush=True)
-                print(f"({time.monotonic() - started:.0f} s)", flush=True)
-                del found, calls, tensors, mask
-                clock.free()
-    return rows
-
-
-def compile_flashinfer(only: Sequence[str], head_dims: Sequence[int]) -> None:
-    """Compile FlashInfer's modules at the same time; MAX_JOBS limits each of them."""
-    from flashinfer.jit.attention import gen_batch_prefill_module
-
-    half = torch.bfloat16
-
-    def build(backend: str, head_dim: int) -> str:
-        sizes = (half, half, half, torch.int32, head_dim, head_dim)
-        try:
-            gen_batch_prefill_module(backend, *sizes, 0, False, False, False).build_and_load()
-        except Exception as error:
-            return f"{backend}, head_dim {head_dim}: {clock.text_of(error)}"
-        return f"{backend}, head_dim {head_dim}: compiled"
-
-    wanted = [(name.removeprefix("flashinfer-"), size) for name in only if name.startswith("flashinfer") for size in head_dims]
-    started = time.monotonic()
-    with ThreadPoolExecutor(max(len(wanted), 1)) as pool:
-        for line in pool.map(lambda each: build(*each), wanted):
-            print(line, f"({time.monotonic() - started:.0f} s)", flush=True)
+    only: Sequence[str], head_dims: Sequence[int], tokens: Sequence[int], densities: Sequence[float], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """A row per kernel, shape and density: milliseconds or an error."""
+    for length, head_dim, density in itertools.product(tokens, head_dims, densities):
+        heads = {64: (64, 8), 128: (32, 8), 256: (16, 4)}.get(head_dim, (8, 2)) if ON_GPU else (4, 2)
+        tensors, mask = problem(length, length, heads, head_dim), random_mask(length, length, heads, density)
+        row = {"part": "times", "head_dim": head_dim, "q_len": length, "kv_len": length, "density": f"{density_of(mask):.4f}"}
+        found = {name: tried(make) for name, make in makers(tensors, mask, only).items()}
+        timed = clock.in_turns({name: call for name, call in found.items() if not isinstance(call, str)}, rounds)
+        for name, call in found.items():
+            yield {**row, "what": name, "value": call if isinstance(call, str) else timed[name]}
+        del found, tensors, mask
+        clock.free()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the rows, and append them to a file if one is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["checks", "times"], help="compile, checks, times; default: checks, times")
+    parser.add_argument("parts", nargs="*", default=["checks", "times"], help="checks, times; default: both")
     parser.add_argument("--only", nargs="+", choices=KERNELS, help="kernels; default: all but flashinfer-fa2")
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256] if ON_GPU else [16])
     parser.add_argument("--tokens", nargs="+", type=int, default=[32768, 131072] if ON_GPU else [512])
     parser.add_argument("--densities", nargs="+", type=float, default=[0.08, 0.17])
     parser.add_argument("--rounds", type=int, default=3 if ON_GPU else 1)
-    parser.add_argument("--seconds", type=float, default=220, help="after these no further shape begins")
     parser.add_argument("--out", type=Path, help="CSV file to append rows to")
     options = parser.parse_args(arguments)
-    until = time.monotonic() + options.seconds
     only = options.only or [name for name in KERNELS if name != "flashinfer-fa2"]
-    versions = {"flashinfer": _version("flashinfer-python"), "flash_attn_4": _version("flash-attn-4")}
+    versions = {"flashinfer": clock.version("flashinfer-python"), "flash_attn_4": clock.version("flash-attn-4")}
     identity = {"device": clock.device_name(), "torch": torch.__version__, **versions}
+    sheet = Sheet(options.out, COLUMNS, COLUMNS) if options.out is not None else None
     print(", ".join(identity.values()), flush=True)
+    measured = {
+        "checks": lambda: checks(only, options.head_dims),
+        "times": lambda: times(only, options.head_dims, options.tokens, options.densities, options.rounds),
+    }
     with torch.no_grad():
-        made: list[dict[str, Any]] = []
-        if "compile" in options.parts:
-            compile_flashinfer(only, options.head_dims)
-        if "checks" in options.parts:
-            made += checks(only, options.head_dims)
-        if "times" in options.parts:
-            made += times(only, options.head_dims, options.tokens, options.densities, options.rounds, until)
-    if options.out is not None:
-        sheet = Sheet(options.out, COLUMNS, COLUMNS)
-        for row in made:
-            sheet.add(**identity, **row)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "missing"
+        for row in (row for part in options.parts for row in measured[part]()):
+            print(*row.values(), flush=True)
+            if sheet is not None:
+                sheet.add(**identity, **row)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,19 @@
 """What FlexAttention's FLASH kernel serves, and how fast: ``python -m bench.speed.flash_features``, on a Hopper GPU.
 
 ``checks`` runs the numeric check of every kind of call in a process of its own. ``times`` compares whole calls of hybrid by FLASH
-and by Triton with the fastest dense kernel, for shapes of models at one density: shapes compile at the same time, each in its
-process, and are timed one after the other.
+and by Triton with the fastest dense kernel, for shapes of models at one density.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-import threading
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,8 +79,6 @@ if not ON_GPU:
     SHAPES = {"small": Shape(4, 2, 128, 128)}
 _LEAST_STRUCTURED = 98  # head_dim of the structured workload
 _ROUNDS = 5 if ON_GPU else 1
-# for all shapes to compile
-_MOST_WAIT = 150
 
 
 def call_of(changes: dict[str, Any]) -> FlashCall:
@@ -116,15 +108,15 @@ def checked(changes: dict[str, Any], seconds: float = 150) -> dict[str, Any]:
     return Verdict(reason=f"its process ended with {done.returncode}: {words}")._asdict()
 
 
-def checks(at_once: int) -> list[dict[str, Any]]:
-    """A row per kind of call."""
+def checks(at_once: int) -> dict[str, dict[str, str]]:
+    """What was found of the output and the log-sum-exp, and the seconds that it took, by kind of call."""
     with ThreadPoolExecutor(at_once) as pool:
         verdicts = list(pool.map(checked, KINDS.values()))
-    rows = []
+    rows = {}
     for name, found in zip(KINDS, verdicts, strict=True):
         lse = found["lse_reason"] or f"times {found['lse_factor']:.4g}, off by {found['lse_error']:.1e}"
         outcome = {"output": found["reason"] or f"off by {found['error']:.1e}", "log-sum-exp": "" if found["reason"] else lse}
-        rows.append({"part": "checks", "name": name, **outcome, "seconds": f"{found['seconds']:.1f}"})
+        rows[name] = {**outcome, "seconds": f"{found['seconds']:.1f}"}
     return rows
 
 
@@ -159,68 +151,29 @@ def calls_of(shape: Shape, tokens: int, density: float) -> tuple[dict[str, clock
     return found, kept
 
 
-def times_of(name: str, tokens: int, density: float, barrier: Any, lock: Any, results: Any) -> None:
-    """Compile a shape's calls, wait for the other shapes, time the calls, and put the rows into `results`."""
-    row = {"part": "times", "name": name, "tokens": tokens}
-    try:
-        with torch.no_grad():
-            found, kept = calls_of(SHAPES[name], tokens, density)
-            errors = {what: problem for what, call in found.items() if (problem := _tried(call)) is not None}
-            _wait(barrier)
-            with lock:
-                timed = clock.in_turns({what: call for what, call in found.items() if what not in errors}, _ROUNDS)
-        results.put([{**row, "density": kept, "what": what, "value": value} for what, value in {**timed, **errors}.items()])
-    except BaseException:
-        results.put([{**row, "what": "error", "value": traceback.format_exc().strip().splitlines()[-1]}])
-        barrier.abort()
-        raise
-
-
-def _tried(call: clock.Call) -> str | None:
-    try:
-        call()
-        call()
-    except Exception as error:
-        return clock.text_of(error)
-    return None
-
-
-def _wait(barrier: Any) -> None:
-    # if a shape failed or takes too long, times may be disturbed, and are better than none
-    with contextlib.suppress(threading.BrokenBarrierError):
-        barrier.wait(_MOST_WAIT)
-
-
-def times(names: Sequence[str], tokens: int, density: float) -> list[dict[str, Any]]:
-    """A row per shape and call, milliseconds or an error."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each of the processes
-    context = multiprocessing.get_context("spawn")
-    barrier, lock, results = context.Barrier(len(names)), context.Lock(), context.Queue()
-    workers = [context.Process(target=times_of, args=(name, tokens, density, barrier, lock, results)) for name in names]
-    for worker in workers:
-        worker.start()
-    rows = [row for _ in workers for row in results.get(timeout=2 * _MOST_WAIT)]
-    for worker in workers:
-        worker.join()
-    return sorted(rows, key=lambda row: (list(names).index(row["name"]), not row["what"].startswith("dense")))
+def times(name: str, tokens: int, density: float) -> list[dict[str, Any]]:
+    """A row per call of a shape, milliseconds or an error."""
+    with torch.no_grad():
+        found, kept = calls_of(SHAPES[name], tokens, density)
+        timed = clock.in_turns(found, _ROUNDS)
+    clock.free()
+    row = {"part": "times", "name": name, "tokens": tokens, "density": kept}
+    return [{**row, "what": what, "value": timed[what]} for what in found]
 
 
 def times_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line per shape and call, with the ratio to the shape's fastest dense kernel."""
+    """A line per call of a shape, with the ratio to the shape's fastest dense kernel."""
+    fastest = min(row["value"] for row in rows if row["what"].startswith("dense") and isinstance(row["value"], float))
     lines = []
     for row in rows:
-        own = [each["value"] for each in rows if each["name"] == row["name"] and each["what"].startswith("dense")]
-        fastest = min((value for value in own if isinstance(value, float)), default=None)
-        value = row["value"]
+        value, cells = row["value"], [row["name"], f"{row['tokens']:,}", f"{row['density']:.1%}", row["what"]]
         is_time = isinstance(value, float)
-        ratio = f"{fastest / value:.2f}x" if is_time and fastest is not None else ""
-        cells = [row["name"], f"{row['tokens']:,}", f"{row.get('density', 0):.1%}", row["what"]]
-        lines.append([*cells, f"{value:.2f} ms" if is_time else str(value), ratio])
+        lines.append([*cells, f"{value:.2f} ms" if is_time else value, f"{fastest / value:.2f}x" if is_time else ""])
     return text_table([["shape", "tokens", "density", "call", "time", "over dense"], *lines], "<>><<>")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print both tables, and append their rows to a file if one is given."""
+    """Print the tables, and append their rows to a file if one is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["checks", "times"], help="checks, times; default: both")
     parser.add_argument("--tokens", type=int, default=32768 if ON_GPU else 1024)
@@ -233,29 +186,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.kind is not None:
         print(json.dumps(one_check(options.kind)))
         return
-    identity = {"device": clock.device_name(), "torch": torch.__version__, "flash_attn_4": _version("flash-attn-4")}
+    identity = {"device": clock.device_name(), "torch": torch.__version__, "flash_attn_4": clock.version("flash-attn-4")}
     print(", ".join(identity.values()), flush=True)
-    made: list[dict[str, Any]] = []
+    sheet = Sheet(options.out, COLUMNS, COLUMNS) if options.out is not None else None
+
+    def keep(rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows if sheet is not None else ():
+            sheet.add(**identity, **row)
+
     if "checks" in options.parts:
-        rows = checks(options.at_once)
+        found = checks(options.at_once)
         head = ["name", "output", "log-sum-exp", "seconds"]
-        print(text_table([head, *([str(row[name]) for name in head] for row in rows)], "<<<>"), flush=True)
-        made += [{**row, "what": what, "value": row[what]} for row in rows for what in ("output", "log-sum-exp", "seconds")]
-    if "times" in options.parts:
-        rows = times(options.shapes, options.tokens, options.density)
+        print(text_table([head, *([name, *verdict.values()] for name, verdict in found.items())], "<<<>"), flush=True)
+        named = [{"name": name, "what": what, "value": text} for name, texts in found.items() for what, text in texts.items()]
+        keep([{"part": "checks", **row} for row in named])
+    for name in options.shapes if "times" in options.parts else ():
+        rows = times(name, options.tokens, options.density)
         print(times_table(rows), flush=True)
-        made += rows
-    if options.out is not None:
-        sheet = Sheet(options.out, COLUMNS, COLUMNS)
-        for row in made:
-            sheet.add(**identity, **{name: value for name, value in row.items() if name in COLUMNS})
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "missing"
+        keep(rows)
 
 
 if __name__ == "__main__":
