@@ -17,7 +17,7 @@ _log = logging.getLogger("flexmask")
 _said: set[str] = set()
 # tokens of kv_len (docs/performance.md)
 DENSE_BELOW = 16384
-# density above which SDPA is faster than FlexAttention's CPU kernel, mask included: python -m bench.speed.cpu break-even
+# density above which SDPA is faster than FlexAttention's CPU kernel, mask included: python -m bench.speed.cpu
 CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43}
 
 

@@ -1,21 +1,17 @@
-"""Models and prompts for `bench.speed.model`: pretrained, or a known shape with random weights."""
+"""Models in known shapes with random weights, and prompts for them."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.prompts.captured import MODEL
-from bench.retriever.task import make_prompt
 from bench.serving.latent_shapes import LATENT
 
 # sizes from the models' own config.json; no weights
@@ -47,32 +43,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-
 ALL_SHAPES = {**SHAPES, **LATENT}
 
 
 def load(options: argparse.Namespace) -> Any:
     """Load the model of the command line onto its device."""
-    if options.tensor_parallel:
-        return _load_parallel(options)
-    if options.shape:
-        return random_model(options)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
-    )
-    return loaded.to(options.device).eval()
+    return _load_parallel(options) if options.tensor_parallel else random_model(options)
 
 
 def _load_parallel(options: argparse.Namespace) -> Any:
-    """Load this process's shard; random weights go through a checkpoint of the first process."""
+    """Load this process's shard; the weights go through a checkpoint of the first process."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     with tempfile.TemporaryDirectory() as folder:
-        paths = [options.model or folder]
-        if options.shape and dist.get_rank() == 0:
+        paths = [folder]
+        if dist.get_rank() == 0:
             random_model(options).save_pretrained(folder)
         dist.broadcast_object_list(paths, 0)
         dtype = getattr(torch, options.dtype)
@@ -103,15 +90,7 @@ def random_model(options: argparse.Namespace) -> Any:
         torch.set_default_dtype(before)
 
 
-def prompt_ids(options: argparse.Namespace, tokens: int, vocab_size: int) -> Tensor:
-    """The prompt, (1, tokens): text of a file, needles for the retriever, else seeded random tokens."""
-    if options.text:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-        ids = tokenizer(Path(options.text).read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :tokens]
-        if ids.shape[1] < tokens:
-            raise ValueError(f"--text must hold {tokens} tokens; got {ids.shape[1]}")
-        return ids
-    if options.model and Path(options.model).resolve() == MODEL.resolve():
-        return make_prompt(tokens, 16, 1, 0).token_ids[None]
+def prompt_ids(tokens: int, vocab_size: int) -> Tensor:
+    """Seeded random tokens, (1, tokens)."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(min(1000, vocab_size // 2), vocab_size, (1, tokens), generator=generator)

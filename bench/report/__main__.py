@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.report import fidelity, leaderboard, should_i_use_it, speed
@@ -16,7 +16,12 @@ from bench.report.rows import FOLDER
 
 ROOT = Path(__file__).parents[2]
 FILLED = ("README.md", "bench/FIDELITY.md", "bench/REPORT.md", "bench/LEADERBOARD.md", "docs/should-i-use-it.md")
-TABLES = {**fidelity.TABLES, **speed.TABLES, **leaderboard.TABLES, **should_i_use_it.TABLES}
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    **fidelity.TABLES,
+    **speed.TABLES,
+    **leaderboard.TABLES,
+    **should_i_use_it.TABLES,
+}
 FIGURES = {"fidelity-by-density": fidelity.draw_by_density, "speed-calls": speed.draw_calls}
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

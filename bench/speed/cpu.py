@@ -1,14 +1,13 @@
-"""Measurements behind the library's constants for CPUs: ``python -m bench.speed.cpu break-even``, or ``packed``.
+"""FlexAttention's time relative to SDPA's by density on a CPU: ``python -m bench.speed.cpu``.
 
-``break-even`` gives FlexAttention's time relative to SDPA's by density (`flexmask.dense_policy`), ``packed`` dense attention of
-packed sequences one by one and in one FlexAttention call (`flexmask.flex.packed`).
+It stands behind a constant of `flexmask.dense_policy`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,15 +16,8 @@ from bench.speed.clock import Call, in_turns
 from bench.tables import text_table
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.dense import dense_attention
-from flexmask.flex.packed import Segment, attention_in_one_call, dense_attention_packed
 
 DENSITIES = (0.3, 0.5, 0.6, 0.7, 0.8, 1.0)
-PACKS = {
-    "256 of 64": [64] * 256,
-    "64 of 200 to 300": [200 + 100 * i // 64 for i in range(64)],
-    "16 of 1,000": [1000] * 16,
-    "4 of 4,000": [4000] * 4,
-}
 
 
 def crossing(densities: Sequence[float], ratios: Sequence[float]) -> float | None:
@@ -51,23 +43,10 @@ def break_even(tokens: int, head_dim: int, dtype: torch.dtype, rounds: int) -> l
     return [name, f"{taken[0.0]:.0f} ms", *(f"{ratio:.2f}" for ratio in ratios), "none" if even is None else f"{even:.2f}"]
 
 
-def packed(lengths: list[int], head_dim: int, dtype: torch.dtype, rounds: int) -> list[str]:
-    """Milliseconds of both ways for one pack."""
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    inputs = attention_inputs(*(torch.randn(1, heads, bounds[-1], head_dim, dtype=dtype) for heads in (8, 2, 2)))
-    segments = [Segment(each, each) for each in (slice(start, end) for start, end in itertools.pairwise(bounds))]
-    ways: dict[str, Callable[[], object]] = {
-        "SDPA": lambda: dense_attention_packed(inputs, segments),
-        "one call": lambda: attention_in_one_call(inputs, segments, "cpu"),
-    }
-    return [f"{value:.0f} ms" if isinstance(value, float) else value for value in in_turns(ways, rounds).values()]
-
-
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("break-even", "packed"))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384], help="tokens, whole blocks (break-even)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384], help="tokens, whole blocks")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=5, help="in which the ways take turns; medians are shown")
@@ -75,15 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     print(f"On {torch.get_num_threads()} CPU threads, torch {torch.__version__}\n")
     cases = itertools.product((getattr(torch, name) for name in options.dtypes), options.head_dims)
-    if options.what == "break-even":
-        rows = [["FlexAttention / SDPA by density", "SDPA", *map(str, DENSITIES), "break-even"]]
-        rows += [break_even(tokens, dim, dtype, options.rounds) for dtype, dim in cases for tokens in options.lengths]
-    else:
-        rows = [["packed sequences", "SDPA a sequence", "one FlexAttention call"]]
-        for dtype, dim in cases:
-            rows += [
-                [f"{name}, head_dim {dim}, {dtype}", *packed(pack, dim, dtype, options.rounds)] for name, pack in PACKS.items()
-            ]
+    rows = [["FlexAttention / SDPA by density", "SDPA", *map(str, DENSITIES), "break-even"]]
+    rows += [break_even(tokens, dim, dtype, options.rounds) for dtype, dim in cases for tokens in options.lengths]
     print(text_table(rows, "<" + ">" * (len(rows[0]) - 1)))
 
 

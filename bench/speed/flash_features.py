@@ -191,8 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sheet = Sheet(options.out, COLUMNS, COLUMNS) if options.out is not None else None
 
     def keep(rows: Sequence[dict[str, Any]]) -> None:
-        for row in rows if sheet is not None else ():
-            sheet.add(**identity, **row)
+        if sheet is not None:
+            for row in rows:
+                sheet.add(**identity, **row)
 
     if "checks" in options.parts:
         found = checks(options.at_once)

@@ -1,8 +1,7 @@
-"""Time to first token of a Hugging Face model: ``python -m bench.speed.model --model PATH_OR_NAME``.
+"""Time to first token in a model's shape with random weights: ``python -m bench.speed.model --shape llama-3.1-8b --density 0.2``.
 
-Prints times, memory, density, and how many generated tokens equal dense attention's. ``--shape`` takes random weights in a
-known shape, with random blocks at each ``--density``. ``--tune`` times `flexmask.tune`. Several GPUs: ``torchrun
---nproc-per-node 2 -m bench.speed.model --tensor-parallel ...``.
+Prints times, memory, and how many generated tokens equal dense attention's, over random blocks at each ``--density``.
+`flexmask gain` measures a trained model. Several GPUs: ``torchrun --nproc-per-node 2 -m bench.speed.model --tensor-parallel ..``
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # registers the method
 from bench.speed.clock import kernels_of, synchronize
 from bench.tables import text_table
-from flexmask.integrations.huggingface import sparse_prefill, tune
+from flexmask.integrations.huggingface import sparse_prefill
 
 Way = Callable[[], AbstractContextManager[Any]]
 _ATTENTION = ("flex_attention", "triton_tem_", "flash", "cutlass", "cudnn")
@@ -79,11 +78,6 @@ def ways(model: Any, options: argparse.Namespace) -> Iterator[tuple[str, Way]]:
     else:
         yield "dense (SDPA)", nullcontext
     common = {} if options.dense_below is None else {"dense_below": options.dense_below}
-    if not options.density or not options.shape:
-        yield (
-            f"{options.method}, gamma {options.gamma:g}",
-            partial(sparse_prefill, model, options.method, gamma=options.gamma, **common),
-        )
     for density in options.density:
         yield f"random blocks, {density:g}", partial(sparse_prefill, model, "random_blocks", density=density, **common)
 
@@ -103,28 +97,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", help="folder or name of a model that transformers can load")
-    which.add_argument("--shape", choices=sorted(ALL_SHAPES), help="this model's shape, with random weights")
+    parser.add_argument("--shape", choices=sorted(ALL_SHAPES), required=True, help="this model's shape")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[32768], help="lengths of the prompts")
-    parser.add_argument("--text", help="file whose first tokens are the prompt; default: seeded random tokens")
     parser.add_argument("--chunk", type=int, help="prefill in chunks of this many tokens")
-    parser.add_argument("--method", default="hybrid", help="a method with a gamma (hybrid)")
-    parser.add_argument("--gamma", type=float, default=0.9)
     parser.add_argument("--density", type=float, nargs="*", default=[], help="densities to force with random blocks")
     parser.add_argument("--dense-below", type=int, help="as in sparse_attention")
-    parser.add_argument("--tune", action="store_true", help="time flexmask.tune on the first prompt, and measure nothing else")
     parser.add_argument("--prefills", type=int, default=3, help="prefills that the median is taken over")
     parser.add_argument("--new-tokens", type=int, default=8, help="tokens to generate and compare")
-    parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tensor-parallel", action="store_true", help="under torchrun, by transformers' tp_plan")
     parser.add_argument("--json", type=Path, help="file to append the rows to, one per line")
-    options = parser.parse_args(arguments)
-    if options.text and not options.model:
-        parser.error("--text needs --model, whose tokenizer reads it")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,15 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     speaks, processes = (dist.get_rank() == 0, dist.get_world_size()) if dist.is_initialized() else (True, 1)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     if speaks:
-        named = f"{options.model or options.shape}, {layers} layers, {options.dtype}"
-        print(f"{named}, on {processes} x {where}, torch {torch.__version__}\n")
+        print(f"{options.shape}, {layers} layers, {options.dtype}, on {processes} x {where}, torch {torch.__version__}\n")
     for tokens in options.prompt_tokens:
-        ids = prompt_ids(options, tokens, model.config.vocab_size).to(device)
-        if options.tune:
-            start = time.perf_counter()
-            tune(model, ids, density=1.0)
-            print(f"{tokens:,} tokens: tuned in {time.perf_counter() - start:.1f} s, compilation included")
-            return
+        ids = prompt_ids(tokens, model.config.vocab_size).to(device)
         rows = []
         for name, way in ways(model, options):
             with way():
@@ -156,9 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if row.get("attention_kernel"):
                     print(f"{row['method']}: {row['attention_kernel']}")
             for row in rows if options.json else ():
-                append_row(
-                    options.json, {"model": options.model or options.shape, "layers": layers, "processes": processes, **row}
-                )
+                append_row(options.json, {"model": options.shape, "layers": layers, "processes": processes, **row})
     if dist.is_initialized():
         dist.destroy_process_group()
 
