@@ -12,9 +12,7 @@ from flexmask.plot import (
     plot_attention,
     plot_block_mask,
     plot_density,
-    plot_distances,
     plot_frontier,
-    plot_pattern_share,
 )
 
 HIDDEN, LEFT_OUT, PARTIAL, WHOLE = range(4)
@@ -137,7 +135,7 @@ def test_density_is_the_mean_of_the_sparse_calls(pyplot):
     assert found[2].isnan().all()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1", "5"]
     assert len(axes.patches) == 4  # hatched: layer 5
-    assert axes.get_legend().get_texts()[0].get_text() == "ran dense"
+    assert axes.get_xlabel() == "head (hatched: ran dense)"
     assert {text.get_text() for text in axes.texts} >= {"0.11", "0.20", "0.41"}
 
 
@@ -148,30 +146,7 @@ def test_heat_maps_take_what_has_rows(pyplot):
 
     assert shown(plot_density(Result())).tolist() == [[0.25]]
     # as from a generator, which is read once
-    axes = plot_distances(iter(head_rows()), tau=0.1)
-    assert "0.1" in axes.get_title()
-
-
-def test_distances_mark_query_aware_heads(pyplot):
-    axes = plot_distances(head_rows(), tau=0.1)
-    assert shown(axes)[1].tolist() == pytest.approx([0.055, 0.155, 0.255, 0.355])
-    (dots,) = axes.collections
-    assert sorted((round(float(x)), round(float(y))) for x, y in dots.get_offsets()) == [(0, 0), (0, 1)]
-    hybrid = [{**row, "js_distance": math.nan, "pattern": "hybrid"} for row in head_rows()]
-    with pytest.raises(ValueError, match="which flexprefill and published compute; got none"):
-        plot_distances(hybrid)
-
-
-def test_pattern_shares_are_those_of_the_rows(pyplot):
-    axes = plot_pattern_share(head_rows())
-    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-    assert heights["query-aware"] == [0.25, 0.25, 0]
-    assert heights["vertical-slash"] == [0.625, 0.75, 0]
-    assert heights["dense"] == [0.125, 0, 1]
-    tops = [sum(bars[layer].get_height() for bars in axes.containers) for layer in range(3)]
-    assert tops == [1, 1, 1]
-    # told apart without colours
-    assert len({bars[0].get_hatch() for bars in axes.containers}) == 3
+    assert shown(plot_density(iter(head_rows())))[1, 0] == pytest.approx(0.11)
 
 
 def test_frontier_lines_are_the_methods_by_density(pyplot):

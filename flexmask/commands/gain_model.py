@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flexmask.commands.gain_times import ROUNDS, dense_call, fastest_dense, seconds_in_turns
+from flexmask.commands.gain_times import ROUNDS, dense_call, fastest_dense, seconds_in_turns, select_all, wait
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.inspect.probe import select_all, wait
 from flexmask.integrations.tune.loss_gradient import logits_of, scored_tokens
 from flexmask.settings import PrefillSettings
 
@@ -127,7 +126,6 @@ class _Timed:
     def __call__(self, call: PrefillCall) -> Tensor:
         wait(self._device)
         start = time.perf_counter()
-        call = call._replace(probe=None)
         inputs = call.inputs.with_offset()
         is_sparse = call.reason_dense() is None
         out = call.attention()

@@ -27,8 +27,8 @@ from flexmask.flex.head_groups import head_groups
 from flexmask.flex.heads import attend_heads
 from flexmask.flex.run import run_flex_attention
 from flexmask.flex.visible import sdpa
-from flexmask.integrations.inspect.probe import select_all, wait
 from flexmask.run_method import from_map
+from flexmask.select import select_blocks
 from flexmask.selector import Selector
 
 # most timed runs after a warm-up, and seconds after which none follows
@@ -75,6 +75,18 @@ class Times(NamedTuple):
     selection: list[float]
     sparse: tuple[tuple[float, list[float]], ...]
     share: float
+
+
+def wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def select_all(inputs: AttentionInputs, selector: Selector, run: RunOptions) -> None:
+    """Make the masks of all heads as attention does."""
+    for group in head_groups(inputs.query, inputs.key, run.max_mask_bytes // selector.head_bytes, selector.method.shared):
+        part = inputs.of_heads(group)
+        block_mask(part, select_blocks(selector, part, group.query))
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, runs: int = RUNS, warm_up: bool = True) -> float:

@@ -51,8 +51,8 @@ def inspect(
 ) -> None:
     """Write a report on one prompt.
 
-    The report is one HTML page that loads nothing from elsewhere. It shows density, pattern, distance and coverage of every head,
-    the attention that the masks hold by position, and time by stage. For a few heads it draws the mask over the true attention.
+    The report is one HTML page that loads nothing from elsewhere. It shows the density of every head and the attention that the
+    masks hold by position. For a few heads it draws the mask over the true attention. 'flexmask gain --prompt' measures times.
     """
     output, name = Output(as_json), model_named(named, model)
     try:
@@ -70,8 +70,7 @@ def inspect(
     ids = token_ids(tokenizer, text, tokens)
     remark_if_short(output, loaded, chosen, ids.shape[1])
 
-    from flexmask.integrations.inspect import inspect_prefill
-    from flexmask.report.write import write_report
+    from flexmask.integrations.inspect import inspect_prefill, write_report
 
     options: dict[str, Any] = shown if chosen is None else {**shown, "settings": chosen}
     with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors("--layers", "--heads"):
@@ -79,8 +78,6 @@ def inspect(
     with output.progress("drawing"):
         page = write_report(found, out, model=name, prompt=tokenizer.decode(ids[0]))
     output.line(str(found.summary))
-    stages = "  ".join(f"{name} {seconds:.3g} s" for name, seconds in found.times.stages.items())
-    output.line(f"forward pass {found.times.total:.3g} s: {stages}")
     for head in found.heads:
         output.line(f"layer {head.layer}, head {head.head} ({head.why}): {head.attention_kept:.1%} of its attention kept")
     if found.held:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexmask.attend import attend
+from flexmask.attend import Attended, attend
 from flexmask.base.inputs import AttentionInputs
 from flexmask.dense_policy import DensePlan, by_head_dim, notice_dense, plan_of_reason
 from flexmask.flex.block_mask import joined_mask
@@ -38,17 +38,22 @@ class PrefillCall(NamedTuple):
     def attention(self) -> Tensor:
         """(batch, num_heads, q_len, v_head_dim)."""
         if self.probe is not None:
-            return self.probe(self)
-        run, (selector, plan) = self.run, self.plan()
+            return self.probe(self._replace(probe=None))
+        run = self.run
         wanted = STATISTICS if run is not None and run.collect_stats else ()
-        with_maps = run is not None and run.collect_masks
-        if run is None:
-            notice_dense(plan.reason, self.inputs.query.shape[2])
-        found = attend(self.inputs, selector, self.settings.run_options, plan, statistics=wanted, with_maps=with_maps)
+        found, reason = self.attended(wanted, run is not None and run.collect_masks)
         if run is not None:
             mask = joined_mask(found.selections, self.inputs.with_offset()) if found.selections else None
-            run.record(self.layer, found.stats, mask, plan.reason, self.prefill, self.size)
+            run.record(self.layer, found.stats, mask, reason, self.prefill, self.size)
         return found.out
+
+    def attended(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
+        """`attend`, and the reason for running dense; records nothing."""
+        selector, plan = self.plan()
+        if self.run is None:
+            notice_dense(plan.reason, self.inputs.query.shape[2])
+        options = self.settings.run_options
+        return attend(self.inputs, selector, options, plan, statistics=statistics, with_maps=with_maps), plan.reason
 
     def plan(self) -> tuple[Selector, DensePlan]:
         """The selector of these inputs, and the part of the call that runs dense."""

@@ -1,16 +1,52 @@
-"""True attention, to compare masks with."""
+"""True attention, and what the masks of a prefill hold of it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
+from flexmask import plain
+from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
 from flexmask.base.visibility import in_blocks, num_blocks, token_validity
+from flexmask.flex.head_groups import head_groups
+from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.precision import without_autocast, without_tf32
 
 _MOST_SCORES = 2**24  # at once: 64 MiB in float32
+
+
+class HeldAttention:
+    """Serves the calls of a prefill, and compares their masks with true attention."""
+
+    def __init__(self, heads: Collection[tuple[int, int]], progress: Callable[[], None]) -> None:
+        self._heads, self._progress = heads, progress
+        # by layer: `held_by_quarter` of its heads
+        self.held: dict[int, Tensor] = {}
+        # by layer and head, of `heads`: `block_attention`, and the map of its kept blocks
+        self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, call: PrefillCall) -> Tensor:
+        attended, reason = call.attended(with_maps=True)
+        if reason is None:
+            inputs, block_size, held = call.inputs.prepared(), call.selector.block_size, []
+            heads = head_groups(inputs.query, inputs.key, 1)
+            for group, selected in attended.selections:
+                part, keep = inputs.of_heads(group), selected.keep
+                if keep is None:  # every visible block
+                    keep = cut_into_blocks(part, block_size, plain).visible
+                keep = keep.expand(part.query.shape[0], part.query.shape[1], -1, -1)
+                held.append(held_by_quarter(part, keep, block_size))
+                for head in range(group.query.start, group.query.stop):
+                    if (call.layer, head) in self._heads and (call.layer, head) not in self.maps:
+                        kept = keep[0, head - group.query.start].cpu()
+                        self.maps[call.layer, head] = block_attention(inputs.of_heads(heads[head]), block_size), kept
+            self.held[call.layer] = torch.cat(held)
+        self._progress()
+        return attended.out
 
 
 def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int = _MOST_SCORES) -> Tensor:

@@ -1,10 +1,9 @@
-"""Inspects one prompt's prefill: statistics per head, attention held by position, time by stage."""
+"""Inspects one prompt's prefill: statistics per head, and what the masks hold of the true attention."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmask.base.checks import check_int
+from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.huggingface.registration import register
-from flexmask.integrations.inspect.heads import RULE, heads_by_rule, named_heads
-from flexmask.integrations.inspect.probe import HOW_TIMED, InspectionProbe, Progress, StageTimes, wait
+from flexmask.integrations.inspect.attention_held import HeldAttention
 from flexmask.integrations.record import PrefillRun, RunSummary
 from flexmask.settings import PrefillSettings
 
+RULE = (
+    "Of the heads that ran sparse: the one of the lowest density, of the median density, of the highest density, and of the "
+    "lowest coverage, where the method computes it."
+)
+NAMED = "named"
 # an inspection warns if the last quarter holds this much less of its attention than the first
 MOST_LOST = 0.1
 
@@ -55,8 +59,8 @@ class Inspection:
 
     Attributes
     ----------
-    run, times
-        Statistics of the first of two prefills, seconds of the second.
+    run
+        Statistics of the prefill.
     held
         By sparse layer and quarter of the prompt: share of the true attention of eight rows that the kept blocks hold, mean over
         rows and heads.
@@ -65,7 +69,6 @@ class Inspection:
     """
 
     run: PrefillRun
-    times: StageTimes
     heads: tuple[ShownHead, ...]
     held: dict[int, tuple[float, float, float, float]]
     about: dict[str, Any]
@@ -98,8 +101,6 @@ class Inspection:
             "about": self.about,
             "settings": self.run.settings.to_dict(),
             "summary": self.summary.to_dict(),
-            "seconds": {"total": self.times.total, **self.times.stages, "how": HOW_TIMED},
-            "layer_seconds": [vars(each) for each in self.times.layers],
             "shown": [
                 {"layer": each.layer, "head": each.head, "why": each.why, "attention_kept": each.attention_kept}
                 for each in self.heads
@@ -121,13 +122,13 @@ def inspect_prefill(
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Inspection:
     """Prefill one prompt and gather what the method chose in it.
 
-    The first of two prefills takes statistics and compiles. The second is timed, and its masks are compared with true attention,
-    which for the heads shown takes the time of dense attention.
+    The first of two prefills takes statistics. In the second, masks are compared with true attention, which for the heads shown
+    takes the time of dense attention. ``flexmask gain --prompt`` measures times.
 
     Parameters
     ----------
@@ -138,15 +139,14 @@ def inspect_prefill(
     method, settings, options
         As in `sparse_prefill`; `method` by name only.
     layers, heads
-        Shows the masks of every pair; by default of heads chosen by `flexmask.integrations.inspect.heads.RULE`, in `layers` if
-        given.
+        Shows the masks of every pair; by default of heads chosen by `flexmask.integrations.inspect.RULE`, in `layers` if given.
     progress
         Called with the finished layers and all layers, of both prefills.
 
     Returns
     -------
     Inspection
-        For `flexmask.report.write_report`.
+        For `flexmask.integrations.inspect.write_report`.
 
     Raises
     ------
@@ -176,33 +176,69 @@ def inspect_prefill(
     register()
     check_servable(inner)
     check_in_one_process(inner, "inspect_prefill")
-    probe = InspectionProbe(progress or (lambda done, of: None), 2 * number)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(min(done, 2 * number), 2 * number)
+
+    def recorded(call: PrefillCall) -> Tensor:
+        out = call.attention()
+        advance()
+        return out
 
     run = PrefillRun(found, max_calls=None)
-    probe.begin(run, [])
-    _prefill(inner, ids, found, probe)
+    _prefill(inner, ids, run, recorded)
     rows = run.rows()
     if not rows:
         raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")
     chosen = heads_by_rule(rows, layers) if heads is None or layers is None else named_heads(rows, layers, heads)
-
-    probe.begin(PrefillRun(found, collect_stats=False), chosen)
-    seconds = _prefill(inner, ids, found, probe)
-    total = seconds - probe.not_counted
+    compared = HeldAttention(chosen, advance)
+    _prefill(inner, ids, PrefillRun(found, collect_stats=False), compared)
     by_head = {(row["layer"], row["head"]): row for row in rows}
-    shown = tuple(ShownHead(*head, *probe.maps[head[:2]], by_head[head[:2]], found.block_size) for head in chosen)
-    held = {layer: tuple(each.mean(0).tolist()) for layer, each in sorted(probe.held.items())}
-    return Inspection(run, StageTimes(total, tuple(probe.times.values())), shown, held, _about(inner, ids))
+    shown = tuple(ShownHead(*head, why, *compared.maps[head], by_head[head], found.block_size) for head, why in chosen.items())
+    held = {layer: tuple(each.mean(0).tolist()) for layer, each in sorted(compared.held.items())}
+    return Inspection(run, shown, held, _about(inner, ids))
 
 
-def _prefill(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, probe: InspectionProbe) -> float:
-    with opened(model, PrefillRun(settings, collect_stats=False), probe), torch.no_grad():
-        ids = ids.to(model.device)
-        wait(ids.device)
-        start = time.perf_counter()
-        model.base_model(input_ids=ids, use_cache=False)
-        wait(ids.device)
-        return time.perf_counter() - start
+def _prefill(model: PreTrainedModel, ids: Tensor, run: PrefillRun, probe: Callable[[PrefillCall], Tensor]) -> None:
+    with opened(model, run, probe), torch.no_grad():
+        model.base_model(input_ids=ids.to(model.device), use_cache=False)
+
+
+def heads_by_rule(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | None = None) -> dict[tuple[int, int], str]:
+    """Layer and head by `RULE`, and why, among the `rows` of one prefill; none if every head ran dense."""
+    sparse = [row for row in rows if row["pattern"] != "dense" and (layers is None or row["layer"] in layers)]
+    if not sparse:
+        return {}
+    by_density = sorted(sparse, key=lambda row: (row["density"], row["layer"], row["head"]))
+    chosen = [
+        (by_density[0], "lowest density"),
+        (by_density[len(by_density) // 2], "median density"),
+        (by_density[-1], "highest density"),
+    ]
+    covered = [row for row in sparse if not math.isnan(row["coverage"])]
+    if covered:
+        chosen.append((min(covered, key=lambda row: (row["coverage"], row["layer"], row["head"])), "lowest coverage"))
+    reasons: dict[tuple[int, int], list[str]] = {}
+    for row, why in chosen:
+        reasons.setdefault((row["layer"], row["head"]), []).append(why)
+    return {head: ", ".join(why) for head, why in reasons.items()}
+
+
+def named_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], heads: Sequence[int]) -> dict[tuple[int, int], str]:
+    """Every pair of `layers` and `heads`; ValueError for a missing head or a dense layer."""
+    patterns = {(row["layer"], row["head"]): row["pattern"] for row in rows}
+    for layer in layers:
+        for head in heads:
+            if (layer, head) not in patterns:
+                number = sum(place[0] == layer for place in patterns)
+                raise ValueError(f"heads must be in [0, {number}) in layer {layer}; got {head}")
+            if patterns[layer, head] == "dense":
+                raise ValueError(f"layers must have run sparse; layer {layer} ran dense")
+    return {(layer, head): NAMED for layer in layers for head in heads}
 
 
 def _without_nan(value: Any) -> Any:

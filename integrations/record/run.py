@@ -22,7 +22,7 @@ from flexmask.integrations.record.summary import (
     rows_of,
     summary_of,
 )
-from flexmask.plot import plot_run
+from flexmask.plot import plot_density
 from flexmask.settings import PrefillSettings
 from flexmask.stats import SelectionStats
 
@@ -236,17 +236,9 @@ class PrefillRun:
         run._dropped.update(saved.dropped)
         return run
 
-    def plot(self) -> list[Axes]:
-        """Draw density, pattern share and Jensen-Shannon distance, if any, side by side. Returns their Axes.
-
-        Raises
-        ------
-        ValueError
-            For a run without statistics.
-        ImportError
-            If matplotlib is missing.
-        """
-        return plot_run(self.rows(), self.settings.options.get("tau"))
+    def plot(self) -> Axes:
+        """`flexmask.plot.plot_density` of this run."""
+        return plot_density(self)
 
     def reset(self) -> None:
         """Forget all calls so far; settings stay."""

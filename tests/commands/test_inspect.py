@@ -22,7 +22,7 @@ def test_short_prompt_runs_dense_and_says_so(flexmask, folder, prompt, tmp_path)
     assert "530 tokens < dense_below" in said
     assert "530 tokens < dense_below 16,384: the prompt runs dense" in result.stderr.partition("report:")[0]
     assert f"report: {out / 'report.html'}" in said
-    assert {path.name for path in out.iterdir()} == {"report.html", "inspection.json", "density.png", "patterns.png"}
+    assert {path.name for path in out.iterdir()} == {"report.html", "inspection.json", "density.png"}
 
 
 @pytest.mark.attention

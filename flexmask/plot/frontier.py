@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from flexmask.pictures.style import LINES, own_axes
+from flexmask.plot.style import LINES, own_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexmask.pictures.style import HIDDEN, LEFT_OUT, attention_colours, draw_blocks, own_axes
+from flexmask.plot.style import HIDDEN, LEFT_OUT, attention_colours, draw_blocks, own_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,11 +15,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from flexmask.integrations.huggingface import PrefillSettings
-from flexmask.integrations.inspect import NAMED, RULE, Inspection, LayerTime, ShownHead, StageTimes
+from flexmask.integrations.inspect import Inspection, ShownHead, write_report
+from flexmask.integrations.inspect.inspection import NAMED, RULE
+from flexmask.integrations.inspect.page import Picture, page
 from flexmask.integrations.record import CallSize, PrefillRun
-from flexmask.report.images import Image, head_images
-from flexmask.report.page import page
-from flexmask.report.write import write_report
 from flexmask.stats import dense_stats
 
 HOSTILE = "</title><script>alert('x')</script> & <img src=http://example.com/a.png> \"quoted\""
@@ -49,9 +48,8 @@ def inspection(method="flexprefill", dense=False, why="lowest density", held=(0.
     kept = torch.tensor([[True, False, False], [False, True, False], [True, False, True]])
     row = next(row for row in run.rows() if (row["layer"], row["head"]) == (1, 2))
     heads = () if dense else (ShownHead(1, 2, why, mass, kept, row, 32),)
-    times = StageTimes(2.5, tuple(LayerTime(layer, 0.5, 0.125 if layer < 2 else 0.0) for layer in range(3)))
     about = {"model": "Model", "tokens": 96, "device": "1 CPU thread", "dtype": "float32", "torch": "2", "transformers": "5"}
-    return Inspection(run, times, heads, {} if dense else {0: held, 1: held}, about)
+    return Inspection(run, heads, {} if dense else {0: held, 1: held}, about)
 
 
 class Page(HTMLParser):
@@ -84,8 +82,8 @@ class Page(HTMLParser):
 
 def words_of(found, prompt="prompt"):
     """The text of a page without its pictures."""
-    blank = Image("density", "None.", bytes(24))
-    return Page(page(found, [blank], [[blank] * 3 for _ in found.heads], "model", prompt)).words
+    blank = Picture("density", "None.", "", bytes(24))
+    return Page(page(found, blank, [[blank] * 3 for _ in found.heads], "model", prompt)).words
 
 
 def test_a_report_is_one_page_that_loads_nothing_with_its_pictures_as_files(tmp_path):
@@ -106,9 +104,9 @@ def test_a_report_is_one_page_that_loads_nothing_with_its_pictures_as_files(tmp_
     inside = [base64.b64decode(image["src"].removeprefix("data:image/png;base64,")) for image in images]
     files = {file.stem: file.read_bytes() for file in path.parent.glob("*.png")}
     shown = {f"layer1-head2-{part}" for part in ("attention", "kept", "left-out")}
-    assert set(files) == {"density", "patterns", "distances", "coverage", *shown}
+    assert set(files) == {"density", *shown}
     assert sorted(inside) == sorted(files.values())
-    assert len(set(inside)) == 7
+    assert len(set(inside)) == 4
     assert all(image["alt"].endswith(".") for image in images)
     saved = json.loads((path.parent / "inspection.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert saved == json.loads(json.dumps(found.to_dict()))
@@ -120,9 +118,6 @@ def test_the_page_holds_the_numbers():
     assert "The mask holds 73.3% of all rows' attention, 90.0% of the last rows'" in words
     assert "2 of 3" in words
     assert "Vertical-slash, density 56.2%." in words
-    # 2 * 0.125 s of selection, 3 * 0.5 s of calls, 2.5 s in all
-    for stage in ("selection250.0 ms10.0%", "attention1.25 s50.0%", "rest1.00 s40.0%"):
-        assert stage in words
     assert "This head's mask was not used: dense attention is faster" in words
     assert RULE in words
     assert "layerfirst quartersecondthirdlastall90.0%80.0%80.0%85.0%090.0%" in words
@@ -132,26 +127,28 @@ def test_the_page_holds_the_numbers():
     assert "The mask holds 60.0% of the attention of the prompt's last quarter" in words
 
 
-@pytest.mark.parametrize(
-    ("method", "pictures"),
-    [("hybrid", {"density", "patterns", "coverage"}), ("streaming_llm", {"density", "patterns"})],
-)
-def test_there_are_pictures_of_what_the_method_computes(method, pictures):
+@pytest.mark.parametrize("method", ["hybrid", "streaming_llm"])
+def test_what_a_method_does_not_compute_is_left_out(method):
     found = inspection(method)
-    assert {image.name for image in head_images(found)} == pictures
     words = words_of(found)
     assert "nan" not in words
     assert f"method {method}: " in words
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_a_dense_prompt_is_reported_as_one():
+def test_heads_that_keep_little_of_some_rows_are_named():
+    found = inspection("hybrid")
+    found.run.record(0, replace(stats_of("hybrid", 0), least_row_coverage=HEADS + 0.1), None, None, 1, CallSize(1, 96, 96))
+    assert "heads that keep less than 25% of some rows' attention: layer 0 head 0 10%" in words_of(found)
+
+
+def test_a_dense_prompt_is_reported_as_one(tmp_path):
     import matplotlib.pyplot as plt
 
     before, found = plt.get_fignums(), inspection(dense=True)
-    assert {image.name for image in head_images(found)} == {"density", "patterns"}
+    words = Page(write_report(found, tmp_path).read_text(encoding="utf-8")).words
+    assert [file.name for file in tmp_path.glob("*.png")] == ["density.png"]
     assert plt.get_fignums() == before  # no figure stays open
-    words = words_of(found)
     assert "The layers to show ran dense: there is no mask." in words
     assert "Attention held" not in words
 
@@ -163,12 +160,10 @@ def test_half_of_a_character_pair_in_the_prompt_is_written_out(tmp_path):
 
 
 def test_nothing_is_written_where_a_picture_cannot_be_drawn(tmp_path, monkeypatch):
-    from flexmask.report import write
-
-    def fails(found):
+    def fails(*arguments, **options):
         raise MemoryError
 
-    monkeypatch.setattr(write, "head_images", fails)
+    monkeypatch.setattr("matplotlib.axes.Axes.imshow", fails)
     with pytest.raises(MemoryError):
         write_report(inspection(), tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -12,14 +12,6 @@ if TYPE_CHECKING:
 HIDDEN, LEFT_OUT, IN_PART, WHOLE = "#ffffff", "#e9e9ed", "#f0a02f", "#1f5fa8"
 EDGE = "#444444"
 
-# face and hatch
-PATTERNS: dict[str, tuple[str, str]] = {
-    "vertical-slash": ("#1f5fa8", ""),
-    "query-aware": ("#f0a02f", ".."),
-    "dense": ("#e9e9ed", "//"),
-}
-METHOD = ("#6fa8a0", "\\\\")  # of a method without patterns
-
 # Okabe and Ito's colours from dark to light, each with a marker and a dash
 LINES: tuple[tuple[str, str, str], ...] = (
     ("#000000", "o", "-"),
@@ -53,25 +45,6 @@ def whole_numbers(axis: Any, labels: Sequence[int], most: int = 20) -> None:
     step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, len(labels)) if step * most >= len(labels))
     places = range(0, len(labels), step)
     axis.set_ticks(places, labels=[str(labels[place]) for place in places])
-
-
-def legend_below(axes: Axes, handles: Sequence[Any] | None = None, *, points: float = 34, **style: Any) -> None:
-    """A legend in one line, `points` below the axes whatever their size."""
-    from matplotlib.transforms import ScaledTranslation
-
-    figure = axes.figure
-    below = axes.transAxes + ScaledTranslation(0, -points / 72, figure.dpi_scale_trans)
-    given: dict[str, Any] = {} if handles is None else {"handles": handles}
-    axes.legend(
-        **given,
-        **style,
-        bbox_transform=below,
-        bbox_to_anchor=(0.5, 0),
-        loc="upper center",
-        frameon=False,
-        fontsize=8,
-        borderaxespad=0,
-    )
 
 
 def draw_blocks(axes: Axes, values: Any, size: tuple[int, int, int, int], colours: dict[str, Any]) -> Any:

@@ -1,20 +1,107 @@
-"""The report's HTML: one file that loads nothing, without a script."""
+"""The report of an inspection: one HTML page that loads nothing, without a script, its pictures, and its figures as JSON."""
 
 from __future__ import annotations
 
 import base64
+import io
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from flexmask.integrations.inspect import HOW_TIMED, NAMED, RULE, Inspection, ShownHead
-from flexmask.report.images import Image, has
+from flexmask.integrations.inspect.inspection import NAMED, RULE, Inspection, ShownHead
+from flexmask.plot import plot_attention, plot_density
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def page(found: Inspection, overview: Sequence[Image], shown: Sequence[Sequence[Image]], model: str, prompt: str) -> str:
-    """The whole page; `overview` are pictures of all heads, `shown` of each head shown."""
+class Picture(NamedTuple):
+    name: str  # of its file, without ``.png``
+    alt: str
+    caption: str
+    png: bytes
+
+
+def write_report(found: Inspection, folder: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
+    """Write ``report.html``, its pictures as PNG and ``inspection.json`` into a folder, which is created if need be.
+
+    The page is one file that loads nothing. Nothing is written before all is drawn. Needs matplotlib.
+
+    Parameters
+    ----------
+    found
+        From `flexmask.integrations.huggingface.inspect_prefill`.
+    folder
+        Where to write; files of these names are replaced.
+    model
+        The model's name. Default: its class's.
+    prompt
+        The prompt's text; the page shows its beginning and end.
+
+    Returns
+    -------
+    Path
+        The page.
+    """
+    folder = Path(folder)
+    density, shown = density_picture(found), [shown_pictures(head) for head in found.heads]
+    files = {f"{picture.name}.png": picture.png for picture in [density, *(each for pictures in shown for each in pictures)]}
+    text = page(found, density, shown, model or str(found.about["model"]), prompt)
+    # a tokenizer may decode half of a surrogate pair
+    files["report.html"] = text.encode("utf-8", errors="backslashreplace")
+    files["inspection.json"] = json.dumps(found.to_dict(), indent=1, allow_nan=False).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder / "report.html"
+
+
+def density_picture(found: Inspection) -> Picture:
+    rows = found.run.rows()
+    layers, heads = len({row["layer"] for row in rows}), 1 + max(row["head"] for row in rows)
+    size = (min(max(4.8, 1.6 + 0.42 * heads), 14), min(max(2.6, 1.6 + 0.3 * layers), 12))
+    alt = f"Density of each head by layer; {found.summary.density:.1%} in all."
+    caption = "Share of its visible blocks that each head keeps. Attention costs as much."
+    return Picture("density", alt, caption, _drawn(size, lambda axes: plot_density(rows, axes)))
+
+
+def shown_pictures(shown: ShownHead) -> list[Picture]:
+    """True attention of one head, what its mask keeps of it, and what it leaves out."""
+    lengths, kept = (shown.row["q_len"], shown.row["kv_len"]), shown.attention_kept
+    name = f"layer{shown.layer}-head{shown.head}"
+
+    def drawn(part: str) -> bytes:
+        return _drawn(
+            (4.9, 4.2), lambda axes: plot_attention(shown.mass, shown.block_size, shown.kept, part, axes, lengths=lengths)
+        )
+
+    attention = f"attention of layer {shown.layer}, head {shown.head}"
+    through = f"Through the mask, {kept:.1%} of it; grey blocks are left out."
+    outside = f"Left out by the mask, {1 - kept:.1%} of it; grey blocks are kept."
+    return [
+        Picture(f"{name}-attention", f"True {attention} by blocks.", "", drawn("all")),
+        Picture(f"{name}-kept", f"The {attention} in the blocks that its mask keeps.", through, drawn("kept")),
+        Picture(f"{name}-left-out", f"The {attention} in the blocks that its mask leaves out.", outside, drawn("left out")),
+    ]
+
+
+def _drawn(size: tuple[float, float], draw: Callable[[Axes], object]) -> bytes:
+    # pyplot would keep the figure
+    from matplotlib.figure import Figure
+
+    figure, written = Figure(figsize=size, dpi=130, layout="constrained"), io.BytesIO()
+    draw(figure.subplots())
+    figure.savefig(written, format="png")
+    return written.getvalue()
+
+
+def page(found: Inspection, density: Picture, shown: Sequence[Sequence[Picture]], model: str, prompt: str) -> str:
+    """The whole page; `shown` are the pictures of each head shown."""
     title = escape(f"Sparse prefill in {model}")
-    heads = "".join(_shown(head, images) for head, images in zip(found.heads, shown, strict=True))
+    heads = "".join(_shown(head, pictures) for head, pictures in zip(found.heads, shown, strict=True))
     rule = RULE if any(head.why != NAMED for head in found.heads) else ""
     none = "" if found.heads else "<p>The layers to show ran dense: there is no mask.</p>"
     return f"""<!DOCTYPE html>
@@ -30,14 +117,12 @@ def page(found: Inspection, overview: Sequence[Image], shown: Sequence[Sequence[
 <h1>{title}</h1>
 {_facts(found)}
 <h2>Heads</h2>
-<div class="figures">{"".join(_figure(image, _caption(image, found)) for image in overview)}</div>
+<div class="figures">{_figure(density)}</div>
 {_held(found)}
 <h2>Masks over the true attention</h2>
 <p>{escape(rule)} Attention is that of all rows, computed in full from the layer's queries and keys and
 pooled to blocks: a cell is the mean share of a row's attention. Grey is what a picture leaves out.</p>
 {none}{heads}
-<h2>Time</h2>
-{_times(found)}
 <h2>Layers</h2>
 {_layers(found)}
 <h2>Settings and prompt</h2>
@@ -56,33 +141,20 @@ def _facts(found: Inspection) -> str:
         (f"{about['tokens']:,}", "tokens"),
         (density, "of the query-key pairs kept (density); dense layers count as 100%"),
         (f"{sparse} of {len(summary.layers)}", "layers sparse"),
-        (_seconds(found.times.total), "forward pass"),
     ]
     items = "".join(f"<li><b>{value}</b>{escape(name)}</li>" for value, name in facts)
     where = (
         f"{about['model']}, {about['dtype']}, on {about['device']}, torch {about['torch']}, transformers {about['transformers']}"
     )
-    return f'<p class="soft">{escape(where)}</p>\n<ul class="numbers">{items}</ul>'
+    low = "" if summary.warning is None else f'<p class="warning">{escape(summary.warning)}</p>'
+    return f'<p class="soft">{escape(where)}</p>\n<ul class="numbers">{items}</ul>\n{low}'
 
 
-def _figure(image: Image, caption: str) -> str:
-    data = base64.b64encode(image.png).decode()
-    width, height = (int.from_bytes(image.png[at : at + 4], "big") for at in (16, 20))  # of the PNG's first chunk
-    shown = f'<img alt="{escape(image.alt)}" width="{width}" height="{height}" src="data:image/png;base64,{data}">'
-    return f'<figure style="max-width: {width}px">{shown}<figcaption>{escape(caption)}</figcaption></figure>'
-
-
-def _caption(image: Image, found: Inspection) -> str:
-    tau = found.run.settings.selector().options.get("tau", 0)
-    patterns = "Vertical-slash heads keep whole key blocks and block diagonals; query-aware heads keep blocks of their own."
-    return {
-        "density": "Share of its visible blocks that each head keeps. Attention costs as much.",
-        "patterns": patterns if has(found.run.rows(), "js_distance") else "The method has one rule for all heads.",
-        "distances": f"Distance of the pooled estimate to the true attention of the last rows. Heads below tau = {tau:g} (dot) "
-        "are query-aware.",
-        "coverage": "Share of the last rows' true attention that the kept blocks hold. A low value costs little in a head whose "
-        "attention is diffuse, and much in a head that looks something up.",
-    }[image.name]
+def _figure(picture: Picture) -> str:
+    data = base64.b64encode(picture.png).decode()
+    width, height = (int.from_bytes(picture.png[at : at + 4], "big") for at in (16, 20))  # of the PNG's first chunk
+    image = f'<img alt="{escape(picture.alt)}" width="{width}" height="{height}" src="data:image/png;base64,{data}">'
+    return f'<figure style="max-width: {width}px">{image}<figcaption>{escape(picture.caption)}</figcaption></figure>'
 
 
 def _held(found: Inspection) -> str:
@@ -101,57 +173,32 @@ mean over rows and heads.</p>
 <div class="scroll"><table><tr>{names}</tr>{lines}</table></div>"""
 
 
-def _shown(head: ShownHead, images: Sequence[Image]) -> str:
+def _shown(head: ShownHead, pictures: Sequence[Picture]) -> str:
     row = head.row
     about = f"Shown for: {head.why}. {row['pattern'].capitalize()}, density {row['density']:.1%}. The mask holds "
     about += f"{head.attention_kept:.1%} of all rows' attention"
     about += "." if math.isnan(row["coverage"]) else f", {row['coverage']:.1%} of the last rows'."
     if row["reason"]:
         about += f" This head's mask was not used: {row['reason']}."
-    captions = ("", "Through the mask; grey blocks are left out.", "Left out by the mask; grey blocks are kept.")
-    figures = "".join(_figure(image, caption) for image, caption in zip(images, captions, strict=True))
+    figures = "".join(map(_figure, pictures))
     return f'<h3>Layer {head.layer}, head {head.head}</h3>\n<p>{escape(about)}</p>\n<div class="figures">{figures}</div>\n'
 
 
-def _times(found: Inspection) -> str:
-    stages, total = found.times.stages, max(found.times.total, 1e-9)
-    bar = "".join(f'<span class="{name}" style="width:{100 * each / total:.2f}%"></span>' for name, each in stages.items())
-    rows = "".join(
-        f'<tr><td><span class="key {name}"></span>{name}</td><td class="n">{_seconds(each)}</td>'
-        f'<td class="n">{each / total:.1%}</td></tr>'
-        for name, each in stages.items()
-    )
-    return f'<div class="bar">{bar}</div>\n<table>{rows}</table>\n<p class="soft">{escape(HOW_TIMED)}</p>'
-
-
 def _layers(found: Inspection) -> str:
-    by_layer = {each.layer: each for each in found.times.layers}
     lines = []
     for layer in found.summary.layers:
-        took = by_layer.get(layer.layer)
         patterns = ", ".join(f"{share:.0%} {name}" for name, share in layer.patterns.items())
         if layer.served_densely:
             patterns += f"; {layer.served_densely:.0%} served by dense attention, faster there"
-        coverage = "" if layer.coverage is None else f"{layer.coverage:.1%}"
-        cells = [
-            f"{layer.density:.1%}",
-            coverage,
-            *(("", "") if took is None else (_seconds(took.selection), _seconds(took.call))),
-        ]
-        numbers = "".join(map(_number, cells))
+        shares = ("" if share is None else f"{share:.1%}" for share in (layer.density, layer.coverage, layer.lowest))
         text = "".join(f"<td>{escape(cell)}</td>" for cell in (patterns, "; ".join(layer.reasons)))
-        lines.append(f'<tr><td class="n">{layer.layer}</td><td>{layer.ran}</td>{numbers}{text}</tr>')
-    names = ("density", "coverage", "selection", "whole call")
-    head = '<th class="n">layer</th><th>ran</th>' + "".join(f'<th class="n">{name}</th>' for name in names)
+        lines.append(f'<tr><td class="n">{layer.layer}</td><td>{layer.ran}</td>{"".join(map(_number, shares))}{text}</tr>')
+    head = '<th class="n">layer</th><th>ran</th>' + "".join(f'<th class="n">{n}</th>' for n in ("density", "coverage", "lowest"))
     return f'<div class="scroll"><table><tr>{head}<th>heads</th><th>dense because</th></tr>{"".join(lines)}</table></div>'
 
 
 def _number(text: str) -> str:
     return f'<td class="n">{text}</td>'
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def _settings(found: Inspection) -> str:
@@ -192,9 +239,5 @@ figcaption { color: var(--soft); font-size: .85rem; padding: .3rem .1rem; }
 th, td { padding: .25rem .8rem .25rem 0;
   text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: normal; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-.bar { display: flex; height: 1.6rem; border: 1px solid var(--line); border-radius: .3rem; overflow: hidden; max-width: 46rem; }
-.bar span { min-width: 0; } .selection { background: #f0a02f; } .attention { background: #1f5fa8; }
-.rest { background: repeating-linear-gradient(45deg, #c9c9d2 0 6px, #b4b4bf 6px 8px); }
-.key { display: inline-block; width: .9rem; height: .9rem; border-radius: .2rem; vertical-align: -.1rem; margin-right: .35rem; }
 pre { background: var(--card); padding: .7rem; border-radius: .4rem; white-space: pre-wrap; font-size: .85rem; }
 """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.pictures.style import HIDDEN, IN_PART, LEFT_OUT, WHOLE, draw_blocks
+from flexmask.plot.style import HIDDEN, IN_PART, LEFT_OUT, WHOLE, draw_blocks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

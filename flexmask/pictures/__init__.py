@@ -1,1 +1,0 @@
-"""The pictures of `flexmask.plot`; matplotlib is imported when something is drawn."""

@@ -1,0 +1,88 @@
+"""The density of every head, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from flexmask.plot.style import LEFT_OUT, own_axes, whole_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def plot_density(source: Any, axes: Axes | None = None) -> Axes:
+    """Draw the density of each head, one row per layer; layers that ran dense are hatched.
+
+    Parameters
+    ----------
+    source
+        A run (`PrefillRun`), the result of `tune`, or their rows, dicts with ``layer``, ``head`` and ``density``. Values are
+        means over batch rows and over calls that ran sparse, if any did.
+    axes
+        Where to draw. Default: a new figure of pyplot.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Its first image holds the values, masked where a layer ran dense.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a `source` without rows.
+
+    Examples
+    --------
+    >>> rows = [{"layer": layer, "head": head, "density": 0.1 * head} for layer in range(2) for head in range(4)]
+    >>> plot_density(rows).get_title()
+    'Density: kept blocks / visible blocks'
+    """
+    import numpy as np
+    from matplotlib.patches import Rectangle
+
+    rows = _rows_of(source)
+    layers, num_heads = sorted({row["layer"] for row in rows}), 1 + max(row["head"] for row in rows)
+    by_head: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_head.setdefault((layers.index(row["layer"]), row["head"]), []).append(row)
+    values = np.full((len(layers), num_heads), np.nan)
+    for place, calls in by_head.items():
+        sparse = [row["density"] for row in calls if row.get("pattern") != "dense"]
+        values[place] = np.mean(sparse) if sparse else np.nan
+    axes = own_axes(axes, min(max(4.8, 1.6 + 0.42 * num_heads), 14), min(max(2.4, 1.6 + 0.3 * len(layers)), 12))
+    shown = np.ma.masked_invalid(values)
+    image = axes.imshow(shown, cmap="cividis_r", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    # layers may differ in their number of heads
+    dense = [place for place in by_head if shown.mask[place]]
+    for layer, head in dense:
+        axes.add_patch(
+            Rectangle((head - 0.5, layer - 0.5), 1, 1, facecolor=LEFT_OUT, edgecolor="#8a8a92", hatch="///", linewidth=0)
+        )
+    if len(layers) <= 32 and num_heads <= 20:
+        for layer, head in np.argwhere(~shown.mask):
+            value = values[layer, head]
+            text, ink = "1" if value > 0.995 else f"{value:.2f}", "#000000" if value < 0.55 else "#ffffff"
+            axes.text(head, layer, text, ha="center", va="center", fontsize=7, color=ink)
+    whole_numbers(axes.xaxis, range(num_heads))
+    whole_numbers(axes.yaxis, layers)
+    axes.set(xlabel="head (hatched: ran dense)" if dense else "head", ylabel="layer")
+    axes.set_title("Density: kept blocks / visible blocks", fontsize=10)
+    axes.tick_params(labelsize=8)
+    axes.figure.colorbar(image, ax=axes, pad=0.02).ax.tick_params(labelsize=8)
+    return axes
+
+
+def _rows_of(source: Any) -> list[Mapping[str, Any]]:
+    """The rows of a run or of a tuning result, or rows as they are, at least one."""
+    given = source.rows() if callable(getattr(source, "rows", None)) else source
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
+        raise TypeError(f"source must have rows(), as a run has, or be such rows; got {type(source).__name__}")
+    rows = list(given)
+    if not all(isinstance(row, Mapping) and {"layer", "head"} <= row.keys() for row in rows):
+        raise TypeError("source must have rows that are dicts with layer and head")
+    if not rows:
+        raise ValueError("source must hold at least one prefill call; got none (collect_stats=False keeps no statistics)")
+    if not all("density" in row for row in rows):
+        raise ValueError(f"source must have density in every row; got {', '.join(map(str, rows[0]))}")
+    return rows

@@ -1,1 +1,0 @@
-"""The report of an inspection: pictures, a page and the numbers."""
