@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 # ratio of times to first token that counts as a gain
 LEAST_GAIN = 1.05
-# largest over smallest seconds of the same work, from which the machine is called busy
-WIDE = 1.3
 # default tokens
 _LENGTHS, _LENGTHS_ON_CPUS = "32768,131072", "16384,32768"
 
@@ -82,15 +81,18 @@ def gain(
     chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
     on = torch.device(where)
     if prompt is None:
-        lengths = _lengths(tokens or (_LENGTHS_ON_CPUS if on.type == "cpu" else _LENGTHS))
-        document = _of_config(output, name, chosen, lengths, _densities(density), on, kind)
+        tokens = tokens or (_LENGTHS_ON_CPUS if on.type == "cpu" else _LENGTHS)
+        lengths = _numbers(tokens, int, "--tokens", "lengths of at least 2 tokens", 2)
+        shares = _numbers(density, float, "--density", "shares in (0, 1]", 1e-9, 1.0)
+        document = _of_config(output, name, chosen, lengths, shares, on, kind)
     else:
         document = _of_prompt(output, name, chosen, read_text(prompt), on, kind, new_tokens, chat)
-    own = chosen is None and len(document["settings"]) > 1
-    document["settings_from"] = "config.json" if own else str(settings or "options")
-    document["gains"] = any(_gaining(each) for each in document["lengths"])
-    document["verdict"] = [verdict(each) for each in document["lengths"]]
+    document["gains"] = any(_gaining(row) for row in document["lengths"])
+    document["verdict"] = [verdict(row) for row in document["lengths"]]
     _show(output, document)
+    if document["gains"]:
+        output.line()
+        output.line(to_use(document["settings"], settings, chosen is None))
     output.result(document)
 
 
@@ -104,7 +106,7 @@ def _of_config(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     config = load_config(model, "MODEL")
-    from flexmask.commands.gain_model import row_of, settings_of, weights_per_token
+    from flexmask.commands.gain_model import weights_per_token
     from flexmask.commands.gain_times import matmul_speed, model_times
     from flexmask.integrations.huggingface.layer_plan import layer_plan
 
@@ -114,15 +116,14 @@ def _of_config(
         output.remark(f"{max(lengths):,} tokens exceed the model's max_position_embeddings, {longest:,}")
     with output.progress("timing one length" if len(lengths) == 1 else f"timing {len(lengths)} lengths") as advance:
         advance(0, len(lengths))
-        with option_errors(otherwise="--option"):
-            used = settings_of(config, chosen)
+        used = _settings_of(config, chosen)
         speed, weights = matmul_speed(max(lengths), text.hidden_size, device, dtype), weights_per_token(config)
         for length in lengths:
             plan = layer_plan(config, settings=used, tokens=length, device=device, dtype=dtype)
-            row = row_of(length, (each.plan for each in plan), (each.reason for each in plan), 2 * weights * length / speed)
-            if row["layers"].get("sparse", 0):
-                times = model_times(plan, length, densities, used.selector(), used.run_options, speed, device, dtype)
-                row = _with_first_tokens(row | times)
+            row = _row(length, (layer.plan for layer in plan), (layer.reason for layer in plan))
+            if row["layers"].get("sparse"):
+                times = model_times(plan, length, densities, used, speed, device, dtype)
+                row |= with_first_tokens({"rest_seconds": 2 * weights * length / speed, **times})
             rows.append(row)
             advance(len(rows), len(lengths))
     return {
@@ -145,14 +146,16 @@ def _of_prompt(
     chat: bool,
 ) -> dict[str, Any]:
     loaded, tokenizer = load_model(model, output, str(device), str(dtype).removeprefix("torch."), "MODEL")
-    from flexmask.commands.gain_model import answers, prompt_gain, settings_of
+    from flexmask.commands.gain_model import answers, prompt_gain
 
-    ids = token_ids(tokenizer, text, chat=chat)
-    with option_errors(otherwise="--option"):
-        used = settings_of(loaded.config, chosen)
+    ids, used = token_ids(tokenizer, text, chat=chat), _settings_of(loaded.config, chosen)
     remark_if_short(output, loaded, used, ids.shape[1])
     with output.progress(f"three prefills of {ids.shape[1]:,} tokens") as advance:
-        row, error = prompt_gain(loaded, ids, used, advance)
+        summary, times, error = prompt_gain(loaded, ids, used, advance)
+    plans = ("dense" if layer.ran == "dense" else "sparse" for layer in summary.layers)
+    row = _row(ids.shape[1], plans, (reason for layer in summary.layers for reason in sorted(layer.reasons)))
+    if times:
+        row |= with_first_tokens(times)
     found = {}
     if new_tokens:
         with output.progress(f"two answers of {new_tokens:,} tokens"):
@@ -160,12 +163,29 @@ def _of_prompt(
     return {
         **_about(model, type(loaded.config).__name__, used, device, dtype),
         "source": "prompt",
-        "lengths": [_with_first_tokens(row) if row["sparse"] else row],
+        "lengths": [row],
+        "low_heads": summary.warning,
         "error": error,
         "answers": {
-            name: {"tokens": own, "text": tokenizer.decode(own, skip_special_tokens=True)} for name, own in found.items()
+            name: {"tokens": new, "text": tokenizer.decode(new, skip_special_tokens=True)} for name, new in found.items()
         },
     }
+
+
+def _settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings:
+    """The chosen settings, else those in the config, else the defaults; checked for the model."""
+    from flexmask.integrations.huggingface.model_config import settings_for
+
+    with option_errors(otherwise="--option"):
+        found = settings_for(config.get_text_config(), chosen)
+        found.check_model(config.get_text_config())
+    return found
+
+
+def _row(tokens: int, plans: Iterable[str], reasons: Iterable[str]) -> dict[str, Any]:
+    """A length: its layers by plan, and by reason for not running sparse; `with_first_tokens` adds the times."""
+    found = {"layers": dict(Counter(plans)), "reasons": dict(Counter(filter(None, reasons)))}
+    return {"tokens": tokens, **found, "rest_seconds": 0.0, "dense": None, "sparse": []}
 
 
 def _about(model: str, name: str, settings: PrefillSettings, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -183,36 +203,33 @@ def _about(model: str, name: str, settings: PrefillSettings, device: torch.devic
     }
 
 
-def _with_first_tokens(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with medians of the rounds, and the expected time to first token: attention, selection and the rest of the model.
+def with_first_tokens(times: dict[str, Any]) -> dict[str, Any]:
+    """Medians of the rounds, and the expected time to first token: attention, selection and the rest of the model.
 
-    ``by_round`` keeps the seconds of every round, `first_token_ratios` the smallest and largest ratio of one round.
+    `first_token_ratios` are the smallest and largest ratio of one round.
     """
-    rest, dense = row["rest_seconds"], _median_of_rounds(row["dense"])
-    sparse = [_median_of_rounds(way) for way in row["sparse"]]
-    dense["first_token_seconds"] = rest + dense["attention_seconds"]
-    for way in sparse:
-        taken = way["selection_seconds"] + way["attention_seconds"]
-        way["first_token_seconds"] = rest + taken
-        way["attention_ratio"] = dense["attention_seconds"] / taken
-        way["first_token_ratio"] = dense["first_token_seconds"] / way["first_token_seconds"]
-        rounds = zip(dense["by_round"]["attention_seconds"], *way["by_round"].values(), strict=True)
-        ratios = [(rest + whole) / (rest + sum(parts)) for whole, *parts in rounds]
-        way["first_token_ratios"] = [min(ratios), max(ratios)]
-    return row | {"dense": dense, "sparse": sparse}
+    import numpy as np
 
-
-def _median_of_rounds(way: dict[str, Any]) -> dict[str, Any]:
-    by_round = {name: seconds for name, seconds in way.items() if name.endswith("_seconds")}
-    return way | {name: statistics.median(seconds) for name, seconds in by_round.items()} | {"by_round": by_round}
-
-
-def spread(row: dict[str, Any]) -> float:
-    """Largest over smallest seconds of the same work in the rounds of a row, of what takes a tenth of dense attention or more."""
-    ways = [way["by_round"] for way in (row["dense"], *row["sparse"])]
-    least = row["dense"]["attention_seconds"] / 10
-    timed = [seconds for way in ways for seconds in way.values() if statistics.median(seconds) >= least]
-    return max((max(each) / min(each) for each in timed if min(each) > 0), default=1.0)
+    rest, attention = times["rest_seconds"], np.asarray(times["dense"]["attention_seconds"])
+    dense_first, dense_seconds = rest + attention, float(np.median(attention))
+    dense = {"attention_seconds": dense_seconds, "first_token_seconds": rest + dense_seconds}
+    sparse = []
+    for way in times["sparse"]:
+        parts = {name: np.asarray(way[name]) for name in ("selection_seconds", "attention_seconds")}
+        ratios = dense_first / (rest + sum(parts.values()))
+        medians = {name: float(np.median(seconds)) for name, seconds in parts.items()}
+        taken = sum(medians.values())
+        sparse.append(
+            {
+                **way,
+                **medians,
+                "first_token_seconds": rest + taken,
+                "attention_ratio": dense_seconds / taken,
+                "first_token_ratio": (rest + dense_seconds) / (rest + taken),
+                "first_token_ratios": [float(ratios.min()), float(ratios.max())],
+            }
+        )
+    return {**times, "dense": {**times["dense"], **dense}, "sparse": sparse}
 
 
 def _gaining(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -266,16 +283,11 @@ def _show(output: Output, document: dict[str, Any]) -> None:
         output.line()
         for line in _compared(both["dense"], both["sparse"]):
             output.line(line)
-    for row in rows:
-        if row.get("low_heads"):
-            output.line(f"warning: {row['low_heads']}")
+    if document.get("low_heads"):
+        output.line(f"warning: {document['low_heads']}")
     output.line()
     for line in document["verdict"]:
         output.line(line)
-    if document["gains"]:
-        output.line()
-        for line in paste(document["settings"], document["settings_from"]):
-            output.line(line)
 
 
 def _show_times(output: Output, rows: Sequence[dict[str, Any]]) -> None:
@@ -317,36 +329,21 @@ def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str
         )
         notes.append("Your text decides the density: --prompt FILE measures it, and the error, with the model's weights.")
     notes.append("Times are medians of three runs of each, in turns.")
-    widest = max(spread(row) for row in rows)
-    if widest >= WIDE:
-        notes.append(f"warning: the same work took up to {widest:.1f} times as long from run to run; is the machine busy?")
     share = min(row.get("timed_share_of_heads", 1.0) for row in rows)
     if share < 1:
         notes.append(f"Dense attention is slow here: {share:.0%} of the heads were timed, and the seconds scaled up.")
     return notes
 
 
-def paste(settings: dict[str, Any], where: str) -> list[str]:
-    """Python and JSON that switch it on, with settings from `where`: a file, ``"config.json"`` or the ``"options"``."""
+def to_use(settings: dict[str, Any], file: Path | None, of_config: bool) -> str:
+    """A line of Python that switches it on, with settings from a `file`, the model's config or options."""
     from flexmask.attention import RECOMMENDED
 
     options = {name: value for name, value in settings.items() if (name, value) != ("method", RECOMMENDED)}
-    given = "".join(f", {name}={value!r}" for name, value in options.items())
-    if where == "config.json":
-        given = ""
-    elif "layers" in options:
-        given = f", settings={where!r}"
-    lines = ["To use it:", "", f"  with flexmask.sparse_prefill(model{given}) as run:", "      model.generate(**inputs)"]
-    if where == "config.json":
-        return [*lines, "", "with the settings that the model's config.json holds."]
-    if "layers" in options:
-        return lines
-    return [
-        *lines, "",
-        f'The same in the model\'s config.json is "flexmask_config": {json.dumps(settings)}.',
-        "By itself it does nothing. These read it: sparse_prefill(model) without options, the plug-ins for vLLM and SGLang, and",
-        'after flexmask.integrations.huggingface.register() models loaded with attn_implementation="flexmask".',
-    ]  # fmt: skip
+    given = "" if of_config else "".join(f", {name}={value!r}" for name, value in options.items())
+    if file is not None and "layers" in options:
+        given = f", settings={str(file)!r}"
+    return f"To use it: with flexmask.sparse_prefill(model{given}): model.generate(**inputs)"
 
 
 def _short(number: float, space: str = "") -> str:
@@ -359,22 +356,14 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.2f} ms"
 
 
-def _lengths(text: str) -> list[int]:
-    lengths = [_number(part, int, "--tokens") for part in text.split(",")]
-    if min(lengths) < 2:
-        usage_error(f"must be lengths of at least 2 tokens, as in 32768,131072; got {text!r}", "--tokens")
-    return lengths
-
-
-def _densities(text: str) -> list[float]:
-    shares = [_number(part, float, "--density") for part in text.split(",")]
-    if not all(0 < share <= 1 for share in shares):
-        usage_error(f"must be shares in (0, 1], as in 0.1,0.4; got {text!r}", "--density")
-    return shares
-
-
-def _number(text: str, kind: type[Number], option: str) -> Number:
+def _numbers(
+    text: str, kind: Callable[[str], Number], option: str, expected: str, least: float, most: float = math.inf
+) -> list[Number]:
+    """The numbers in a list such as ``0.1,0.4``."""
     try:
-        return kind(text)
+        found = [kind(part) for part in text.split(",")]
     except ValueError:
         usage_error(f"must be numbers, as in 1,2; got {text!r}", option)
+    if not all(least <= number <= most for number in found):
+        usage_error(f"must be {expected}; got {text!r}", option)
+    return found

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flexmask.commands.gain_times import ROUNDS, dense_call, fastest_dense, seconds_in_turns, select_all, wait
+from flexmask.commands.gain_times import ROUNDS, dense_calls, fastest_dense, seconds_in_turns, select_all, wait
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.prefill import opened
+from flexmask.integrations.record import RunSummary
 from flexmask.integrations.tune.loss_gradient import logits_of, scored_tokens
 from flexmask.settings import PrefillSettings
 
@@ -44,31 +44,11 @@ def weights_per_token(config: Any) -> int:
     return int(found)
 
 
-def row_of(tokens: int, plans: Iterable[str], reasons: Iterable[str], rest: float = 0.0) -> dict[str, Any]:
-    """A length: its layers by plan and by reason for not running sparse, without times."""
-    return {
-        "tokens": tokens,
-        "layers": dict(Counter(plans)),
-        "reasons": dict(Counter(filter(None, reasons))),
-        "rest_seconds": rest,
-        "dense": None,
-        "sparse": [],
-    }
-
-
-def settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings:
-    """The chosen settings, else those in the config, else the defaults; checked for the model."""
-    text = config.get_text_config()
-    found = settings_for(text, chosen)
-    found.check_model(text)
-    return found
-
-
 @torch.no_grad()
 def prompt_gain(
     model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, progress: Callable[[int, int], None]
-) -> tuple[dict[str, Any], dict[str, float] | None]:
-    """Times and density of one prompt as a row of ``flexmask gain``, and the error; None if every layer runs dense.
+) -> tuple[RunSummary, dict[str, Any], dict[str, float] | None]:
+    """What one prompt kept, times of all attention layers by round, and the error; none of both if every layer runs dense.
 
     Three prefills: sparse, dense, and one that times each layer both ways.
     """
@@ -77,10 +57,8 @@ def prompt_gain(
         sparse = log_probs(model, ids)
     progress(1, 3)
     summary = run.summary()
-    plans = ("dense" if layer.ran == "dense" else "sparse" for layer in summary.layers)
-    row = row_of(ids.shape[1], plans, sorted(reason for layer in summary.layers for reason in layer.reasons))
-    if not row["layers"].get("sparse"):
-        return row, None
+    if all(layer.ran == "dense" for layer in summary.layers):
+        return summary, {}, None
     dense = log_probs(model, ids)
     progress(2, 3)
     timed = _Timed(model.device)
@@ -89,18 +67,15 @@ def prompt_gain(
         last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         model(input_ids=ids, use_cache=False, **last)
     wait(model.device)
-    row["rest_seconds"] = max(0.0, time.perf_counter() - start - timed.spent)
+    rest = max(0.0, time.perf_counter() - start - timed.spent)
     progress(3, 3)
-    row["dense"] = {"kernel": ", ".join(sorted({*timed.kernels.values()} - {""})), "attention_seconds": timed.dense}
-    row["low_heads"] = summary.warning
-    row["sparse"] = [{"density": summary.density, "selection_seconds": timed.selection, "attention_seconds": timed.attention}]
     error = {
         "tokens": len(dense),
         "log_prob_change": float((sparse - dense).abs().mean()),
         "loss_dense": -float(dense.mean()),
         "loss_sparse": -float(sparse.mean()),
     }
-    return row, error
+    return summary, {"rest_seconds": rest, **timed.times(summary.density)}, error
 
 
 @torch.no_grad()
@@ -115,38 +90,40 @@ def answers(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, new_
 
 
 class _Timed:
-    """Times flexmask's call and the fastest dense kernel in every attention call of a prefill."""
+    """Serves a prefill, and times flexmask's call and the fastest dense kernel in every attention call."""
 
     def __init__(self, device: torch.device) -> None:
-        self.dense, self.attention, self.selection = ([0.0] * ROUNDS for _ in range(3))  # by round
+        self._dense, self._attention, self._selection = np.zeros((3, ROUNDS))
         self.spent = 0.0
-        self.kernels: dict[Any, str] = {}
+        self._kernels: dict[Any, str] = {}
         self._device = device
 
     def __call__(self, call: PrefillCall) -> Tensor:
         wait(self._device)
-        start = time.perf_counter()
-        inputs = call.inputs.with_offset()
-        is_sparse = call.reason_dense() is None
-        out = call.attention()
-        shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window, is_sparse)
-        first = shape not in self.kernels
-        calls: list[Callable[[], Any]] = [call.attention]
-        if first:
-            self.kernels[shape] = fastest_dense(inputs) if is_sparse else ""
-        if is_sparse:
-            select = partial(select_all, inputs, call.selector.for_inputs(inputs), call.settings.run_options)
-            calls += [dense_call(inputs, self.kernels[shape]), select]
-        found = seconds_in_turns(calls, self._device, warm_up=first)
-        own, dense = found[0], found[1] if is_sparse else found[0]
-        selection = found[2] if is_sparse else [0.0] * ROUNDS
-        for at in range(ROUNDS):
-            self.dense[at] += dense[at]
-            self.selection[at] += selection[at]
-            self.attention[at] += max(0.0, own[at] - selection[at])
+        start, out = time.perf_counter(), call.attention()
+        inputs = call.inputs.prepared()
+        if call.reason_dense() is not None:
+            (dense,) = seconds_in_turns([call.attention], self._device, warm_up=False)
+            whole, selection = dense, np.zeros(ROUNDS)
+        else:
+            shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window)
+            first = shape not in self._kernels
+            kernel = self._kernels.setdefault(shape, fastest_dense(inputs)) if first else self._kernels[shape]
+            select = partial(select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
+            calls: list[Callable[[], Any]] = [call.attention, dense_calls(inputs)[kernel], select]
+            whole, dense, selection = seconds_in_turns(calls, self._device, warm_up=first)
+        self._dense += dense
+        self._selection += selection
+        self._attention += np.maximum(0.0, whole - selection)
         wait(self._device)
         self.spent += time.perf_counter() - start
         return out
+
+    def times(self, density: float | None) -> dict[str, Any]:
+        """As `flexmask.commands.gain_times.model_times`."""
+        sparse = {"density": density, "selection_seconds": self._selection, "attention_seconds": self._attention}
+        kernel = ", ".join(sorted({*self._kernels.values()}))
+        return {"dense": {"kernel": kernel, "attention_seconds": self._dense}, "sparse": [sparse]}
 
 
 def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:

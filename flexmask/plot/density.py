@@ -54,7 +54,7 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
     shown = np.ma.masked_invalid(values)
     image = axes.imshow(shown, cmap="cividis_r", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     # layers may differ in their number of heads
-    dense = [place for place in by_head if shown.mask[place]]
+    dense = [place for place in by_head if np.isnan(values[place])]
     for layer, head in dense:
         axes.add_patch(
             Rectangle((head - 0.5, layer - 0.5), 1, 1, facecolor=LEFT_OUT, edgecolor="#8a8a92", hatch="///", linewidth=0)
