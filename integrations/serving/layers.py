@@ -54,6 +54,12 @@ class SparseLayer(LayerShape):
         shape = (getattr(self, each.name) for each in fields(LayerShape))
         return (*shape, method.name, self.selector.block_size, fixed)
 
+    def with_gamma(self, gamma: float | None) -> SparseLayer:
+        """The same with one gamma for all heads, which compiles nothing; None: as it is."""
+        if gamma is None:
+            return self
+        return replace(self, selector=replace(self.selector, options={**self.selector.options, "gamma": gamma}))
+
     def inputs_of(self, rows: int, tokens: int, device: torch.device) -> AttentionInputs:
         """Inputs of this layer's shape that take no memory."""
         one = torch.empty(1, dtype=torch.bfloat16, device=device)

@@ -13,6 +13,7 @@ from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, serving_options
 from flexmask.integrations.sglang.prefill import Prefill, refuse_model, refuse_server
+from flexmask.integrations.sglang.requests import tell_requests
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import RUN, interface_faults
 
@@ -52,6 +53,7 @@ def make_backend(runner: Any) -> Any:
     prefill.prepare(largest_call(runner), torch.device(runner.device), runner.dtype)
     if not prefill.sparse_layers:
         return stock
+    tell_requests(prefill.chosen)
     # every stage of pipeline parallelism sees every token
     if rank == 0 and get_pp_group().is_first_rank and server.enable_metrics:
         prefill.counters.export()
@@ -175,7 +177,7 @@ def attend_by_plan(
         reads = (pool.get_key_buffer, pool.get_value_buffer)
         cached = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
         keys, values = map(after_cached, cached, (key[chunk], value[chunk]), scales or (None, None))
-        by_head[chunk], density = attend(role, query[chunk], keys, values, None, counted)
+        by_head[chunk], density = attend(role.with_gamma(request.gamma), query[chunk], keys, values, None, counted)
         if density is not None and not prefill.is_dummy:
             prefill.counters.add_density(density, request.stop - request.start, request.seq_len)
     by_head[step.rows :] = 0  # padding

@@ -11,6 +11,7 @@ from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.plan import StepPlan
+from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.serving.startup import bytes_of, reserve, roles_line, served_roles, warm_up
 from flexmask.integrations.sglang.layers import FP8, role_of_layer
 from flexmask.integrations.sglang.options import NAME
@@ -81,6 +82,8 @@ class Prefill:
         self.pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.counters = Counters()
+        self.chosen: dict[str, RequestOptions] = {}
+        """Options of the requests of a batch that have some, by id"""
         self.uncounted: StepPlan | None = None
         """The plan of a step until its first layer runs"""
         self.is_dummy = False
@@ -132,7 +135,7 @@ class Prefill:
 
     def step(self, forward_batch: Any) -> Step | None:
         """Plan one step; None: all of it runs stock."""
-        plan = plan_batch(forward_batch, self._policy)
+        plan = plan_batch(forward_batch, self._policy, self.chosen)
         self.is_dummy = forward_batch.rids is None
         self.uncounted = None if self.is_dummy else plan
         if not self.is_dummy:

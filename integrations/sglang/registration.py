@@ -1,8 +1,9 @@
-"""The entry point ``sglang.srt.plugins: flexmask``: it registers the name of a backend and changes nothing else."""
+"""The entry point ``sglang.srt.plugins: flexmask``: it registers the name of a backend, and reads the options of requests."""
 
 from __future__ import annotations
 
 from flexmask.integrations.sglang.options import NAME
+from flexmask.integrations.sglang.requests import read_requests
 
 
 def register() -> None:
@@ -18,3 +19,4 @@ def register() -> None:
     if NAME not in server_args.ATTENTION_BACKEND_CHOICES:
         server_args.add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(make_backend)
+    read_requests()

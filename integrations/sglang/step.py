@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.plan import StepPlan, plan_step
+from flexmask.integrations.serving.requests import RequestOptions
 
 PROMPTS = ("EXTEND", "MIXED")
 """SGLang's names of steps whose long requests run sparse"""
@@ -57,8 +58,11 @@ def stock_reason(forward_batch: Any) -> str | None:
     return "the host has no lengths of a batch" if lengths_of(forward_batch) is None else None
 
 
-def plan_batch(forward_batch: Any, policy: DensePolicy) -> StepPlan | None:
-    """The plan of a step of prompts, from lengths that the host has; None for any other step, which runs stock."""
+def plan_batch(forward_batch: Any, policy: DensePolicy, chosen: Mapping[str, RequestOptions] = {}) -> StepPlan | None:
+    """The plan of a step of prompts, from lengths that the host has; None for any other step, which runs stock.
+
+    `chosen` are the options of the requests that have some, by id.
+    """
     if forward_batch.forward_mode.name not in PROMPTS:
         return None
     lengths = lengths_of(forward_batch)
@@ -66,7 +70,8 @@ def plan_batch(forward_batch: Any, policy: DensePolicy) -> StepPlan | None:
         return StepPlan((), (), 0, forward_batch.extend_num_tokens or 0)
     rows, cached = lengths
     seq_lens = [a + b for a, b in zip(cached, rows, strict=True)]
-    return plan_step([0, *accumulate(rows)], None if stock_reason(forward_batch) else seq_lens, policy)
+    options = [chosen.get(name) for name in forward_batch.rids or ()]
+    return plan_step([0, *accumulate(rows)], None if stock_reason(forward_batch) else seq_lens, policy, None, options)
 
 
 def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:

@@ -31,6 +31,8 @@ _FUNCTIONS = {
     "backend.init_forward_metadata_out_graph": ("forward_batch",),
     "backend.forward_extend": ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
     "pool.set_kv_buffer": ("layer", None, "cache_k", "cache_v", "k_scale", "v_scale"),
+    "batch.init_new": ("batch", "model_runner"),
+    "tokenizer._create_tokenized_object": ("obj",),
     "pool.get_key_buffer": ("layer_id",),
     "pool.get_value_buffer": ("layer_id",),
 }
@@ -39,14 +41,16 @@ _FUNCTIONS = {
 def interface_faults(stock: Any) -> list[str]:
     """Differences of the installed SGLang from the interfaces that the plug-in needs, for one of its backends; [] if none."""
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.server_args import ServerArgs
 
+    holders = {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager, "pool": MHATokenToKVPool}
     faults = []
     for name, wanted in _FUNCTIONS.items():
         owner, _, attribute = name.partition(".")
-        holder = stock if owner == "backend" else MHATokenToKVPool
+        holder = holders[owner]
         faults += wrong_arguments(name, getattr(holder, attribute, None), wanted)
     fields = fields_of(ForwardBatch)
     faults += absent_names("ForwardBatch", _FIELDS, fields)

@@ -11,6 +11,7 @@ from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.plan import StepPlan, plan_step
 from flexmask.integrations.vllm.engine import engine_of
 from flexmask.integrations.vllm.pages import PageTable
+from flexmask.integrations.vllm.requests import tell_requests
 
 
 class SparseStep(NamedTuple):
@@ -40,6 +41,7 @@ class SparsePrefillBuilder:
         if is_sparse and not self._plans:
             self._engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
         self._policy = self._engine.options.policy
+        tell_requests(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -95,7 +97,8 @@ class SparsePrefillBuilder:
         num_reqs = common.num_reqs
         seq_lens = None if reason is not None else common.seq_lens_cpu_upper_bound[:num_reqs].tolist()
         is_prefilling = None if common.is_prefilling is None else common.is_prefilling[:num_reqs].tolist()
-        return plan_step(common.query_start_loc_cpu[: num_reqs + 1].tolist(), seq_lens, self._policy, is_prefilling)
+        starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
+        return plan_step(starts, seq_lens, self._policy, is_prefilling, self._engine.chosen)
 
 
 def stock_reason(common: Any) -> str | None:

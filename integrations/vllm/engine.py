@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions, read_options
+from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.serving.startup import reserve, roles_line, served_roles, warm_up
 from flexmask.integrations.vllm.layers import layer_number, role_of
 
@@ -23,6 +24,7 @@ _LOCK = threading.RLock()
 DRAFT = "a draft model's"
 DERIVED = "its backend shows layers other requests"
 KEY = "flexmask"
+CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
 KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
 """vLLM's backends for everything that is not sparse; the first is the default."""
 
@@ -50,7 +52,16 @@ class Engine:
         self.counters = Counters()
         # the layer whose calls count a step's tokens
         self.counting_layer: str | None = None
+        self.chosen: list[RequestOptions | None] = []
+        """Options of the requests of a step, in its order"""
+        self._chosen: dict[str, RequestOptions] = {}  # of the requests that have some, by id
         self._prepared = False
+
+    def choose(self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str]) -> None:
+        """Note the options of new requests and the order of a step's requests; those that are no longer alive are forgotten."""
+        known = {**self._chosen, **new}
+        self._chosen = {name: options for name, options in known.items() if options is not None and name in alive}
+        self.chosen = [self._chosen.get(name) for name in order]
 
     def role_of(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
         """The role of a layer whose implementation got the arguments `given`; `model` is a path."""
@@ -154,11 +165,18 @@ def engine_of(vllm_config: Any) -> Engine:
 
     A draft model copies the configuration but shares the registry of layers, which identifies an engine.
     """
-    layers = vllm_config.compilation_config.static_forward_context
     with _LOCK:
-        if not _LATEST or _LATEST[0].layers is not layers:
-            _LATEST[:] = [Engine(vllm_config)]
-        return _LATEST[0]
+        engine = made_engine(vllm_config)
+        if engine is None:
+            engine = Engine(vllm_config)
+            _LATEST[:] = [engine]
+        return engine
+
+
+def made_engine(vllm_config: Any) -> Engine | None:
+    """The engine of a configuration, if it was made: one without our backend has none."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return _LATEST[0] if _LATEST and _LATEST[0].layers is layers else None
 
 
 def serving_options(additional_config: Any, model_config: Any = None) -> ServingOptions:

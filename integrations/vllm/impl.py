@@ -61,9 +61,12 @@ class FindsItsRole:
             self._engine.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
         return step if is_sparse else None
 
-    def flexmask_attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def flexmask_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, gamma: float | None = None
+    ) -> Tensor:
         assert isinstance(self._role, SparseLayer)
-        out, density = attend(self._role, query, key, value, sinks, self._engine.options.count_density)
+        role = self._role.with_gamma(gamma)
+        out, density = attend(role, query, key, value, sinks, self._engine.options.count_density)
         if density is not None:
             self._engine.counters.add_density(density, query.shape[0], key.shape[1])
         return out
@@ -117,7 +120,7 @@ class SparsePrefillImpl(FindsItsRole):
                 scale = layer._q_scale.view(-1, 1)
                 by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.groups, 0)
                 queries = in_fp8(queries, cache).to(output.dtype).mul_(by_head)
-            output[rows] = self.flexmask_attend(queries, keys, values, sinks)
+            output[rows] = self.flexmask_attend(queries, keys, values, sinks, request.gamma)
         return output
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
@@ -164,7 +167,8 @@ class SparseLatentImpl(FindsItsRole):
                 page, offset = page_table.pages_and_offsets(kv_c_and_k_pe_cache.shape[1])
                 cached = kv_c_and_k_pe_cache[page, offset].split([latent.shape[-1], rotated.shape[-1]], -1)
                 latent, rotated = torch.cat([cached[0], latent]), torch.cat([cached[1].unsqueeze(1), rotated])
-            output[rows] = self.flexmask_attend(q[rows], *self._keys_and_values(latent, rotated)).flatten(1)
+            keys, values = self._keys_and_values(latent, rotated)
+            output[rows] = self.flexmask_attend(q[rows], keys, values, gamma=request.gamma).flatten(1)
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         stock: Any = self

@@ -1,11 +1,13 @@
-"""The entry point ``vllm.general_plugins: flexmask``, which registers names only."""
+"""The entry point ``vllm.general_plugins: flexmask``: it registers names, and reads the options of requests."""
 
 from __future__ import annotations
 
 import logging
 import os
 
-CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
+from flexmask.integrations.vllm.engine import CPU_VARIABLE
+from flexmask.integrations.vllm.requests import read_requests
+
 _BACKENDS = "flexmask.integrations.vllm.backends"
 _log = logging.getLogger("vllm.flexmask")
 
@@ -14,7 +16,7 @@ def register() -> None:
     """Register sparse prefill as ``--attention-backend CUSTOM``; vLLM calls this in each of its processes.
 
     FLEXMASK_VLLM_CPU=1 overrides the CPU backends, where vLLM ignores the choice. Releases are checked when the backend is first
-    used.
+    used; without it, options of requests are ignored as any other of their extra arguments.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -29,3 +31,4 @@ def register() -> None:
         # since 0.27
         if "CPU_MLA" in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum.CPU_MLA, f"{_BACKENDS}.SparseCPULatentAttention")
+    read_requests()

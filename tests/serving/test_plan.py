@@ -9,6 +9,7 @@ from flexmask.integrations.serving import options as options_module
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import read_options
 from flexmask.integrations.serving.plan import SparseRequest, StockRun, plan_step
+from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.serving.startup import roles_line
 
 
@@ -26,6 +27,15 @@ def test_decoding_rows_short_chunks_and_long_prefills_share_a_step():
     assert plan.sparse == (SparseRequest(3, 42, 742, 5000), SparseRequest(4, 742, 1042, 300))
     assert plan.stock == (StockRun(0, 3, 0, 42), StockRun(5, 6, 1042, 1043))
     assert (plan.sparse_tokens, plan.dense_tokens) == (1000, 40)
+
+
+def test_a_request_s_own_gamma_and_dense_attention_are_planned():
+    rows, lengths = [300, 300, 300, 300], [300, 300, 300, 300]
+    chosen = [None, RequestOptions(gamma=0.5), RequestOptions(dense=True)]
+    plan = plan_step(starts_of(rows), lengths, DensePolicy(256, 64), None, chosen)
+    assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(0, None), (1, 0.5), (3, None)]
+    assert plan.stock == (StockRun(2, 3, 600, 900),)
+    assert (plan.sparse_tokens, plan.dense_tokens) == (900, 300)
 
 
 @pytest.mark.parametrize(

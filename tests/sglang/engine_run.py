@@ -48,6 +48,10 @@ ENGINES = {
     "keep_all": Engine({**KEEP_ALL, "log_every": 0.001}, {**_OURS, "enable_metrics": True}),
     "sparse": Engine({**SPARSE, "log_every": 0.001}, _OURS, ("odd_chunks",)),
     "by_head": Engine(BY_HEAD, _OURS, ("odd_chunks",)),
+    # requests with options of their own, which the stock backend ignores
+    "chosen_stock": Engine(None, {}, ("beside_each_other", "behind_one_prefix", "wrongly")),
+    "chosen": Engine(SPARSE, _OURS, ("beside_each_other", "behind_one_prefix", "wrongly")),
+    "chosen_half": Engine({**SPARSE, "gamma": 0.5}, _OURS, ("beside_each_other",)),
     "fp8_stock": Engine(None, {"kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
     "fp8": Engine(KEEP_ALL, {**_OURS, "kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
     "two_ranks": Engine(BY_HEAD, {**_OURS, "tp_size": 2}, ("odd_chunks",)),
@@ -106,9 +110,13 @@ class Asked:
     def __init__(self, engine):
         self.engine = engine
 
-    def generate(self, prompts, tokens=4, start=0):
-        """Greedy answers, with the log-probabilities of the prompts' tokens from `start` on (-1: of none)."""
-        given = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    def generate(self, prompts, tokens=4, start=0, chosen=None):
+        """Greedy answers, with the log-probabilities of the prompts' tokens from `start` on (-1: of none).
+
+        `chosen` are the custom parameters of each request.
+        """
+        common = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        given = [{**common, "custom_params": each} for each in chosen or [None] * len(prompts)]
         logprobs = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 8}
         return [answer(each) for each in self.engine.generate(input_ids=prompts, sampling_params=given, **logprobs)]
 
@@ -129,6 +137,27 @@ class Asked:
         long, other = prompt(3000, seed=5), prompt(3300, seed=6)
         given = (long, long, long[:2000] + other[2000:])
         return [each for tokens in given for each in self.generate([tokens], start=-1)]
+
+    def beside_each_other(self):
+        """One prompt four times, whose chunks share steps."""
+        options = [None, {"flexmask_gamma": 1}, {"flexmask_dense": True}, {"flexmask_gamma": 0.5}]
+        return self.generate([prompt(1700, seed=1)] * 4, chosen=options)
+
+    def behind_one_prefix(self):
+        """Options of two kinds, and none, all twice; prefixes are shared where options are equal."""
+        self.engine.flush_cache()
+        options = [{"flexmask_gamma": 0.5}, {"flexmask_dense": True}, None] * 2
+        return [self.generate([prompt(2500, seed=5)], start=-1, chosen=[each])[0] for each in options]
+
+    def wrongly(self):
+        """What refuses wrong options; the engine answers on."""
+        told = []
+        for options in ({"flexmask_gamma": 2}, {"flexmask_gama": 0.5}, {"flexmask_read": [0.5, False]}):
+            try:
+                told += [{"refused": "nothing", **self.generate([prompt(300)], chosen=[options])[0]}]
+            except ValueError as error:
+                told += [{"refused": str(error)}]
+        return [*told, *self.generate([prompt(300)])]
 
 
 def answer(output):

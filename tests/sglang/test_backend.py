@@ -149,9 +149,9 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
     else:
         right_plan = step_module.plan_step
 
-        def wrong_plan(starts, lengths, policy):
+        def wrong_plan(starts, lengths, *rest):
             chunks = zip(starts, starts[1:], lengths, strict=False)
-            return right_plan(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], policy)
+            return right_plan(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
 
         monkeypatch.setattr(step_module, "plan_step", wrong_plan)
     far = [float((out - wanted).abs().max()) for out, wanted in zip(outputs(Served(KEEP_ALL)), outputs(Served()), strict=True)]

@@ -49,6 +49,35 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(run, written):
     assert distance(run("stock")["odd_chunks"], ours) > 1
 
 
+def test_requests_choose_gamma_or_dense_attention(run):
+    """By index: the server's gamma, 1, dense and 0.5."""
+    stock, ours, half = (run(name)["beside_each_other"] for name in ("chosen_stock", "chosen", "chosen_half"))
+    for ours_too, wanted in ((ours[1], stock[1]), (ours[2], stock[2]), (ours[3], half[0]), (ours[3], half[3])):
+        assert ours_too["tokens"] == wanted["tokens"]
+        assert distance([ours_too], [wanted]) < NEAR
+    assert all(distance([stock[each]], [ours[each]]) > 1 for each in (0, 3))
+    assert distance([ours[0]], [ours[3]]) > 1
+
+
+def test_requests_share_prefixes_where_their_options_are_equal(run):
+    cached = [each["cached"] for each in run("chosen")["behind_one_prefix"]]
+    assert cached[:3] == [0, 0, 0]
+    assert min(cached[3:]) > 2400
+    # without the plug-in the first of them serves all
+    assert min(each["cached"] for each in run("chosen_stock")["behind_one_prefix"][1:]) > 2400
+
+
+def test_wrong_options_of_a_request_are_refused_and_the_server_goes_on(run):
+    told, stock = run("chosen")["wrongly"], run("chosen_stock")["wrongly"]
+    assert [each["refused"] for each in told[:-1]] == [
+        "flexmask_gamma must be in (0, 1]; got 2",
+        "a request takes flexmask_gamma and flexmask_dense; got 'flexmask_gama'",
+        "a request takes flexmask_gamma and flexmask_dense; got 'flexmask_read'",
+    ]
+    assert told[-1]["tokens"]
+    assert {each.get("refused", "nothing") for each in stock} == {"nothing"}
+
+
 def test_two_ranks_share_heads_and_gammas(run):
     one, two = (run(name)["odd_chunks"] for name in ("by_head", "two_ranks"))
     assert [each["tokens"] for each in one] == [each["tokens"] for each in two]

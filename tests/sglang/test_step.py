@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.sglang.step import STOCK_FIELDS, gathered, plan_batch, slots_of, step_of, stock_reason
 
 POLICY = DensePolicy(100, 32)
@@ -34,6 +35,7 @@ def batch_of(rows=ROWS, before=BEFORE, mode="MIXED", **others):
         input_ids=torch.arange(total),
         positions=torch.arange(total) + 1000,
         out_cache_loc=torch.arange(total) + 2000,
+        rids=[f"request {each}" for each in range(len(rows))],
         **{name: None for name in STOCK_FIELDS if name not in others},
         **others,
     )
@@ -41,7 +43,7 @@ def batch_of(rows=ROWS, before=BEFORE, mode="MIXED", **others):
 
 def test_long_chunks_run_sparse_and_all_else_stock():
     plan = plan_batch(batch_of(), POLICY)
-    assert [tuple(each) for each in plan.sparse] == [(1, 1, 201, 200), (3, 208, 248, 200)]
+    assert [tuple(each) for each in plan.sparse] == [(1, 1, 201, 200, None), (3, 208, 248, 200, None)]
     assert [(run.first, run.last, run.start, run.stop) for run in plan.stock] == [
         (0, 1, 0, 1),
         (2, 3, 201, 208),
@@ -49,6 +51,13 @@ def test_long_chunks_run_sparse_and_all_else_stock():
     ]
     # a row of decoding is neither
     assert (plan.sparse_tokens, plan.dense_tokens) == (240, 37)
+
+
+def test_a_request_s_own_options_are_planned():
+    chosen = {"request 1": RequestOptions(gamma=0.5), "request 3": RequestOptions(dense=True)}
+    plan = plan_batch(batch_of(), POLICY, chosen)
+    assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(1, 0.5)]
+    assert (plan.sparse_tokens, plan.dense_tokens) == (200, 77)
 
 
 @pytest.mark.parametrize("mode", ["DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "SPLIT_PREFILL", "DLLM_EXTEND"])

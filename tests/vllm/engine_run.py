@@ -56,6 +56,10 @@ class Asked:
     def sparsely(self):
         return self.counted(SPARSELY)
 
+    def chosen(self):
+        """Requests with options of their own: in one step, behind one prefix, and wrong ones."""
+        return self.counted(("beside_each_other", "behind_one_prefix", "wrongly"))
+
     def counted(self, questions):
         """Answers, and how much the requests compiled and counted."""
         before = compilations()
@@ -134,11 +138,41 @@ class Asked:
 
         return {name: told(role) for name, role in self.engine.roles.items()}
 
-    def generate(self, prompts, tokens=4, **options):
+    def generate(self, prompts, tokens=4, chosen=None, **options):
+        """Answers; `chosen` are the extra arguments of each request."""
         from vllm import SamplingParams
 
-        given = SamplingParams(temperature=0, max_tokens=tokens, logprobs=8, ignore_eos=True, **options)
+        common = {"temperature": 0, "max_tokens": tokens, "logprobs": 8, "ignore_eos": True, **options}
+        given = [SamplingParams(extra_args=each, **common) for each in chosen or [None] * len(prompts)]
         return [answer(each) for each in self.llm.generate([{"prompt_token_ids": p} for p in prompts], given, use_tqdm=False)]
+
+    def beside_each_other(self):
+        """One prompt four times in a step, and others in chunks beside decoding rows."""
+        self.budget(MOST_TOKENS)
+        self.llm.reset_prefix_cache()
+        options = [None, {"flexmask_gamma": 1}, {"flexmask_dense": True}, {"flexmask_gamma": 0.5}]
+        whole = self.generate([prompt(1700, seed=1)] * 4, chosen=options, prompt_logprobs=0)
+        self.budget(777)
+        mixed = [prompt(length, seed=length) for length in (40, 1300, 2500)]
+        chunked = self.generate(mixed, chosen=[None, {"flexmask_dense": 1}, {"flexmask_gamma": 0.5}], prompt_logprobs=0)
+        return [*whole, *chunked]
+
+    def behind_one_prefix(self):
+        """Options of two kinds, both twice, and none, also twice; prefixes are shared where options are equal."""
+        self.budget(MOST_TOKENS)
+        self.llm.reset_prefix_cache()
+        options = [{"flexmask_gamma": 0.5}, {"flexmask_dense": True}, None] * 2
+        return [self.generate([prompt(2500, seed=5)], chosen=[each])[0] for each in options]
+
+    def wrongly(self):
+        """What refuses wrong options; the engine answers on."""
+        told = []
+        for options in ({"flexmask_gamma": 2}, {"flexmask_gama": 0.5}, {"flexmask_read": [0.5, False]}):
+            try:
+                told += [{"refused": "nothing", **self.generate([prompt(300)], chosen=[options])[0]}]
+            except ValueError as error:
+                told += [{"refused": str(error)}]
+        return [*told, *self.generate([prompt(300)])]
 
     def whole(self):
         """Two whole prompts in one step."""

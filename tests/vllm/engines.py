@@ -60,6 +60,10 @@ ENGINES = {
     "sparse": Engine(SPARSE),
     "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, "sparsely"),
     "by_head": Engine(BY_HEAD, "by_head"),
+    # requests with options of their own, which the stock backend ignores
+    "chosen_stock": Engine(None, "chosen"),
+    "chosen": Engine(SPARSE, "chosen"),
+    "chosen_half": Engine({**SPARSE, "gamma": 0.5}, "chosen"),
     # the memory-measuring run comes before the builder
     "compiled": Engine(KEEP_ALL, arguments={"enforce_eager": False}),
     # on a GPU: chunks in graphs that are larger than they are

@@ -153,6 +153,48 @@ def test_gammas_by_head_are_those_of_the_adapter(adapter, written):
     assert max(differences) < 5e-3
 
 
+@pytest.fixture
+def chosen(written):
+    return {name: written("engine_run", name) for name in ("chosen_stock", "chosen", "chosen_half")}
+
+
+def test_requests_of_one_step_choose_gamma_or_dense_attention(chosen):
+    """By index: the server's gamma, 1, dense and 0.5; in chunks a short prompt, dense and 0.5."""
+    stock, ours, half = (chosen[name]["beside_each_other"] for name in ("chosen_stock", "chosen", "chosen_half"))
+    assert_same_answers([stock[each] for each in (1, 2, 4, 5)], [ours[each] for each in (1, 2, 4, 5)])
+    # as in a server with that gamma
+    for gamma_05, its_server in ((3, 0), (3, 3), (6, 6)):
+        assert_same_answers([half[its_server]], [ours[gamma_05]])
+    for sparse in (0, 3, 6):
+        assert distance([stock[sparse]], [ours[sparse]]) > 1
+    assert distance([ours[0]], [ours[3]]) > 1
+
+
+def test_requests_share_prefixes_where_their_options_are_equal(chosen):
+    first, second = chosen["chosen"]["behind_one_prefix"][:3], chosen["chosen"]["behind_one_prefix"][3:]
+    assert [each["cached"] for each in first] == [0, 0, 0]
+    assert all(each["cached"] > 2400 for each in second)
+    # without the plug-in the first of them serves all
+    assert all(each["cached"] > 2400 for each in chosen["chosen_stock"]["behind_one_prefix"][1:])
+    dense = [chosen[name]["behind_one_prefix"][each] for name in ("chosen_stock", "chosen") for each in (1, 4)]
+    assert all(distance([dense[0]], [each]) < NEAR for each in dense)
+
+
+def test_wrong_options_of_a_request_are_refused_and_the_server_goes_on(chosen):
+    told = chosen["chosen"]["wrongly"]
+    assert [each["refused"] for each in told[:-1]] == [
+        "flexmask_gamma must be in (0, 1]; got 2",
+        "a request takes flexmask_gamma and flexmask_dense; got 'flexmask_gama'",
+        "a request takes flexmask_gamma and flexmask_dense; got 'flexmask_read'",
+    ]
+    assert told[-1]["tokens"] == chosen["chosen_half"]["wrongly"][-1]["tokens"]
+    assert {each.get("refused", "nothing") for each in chosen["chosen_stock"]["wrongly"]} == {"nothing"}
+
+
+def test_options_of_a_request_compile_nothing(chosen):
+    assert len({each["compiled_by_requests"] for each in chosen.values()}) == 1
+
+
 def test_two_ranks_share_heads_and_gammas(written):
     one, two = (written("engine_run", name)["whole"] for name in ("by_head", "two_ranks"))
     assert [each["tokens"] for each in one] == [each["tokens"] for each in two]

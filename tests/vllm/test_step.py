@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.vllm import builder as builder_module
 from flexmask.integrations.vllm import impl as impl_module
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
@@ -22,6 +23,7 @@ from flexmask.settings import PrefillSettings
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
 LAYER = SimpleNamespace(layer_name="model.layers.0.attn")
+CONFIG = SimpleNamespace(use_v2_model_runner=False)
 KEEP_ALL = PrefillSettings(gamma=1.0, block_size=32, dense_below=0)
 
 
@@ -82,7 +84,7 @@ def written_out(query, keys, values, scale, sinks=None):
 
 @pytest.fixture
 def engine(monkeypatch):
-    made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting_layer=LAYER.layer_name, counters=Counters())
+    made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting_layer=LAYER.layer_name, counters=Counters(), chosen=[])
     made.prepare = lambda *a, **k: None
     made.role_of = lambda name, model, given, defaults: role_of(0, given, {}, KEEP_ALL, torch.float32)
     heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "scale": 0.2}
@@ -99,7 +101,7 @@ def parts(engine):
     builder_class = type("Builder", (SparsePrefillBuilder, StockBuilder), {})
     builder_class.flexmask_own = builder_class
     impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS)
-    return builder_class(None, [LAYER.layer_name], None, torch.device("cpu")), impl
+    return builder_class(None, [LAYER.layer_name], CONFIG, torch.device("cpu")), impl
 
 
 def step_of(requests, order="heads first"):
@@ -157,6 +159,24 @@ def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
     assert (engine.counters.sparse_tokens, engine.counters.steps) == (sparse, sparse > 0)
     # parts get no ahead-of-time schedule
     assert all(each.is_fast for each in impl.calls[:-1] if sparse)
+
+
+@pytest.mark.attention
+def test_requests_of_one_step_have_options_of_their_own(parts, engine):
+    builder, _ = parts
+    settings = PrefillSettings(gamma=0.2, min_budget=0, min_coverage=0, block_size=32, dense_below=0)
+    engine.role_of = lambda name, model, given, defaults: role_of(0, given, {}, settings, torch.float32)
+    impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS)
+    engine.chosen = [None, RequestOptions(gamma=1.0), RequestOptions(dense=True)]
+    common, (query, key, value, cache) = step_of([(320, 0), (96, 230), (96, 230)])
+    with torch.inference_mode():
+        output, expected = torch.empty_like(query), torch.empty_like(query)
+        impl.forward(LAYER, query, key, value, cache, builder.build(0, common), output)
+        assert len(impl.calls) == 1
+        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
+    torch.testing.assert_close(output[320:], expected[320:], rtol=1e-4, atol=1e-5)
+    assert (output - expected)[:320].abs().max() > 0.05
+    assert (engine.counters.sparse_tokens, engine.counters.dense_tokens) == (416, 96)
 
 
 @pytest.mark.attention
@@ -264,10 +284,10 @@ def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, engine, capl
     assert not hasattr(builder.build_for_drafting(common, 0), "flexmask_step")
     assert hasattr(builder.build(0, common), "flexmask_step")
     engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
-    derived = type("Derived", (type(builder),), {})(None, [LAYER.layer_name], None, torch.device("cpu"))
+    derived = type("Derived", (type(builder),), {})(None, [LAYER.layer_name], CONFIG, torch.device("cpu"))
     assert not hasattr(derived.build(0, common), "flexmask_step")
     assert caplog.messages == ["flexmask: attention runs stock: Derived shows layers other requests"]
-    of_stock_layers = type(builder)(None, ["stock"], None, torch.device("cpu"))
+    of_stock_layers = type(builder)(None, ["stock"], CONFIG, torch.device("cpu"))
     assert not hasattr(of_stock_layers.build(0, common), "flexmask_step")
     verifying = common.replace(is_prefilling=torch.tensor([False]))
     assert builder.build(0, verifying).flexmask_step.plan.sparse == ()

@@ -1,0 +1,91 @@
+"""The options of single requests: read in vLLM's front end, and told to the engine by its model runner."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from flexmask.integrations.serving.requests import PREFIX, RequestOptions, request_options
+from flexmask.integrations.serving.versions import wrong_arguments
+from flexmask.integrations.vllm.engine import CPU_VARIABLE, made_engine, serving_options
+
+# what the front end has read, among the extra arguments that vLLM hands on; a request that sends this name is refused
+_READ = f"{PREFIX}read"
+
+
+def read_requests() -> None:
+    """Make vLLM's front end refuse wrong options of a request, and keep cached prefixes of different options apart."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    stock = InputProcessor.process_inputs
+    if hasattr(stock, "flexmask_stock"):
+        return
+
+    @functools.wraps(stock)
+    def process_inputs(self: Any, *arguments: Any, **options: Any) -> Any:
+        request = stock(self, *arguments, **options)
+        params = request.sampling_params  # a copy of the caller's
+        given = getattr(params, "extra_args", None) or {}
+        if any(name.startswith(PREFIX) for name in given) and _is_selected(self.vllm_config):
+            chosen = _options_of(given, self.vllm_config)
+            if chosen is not None:
+                params.extra_args = {**given, _READ: list(chosen)}
+                request.cache_salt = f"{request.cache_salt or ''}{chosen.salt}"
+        return request
+
+    process_inputs.flexmask_stock = stock  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = process_inputs
+
+
+def _is_selected(vllm_config: Any) -> bool:
+    backend = vllm_config.attention_config.backend
+    return getattr(backend, "name", None) == "CUSTOM" or os.environ.get(CPU_VARIABLE) == "1"
+
+
+def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
+    settings = serving_options(vllm_config.additional_config, vllm_config.model_config.hf_config).settings
+    chosen = request_options(given, settings)
+    if chosen is not None and vllm_config.parallel_config.use_ubatching:
+        raise ValueError("options of a request must be left out where vLLM overlaps batches (--enable-dbo)")
+    return chosen
+
+
+def tell_requests(vllm_config: Any) -> None:
+    """Make vLLM's model runner set `Engine.chosen` before each step; ImportError if it has other functions than these."""
+    if vllm_config.use_v2_model_runner:
+        from vllm.v1.worker.gpu import model_runner
+
+        name = "prepare_inputs"
+    else:
+        from vllm.v1.worker import gpu_model_runner as model_runner
+
+        name = "_update_states"
+    runner: Any = model_runner.GPUModelRunner
+    stock = getattr(runner, name, None)
+    faults = wrong_arguments(f"GPUModelRunner.{name}", stock, ("scheduler_output",))
+    if stock is None or faults:
+        raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
+    if hasattr(stock, "flexmask_stock"):
+        return
+
+    @functools.wraps(stock)
+    def prepare(self: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        made = stock(self, scheduler_output, *arguments, **options)
+        engine = made_engine(self.vllm_config)
+        if engine is not None:
+            new = {each.req_id: _read(each.sampling_params) for each in scheduler_output.scheduled_new_reqs}
+            if name == "prepare_inputs":
+                engine.choose(new, made.req_ids, self.req_states.req_id_to_index)
+            else:
+                engine.choose(new, self.input_batch.req_ids, self.requests)
+        return made
+
+    prepare.flexmask_stock = stock  # type: ignore[attr-defined]
+    setattr(runner, name, prepare)
+
+
+def _read(params: Any) -> RequestOptions | None:
+    """The options of a request that the front end has read; salts come with them."""
+    read = (getattr(params, "extra_args", None) or {}).get(_READ)
+    return None if read is None else RequestOptions(*read)

@@ -1,0 +1,113 @@
+"""What the front end reads of a request, and what either model runner tells the engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+
+from vllm.v1.engine.input_processor import InputProcessor
+
+from flexmask.integrations.serving.requests import RequestOptions
+from flexmask.integrations.vllm import engine as engine_module
+from flexmask.integrations.vllm.requests import read_requests, tell_requests
+
+
+def config_of(backend="CUSTOM", use_ubatching=False, **others):
+    model = SimpleNamespace(hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(), dtype=torch.float32)
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
+        additional_config={},
+        model_config=model,
+        parallel_config=SimpleNamespace(use_ubatching=use_ubatching),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        **others,
+    )
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """From a configuration, extra arguments and a salt to the request that leaves the front end."""
+
+    def make(self, extra_args, cache_salt=None):
+        return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra_args), cache_salt=cache_salt)
+
+    monkeypatch.delenv("FLEXMASK_VLLM_CPU", raising=False)
+    monkeypatch.setattr(InputProcessor, "process_inputs", make)
+    for _ in range(2):  # plug-ins may be loaded again
+        read_requests()
+    return lambda config, *rest: InputProcessor.process_inputs(SimpleNamespace(vllm_config=config), *rest)
+
+
+def test_equal_prefixes_have_equal_salts_where_options_are_equal(read):
+    given = [
+        ({"flexmask_gamma": 0.5},),
+        ({"flexmask_dense": True},),
+        ({"flexmask_gamma": 0.5}, "mine"),
+        ({"a": 1}, "mine"),
+        (None,),
+    ]
+    salts = [read(config_of(), *each).cache_salt for each in given]
+    assert salts == [read(config_of(), *each).cache_salt for each in given]
+    assert len(set(salts)) == 5
+    assert salts[3:] == ["mine", None]
+
+
+def test_only_a_server_with_our_backend_reads_them(read):
+    other = read(config_of("FLASH_ATTN"), {"flexmask_gamma": 7})
+    assert (other.sampling_params.extra_args, other.cache_salt) == ({"flexmask_gamma": 7}, None)
+    with pytest.raises(ValueError, match=r"flexmask_gamma must be in \(0, 1\]; got 7"):
+        read(config_of(), {"flexmask_gamma": 7})
+
+
+def test_batches_that_overlap_take_no_options(read):
+    with pytest.raises(ValueError, match="must be left out where vLLM overlaps batches"):
+        read(config_of(use_ubatching=True), {"flexmask_dense": True})
+    assert read(config_of(use_ubatching=True), {"flexmask_dense": False}).cache_salt is None
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
+    if is_v2:
+        runners = pytest.importorskip("vllm.v1.worker.gpu.model_runner")
+    else:
+        from vllm.v1.worker import gpu_model_runner as runners
+    config = config_of(use_v2_model_runner=is_v2)
+    engine = engine_module.engine_of(config)
+    runner = SimpleNamespace(vllm_config=config)
+
+    def prepare(self, scheduler_output, *rest):
+        alive = dict.fromkeys(scheduler_output.order)
+        self.requests, self.input_batch = alive, SimpleNamespace(req_ids=list(alive))
+        self.req_states = SimpleNamespace(req_id_to_index=alive)
+        return self.input_batch
+
+    name = "prepare_inputs" if is_v2 else "_update_states"
+    monkeypatch.setattr(runners.GPUModelRunner, name, prepare)
+    for _ in range(2):  # one per group of layers
+        tell_requests(config)
+
+    def step(new, order):
+        made = [SimpleNamespace(req_id=each, sampling_params=read(config, given).sampling_params) for each, given in new.items()]
+        getattr(runners.GPUModelRunner, name)(runner, SimpleNamespace(scheduled_new_reqs=made, order=order))
+        return engine.chosen
+
+    half, dense = RequestOptions(gamma=0.5), RequestOptions(dense=True)
+    assert step({"a": {"flexmask_gamma": 0.5}, "b": None, "c": {"flexmask_dense": 1}}, "bac") == [None, half, dense]
+    assert step({}, "ca") == [dense, half]
+    # a name that is used again after its request has ended
+    assert step({"a": None}, "ac") == [None, dense]
+    assert step({"c": None, "d": {"flexmask_dense": 1}}, "cd") == [None, dense]
+    # an engine without our backend
+    other = SimpleNamespace(vllm_config=config_of(use_v2_model_runner=is_v2))
+    getattr(runners.GPUModelRunner, name)(other, SimpleNamespace(scheduled_new_reqs=[], order="x"))
+    assert engine.chosen == [None, dense]
+
+
+def test_a_runner_with_another_function_is_refused(monkeypatch):
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.setattr(GPUModelRunner, "_update_states", lambda self, another: None)
+    with pytest.raises(ImportError, match=r"GPUModelRunner\._update_states must take scheduler_output; got another"):
+        tell_requests(config_of(use_v2_model_runner=False))
