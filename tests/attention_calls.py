@@ -49,11 +49,12 @@ def call(
     q_offset=None,
     scores=None,
     seed=0,
+    sharpness=1.0,
     **options,
 ):
     generator = torch.Generator().manual_seed(seed)
     kv_len = kv_len or q_len
-    query, key = structured_inputs(generator, batch, *heads, q_len, kv_len, head_dims[0])
+    query, key = structured_inputs(generator, batch, *heads, q_len, kv_len, head_dims[0], sharpness)
     value = torch.randn(batch, heads[1], kv_len, head_dims[1], generator=generator)
     config = Config(**{"gamma": 0.5, "tau": 0.1, "min_budget": 0, "block_size": block_size, **options})
     case = Case(query.to(dtype), key.to(dtype), config, scores or {}, attention_mask, q_offset)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -9,16 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmask import flexprefill_mask, hybrid_mask, plain
-from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.inputs import attention_inputs
-from flexmask.block_masks import hybrid
-from tests.attention_calls import padding
-from tests.cases import Case, Config, by_kernels, cases, hybrid_length, sparse_cases, structured_inputs
+from flexmask import flexprefill_mask, hybrid_mask
+from tests.attention_calls import call, padding
+from tests.cases import Case, Config, by_kernels, cases, hybrid_length, hybrid_rule, sparse_cases
 from tests.comparisons import Tally, assert_as_the_oracle
 from tests.compile_support import cut, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 from tests.expected import by_block, visible_pairs
+from tests.oracle.hybrid import Rule
 
 LENGTHS = st.sampled_from([16384, 64, 160, 512])
 
@@ -76,20 +75,9 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def call(
-    q_len: int,
-    kv_len: int = 0,
-    heads: tuple[int, int] = (2, 1),
-    batch: int = 1,
-    scores: Any = None,
-    seed: int = 3,
-    **options: Any,
-) -> Case:
-    rest = {name: options.pop(name, None) for name in ("attention_mask", "q_offset")}
-    generator = torch.Generator().manual_seed(seed)
-    query, key = structured_inputs(generator, batch, *heads, q_len, kv_len or q_len, 32, sharpness=5.0)
-    config = Config(**{"gamma": 0.5, "block_size": 16, "row_stride": 4, "min_budget": 0, "method": "hybrid", **options})
-    return Case(query, key, config, scores or {}, **rest)
+def hybrid_call(**given: Any) -> Case:
+    defaults = {"method": "hybrid", "heads": (2, 1), "row_stride": 4, "sharpness": 5.0, "seed": 3}
+    return call(**{**defaults, **given}).case
 
 
 @pytest.mark.parametrize(
@@ -99,7 +87,7 @@ def call(
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_plain_code_and_kernels_equal_the_oracle(name, by, is_long):
-    case = call(**CALLS[name])
+    case = hybrid_call(**CALLS[name])
     where: Any = contextlib.nullcontext()
     if by == "kernels":
         pytest.importorskip("triton", minversion="3.2", reason="older interpreters do not run with today's NumPy")
@@ -122,46 +110,16 @@ def test_plain_code_and_kernels_equal_the_oracle(name, by, is_long):
     assert (expected.density < 1).any() or kv_len == 1
 
 
-# The thresholds by length
-
-
-def thresholds(length, gamma=0.9):
-    inputs = attention_inputs(torch.zeros(1, 2, length, 16), torch.zeros(1, 1, length, 16)).with_offset()
-    return hybrid.thresholds(cut_into_blocks(inputs, 16, plain), torch.tensor([gamma, 0.5], dtype=torch.float64))
-
-
-# of 16 blocks
-LONG = 256
-
-
-def test_more_tokens_never_raise_what_they_are_measured_by():
-    with hybrid_length(LONG):
-        found = [thresholds(length) for length in (1, 100, 128, 129, 200, 256, 257, 300, 500, 1000)]
-    for shorter, longer in itertools.pairwise(found):
-        assert (longer.key_block <= shorter.key_block).all() and (longer.diagonal <= shorter.diagonal).all()
-        assert (longer.rows[..., -1] <= shorter.rows[..., -1]).all()
-    assert found[-1].key_block[0, 0] < found[0].key_block[0, 0] / 4
-
-
-def test_the_first_rows_fall_less_with_gamma_than_the_last():
-    with hybrid_length(LONG):
-        low, high = (thresholds(2048, gamma=gamma).rows[0, 0] for gamma in (0.9, 0.98))
-    torch.testing.assert_close(high[-1], low[-1] / 25)
-    assert (high[:8] > low[:8] / 5).all() and (high[1:] <= high[:-1]).all()
-
-
-@pytest.mark.parametrize(("length", "power"), [(100, 1), (LONG, 1), (2 * LONG, 1.5), (4 * LONG, 2), (8 * LONG, 2)])
-def test_high_gammas_fall_faster_with_the_length(length, power):
-    with hybrid_length(LONG):
-        few, default, most = (thresholds(length, gamma=gamma) for gamma in (0.8, 0.9, 0.98))
-    for name in ("key_block", "diagonal"):
-        torch.testing.assert_close(getattr(few, name)[0, 0], 2 * getattr(default, name)[0, 0])
-        torch.testing.assert_close(getattr(most, name)[0, 0], getattr(default, name)[0, 0] / 5**power)
+def test_the_constants_are_those_of_the_text():
+    """docs/algorithm.md has them as numbers; the oracle reads the product's."""
+    by_length = {"length": 16384, "gamma": 0.9, "longer": 1 / 2, "most_longer": 1, "earlier_rows": 3 / 5, "first_rows": 1 / 2}
+    shares = {"key_block": 1 / 2, "diagonal": 1 / 5, "rows": 1 / 5, "lines": 1 / 16, "nearest": 8, "halvings": 6, "slack": 1 / 64}
+    assert hybrid_rule() == Rule(**by_length, **shares)
 
 
 def test_one_compilation_serves_both_sides_of_the_length():
     run, counter = traced(lambda q, k: hybrid_mask(q, k, 0.9, block_size=32, min_budget=32).kv_indices)
-    with hybrid_length(LONG):
+    with hybrid_length(256):
         for length in (600, 130, 257, 200):
             query, key, _ = cut(length, 1)
             expected = hybrid_mask(query, key, 0.9, block_size=32, min_budget=32)
@@ -175,7 +133,7 @@ def test_one_compilation_serves_both_sides_of_the_length():
 
 @pytest.fixture(scope="module")
 def case():
-    return call(400, heads=(6, 2), seed=11)
+    return hybrid_call(q_len=400, heads=(6, 2), seed=11)
 
 
 @pytest.mark.parametrize("length", [16384, 128])
@@ -242,3 +200,67 @@ def test_last_chunk_on_a_boundary_equals_the_whole(case):
         for first in (1, 7, 24):
             chunk = Case(case.query[:, :, first * 16 :], case.key, case.config).search()
             assert torch.equal(chunk.keep, whole.keep[:, :, first:])
+
+
+# Heads whose attention has a closed form
+
+BLOCK = 128
+GAMMAS = (0.8, 0.9, 0.93, 0.95, 0.98)
+# what every row gives to each key block that it sees, up to a factor, by the block's number
+KINDS = {
+    "even": lambda block: torch.ones(len(block)),
+    "two-level": lambda block: torch.where(block % 2 == 0, 4.0, 1.0),
+    "spiky": lambda block: torch.where(block == 3, float(len(block)), 1.0),  # the last rows give half to one block
+}
+
+
+def kept_by_gamma(kind: str, tokens: int, **options: Any) -> dict[float, tuple[float, float, float]]:
+    """Density, the rows' attention that is kept, and the last row's, by gamma."""
+    weights = KINDS[kind](torch.arange(tokens // BLOCK)).double()
+    query, key = torch.zeros(1, len(GAMMAS), tokens, 16), torch.zeros(1, 1, tokens, 16)
+    query[..., 0], key[..., 0] = 4, weights.log().float().repeat_interleave(BLOCK)
+    mask, stats = hybrid_mask(query, key, gamma=GAMMAS, **options, return_stats=True)
+    last = mask.to_dense()[0, :, -1].double() @ (weights / weights.sum())
+    found = (x.tolist() for x in (stats.density[0], stats.row_coverage[0], last))
+    return dict(zip(GAMMAS, zip(*found, strict=True), strict=True))
+
+
+def test_an_even_head_loses_nearly_everything_at_one_gamma_and_nothing_at_the_next():
+    """The cliff without a floor, at 32k tokens: it ends between gamma 0.93 and 0.95."""
+    kept = kept_by_gamma("even", 32768, min_coverage=0.0)
+    assert kept[0.9] == pytest.approx((0.0447, 0.1068, 0.0664), abs=5e-4)
+    assert kept[0.95] == pytest.approx((1, 1, 1), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["even", "two-level"])
+@pytest.mark.parametrize("tokens", [16384, 32768])
+def test_by_default_every_head_holds_half_and_has_no_cliff(kind, tokens):
+    kept = kept_by_gamma(kind, tokens)
+    assert min(share for _, share, _ in kept.values()) > 0.5 and min(last for *_, last in kept.values()) > 0.5 - 1e-3
+    assert kept[0.93][1] - kept[0.9][1] < 0.3
+
+
+@pytest.mark.parametrize("tokens", [4096, 16384])
+def test_a_spike_is_never_lost(tokens):
+    assert min(min(shares) for _, *shares in kept_by_gamma("spiky", tokens, min_coverage=0.0).values()) > 0.5
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_of_equal_blocks_the_nearest_hold_the_floor(share):
+    """64 blocks in a query block whose threshold is 25 times their share."""
+    query, key = torch.zeros(1, 1, 1024, 16), torch.zeros(1, 1, 1024, 16)
+    mask = hybrid_mask(query, key, 0.2, block_size=16, min_budget=0, min_coverage=share)
+    keep = mask.to_dense()[0, 0].bool()
+    for row in range(8, 63):
+        number = math.ceil(share * (row + 1) - 1 / 64)
+        assert keep[row].nonzero().flatten().tolist() == sorted({0, *range(row + 1 - number, row + 1)})
+
+
+def test_the_nearest_blocks_of_the_last_rows_reach_eight_times_as_far():
+    """Of even attention, in which no block passes a threshold; also where a floor exceeds every prompt."""
+    query, key = torch.zeros(1, 1, 256, 16), torch.zeros(1, 1, 256, 16)
+    options = {"block_size": 16, "min_coverage": 0.0}
+    keep = hybrid_mask(query, key, 0.01, min_budget=16, **options).to_dense()[0, 0]
+    assert [keep[row].nonzero().flatten().tolist() for row in (12, 15)] == [[0, 12], [0, *range(8, 16)]]
+    everything = hybrid_mask(query, key, 0.01, min_budget=2**62, **options).to_dense()[0, 0]
+    assert torch.equal(everything.bool(), torch.ones(16, 16, dtype=torch.bool).tril())
