@@ -9,10 +9,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import flexprefill_mask
 from flexmask._torch import RELEASE
+from flexmask.block_masks import causal_mask
 from tests.cases import Case, Config, cases, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention
 from tests.compile_support import assert_same_lists
-from tests.expected import expanded, masked_attention
+from tests.expected import expanded, masked_attention, seen_pairs
 
 OPTIONS = {"gamma": 0.6, "tau": 0.3, "block_size": 16, "min_budget": 16}
 
@@ -36,6 +37,19 @@ def test_lists_and_mask_mod_say_the_same(case):
     mask = mask_of(case)
     assert_honest(mask, lengths_of(case.query, case.key))
     assert torch.equal(mask.to_dense().bool(), case.search().keep)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "offset"), [(33, 33, 0), (20, 50, 30), (17, 50, 3), (1, 40, 16)])
+def test_lists_of_every_window_and_many_paddings_are_honest(q_len, kv_len, offset):
+    query, key = torch.zeros(24, 1, q_len, 16), torch.zeros(24, 1, kv_len, 16)
+    shares = torch.tensor([0.0, 0.02, 0.5, 0.95, 1.0, 1.0]).repeat_interleave(4)
+    tokens = torch.rand(24, kv_len) < shares[:, None]
+    offsets = torch.where(torch.arange(24) % 2 == 0, offset, kv_len - q_len)
+    for window in (None, *range(1, kv_len + 2), 3 * kv_len):
+        mask = causal_mask(query, key, block_size=16, window=window, attention_mask=tokens, q_offset=offsets)
+        assert_honest(mask, (q_len, kv_len))
+        index = torch.meshgrid(*map(torch.arange, (24, 1, q_len, kv_len)), indexing="ij")
+        assert torch.equal(mask.mask_mod(*index)[:, 0], seen_pairs(q_len, offsets, tokens, window))
 
 
 def test_inputs_are_left_as_they_are_and_may_be_written_over():

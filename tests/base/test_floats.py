@@ -1,7 +1,5 @@
 """Running sums, and the plain steps on a device without float64."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexmask import select
 from flexmask.base import blocks
 from flexmask.base.floats import running_sums, widest_float
+from flexmask.plain.top_p import top_p
 from tests.cases import cases, published_cases
 from tests.comparisons import Drawn, Tally, assert_as_the_oracle
 
@@ -34,12 +33,9 @@ def test_sums_of_many_small_values_reach_their_total(precision):
     torch.testing.assert_close(sums.double(), exact, rtol=1e-7 if precision == torch.float32 else 0, atol=1e-8)
 
 
-@pytest.mark.parametrize("has_float64", [True, False])
-def test_float64_is_not_asked_for_where_there_is_none(monkeypatch, has_float64):
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=has_float64))
-    widest = torch.float64 if has_float64 else torch.float32
-    expected = {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32, "xpu": widest}
-    assert {name: widest_float(torch.device(name)) for name in expected} == expected
+def test_float64_is_not_asked_for_where_there_is_none():
+    found = {name: widest_float(torch.device(name)) for name in ("cpu", "cuda", "mps")}
+    assert found == {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32}
 
 
 def test_selection_needs_no_float64(monkeypatch):
@@ -58,3 +54,13 @@ def test_selection_needs_no_float64(monkeypatch):
 
     run()
     tally.check()
+
+
+@pytest.mark.parametrize("gamma", [0.9, 0.99])
+def test_a_large_map_reaches_gamma(gamma):
+    """A running float32 sum stops growing before it has added a million small shares."""
+    count = 1_000_000
+    values, candidates = torch.full((1, count), 1 / count), torch.ones(1, count).bool()
+    kept = top_p(values, candidates, torch.tensor(gamma, dtype=torch.float64))
+    assert kept.sum().item() == pytest.approx(gamma * count, abs=1)
+    assert kept[0, : int(gamma * count) - 1].all()
