@@ -1,7 +1,6 @@
 """The search on a GPU: against the reference, in memory full of NaN, in a program with TF32."""
 
 import gc
-import itertools
 
 import pytest
 import torch
@@ -27,11 +26,12 @@ def gpu_cases(count, **fixed):
 
 
 @pytest.mark.gpu
-def test_equals_the_reference_on_cuda(cuda):
+@pytest.mark.parametrize("part", range(4))
+def test_equals_the_reference_on_cuda(cuda, part):
     tally = Tally()
     # the next test compiles
     with torch.compiler.set_stance("force_eager"):
-        for case in [*gpu_cases(60), *gpu_cases(20, method="hybrid", max_budget=None)]:
+        for case in [*gpu_cases(60), *gpu_cases(20, method="hybrid", max_budget=None)][part::4]:
             assert_as_the_oracle(case.to(cuda).search(), case.reference(), tally)
     tally.check()
 
@@ -83,15 +83,28 @@ def test_kernels_run_where_query_is(stance):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [192, 256, 512])
-def test_wide_heads_fit_into_shared_memory(cuda, head_dim, dtype):
+@pytest.mark.parametrize("block_size", [64, 128, 256])
+@pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
+def test_wide_heads_fit_into_shared_memory(cuda, method, block_size, head_dim, dtype):
     query, key = (x.to(dtype) for x in structured_inputs(torch.Generator().manual_seed(9), 1, 4, 2, 900, 900, head_dim))
-    for block_size, method in itertools.product((64, 128, 256), ("flexprefill", "hybrid")):
-        case = Case(query, key, Config(0.8, 0.3, block_size=block_size, min_budget=block_size, method=method))
-        # hybrid's thresholds fall over the query blocks
-        with torch.compiler.set_stance("force_eager"), hybrid_length(600):
-            result = case.to(cuda).search()
-            assert_well_formed(result)
-            assert_same_blocks(result, case.reference())
+    case = Case(query, key, Config(0.8, 0.3, block_size=block_size, min_budget=block_size, method=method))
+    # hybrid's thresholds fall over the query blocks
+    with torch.compiler.set_stance("force_eager"), hybrid_length(600):
+        result = case.to(cuda).search()
+        assert_well_formed(result)
+        assert_same_blocks(result, case.reference())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1920, 4000, 8000], ids=["small map", "medium map", "large map"])
+def test_maps_of_every_size_keep_what_plain_steps_keep(cuda, tokens):
+    query, key = structured_inputs(torch.Generator().manual_seed(4), 1, 4, 2, tokens, tokens, 32, sharpness=4.0)
+    case = Case(query, key, Config([0.5, 0.6, 0.7, 0.8], 1.0, block_size=16, min_budget=0))
+    with torch.compiler.set_stance("force_eager"):
+        plain, found = case.search(), case.to(cuda).search()
+    assert found.stats.is_query_aware.any() and 0.01 < plain.keep.float().mean() < 0.5
+    # rounding may decide a block at the boundary
+    assert (found.keep.cpu() != plain.keep).float().mean() < 1e-3
 
 
 def poison():
@@ -175,12 +188,3 @@ def test_tf32_is_put_back_as_it_was(generic, matmul_precision):
     assert products.fp32_precision == "tf32"
     torch.backends.fp32_precision = "ieee"
     assert products.fp32_precision == ("ieee" if generic == "tf32" else "tf32")
-
-
-def test_tf32_is_put_back_as_it_was_by_the_older_setting(matmul_precision):
-    if matmul_precision.newer:
-        pytest.skip("the newer setting must not be mixed with it")
-    matmul_precision.use_tf32()
-    with without_tf32():
-        assert not matmul_precision.is_tf32()
-    assert matmul_precision.is_tf32()

@@ -265,7 +265,7 @@ TESTED = {
     "hip": Tested(
         hip,
         {"topk_blocks": 2, "sink_blocks": 1, "window_blocks": 1},
-        {"topk_blocks": 64},
+        {"topk_blocks": 16},
         ({"topk_blocks": 1, "sink_blocks": 2, "window_blocks": 2, "query_stride": 1},),
     ),
     "hybrid": Tested(None, {"gamma": 0.5, "min_budget": 0}, {"gamma": 1.0}),
