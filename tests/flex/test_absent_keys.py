@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from flexmask.base.inputs import attention_inputs
-from flexmask.flex.visible import attention_to_visible
 from tests.attention_calls import CPP_ERROR, SINKS, call, flexprefill_attention, padding
 
 NAN = float("nan")
@@ -51,17 +49,6 @@ def test_dense_attention_does_not_see_them(problem, scores):
     found = flexprefill_attention(it.case.query, key, value, **arguments)
     for got, wanted in zip(found, clean, strict=True) if "return_lse" in scores else [(found, clean)]:
         torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("scores", [{}, {"softcap": 3.0, "sinks": SINKS}], ids=["SDPA", "written out"])
-def test_decoding_under_a_mask_does_not_see_them(scores):
-    it = call(q_len=1, kv_len=200, attention_mask=padding(200, ("left", 70), ("right", 50)), batch=2)
-    key, value, absent = spoiled(it)
-    out, expected = (
-        attention_to_visible(attention_inputs(it.case.query, *given, **scores), it.case.query, ~absent[:, None, None], hidden)[0]
-        for given, hidden in (((key, value), absent), ((it.case.key, it.value), None))
-    )
-    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.attention

@@ -11,16 +11,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from flexmask import flexprefill_mask
-from flexmask.base.inputs import attention_inputs
-from flexmask.base.selection import block_lists
 from flexmask.block_masks import causal_mask
-from flexmask.flex.block_mask import block_mask_from_lists, joined_mask
-from flexmask.flex.head_groups import head_groups
-from flexmask.select import mask_of, select_blocks
-from flexmask.selector import selector_of
 from tests.attention_calls import padding
 from tests.compile_support import assert_same_lists
-from tests.expected import by_block
 
 
 def saved(mask):
@@ -88,36 +81,6 @@ def test_mask_with_a_mask_mod_of_a_module_is_pickled():
         assert type(got) is BlockMask
         assert got.mask_mod is everything
         assert_same_lists(got, mask)
-
-
-def heads_reach(query, key, block_size, **given):
-    """A user's mask that hides pairs inside of blocks, by head."""
-    reach = (query[..., 0].amax(2) * 10).int()
-    q_len = query.shape[2]
-    pairs = torch.arange(q_len)[:, None] - torch.arange(key.shape[2]) + key.shape[2] - q_len < reach[..., None, None]
-    keep = by_block(pairs, block_size)
-    lists = block_lists(keep, torch.zeros_like(keep[:, 0]))
-    return block_mask_from_lists(lists, lambda b, h, q, k: pairs[b, h, q, k], block_size, (q_len, key.shape[2]))
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("method", ["flexprefill", "causal", heads_reach])
-@pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_mask_joined_of_groups_is_that_of_all_heads(case, method, at_once):
-    query, key = 3 * torch.randn(2, 4, 130, 16), torch.randn(2, 2, 160, 16)
-    inputs = attention_inputs(query, key, **case).with_offset()
-    options = {"gamma": 0.5, "tau": 0.0, "min_budget": 0} if method == "flexprefill" else {}
-    selector = selector_of(method, 32, options).for_inputs(inputs)
-    whole, _ = mask_of(selector, inputs)
-    groups = head_groups(query, key, at_once)
-    joined = joined_mask([(each, select_blocks(selector, inputs.of_heads(each), each.query, True)) for each in groups], inputs)
-    pairs = torch.meshgrid(*(torch.arange(size) for size in (2, 4, 130, 160)), indexing="ij")
-    visible = whole.mask_mod(*pairs)
-    assert visible.any() and not visible.all()
-    for mask in (joined, copy.deepcopy(joined)):
-        assert torch.equal(mask.mask_mod(*pairs), visible)
-        assert torch.equal(mask.to_dense(), whole.to_dense().expand(2, 4, -1, -1))
-        assert_same_lists(mask, joined)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -51,8 +51,9 @@ def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
     scores = {"window": 40} if "return_stats" in keywords else {"softcap": 2.0, "window": 40}
     it = call(q_len=70, kv_len=100, scores=scores, attention_mask=padding(100, ("left", 50)))
     whole = it.attend(dense_below=101, **keywords)
-    monkeypatch.setattr(dense, "_MOST_SCORES", it.case.query.shape[1] * 100 * 13)  # 13 rows at a time
-    monkeypatch.setattr(dense, "_MOST_VISIBLE", 100 * 13)
+    # 13 rows at a time
+    for name, most in (("_MOST_SCORES", it.case.query.shape[1] * 100 * 13), ("_MOST_VISIBLE", 100 * 13)):
+        monkeypatch.setattr(dense, name, most)
     parts = it.attend(dense_below=101, **keywords)
     torch.testing.assert_close(parts[0], whole[0], atol=1e-6, rtol=0)
     if "return_lse" in keywords:
@@ -91,27 +92,6 @@ def test_float32_grouped_heads_write_out_no_scores(cuda):
     seen = torch.ones(64, tokens, dtype=torch.bool, device=cuda).tril(tokens - 64)
     exact, _ = masked_attention(query[:, :, -64:], key, value, seen)
     torch.testing.assert_close(out[:, :, -64:].double(), exact, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("heads", "widths", "dtype", "plain", "masked"),
-    [
-        ((8, 2), (128, 128), torch.bfloat16, True, True),
-        ((8, 2), (256, 256), torch.bfloat16, True, False),
-        ((8, 2), (512, 512), torch.bfloat16, False, False),
-        ((8, 2), (264, 264), torch.float16, False, False),
-        ((8, 2), (192, 128), torch.bfloat16, False, False),
-        ((8, 2), (64, 64), torch.float32, False, False),
-        ((8, 8), (512, 512), torch.bfloat16, True, True),
-    ],
-)
-def test_heads_in_groups_stay_so_where_a_kernel_of_cuda_takes_them(heads, widths, dtype, plain, masked):
-    query, key, value = (
-        torch.empty(1, number, 64, width, dtype=dtype, device="meta")
-        for number, width in ((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))
-    )
-    assert visible.has_fused_kernel(query, key, value) is plain
-    assert visible.has_fused_kernel(query, key, value, is_masked=True) is masked
 
 
 @pytest.mark.gpu

@@ -1,14 +1,10 @@
 """FlexAttention's FLASH kernel on a Hopper GPU: its check, and calls that it serves for each feature."""
 
-import math
-
 import pytest
 import torch
 
 from flexmask import sparse_attention, sparse_attention_varlen
-from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.flex import flash_verdicts
-from flexmask.flex.backend import ChosenBackend, auto_checks, chosen_backend, flash_available
+from flexmask.flex.backend import auto_checks, flash_available
 from flexmask.flex.flash_call import FlashCall
 from flexmask.flex.flash_check import LSE_FACTORS, check_flash
 from flexmask.flex.flash_verdicts import flash_verdict
@@ -53,23 +49,6 @@ def test_the_check_finds_flash_right(device, changes):
     assert found.lse_factor in LSE_FACTORS
 
 
-REFUSED = {
-    "blocks of 64": {"block_size": 64},
-    "blocks of 256": {"block_size": 256},
-    "head_dim 256": {"head_dim": 256, "v_head_dim": 256},
-    "head_dim 100": {"head_dim": 100, "v_head_dim": 100},
-    "gradients": {"gradients": True},
-}
-
-
-@pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
-def test_what_flash_does_not_serve_it_refuses_by_itself(device, changes):
-    """It raises; a wrong result would be found by the check, but by nothing else."""
-    found = flash_verdict(PLAIN._replace(**changes), device)
-    assert found is not None
-    assert found.reason == "" or found.reason.startswith("its check here raised ")
-
-
 def test_the_check_sees_ignored_block_lists(device):
     def ignoring(inputs, mask, return_lse):
         rows = torch.arange(mask.kv_indices.shape[2], device=device)
@@ -99,7 +78,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("given", "sinks"), CALLS.values(), ids=CALLS)
-def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, monkeypatch, given, sinks):
+def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, given, sinks):
     it = call(**{"dtype": torch.bfloat16, "block_size": 128, "gamma": 0.3, **given})
     moved = None if sinks is None else sinks.to(cuda)
     out, lse = it.attend(cuda, sinks=moved, return_lse=True, backend="flash")
@@ -117,14 +96,9 @@ def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, monkeypatch
         assert torch.equal(one, other)
     with pytest.raises(AssertionError, match="not close"):
         assert_same_attention(out, it.under(torch.ones_like(it.case.to(cuda).search().keep), sinks)[0])
-
-    # a planted fault: a factor of 1 where torch returns ln 2 of the log-sum-exp
-    wrong = {key: each._replace(lse_factor=each.lse_factor * math.log(2)) for key, each in flash_verdicts._found.items()}
-    monkeypatch.setattr(flash_verdicts, "_found", wrong)
-    right_out, (out, lse) = out, it.attend(cuda, sinks=moved, return_lse=True, backend="flash")
-    with pytest.raises(AssertionError, match="not close"):
-        close()
-    assert torch.equal(out, right_out) == (sinks is None)
+    # head by head
+    out, lse = it.attend(cuda, sinks=moved, return_lse=True, backend="flash", max_mask_bytes=1)
+    close()
 
 
 def test_packed_sequences_have_them_too(cuda):
@@ -163,28 +137,3 @@ def test_later_calls_wait_for_nothing(cuda, nothing_waits):
             found = attend()
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_compiled_graph_takes_flash_only_where_it_was_checked(device):
-    """What dynamo makes of the choice; nothing else is compiled."""
-    fresh = torch.zeros(1, 1, 256, 88, dtype=torch.bfloat16, device=device)
-
-    def flash(x):
-        return x + (1 if chosen_backend("auto", AttentionInputs(x, x, x, 1.0), 128).name == "flash" else 2)
-
-    assert torch.compile(flash, fullgraph=True, backend="eager")(fresh).max() == 2
-    assert chosen_backend("auto", attention_inputs(fresh, fresh, fresh), 128).name == "flash"
-    torch.compiler.reset()
-    assert torch.compile(flash, fullgraph=True, backend="eager", dynamic=True)(fresh).max() == 1
-
-
-def test_no_check_runs_in_a_captured_graph(device):
-    x = torch.zeros(1, 1, 256, 104, dtype=torch.bfloat16, device=device)
-    inputs = attention_inputs(x, x, x)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        x.add_(1)
-        captured = chosen_backend("auto", inputs, 128)
-        with pytest.raises(ValueError, match='backend="flash" was not checked'):
-            chosen_backend("flash", inputs, 128)
-    assert captured == ChosenBackend("triton")
-    assert math.isfinite(float(x.sum()))

@@ -57,13 +57,6 @@ def test_another_kind_is_checked_too(call, field):
     assert check.calls == [(call, CPU), (other, CPU)]
 
 
-def test_another_device_is_checked_too(call):
-    check, devices = Check(Verdict()), [CPU, torch.device("xpu", 0), torch.device("xpu", 1)]
-    for device in devices:
-        flash_verdict(call, device, check)
-    assert check.calls == [(call, device) for device in devices]
-
-
 def test_threads_wait_for_one_check(call):
     checked, found = [], []
 
@@ -102,12 +95,6 @@ def test_no_check_runs_while_another_thread_exports(call):
     with held_open(HELD["torch.export"]):
         assert flash_verdict(call, CPU, refuses) is None
     assert flash_verdict(call, CPU, Check(Verdict())) == Verdict()
-
-
-def test_no_check_runs_in_a_transform(call):
-    found = []
-    torch.vmap(lambda x: (found.append(flash_verdict(call, CPU, refuses)), x)[1])(torch.zeros(2))
-    assert found == [None]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -5,14 +5,12 @@ import torch
 from torch.nn.attention.flex_attention import noop_mask
 
 from flexmask import sparse_attention
-from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import block_lists
 from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask_from_lists
-from flexmask.flex.mask_mods import captured_number, kept_mask_mod, limited_mask_mod, visible_mask_mod
 from tests.attention_calls import CPP_ERROR, call, check, padding
 from tests.comparisons import assert_same_attention
-from tests.expected import masked_attention, seen_pairs
+from tests.expected import masked_attention
 
 FLASH = pytest.mark.skipif(not flash_available(), reason="flash-attn-4 is not installed")
 ON_GPU = [pytest.param("triton", marks=pytest.mark.gpu), pytest.param("flash", marks=[pytest.mark.gpu, FLASH])]
@@ -56,29 +54,6 @@ def test_one_process_serves_windows_block_sizes_offsets_and_paddings(backend, le
             **options,
         )
         check(it, device, backend=backend)
-
-
-@pytest.mark.parametrize("number", [1, 70, 2**31 - 1, 2**40])
-def test_a_number_is_read_at_the_batch_index(number):
-    found = captured_number(number, 3, torch.device("cpu"))
-    assert found.dtype == torch.int32 and found.tolist() == [min(number, 2**31 - 1)] * 3
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["for all heads", "by head"])
-def test_pairs_are_those_that_are_visible_in_kept_blocks(shared):
-    query, key, mask = torch.zeros(2, 3, 50, 16), torch.zeros(2, 1, 70, 16), padding(70, ("left", 20), ("holes", 7))
-    offset = torch.tensor([20, 3])
-    inputs = attention_inputs(query, key, window=33, attention_mask=mask, q_offset=offset)
-    keep = torch.rand(2, 1 if shared else 3, 4, 5) < 0.5
-    index = torch.meshgrid(*(torch.arange(n) for n in (2, 3, 50, 70)), indexing="ij")
-    expected = seen_pairs(50, offset, mask != 0, 33)[:, None].expand(2, 3, -1, -1)
-    visible = visible_mask_mod(inputs)
-    assert torch.equal(visible(*index), expected)
-    in_kept = keep.repeat_interleave(16, 2).repeat_interleave(16, 3)[..., :50, :70]
-    assert torch.equal(kept_mask_mod(visible, keep, 16)(*index), expected & in_kept)
-    own = limited_mask_mod(visible, lambda b, h, q, k: k % 3 == h, "own")
-    assert torch.equal(own(*index), expected & (index[3] % 3 == index[1]))
-    assert own.__name__ == f"own and {visible.__name__}"
 
 
 # pytorch#188322: the FLASH backend ignored block lists where the mask_mod is trivial
