@@ -1,5 +1,6 @@
 """Arguments that are accepted, and lists of changes to them that are refused."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,16 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 # what differs from right(), exception, message
 Refusals = list[tuple[dict[str, Any], type[Exception], str]]
+
+
+def refused_values(error: type[Exception], message: str, names: Sequence[str], values: Iterable[Any]) -> Refusals:
+    """Each value of each option; `message` may hold {name}, {got}, {type}, {shape} and {dtype} of the value."""
+
+    def said(name: str, x: Any) -> str:
+        tensor = {"shape": tuple(x.shape), "dtype": x.dtype} if isinstance(x, Tensor) else {}
+        return message.format(name=name, got=x, type=type(x).__name__, **tensor)
+
+    return [({name: x}, error, said(name, x)) for name in names for x in values]
 
 
 def ids(refusals: Refusals) -> list[str]:

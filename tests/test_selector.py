@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,91 +11,72 @@ import torch
 from flexmask import METHODS, flexprefill_mask
 from flexmask.base.inputs import attention_inputs
 from flexmask.selector import selector_of
+from tests.refusals import Refusals, refused_values
 
-NUMBER = "{name} must be a number; got {got}"
+NUMBER = "{name} must be a number; got {type}"
 FINITE = "{name} must be finite; got {got}"
-INTEGER = "{name} must be an int; got {got}"
+INTEGER = "{name} must be an int; got {type}"
+WORD = "{name} must be one of %s; got {got!r}"
 GAMMA = "gamma must be in (0, 1]; got {got}"
 CAP = "max_budget must be at least 1 token and at least min_budget ({floor}); got {got}"
 STRIDE = "row_stride must be a divisor of block_size ({size}) and at least a 32nd of it; got {got}"
+OTHERS = "method '{method}' takes the options {own}; got {name!r}, an option of {others}"
 
-# method, keywords, exception, message
-REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    *(
-        (method, {"gamma": x}, ValueError, GAMMA.format(got=x))
-        for method in ("flexprefill", "hybrid", "published")
-        for x in (0, -0.1, 1.0000001, 95)
+
+def by_head(error, message, value):
+    """A wrong number of the second of two heads."""
+    return refused_values(error, message.replace("gamma", "gamma[1]").replace("{name}", "gamma[1]"), ("gamma",), [value])[0][1:]
+
+
+def of_another(method, name, others):
+    own = ", ".join(METHODS[method].defaults)
+    return {name: 8}, TypeError, OTHERS.format(method=method, own=own, name=name, others=others)
+
+
+INFINITE = (math.nan, math.inf, -math.inf)
+TOKENS = ("min_budget", "max_budget")
+WORDS = ("", "Last", None, 1, ["last"])
+REFUSED_BY: dict[str, Refusals] = {
+    "published": [
+        *refused_values(ValueError, GAMMA, ("gamma",), (0, 1.0000001)),
+        *refused_values(ValueError, "tau must be in [0, 1]; got {got}", ("tau",), (-0.1, 1.5)),
+        ({"max_budget": 1023}, ValueError, CAP.format(floor=1024, got=1023)),
+    ],
+    "flexprefill": [
+        *refused_values(ValueError, GAMMA, ("gamma",), (0, -0.1, 1.0000001, 95)),
+        *refused_values(ValueError, "tau must be in [0, 1]; got {got}", ("tau",), (-0.1, 1.5)),
+        *refused_values(ValueError, FINITE, ("gamma", "tau"), INFINITE),
+        *refused_values(TypeError, NUMBER, ("gamma", "tau"), ("0.9", None, True, np.bool_(True), 0.9j, {0.9})),
+        *refused_values(TypeError, NUMBER, ("tau",), (torch.tensor(0.1), [0.1], (0.1, 0.2), np.array([0.1]))),
+        *refused_values(
+            TypeError, INTEGER, ("block_size", *TOKENS), (64.0, "64", True, np.array([64]), torch.tensor(64), (64, 64))
+        ),
+        *refused_values(TypeError, INTEGER, ("block_size", "min_budget"), (None,)),
+        *refused_values(ValueError, "{name} must be < 2**63 tokens; got {got}", TOKENS, (10**25,)),
+        ({"max_budget": 0, "min_budget": 0}, ValueError, CAP.format(floor=0, got=0)),
+        ({"max_budget": 63, "min_budget": 64}, ValueError, CAP.format(floor=64, got=63)),
+        *refused_values(ValueError, WORD % "'flatten', 'per_query'", ("query_aware",), WORDS),
+        *refused_values(ValueError, WORD % "'last', 'middle'", ("pattern_queries", "index_queries"), WORDS),
+        of_another("flexprefill", "row_stride", "hybrid"),
+    ],
+    "hybrid": [
+        *refused_values(ValueError, GAMMA, ("gamma",), (0, -0.1, 1.0000001, 95)),
+        ({"gamma": []}, ValueError, "gamma must be a number or hold one number per head; got an empty sequence"),
+        *(({"gamma": [0.5, x]}, *by_head(ValueError, GAMMA, x)) for x in (0, 1.1)),
+        *(({"gamma": [0.5, x]}, *by_head(ValueError, FINITE, x)) for x in (math.nan, math.inf)),
+        *(({"gamma": [0.5, x]}, *by_head(TypeError, NUMBER, x)) for x in ("0.9", None, True, (0.9,), torch.tensor(0.9))),
+        ({"min_budget": -1}, ValueError, "min_budget must be >= 0 tokens; got -1"),
+        *refused_values(ValueError, STRIDE.replace("{size}", "128"), ("row_stride",), (0, -8, 3, 2, 256)),
+        ({"row_stride": 4, "block_size": 256}, ValueError, STRIDE.format(size=256, got=4)),
+        *refused_values(ValueError, "min_coverage must be in [0, 1]; got {got}", ("min_coverage",), (-0.1, 1.5)),
+        *refused_values(TypeError, INTEGER, ("row_stride",), (8.0,)),
+        of_another("hybrid", "max_budget", "flexprefill, published"),
+    ],
+    "causal": refused_values(
+        ValueError, "block_size must be a multiple of 16 from 16 to 256; got {got}", ("block_size",), (0, -16, 8, 17, 100, 272)
     ),
-    *(
-        (method, {"tau": x}, ValueError, f"tau must be in [0, 1]; got {x}")
-        for method in ("flexprefill", "published")
-        for x in (-0.1, 1.5)
-    ),
-    *(
-        ("flexprefill", {n: x}, ValueError, FINITE.format(name=n, got=x))
-        for n in ("gamma", "tau")
-        for x in (math.nan, math.inf, -math.inf)
-    ),
-    *(
-        ("flexprefill", {n: x}, TypeError, NUMBER.format(name=n, got=type(x).__name__))
-        for n in ("gamma", "tau")
-        for x in ("0.9", None, True, np.bool_(True), 0.9j, {0.9})
-    ),
-    *(
-        ("flexprefill", {"tau": x}, TypeError, NUMBER.format(name="tau", got=type(x).__name__))
-        for x in (torch.tensor(0.1), [0.1], (0.1, 0.2), np.array([0.1]))
-    ),
-    ("hybrid", {"gamma": []}, ValueError, "gamma must be a number or hold one number per head; got an empty sequence"),
-    *(
-        ("hybrid", {"gamma": [0.5, x]}, ValueError, message.replace("gamma", "gamma[1]").format(name="gamma[1]", got=x))
-        for x, message in ((0, GAMMA), (1.1, GAMMA), (math.nan, FINITE), (math.inf, FINITE))
-    ),
-    *(
-        ("hybrid", {"gamma": (x, 0.5)}, TypeError, NUMBER.format(name="gamma[0]", got=type(x).__name__))
-        for x in ("0.9", None, True, (0.9,), torch.tensor(0.9))
-    ),
-    *(
-        ("causal", {"block_size": x}, ValueError, f"block_size must be a multiple of 16 from 16 to 256; got {x}")
-        for x in (0, -16, 8, 17, 100, 272)
-    ),
-    *(
-        ("flexprefill", {n: x}, TypeError, INTEGER.format(name=n, got=type(x).__name__))
-        for n in ("block_size", "min_budget", "max_budget")
-        for x in (64.0, "64", True, np.array([64]), torch.tensor(64), (64, 64))
-    ),
-    *(("flexprefill", {n: None}, TypeError, INTEGER.format(name=n, got="NoneType")) for n in ("block_size", "min_budget")),
-    ("hybrid", {"min_budget": -1}, ValueError, "min_budget must be >= 0 tokens; got -1"),
-    *(
-        ("flexprefill", {n: 10**25}, ValueError, f"{n} must be < 2**63 tokens; got {10**25}")
-        for n in ("min_budget", "max_budget")
-    ),
-    ("flexprefill", {"max_budget": 0, "min_budget": 0}, ValueError, CAP.format(floor=0, got=0)),
-    ("published", {"max_budget": 1023}, ValueError, CAP.format(floor=1024, got=1023)),
-    ("flexprefill", {"max_budget": 63, "min_budget": 64}, ValueError, CAP.format(floor=64, got=63)),
-    *(
-        ("flexprefill", {n: x}, ValueError, f"{n} must be one of {words}; got {x!r}")
-        for n, words in (
-            ("query_aware", "'flatten', 'per_query'"),
-            ("pattern_queries", "'last', 'middle'"),
-            ("index_queries", "'last', 'middle'"),
-        )
-        for x in ("", "Last", None, 1, ["last"])
-    ),
-    *(("hybrid", {"row_stride": x}, ValueError, STRIDE.format(size=128, got=x)) for x in (0, -8, 3, 2, 256)),
-    ("hybrid", {"row_stride": 4, "block_size": 256}, ValueError, STRIDE.format(size=256, got=4)),
-    *(("hybrid", {"min_coverage": x}, ValueError, f"min_coverage must be in [0, 1]; got {x}") for x in (-0.1, 1.5)),
-    ("hybrid", {"row_stride": 8.0}, TypeError, INTEGER.format(name="row_stride", got="float")),
-    # options of another method
-    *(
-        (
-            method,
-            {name: 8},
-            TypeError,
-            f"method {method!r} takes the options {', '.join(METHODS[method].defaults)}; got {name!r}, an option of {others}",
-        )
-        for method, name, others in (("hybrid", "max_budget", "flexprefill, published"), ("flexprefill", "row_stride", "hybrid"))
-    ),
-]
+}
+REFUSED = [(method, *each) for method, refusals in REFUSED_BY.items() for each in refusals]
 
 
 @pytest.mark.parametrize(("method", "options", "error", "message"), REFUSED, ids=[f"{m} {given}" for m, given, *_ in REFUSED])
@@ -127,13 +107,6 @@ def test_ends_of_the_ranges_are_accepted(method, options):
     given = dict(options)
     selector = selector_of(method, given.pop("block_size", 128), given)
     assert {name: selector.options[name] for name in given} == given
-
-
-def test_defaults_are_those_of_the_paper():
-    budgets = {"gamma": 0.95, "tau": 0.1, "min_budget": 1024, "max_budget": None}
-    assert METHODS["published"].defaults == budgets
-    words = {"query_aware": "flatten", "pattern_queries": "last", "index_queries": "last"}
-    assert METHODS["flexprefill"].defaults == {**budgets, **words}
 
 
 def test_numbers_by_head_are_copied_and_compared_with_the_heads():
