@@ -6,8 +6,8 @@
 
 VENV ?= .venv
 PYTHON ?= python3
-# what `make bench` measures
-PART ?= latency
+# what `make bench` measures for the report; none: the short benchmark
+PART ?=
 # more words for the command that a target runs, as in  make test ARGS="-k pooling"; they come last, so that ARGS="-n 0" or -m wins
 ARGS ?=
 
@@ -42,7 +42,7 @@ demo: $(READY) ## dense attention, hybrid and the paper's method on a trained mo
 # Inductor's compilations take a good part of the time, and workers share them through Inductor's cache. `worksteal` gives each worker
 # neighbouring tests, which need the same kernels, and lets the one that is done first take over some of the other's.
 TESTS := -m pytest --doctest-modules --doctest-ignore-import-errors tests flexmask
-ON_CPU := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) $(TESTS) -n 2 --dist worksteal
+ON_CPU := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) $(TESTS) -n 2 --dist worksteal --benchmark-disable
 
 test: $(READY) ## the tests and the docstrings' examples except the slowest, on CPU without network
 	$(ON_CPU) -m "not slow" $(ARGS)
@@ -58,7 +58,7 @@ test-eval: $(READY) ## those of lm-evaluation-harness, which this installs first
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest tests/integrations/test_lm_eval.py tests/test_smollm2.py $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a GPU, ten at a time; VENV= PYTHON=python3 takes a torch that is there
-	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 tests $(ARGS)
+	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 --benchmark-disable tests $(ARGS)
 
 # not a part of `make test`: it starts ten engines and servers, one after another. VLLM_RELEASE=0.29.0 VLLM_VENV=DIR: another release
 VLLM_VENV ?= .venv-vllm
@@ -89,8 +89,8 @@ format: $(READY) ## sort imports and format, in place
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: $(READY) ## speed of masks and calls; PART=memory|compile measures that, on a GPU
-	$(RUN) -m bench.speed.run $(PART) $(ARGS)
+bench: $(READY) ## speed in brief; PART=latency|memory|compile measures that for the report, on a GPU
+	$(if $(PART),$(RUN) -m bench.speed.run $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
 
 notebooks: $(READY) ## run docs/notebooks/tuning.ipynb again and keep its output (minutes, on a CPU); NOTEBOOK=docs/notebooks/gpu.ipynb: on a GPU
 	MPLBACKEND=agg $(RUN) docs/notebook.py $(or $(NOTEBOOK),docs/notebooks/tuning.ipynb) $(ARGS)
@@ -115,7 +115,7 @@ docs-browse: docs ## every page of the site in a headless Chromium; what a page 
 	$(RUN) docs/browse.py $(ARGS)
 
 clean: ## remove what tools and builds leave behind; environments stay
-	rm -rf build dist out site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist out site *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find flexmask block_masks integrations tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(READY),)

@@ -1,4 +1,4 @@
-"""Measure a part of the speed report: ``python -m bench.speed.run latency``, or ``make bench``.
+"""Measure a part of the speed report: ``python -m bench.speed.run latency``, or ``make bench PART=latency``.
 
 ``latency`` times dense kernels, masks, kernels and calls at several densities in turns, plain and as CUDA graphs; ``memory``
 gives peaks beyond query, key, value and output; ``compile`` times first calls at forty lengths. Rows go to a CSV file. The same
