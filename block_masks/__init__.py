@@ -20,6 +20,7 @@ from flexmask.block_masks.streaming_llm import streaming_llm_mask as streaming_l
 from flexmask.block_masks.tri_shape import tri_shape_mask as tri_shape_mask
 from flexmask.block_masks.vertical_slash import vertical_slash_mask as vertical_slash_mask
 from flexmask.block_masks.xattention import xattention_mask as xattention_mask
+from flexmask.selector import METHODS as METHODS
 
 __all__ = [
     "causal_mask",

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexmask.attention import sparse_attention as sparse_attention
+    from flexmask.block_masks import METHODS as METHODS
     from flexmask.block_masks.flexprefill import flexprefill_mask as flexprefill_mask
     from flexmask.block_masks.hybrid import hybrid_mask as hybrid_mask
-    from flexmask.selector import METHODS as METHODS
     from flexmask.stats import SelectionStats as SelectionStats
     from flexmask.varlen import sparse_attention_varlen as sparse_attention_varlen
     from flexmask.warming import warmup as warmup
@@ -26,7 +26,7 @@ __all__ = [
 __version__ = "0.1.0"
 # Loaded when first asked for. torch takes seconds to load: the program says what it does before.
 _MODULES = {
-    "METHODS": "selector",
+    "METHODS": "block_masks",
     "SelectionStats": "stats",
     "flexprefill_mask": "block_masks.flexprefill",
     "hybrid_mask": "block_masks.hybrid",

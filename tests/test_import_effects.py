@@ -86,3 +86,16 @@ def test_torch_waits_until_it_is_needed(module):
     code = f"import sys, {module}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from flexmask import METHODS; print('hybrid' in METHODS)",
+        "from flexmask.block_masks import METHODS; print('hybrid' in METHODS)",
+        "from bench.fidelity.settings import Setting; print(Setting('hybrid', {}).selector().method.name == 'hybrid')",
+    ],
+)
+def test_the_table_of_methods_is_whole_whatever_is_imported_first(code):
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "True\n"

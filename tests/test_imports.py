@@ -17,7 +17,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"_torch", "base"},
     "flex": {"_torch", "base", "compilation"},
     "export": {"_torch", "base", "flex"},
-    "block_masks": {"base", "method", "plain"},
+    "block_masks": {"base", "method", "plain", "selector"},
     "plot": set(),
 }
 # on top, in this order

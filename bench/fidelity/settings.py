@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any, NamedTuple
 
+from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.selector import Selector, selector_of
 
 Options = dict[str, Any]
