@@ -102,28 +102,20 @@ def test_kinds_without_full_blocks_and_with_leftovers_in_the_lists():
 def test_block_mask_shows_its_kinds_and_both_colours(pyplot, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     mask = sparse_mask()
-    first, second = plot_block_mask(mask, [0, 3], ["one", "two"])
-    for axes, head, title in ((first, 0, "one"), (second, 3, "two")):
-        kinds = block_kinds(mask, head)
-        assert torch.equal(torch.from_numpy(axes.get_images()[0].get_array().data), kinds)
-        assert axes.get_title() == f"{title}, density {(kinds >= 2).sum() / (kinds >= 1).sum():.1%}"
-    first.figure.savefig(tmp_path / "masks.png")
-    pixels = (image.imread(tmp_path / "masks.png")[..., :3] * 255).round()
-    assert pixels.shape[1] > 1.5 * pixels.shape[0]
+    axes, kinds = plot_block_mask(mask, 3, "mine"), block_kinds(mask, 3)
+    assert torch.equal(torch.from_numpy(axes.get_images()[0].get_array().data), kinds)
+    assert axes.get_title() == f"mine, density {(kinds >= 2).sum() / (kinds >= 1).sum():.1%}"
+    axes.figure.savefig(tmp_path / "mask.png")
+    pixels = (image.imread(tmp_path / "mask.png")[..., :3] * 255).round()
     for colour in ((240, 160, 47), (31, 95, 168), (233, 233, 237)):
-        assert (pixels == torch.tensor(colour).numpy()).all(-1).sum() > 2000
+        assert (pixels == torch.tensor(colour).numpy()).all(-1).sum() > 1000
 
 
 def test_block_mask_draws_on_the_axes_it_is_given(pyplot):
-    mask = causal_mask(128, 128)
-    mine = pyplot.subplots(1, 2)[1]
-    assert plot_block_mask([mask, mask], [0, 1], axes=list(mine)) == list(mine)
-    alone = pyplot.subplots()[1]
-    assert plot_block_mask(mask, 1, "mine", axes=alone) is alone
-    assert alone.get_title() == "mine, density 100.0%"
-    assert len(pyplot.get_fignums()) == 2
-    with pytest.raises(ValueError, match="block_mask must have one"):
-        plot_block_mask([mask, causal_mask(64, 128)], [0, 1])
+    mine = pyplot.subplots()[1]
+    assert plot_block_mask(causal_mask(128, 128), 1, axes=mine) is mine
+    assert mine.get_title() == "head 1, density 100.0%"
+    assert len(pyplot.get_fignums()) == 1
 
 
 def test_density_is_the_mean_of_the_sparse_calls(pyplot):
@@ -157,7 +149,6 @@ def test_frontier_lines_are_the_methods_by_density(pyplot):
     assert axes.get_ylabel() == "loss"
     styles = {(line.get_marker(), line.get_linestyle()) for line in axes.get_lines()}
     assert len(styles) == 2
-    assert plot_frontier({"a": [(0.2, 0.05)]}, log=True).get_yscale() == "log"
 
 
 def test_attention_is_drawn_whole_through_the_mask_and_left_out(pyplot):
@@ -182,7 +173,7 @@ def density(rows):
 
 
 def frontier(methods):
-    return lambda: plot_frontier(methods, log=True)
+    return lambda: plot_frontier(methods)
 
 
 def attention(**arguments):
@@ -192,16 +183,12 @@ def attention(**arguments):
 @pytest.mark.parametrize(
     ("draw", "error", "message"),
     [
-        (heads(heads=[]), ValueError, "heads must name at least one"),
-        (heads(heads=[2]), ValueError, r"head must be in \[0, 2\); got 2"),
-        (heads(heads=[0], batch=1), ValueError, "batch must be in"),
-        (heads(heads=[0, 1], titles=["one"]), ValueError, r"titles must be one per head \(2\); got 1"),
-        (heads(heads=[0, 1], axes=[None]), ValueError, r"axes must be one per head \(2\); got 1"),
+        (heads(head=2), ValueError, r"head must be in \[0, 2\); got 2"),
+        (heads(head=0, batch=1), ValueError, "batch must be in"),
         (frontier([(0.1, 0.2)]), TypeError, "methods must be a dict"),
         (frontier({}), ValueError, "at least one"),
         (frontier({"a": []}), ValueError, r"methods\['a'\] must hold"),
         (frontier({"a": [(0.1, 0.2, 0.3)]}), ValueError, "pairs"),
-        (frontier({"a": [(0.1, 0.0)]}), ValueError, "errors > 0 on a logarithmic axis; got 0.0"),
         (density([]), ValueError, "at least one prefill call"),
         (density({"layer": 0}), TypeError, r"must have rows\(\)"),
         (density([{"layer": 0}]), TypeError, "dicts with layer and head"),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexmask.commands import exit_codes
 from flexmask.commands.errors import option_errors
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config
+from flexmask.commands.main import PROBLEM
 from flexmask.commands.options import (
     DenseBelow,
     Device,
@@ -100,7 +100,7 @@ def doctor(
     output.line("A problem was found." if bad else well)
     output.result(document)
     if bad:
-        raise typer.Exit(exit_codes.PROBLEM)
+        raise typer.Exit(PROBLEM)
 
 
 def _of_the_adapter(version: str | None, needed: bool) -> list[Problem]:

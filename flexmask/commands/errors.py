@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from flexmask.commands import exit_codes
+from flexmask.commands.main import INTERRUPTED, MISSING, PROBLEM
 
 TRACEBACK_VARIABLE = "FLEXMASK_TRACEBACK"
 
@@ -20,7 +20,7 @@ TRACEBACK_VARIABLE = "FLEXMASK_TRACEBACK"
 class CommandError(Exception):
     """Ends a command with a message and the exit code `code`."""
 
-    def __init__(self, message: str, code: int = exit_codes.PROBLEM) -> None:
+    def __init__(self, message: str, code: int = PROBLEM) -> None:
         super().__init__(message)
         self.code = code
 
@@ -32,7 +32,7 @@ def usage_error(message: str, option: str | None = None) -> NoReturn:
 
 def needs(package: str, extra: str) -> CommandError:
     """The error for a missing optional package."""
-    return CommandError(f"this command needs {package}: pip install 'flexmask[{extra}]'", exit_codes.MISSING)
+    return CommandError(f"this command needs {package}: pip install 'flexmask[{extra}]'", MISSING)
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ class Group(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             print("flexmask: interrupted", file=sys.stderr)
-            raise typer.Exit(exit_codes.INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
         except CommandError as error:
             shown: Exception = error
             message, code = str(error), error.code
@@ -74,7 +74,7 @@ class Group(TyperGroup):
             if isinstance(error, (typer.Exit, typer.Abort)):  # which are RuntimeErrors
                 raise
             shown = error
-            message, code = f"{type(error).__name__}: {error}", exit_codes.PROBLEM
+            message, code = f"{type(error).__name__}: {error}", PROBLEM
         if ctx.params.get("traceback") or os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
             traceback.print_exception(shown)
         print(f"flexmask: {message.strip()}", file=sys.stderr)

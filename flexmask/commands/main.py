@@ -1,12 +1,14 @@
-"""The entry point; reports missing packages of the command line."""
+"""The entry point, without the packages of the command line; reports those that are missing."""
 
 from __future__ import annotations
 
 import io
 import sys
 
-from flexmask.commands.exit_codes import MISSING
-
+# exit codes (docs/command-line.md); 2, a wrong command line, is typer's
+PROBLEM = 1  # found one, or could not finish
+MISSING = 3  # an optional package
+INTERRUPTED = 130  # 128 + SIGINT
 _NEEDED = ("typer", "rich")  # of the extra `cli`
 
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexmask.plot.style import HIDDEN, LEFT_OUT, attention_colours, draw_blocks, own_axes
+from flexmask.plot.style import HIDDEN, LEFT_OUT, draw_blocks, own_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LEAST_MASS = 1e-4  # of a row's attention
+# light blue to near black; the lightest is darker than `LEFT_OUT`, in grey too
+_COLOURS = ["#bcd2ea", "#5b8fc9", "#1f4f91", "#0a1b38"]
 PARTS = ("all", "kept", "left out")
 
 
@@ -54,7 +56,7 @@ def plot_attention(
         For another `part`, a part without `kept`, and shapes that differ.
     """
     import numpy as np
-    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
 
     if part not in PARTS:
         raise ValueError(f"part must be one of {', '.join(PARTS)}; got {part!r}")
@@ -73,7 +75,9 @@ def plot_attention(
     size = (q_len, kv_len, block_size, block_size)
     draw_blocks(axes, visible.numpy().astype(int), size, {"cmap": ListedColormap([HIDDEN, LEFT_OUT]), "vmin": 0, "vmax": 1})
     shown = np.ma.masked_array(values.clamp(min=_LEAST_MASS).numpy(), mask=~wanted.numpy())
-    image = draw_blocks(axes, shown, size, {"cmap": attention_colours(), "norm": LogNorm(_LEAST_MASS, 1)})
+    image = draw_blocks(
+        axes, shown, size, {"cmap": LinearSegmentedColormap.from_list("attention", _COLOURS), "norm": LogNorm(_LEAST_MASS, 1)}
+    )
     share = float((values * wanted).nansum() / values.nansum())
     names = {"all": "True attention", "kept": f"Kept: {share:.1%} of it", "left out": f"Left out: {share:.1%} of it"}
     axes.set_title(names[part], fontsize=11)

@@ -1,9 +1,8 @@
-"""The blocks that heads keep."""
+"""The blocks that a head keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,36 +13,13 @@ from flexmask.plot.style import HIDDEN, IN_PART, LEFT_OUT, WHOLE, draw_blocks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INCHES = 5.0  # side of one head's square
-_KINDS = (HIDDEN, LEFT_OUT, IN_PART, WHOLE)
-
-
-@overload
-def plot_block_mask(
-    block_mask: BlockMask, heads: int, titles: str | None = None, *, batch: int = 0, axes: Axes | None = None
-) -> Axes: ...
-
-
-@overload
-def plot_block_mask(
-    block_mask: BlockMask | Sequence[BlockMask],
-    heads: Sequence[int],
-    titles: Sequence[str] | None = None,
-    *,
-    batch: int = 0,
-    axes: Sequence[Axes] | None = None,
-) -> list[Axes]: ...
+_INCHES = 5.0  # side of the square
 
 
 def plot_block_mask(
-    block_mask: BlockMask | Sequence[BlockMask],
-    heads: int | Sequence[int],
-    titles: str | Sequence[str] | None = None,
-    *,
-    batch: int = 0,
-    axes: Axes | Sequence[Axes] | None = None,
-) -> Axes | list[Axes]:
-    """Draw which blocks one head keeps, or several heads side by side.
+    block_mask: BlockMask, head: int, title: str | None = None, *, batch: int = 0, axes: Axes | None = None
+) -> Axes:
+    """Draw which blocks one head keeps.
 
     Blocks kept whole and in part (by their mask_mod) differ in colour; grey blocks are those that only dense causal attention
     computes. The line is causality, with the last query at the last key.
@@ -51,74 +27,57 @@ def plot_block_mask(
     Parameters
     ----------
     block_mask
-        Of shape (batch, num_heads, q_len, kv_len), read on the host; or one mask per head, of equal lengths and block size.
-    heads
-        A head, or heads, each in [0, num_heads).
-    titles
-        One line per head, to which the density is added. Default None: ``head 3``.
+        Of shape (batch, num_heads, q_len, kv_len), read on the host.
+    head
+        In [0, num_heads).
+    title
+        To which the density is added. Default None: ``head 3``.
     batch
         Batch row. Default 0.
     axes
-        One Axes per head. Default None: a new figure of pyplot, with a legend.
+        Where to draw. Default: a new figure of pyplot, with a legend.
 
     Returns
     -------
-    matplotlib.axes.Axes or list
-        One Axes for an int, else a list.
+    matplotlib.axes.Axes
 
     Raises
     ------
     ValueError
-        For a head or batch row out of range, and for masks, titles or axes that are not one per head.
+        For a head or batch row out of range.
 
     Examples
     --------
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> mask = create_block_mask(lambda b, h, q, k: k <= q, 1, 2, 512, 512, device="cpu")
-    >>> plot_block_mask(mask, 1).get_title()
+    >>> plot_block_mask(mask, 1).get_title()  # .figure.savefig("mask.png")
     'head 1, density 100.0%'
-    >>> figure = plot_block_mask(mask, [0, 1])[0].figure  # figure.savefig("masks.png")
     """
-    if isinstance(heads, int):
-        one: Any = {"titles": None if titles is None else [titles], "axes": None if axes is None else [axes]}
-        return plot_block_mask(block_mask, [heads], batch=batch, **one)[0]
-    if not heads:
-        raise ValueError("heads must name at least one head; got none")
-    masks = [block_mask] * len(heads) if isinstance(block_mask, BlockMask) else list(block_mask)
-    titles = [f"head {head}" for head in heads] if titles is None else titles
-    parts: dict[str, Any] = {"block_mask": masks, "titles": titles, "axes": axes}
-    for name, given in parts.items():
-        if given is not None and len(given) != len(heads):
-            raise ValueError(f"{name} must be one per head ({len(heads)}); got {len(given)}")
-    sizes = {(*mask.shape[-2:], *mask.BLOCK_SIZE) for mask in masks}
-    if len(sizes) > 1:
-        raise ValueError(f"block_mask must have one (q_len, kv_len, q_block, kv_block); got {sorted(sizes)}")
-    kinds = [block_kinds(mask, head, batch) for mask, head in zip(masks, heads, strict=True)]
+    kinds = block_kinds(block_mask, head, batch)
 
     from matplotlib.colors import ListedColormap
 
-    drawn = _new_row(kinds[0], len(kinds)) if axes is None else list(parts["axes"])
-    size: Any = sizes.pop()
-    for axis, kind, title in zip(drawn, kinds, titles, strict=True):
-        draw_blocks(axis, kind.numpy(), size, {"cmap": ListedColormap(_KINDS), "vmin": 0, "vmax": 3})
-        axis.set_title(f"{title}, density {(kind >= 2).sum() / (kind >= 1).sum():.1%}", fontsize=11)
-    drawn[0].set_ylabel("query (tokens)")
-    return drawn
+    axes = _new_axes(kinds) if axes is None else axes
+    colours = {"cmap": ListedColormap([HIDDEN, LEFT_OUT, IN_PART, WHOLE]), "vmin": 0, "vmax": 3}
+    q_len, kv_len = block_mask.shape[-2:]
+    draw_blocks(axes, kinds.numpy(), (q_len, kv_len, *block_mask.BLOCK_SIZE), colours)
+    density = (kinds >= 2).sum() / (kinds >= 1).sum()
+    axes.set_title(f"{f'head {head}' if title is None else title}, density {density:.1%}", fontsize=11)
+    axes.set_ylabel("query (tokens)")
+    return axes
 
 
-def _new_row(kinds: Tensor, number: int) -> list[Axes]:
-    """A new figure with its legend, and axes side by side."""
+def _new_axes(kinds: Tensor) -> Axes:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
     # at least two dots per block
     dots = max(110, 2 * max(kinds.shape) / (0.85 * _INCHES))
-    figure = plt.figure(figsize=(_INCHES * number + 0.4, _INCHES + 0.8), dpi=dots, layout="constrained")
-    drawn = list(figure.subplots(1, number, squeeze=False, sharey=True)[0])
+    figure, axes = plt.subplots(figsize=(_INCHES + 0.4, _INCHES + 0.8), dpi=dots, layout="constrained")
     names = ((WHOLE, "kept whole"), (IN_PART, "kept in part"), (LEFT_OUT, "left out"))
     handles = [Patch(facecolor=colour, edgecolor="#999999", label=name) for colour, name in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
-    return drawn
+    return axes
 
 
 def block_kinds(block_mask: BlockMask, head: int, batch: int = 0) -> Tensor:

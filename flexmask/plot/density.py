@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexmask.plot.style import LEFT_OUT, own_axes, whole_numbers
+from flexmask.plot.style import LEFT_OUT, own_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,8 +64,8 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
             value = values[layer, head]
             text, ink = "1" if value > 0.995 else f"{value:.2f}", "#000000" if value < 0.55 else "#ffffff"
             axes.text(head, layer, text, ha="center", va="center", fontsize=7, color=ink)
-    whole_numbers(axes.xaxis, range(num_heads))
-    whole_numbers(axes.yaxis, layers)
+    _whole_numbers(axes.xaxis, range(num_heads))
+    _whole_numbers(axes.yaxis, layers)
     axes.set(xlabel="head (hatched: ran dense)" if dense else "head", ylabel="layer")
     axes.set_title("Density: kept blocks / visible blocks", fontsize=10)
     axes.tick_params(labelsize=8)
@@ -86,3 +86,10 @@ def _rows_of(source: Any) -> list[Mapping[str, Any]]:
     if not all("density" in row for row in rows):
         raise ValueError(f"source must have density in every row; got {', '.join(map(str, rows[0]))}")
     return rows
+
+
+def _whole_numbers(axis: Any, labels: Sequence[int], most: int = 20) -> None:
+    """Tick every layer or head, or as many as fit; `axis` is ``axes.xaxis`` or ``axes.yaxis``."""
+    step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, len(labels)) if step * most >= len(labels))
+    places = range(0, len(labels), step)
+    axis.set_ticks(places, labels=[str(labels[place]) for place in places])

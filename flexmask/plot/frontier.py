@@ -19,7 +19,6 @@ def plot_frontier(
     axes: Axes | None = None,
     *,
     error: str = "relative squared error of a head's output",
-    log: bool = False,
 ) -> Axes:
     """Draw what methods lose by how much they keep: the lower left is better.
 
@@ -31,8 +30,6 @@ def plot_frontier(
         Where to draw. Default: a new figure of pyplot.
     error
         The name of the vertical axis.
-    log
-        Draw errors, which must be > 0, on a logarithmic axis. Default False.
 
     Returns
     -------
@@ -42,7 +39,7 @@ def plot_frontier(
     Raises
     ------
     TypeError, ValueError
-        For no methods, a method without pairs, and errors <= 0 with `log`.
+        For no methods, and a method without pairs.
 
     Examples
     --------
@@ -54,7 +51,7 @@ def plot_frontier(
         raise TypeError(f"methods must be a dict of name to (density, error) pairs; got {type(methods).__name__}")
     if not methods:
         raise ValueError("methods must hold at least one; got none")
-    curves = {name: _points(name, points, log) for name, points in methods.items()}
+    curves = {name: _points(name, points) for name, points in methods.items()}
     axes = own_axes(axes, 6.0, 4.2)
     for (name, points), (colour, marker, dash) in zip(curves.items(), cycle(LINES), strict=False):
         density, errors = zip(*points, strict=True)
@@ -62,10 +59,7 @@ def plot_frontier(
         axes.plot(
             density, errors, color=colour, marker=marker, linestyle=dash, label=name, markersize=5, linewidth=1.5, markevery=every
         )
-    if log:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}")
     axes.set_xlabel("blocks kept, %")
@@ -76,10 +70,8 @@ def plot_frontier(
     return axes
 
 
-def _points(name: str, points: Sequence[tuple[float, float]], log: bool) -> list[tuple[float, float]]:
+def _points(name: str, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     pairs = [tuple(map(float, point)) for point in points]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"methods[{name!r}] must hold (density, error) pairs, at least one; got {points!r}")
-    if log and any(value <= 0 for _, value in pairs):
-        raise ValueError(f"methods[{name!r}] must have errors > 0 on a logarithmic axis; got {min(value for _, value in pairs)}")
     return sorted((density, value) for density, value in pairs)

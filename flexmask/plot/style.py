@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
 
 HIDDEN, LEFT_OUT, IN_PART, WHOLE = "#ffffff", "#e9e9ed", "#f0a02f", "#1f5fa8"
 EDGE = "#444444"
@@ -24,13 +22,6 @@ LINES: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def attention_colours() -> Colormap:
-    """Light blue to near black; the lightest is darker than `LEFT_OUT`, in grey too."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("attention", ["#bcd2ea", "#5b8fc9", "#1f4f91", "#0a1b38"])
-
-
 def own_axes(axes: Axes | None, width: float, height: float) -> Axes:
     """`axes`, or those of a new figure of pyplot, which notebooks show."""
     if axes is not None:
@@ -38,13 +29,6 @@ def own_axes(axes: Axes | None, width: float, height: float) -> Axes:
     import matplotlib.pyplot as plt
 
     return plt.subplots(figsize=(width, height), dpi=130, layout="constrained")[1]
-
-
-def whole_numbers(axis: Any, labels: Sequence[int], most: int = 20) -> None:
-    """Tick every layer or head, or as many as fit; `axis` is ``axes.xaxis`` or ``axes.yaxis``."""
-    step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, len(labels)) if step * most >= len(labels))
-    places = range(0, len(labels), step)
-    axis.set_ticks(places, labels=[str(labels[place]) for place in places])
 
 
 def draw_blocks(axes: Axes, values: Any, size: tuple[int, int, int, int], colours: dict[str, Any]) -> Any:
