@@ -1,6 +1,6 @@
-"""What gamma keeps of even, mixed and concentrated heads: ``python -m bench.fidelity.even_heads``.
+"""What gamma keeps of even, mixed and concentrated heads: ``python -m bench.fidelity.even_heads --out PICTURE.png``.
 
-Prints shares of the rows' attention, mean over all rows, by kind of head and method. Runs on a CPU.
+Prints shares of the rows' attention, mean over all rows, by kind of head and method; without ``--out`` no picture. Runs on a CPU.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -71,10 +72,33 @@ def table(found: Sequence[Point]) -> list[str]:
     return lines
 
 
+def draw(found: Sequence[Point], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for kind, marker in zip(KINDS, "osv", strict=True):
+        for method, style in zip(METHODS, ("-", ":", "--"), strict=True):
+            own = [each for each in found if (each.kind, each.method) == (kind, method)]
+            gammas, held = [each.gamma for each in own], [each.held for each in own]
+            axes.plot(gammas, held, linestyle=style, marker=marker, label=f"{kind}, {method}")
+    axes.set(xlabel="gamma", ylabel="share of the rows' attention kept", ylim=(0, 1.03))
+    axes.legend(fontsize="small", ncols=2)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768, help="a multiple of 128, at least 1,024 (32,768)")
-    print("\n".join(table(points(parser.parse_args(arguments).tokens))))
+    parser.add_argument("--out", type=Path, help="picture")
+    options = parser.parse_args(arguments)
+    found = points(options.tokens)
+    print("\n".join(table(found)))
+    if options.out is not None:
+        draw(found, options.out)
 
 
 if __name__ == "__main__":
