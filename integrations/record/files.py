@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.floats import widest_float
-from flexmask.integrations.record.summary import Calls, CallSize, HeadSums, LayerTotals, RecordedCall, on_host
+from flexmask.integrations.record.summary import Calls, CallSize, HeadSums, LayerTotals, RecordedCall, calls_on_host
 from flexmask.settings import PrefillSettings
 from flexmask.stats import DTYPES, SelectionStats
 
@@ -34,7 +34,7 @@ def save_run(path: Path, run: SavedRun) -> None:
     saved = {
         "format": _FORMAT,
         "settings": run.settings.to_dict(),
-        "calls": {str(layer): [_call_to_save(call) for call in each] for layer, each in on_host(run.calls).items()},
+        "calls": {str(layer): [_call_to_save(call) for call in each] for layer, each in calls_on_host(run.calls).items()},
         "dropped": {
             str(layer): {**vars(each), "sums": None if each.sums is None else HeadSums(*_numbers(each.sums[None])[0])._asdict()}
             | {"held": None if each.held is None else _numbers(each.held[None])[0]}

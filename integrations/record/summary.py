@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -52,31 +52,35 @@ class RecordedCall(NamedTuple):
 Calls = Mapping[int, Sequence[RecordedCall]]
 
 
-def on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
-    """Copies statistics to the CPU, with one wait per device."""
+def on_host(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Copies on the CPU, in their dtypes and shapes, by id; waits once per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for stats in (call.stats for layer in calls.values() for call in layer):
-        for tensor in (getattr(stats, name) for name in TENSORS):
-            if tensor.device.type != "cpu":
-                by_device.setdefault(tensor.device, []).append(tensor)
     copies: dict[int, Tensor] = {}
-    for tensors in by_device.values():
-        # counts of blocks stay below 2^24, up to which float32 is exact
-        together = torch.cat([tensor.detach().flatten().float() for tensor in tensors]).cpu()
-        for tensor, copy in zip(tensors, together.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor in tensors:
+        copies[id(tensor)] = tensor
+        if tensor.device.type != "cpu":
+            by_device.setdefault(tensor.device, []).append(tensor)
+    for device, group in by_device.items():
+        together = torch.cat([tensor.detach().flatten().to(widest_float(device)) for tensor in group]).cpu()
+        for tensor, copy in zip(group, together.split([tensor.numel() for tensor in group]), strict=True):
             copies[id(tensor)] = copy.view(tensor.shape).to(tensor.dtype)
+    return copies
+
+
+def calls_on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
+    """The calls with their statistics on the CPU."""
+    copies = on_host(getattr(call.stats, name) for layer in calls.values() for call in layer for name in TENSORS)
 
     def copied(stats: SelectionStats) -> SelectionStats:
-        tensors = {name: getattr(stats, name) for name in TENSORS}
-        return replace(stats, **{name: copies.get(id(tensor), tensor) for name, tensor in tensors.items()})
+        return replace(stats, **{name: copies[id(getattr(stats, name))] for name in TENSORS})
 
-    return {layer: [call._replace(stats=copied(call.stats)) for call in each] for layer, each in calls.items()}
+    return {layer: [call._replace(stats=copied(call.stats)) for call in recorded] for layer, recorded in calls.items()}
 
 
 def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
     rows = []
-    for layer, each in sorted(on_host(calls).items()):
-        for stats, reason, prefill, size in each:
+    for layer, recorded in sorted(calls_on_host(calls).items()):
+        for stats, reason, prefill, size in recorded:
             numbers = {name: getattr(stats, name).tolist() for name in TENSORS}
             for batch in range(stats.density.shape[0]):
                 for head in range(stats.density.shape[1]):
@@ -277,51 +281,30 @@ class RunSummary:
 def summary_of(
     totals: Mapping[int, LayerTotals], method: str, prefills: int, sequences: int, tokens: int, dropped_calls: int
 ) -> RunSummary:
-    """The summary of some layers; waits twice per device."""
-    held = _held_by_head({layer: each.held for layer, each in totals.items() if each.held is not None})
-    sums = _read({layer: each.sums for layer, each in totals.items() if each.sums is not None})
-    layers = []
-    for layer, each in sorted(totals.items()):
-        own, heads = sums.get(layer, HeadSums(*[0.0] * len(HeadSums._fields))), max(each.heads, 1)
-        shares = {"query-aware": own.query_aware / heads, "vertical-slash": own.vertical_slash / heads}
+    """The summary of some layers; waits once per device."""
+    copies = on_host(tensor for total in totals.values() for tensor in (total.sums, total.held) if tensor is not None)
+    layers, low = [], []
+    for layer, total in sorted(totals.items()):
+        sums = HeadSums(*([0.0] * len(HeadSums._fields) if total.sums is None else copies[id(total.sums)].tolist()))
+        held: list[float] = [] if total.held is None else copies[id(total.held)].tolist()
+        low += [LowHead(layer, head, share) for head, share in enumerate(held) if share < LOW_COVERAGE]
+        heads, least = max(total.heads, 1), min(held, default=math.inf)
+        shares = {"query-aware": sums.query_aware / heads, "vertical-slash": sums.vertical_slash / heads}
         shares[method] = 1 - sum(shares.values())
         layers.append(
             LayerSummary(
                 layer,
-                each.calls,
-                each.dense_calls,
-                dict(each.reasons),
-                (own.pairs + each.dense_pairs) / each.pairs,
-                None if each.heads == 0 or math.isnan(own.coverage) else own.coverage / heads,
-                {name: share for name, share in shares.items() if share > 0 and each.heads},
-                own.served_densely / heads,
-                None if (least := min(held.get(layer, ()), default=math.inf)) == math.inf else least,
+                total.calls,
+                total.dense_calls,
+                dict(total.reasons),
+                (sums.pairs + total.dense_pairs) / total.pairs,
+                None if total.heads == 0 or math.isnan(sums.coverage) else sums.coverage / heads,
+                {name: share for name, share in shares.items() if share > 0 and total.heads},
+                sums.served_densely / heads,
+                None if least == math.inf else least,
             )
         )
-    pairs = sum(each.pairs for each in totals.values())
+    pairs = sum(total.pairs for total in totals.values())
     kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)
-    low = [LowHead(layer, head, share) for layer, each in held.items() for head, share in enumerate(each) if share < LOW_COVERAGE]
-    low.sort(key=lambda each: each.held)
+    low.sort(key=lambda head: head.held)
     return RunSummary(prefills, tokens, kept / pairs if pairs else None, tuple(layers), dropped_calls, tuple(low), sequences)
-
-
-def _held_by_head(held: Mapping[int, Tensor]) -> dict[int, list[float]]:
-    by_device: dict[torch.device, list[int]] = {}
-    for layer, each in held.items():
-        by_device.setdefault(each.device, []).append(layer)
-    found = {}
-    for layers in by_device.values():
-        numbers = iter(torch.cat([held[layer] for layer in layers]).tolist())
-        found.update({layer: [next(numbers) for _ in range(len(held[layer]))] for layer in layers})
-    return found
-
-
-def _read(sums: Mapping[int, Tensor]) -> dict[int, HeadSums]:
-    by_device: dict[torch.device, list[int]] = {}
-    for layer, each in sums.items():
-        by_device.setdefault(each.device, []).append(layer)
-    return {
-        layer: HeadSums(*values)
-        for layers in by_device.values()
-        for layer, values in zip(layers, torch.stack([sums[layer] for layer in layers]).tolist(), strict=True)
-    }

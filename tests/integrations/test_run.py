@@ -12,7 +12,7 @@ from flexmask import SelectionStats
 pytest.importorskip("transformers")
 
 from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
-from flexmask.integrations.record.summary import MOST_REASONS, OTHER_REASONS, CallSize, RecordedCall, on_host
+from flexmask.integrations.record.summary import MOST_REASONS, OTHER_REASONS, CallSize, RecordedCall, calls_on_host
 from flexmask.stats import TENSORS
 from tests.integrations.recorded_calls import HEADS, dense_stats, recorded, stats_of, without_nan
 
@@ -253,7 +253,7 @@ def test_statistics_are_copied_once():
             away = {name: getattr(stats, name).as_subclass(Counted) for name in names}
             calls[layer].append((stats, RecordedCall(SelectionStats(**away), None, call, CallSize(1, 1, 1))))
     Counted.copies.clear()
-    found = on_host({layer: [each for _, each in pairs] for layer, pairs in calls.items()})
+    found = calls_on_host({layer: [each for _, each in pairs] for layer, pairs in calls.items()})
     assert Counted.copies == [3 * 4 * len(names) * HEADS]
     for layer, pairs in calls.items():
         for (expected, _), copied in zip(pairs, found[layer], strict=True):
