@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.floats import widest_float
-from flexmask.base.inputs import AttentionInputs, HeadGroup
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
 from flexmask.base.visibility import block_visibility, token_validity, whole_blocks
 from flexmask.flex.head_groups import head_groups
@@ -61,13 +61,10 @@ def head_errors(
             part = inputs.of_heads(group)
             keep = torch.stack([_kept(each, part, group.query, visible) for each in by_gamma], 2)[0]
             density[group.query] = keep.sum((-2, -1)).to(density.dtype) / visible.sum()
-            groups = part.query.shape[1] // part.key.shape[1]
-            for key_head in range(part.key.shape[1]):
-                of_part = slice(key_head * groups, (key_head + 1) * groups)
-                heads = slice(group.query.start + of_part.start, group.query.start + of_part.stop)
-                one = part.of_heads(HeadGroup(slice(0, 1), of_part, slice(key_head, key_head + 1)))
+            for one in head_groups(part.query, part.key, num_heads // inputs.key.shape[1]):  # of one key head
+                heads = slice(group.query.start + one.query.start, group.query.start + one.query.stop)
                 weight = None if gradient is None else gradient[0, heads]
-                error[heads] = errors_of_key_head(one, keep[of_part], selector.block_size, out[0, heads], weight)
+                error[heads] = errors_of_key_head(part.of_heads(one), keep[one.query], selector.block_size, out[0, heads], weight)
     return out, HeadErrors(int(visible.sum()), density.tolist(), error.tolist())
 
 

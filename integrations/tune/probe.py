@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -20,8 +20,8 @@ class HeadProbe:
     With `gradient` the calls keep their outputs, and `weigh` measures after the backward pass.
     """
 
-    def __init__(self, measured: MeasuredErrors, bar: Any, gradient: bool) -> None:
-        self.measured, self.bar, self.gradient, self.prompt = measured, bar, gradient, 0
+    def __init__(self, measured: MeasuredErrors, advance: Callable[[], None], gradient: bool) -> None:
+        self.measured, self.advance, self.gradient, self.prompt = measured, advance, gradient, 0
         self.called: set[int] = set()
         # by layer: outputs without a gradient yet
         self.waiting: dict[int, tuple[PrefillCall, Tensor]] = {}
@@ -49,7 +49,7 @@ class HeadProbe:
         reason = by_head_dim(inputs.query.shape[3], inputs.value.shape[3]) or call.reason_dense_layer()
         if reason is not None:
             self.measured.dense[layer] = reason
-            self.bar.update()
+            self.advance()
         if reason is not None or layer in self.measured.by_prompt[self.prompt]:
             return dense_attention(inputs)[0]
         if not self.gradient:
@@ -75,5 +75,5 @@ class HeadProbe:
             raise ValueError(f"model must give finite attention; got NaN or infinity in layer {call.layer}")
         self.measured.by_prompt[self.prompt][call.layer] = errors
         self.measured.save()
-        self.bar.update()
+        self.advance()
         return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +140,19 @@ def _measure(
     """Fill `measured`; return why layers stay dense."""
     layers = getattr(text_config(model), "num_hidden_layers", 0)
     done = sum(len(each) for each in measured.by_prompt)
-    shown: dict[str, Any] = {"total": len(prompts) * layers, "initial": done}
-    if callable(progress):
-        made: Any = nullcontext(_Count(progress, **shown))
-    else:
-        made = logging.tqdm(**shown, desc="tune: layers", leave=False, disable=not progress)
-    with made as bar:
-        probe = HeadProbe(measured, bar, gradient)
+    total, shown = len(prompts) * layers, progress is True
+    with logging.tqdm(total=total, initial=done, desc="tune: layers", leave=False, disable=not shown) as bar:
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            bar.update()
+            if callable(progress):
+                progress(done, total)
+
+        if callable(progress):
+            progress(done, total)
+        probe = HeadProbe(measured, advance, gradient)
         run = PrefillRun(settings, collect_stats=False)
         for number, prompt in enumerate(prompts):
             if measured.complete[number]:
@@ -166,16 +171,6 @@ def _measure(
             measured.complete[number] = True
             measured.save()
     return dict(sorted(measured.dense.items()))
-
-
-class _Count:
-    def __init__(self, progress: Callable[[int, int], None], total: int, initial: int) -> None:
-        self.progress, self.total, self.done = progress, total, initial
-        progress(initial, total)
-
-    def update(self) -> None:
-        self.done += 1
-        self.progress(self.done, self.total)
 
 
 def _checked_gammas(gammas: Any) -> tuple[float, ...]:
