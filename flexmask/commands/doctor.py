@@ -77,22 +77,22 @@ def doctor(
     document: dict[str, Any] = {
         "device": device_name(where),
         "versions": installed,
-        "backends": [each._asdict() for each in backends(where, kind)],
-        "problems": [each._asdict() for each in found],
+        "backends": [backend._asdict() for backend in backends(where, kind)],
+        "problems": [problem._asdict() for problem in found],
     }
     _show_machine(output, document)
-    bad = any(each.severity == "error" for each in found)
+    bad = any(problem.severity == "error" for problem in found)
     if not skip_self_test:
         tests = _tested(output, where)
-        document["self_test"] = [each._asdict() | {"passed": each.passed} for each in tests]
-        document["flash"] = [each._asdict() for each in _flash_checked(output, where)]
-        bad = bad or not all(each.passed for each in tests)
+        document["self_test"] = [test._asdict() | {"passed": test.passed} for test in tests]
+        document["flash"] = [feature._asdict() for feature in _flash_checked(output, where)]
+        bad = bad or not all(test.passed for test in tests)
     if config is not None:
         about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
         plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
-        document["model"], document["layers"] = about, [each._asdict() for each in plan]
+        document["model"], document["layers"] = about, [layer._asdict() for layer in plan]
         _show_layers(output, about, plan)
-        bad = bad or about["refused"] is not None or any(each.plan == "refused" for each in plan)
+        bad = bad or about["refused"] is not None or any(layer.plan == "refused" for layer in plan)
     document["ok"] = not bad
     output.line()
     unknown = config is not None and about["unknown"] is not None
@@ -125,11 +125,11 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
         advance(0, 1)
         tests = list(self_test(device))
     rows = []
-    for each in tests:
-        verdict = "passed" if each.passed else "FAILED"
-        found = "" if each.difference is None else f"{each.difference:.1e}"
-        density = "" if each.density is None else f"{each.density:.1%}"
-        rows.append([each.method, each.backend, each.dtype, density, found, f"{each.tolerance:g}", verdict, each.error])
+    for test in tests:
+        verdict = "passed" if test.passed else "FAILED"
+        found = "" if test.difference is None else f"{test.difference:.1e}"
+        density = "" if test.density is None else f"{test.density:.1%}"
+        rows.append([test.method, test.backend, test.dtype, density, found, f"{test.tolerance:g}", verdict, test.error])
     columns = ["method", "backend", "dtype", "density", "largest difference", "allowed", "", ""]
     output.line()
     output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")
@@ -143,9 +143,9 @@ def _flash_checked(output: Output, device: str) -> list[FlashReport]:
         found = flash_features(device)
     if found:
         rows = []
-        for each in found:
-            lse = "" if each.lse_factor is None else f"times {each.lse_factor:.4g}"
-            rows.append([each.feature, each.served, lse, f"{each.seconds:.0f} s", each.reason])
+        for problem in found:
+            lse = "" if problem.lse_factor is None else f"times {problem.lse_factor:.4g}"
+            rows.append([problem.feature, problem.served, lse, f"{problem.seconds:.0f} s", problem.reason])
         output.line()
         output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
     return found
@@ -173,15 +173,15 @@ def _show_machine(output: Output, document: dict[str, Any]) -> None:
     output.line("  ".join(f"{name} {version or 'missing'}" for name, version in document["versions"].items()))
     output.line()
     rows = [
-        [each["name"], "chosen by auto" if each["chosen"] else "usable" if each["usable"] else "no", each["reason"]]
-        for each in document["backends"]
+        [backend["name"], "chosen by auto" if backend["chosen"] else "usable" if backend["usable"] else "no", backend["reason"]]
+        for backend in document["backends"]
     ]
     output.table(["backend", "", "why not"], rows, "FlexAttention's backends")
     output.line()
     if not document["problems"]:
         output.line("No known problem of this combination.")
-    for each in document["problems"]:
-        output.line(f"{each['severity']}: {each['what']}; {each['remedy']}")
+    for problem in document["problems"]:
+        output.line(f"{problem['severity']}: {problem['what']}; {problem['remedy']}")
 
 
 def _show_layers(output: Output, model: dict[str, Any], plan: Sequence[PlannedLayer]) -> None:
@@ -194,8 +194,8 @@ def _show_layers(output: Output, model: dict[str, Any], plan: Sequence[PlannedLa
         return
     rows = []
     # consecutive layers that differ in their number only
-    for same, group in groupby(plan, key=lambda each: each[1:]):
-        layers = [each.layer for each in group]
+    for same, group in groupby(plan, key=lambda layer: layer[1:]):
+        layers = [layer.layer for layer in group]
         name = str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
         plan_, reason, heads, kv_heads, head_dim, window, backend = same
         rows.append([name, plan_, heads, kv_heads, head_dim, window, backend, reason])

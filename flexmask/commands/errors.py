@@ -48,7 +48,7 @@ def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -
         from flexmask.selector import UnknownOption
 
         name = error.option if isinstance(error, UnknownOption) else str(error).partition(" ")[0].partition("[")[0]
-        option = next((each for each in options if each == f"--{name.replace('_', '-')}"), by_name.get(name, otherwise))
+        option = next((known for known in options if known == f"--{name.replace('_', '-')}"), by_name.get(name, otherwise))
         if option is None:
             raise
         message = (

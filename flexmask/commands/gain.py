@@ -234,29 +234,29 @@ def with_first_tokens(times: dict[str, Any]) -> dict[str, Any]:
 
 def _gaining(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The ways that gain in every round."""
-    return [each for each in row["sparse"] if each["first_token_ratios"][0] >= LEAST_GAIN]
+    return [way for way in row["sparse"] if way["first_token_ratios"][0] >= LEAST_GAIN]
 
 
 def verdict(row: dict[str, Any]) -> str:
     start = f"{row['tokens']:,} tokens: "
     if not row["sparse"]:
-        reason = max(row["reasons"], key=lambda each: row["reasons"][each], default="no layer runs sparse")
+        reason = max(row["reasons"], key=lambda reason: row["reasons"][reason], default="no layer runs sparse")
         return f"{start}nothing to gain; {reason}"
     worth = _gaining(row)
     if worth:
-        least, most = (f(each["first_token_ratio"] for each in worth) for f in (min, max))
+        least, most = (f(way["first_token_ratio"] for way in worth) for f in (min, max))
         times = f"{most:.2f}" if len(worth) == 1 else f"{least:.2f} to {most:.2f}"
         return f"{start}the first token comes {times} times as fast at {_percents(worth)} of the blocks"
-    unclear = [each for each in row["sparse"] if each["first_token_ratios"][1] >= LEAST_GAIN]
+    unclear = [way for way in row["sparse"] if way["first_token_ratios"][1] >= LEAST_GAIN]
     if unclear:
-        ratios = [ratio for each in unclear for ratio in each["first_token_ratios"]]
+        ratios = [ratio for way in unclear for ratio in way["first_token_ratios"]]
         times = f"{min(ratios):.2f} to {max(ratios):.2f} times as fast at {_percents(unclear)} of the blocks"
         return f"{start}no verdict; the first token comes {times}, from run to run. Repeat it on a quiet machine"
     return f"{start}nothing to gain; the first token comes less than 5% sooner at {_percents(row['sparse'])} of the blocks"
 
 
 def _percents(ways: Sequence[dict[str, Any]]) -> str:
-    shares = sorted(each["density"] for each in ways)
+    shares = sorted(way["density"] for way in ways)
     return f"{shares[0]:.0%}" if len(shares) == 1 else f"{shares[0]:.0%} to {shares[-1]:.0%}"
 
 
@@ -298,7 +298,7 @@ def _show_times(output: Output, rows: Sequence[dict[str, Any]]) -> None:
         lines.append([f"{row['tokens']:,}", f"dense, {dense['kernel']}", "100%", "", times[0], "", times[1], "", ""])
         for way in row["sparse"]:
             parts = [_time(way["selection_seconds"]), _time(way["attention_seconds"]), f"{way['attention_ratio']:.2f}x"]
-            ratios = " to ".join(f"{each:.2f}" for each in way["first_token_ratios"])
+            ratios = " to ".join(f"{ratio:.2f}" for ratio in way["first_token_ratios"])
             first = [_time(way["first_token_seconds"]), f"{way['first_token_ratio']:.2f}x", ratios]
             lines.append(["", "flexmask", f"{way['density']:.1%}", *parts, *first])
     names = "tokens, attention by, blocks kept, selection, attention, faster, first token, sooner, from run to run"

@@ -120,12 +120,12 @@ def model_times(
             sparse += seconds
     kept /= max(1, sum(layer.plan == "sparse" for layer in plan))
     return {
-        "dense": {"kernel": ", ".join(sorted({each.kernel for each in times.values()})), "attention_seconds": dense},
+        "dense": {"kernel": ", ".join(sorted({timed.kernel for timed in times.values()})), "attention_seconds": dense},
         "sparse": [
             {"density": float(share), "selection_seconds": selection, "attention_seconds": attention}
             for share, attention in zip(kept, sparse, strict=True)
         ],
-        "timed_share_of_heads": min(each.share for each in times.values()),
+        "timed_share_of_heads": min(timed.share for timed in times.values()),
     }
 
 

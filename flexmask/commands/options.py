@@ -79,10 +79,10 @@ def settings_from(settings: Path | None = None, others: list[str] | None = None,
 def given_options(others: list[str] | None = None, **options: Any) -> dict[str, Any]:
     """The options that are not None, and NAME=VALUE pairs, whose values are JSON or words."""
     found = {name: value for name, value in options.items() if value is not None}
-    for each in others or ():
-        name, given, value = (part.strip() for part in each.partition("="))
+    for pair in others or ():
+        name, given, value = (part.strip() for part in pair.partition("="))
         if not given or not name:
-            usage_error(f"must be NAME=VALUE; got {each!r}", "--option")
+            usage_error(f"must be NAME=VALUE; got {pair!r}", "--option")
         if name in found:
             usage_error(f"{name} is given twice", "--option")
         found[name] = _parsed(value)

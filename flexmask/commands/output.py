@@ -45,7 +45,7 @@ class Output:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for at, name in enumerate(columns):
             values = [row[at] for row in rows if row[at] not in ("", None)]
-            right = bool(values) and all(isinstance(each, (int, float)) or each.endswith("%") for each in values)
+            right = bool(values) and all(isinstance(cell, (int, float)) or cell.endswith("%") for cell in values)
             table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(_cell(value)) for value in row))
@@ -100,9 +100,9 @@ def _cell(value: Any) -> str:
 
 def _json_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(name): _json_value(each) for name, each in value.items()}
+        return {str(name): _json_value(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json_value(each) for each in value]
+        return [_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)

@@ -69,7 +69,7 @@ def tune(
     loaded, tokenizer = load_model(name, output, device, dtype)
     from flexmask.integrations.huggingface import tune as run
 
-    prompts = [token_ids(tokenizer, each, tokens) for each in texts]
+    prompts = [token_ids(tokenizer, content, tokens) for content in texts]
     measured = out.with_name(out.name + ".measured")
     if out.is_file() and out.name == "config.json":
         usage_error("config.json is a model's; name another file", "--out")
@@ -91,7 +91,7 @@ def tune(
     document: dict[str, Any] = {
         "model": name,
         "texts": text,
-        "prompt_tokens": [each.shape[1] for each in prompts],
+        "prompt_tokens": [prompt.shape[1] for prompt in prompts],
         "out": str(out),
     }
     document |= {"gradient": gradient, **_document(result)}
@@ -112,7 +112,7 @@ def _document(result: TuneResult) -> dict[str, Any]:
 
 def _show(output: Output, document: dict[str, Any]) -> None:
     rows: list[list[Any]] = [
-        [f"gamma {each['gamma']:g} for all heads", each["density"], each["error"]] for each in document["uniform"]
+        [f"gamma {choice['gamma']:g} for all heads", choice["density"], choice["error"]] for choice in document["uniform"]
     ]
     rows.append(["gamma per head, tuned", document["density"], document["error"]])
     rows.sort(key=lambda row: -row[1])

@@ -61,7 +61,7 @@ def plot_attention(
     if part not in PARTS:
         raise ValueError(f"part must be one of {', '.join(PARTS)}; got {part!r}")
     if mass.dim() != 2 or (kept is not None and kept.shape != mass.shape):
-        shapes = [tuple(each.shape) for each in (mass, kept) if each is not None]
+        shapes = [tuple(tensor.shape) for tensor in (mass, kept) if tensor is not None]
         raise ValueError(f"mass and kept must both be (num_q_blocks, num_kv_blocks); got {shapes}")
     if part != "all" and kept is None:
         raise ValueError(f'kept must be given for part "{part}"')

@@ -76,7 +76,7 @@ class Inspection:
     @property
     def held_by_quarter(self) -> tuple[float, ...]:
         """`held`, mean over layers; empty if no layer ran sparse."""
-        return tuple(sum(each) / len(each) for each in zip(*self.held.values(), strict=True))
+        return tuple(sum(shares) / len(shares) for shares in zip(*self.held.values(), strict=True))
 
     @property
     def warning(self) -> str | None:
@@ -102,11 +102,11 @@ class Inspection:
             "settings": self.run.settings.to_dict(),
             "summary": self.summary.to_dict(),
             "shown": [
-                {"layer": each.layer, "head": each.head, "why": each.why, "attention_kept": each.attention_kept}
-                for each in self.heads
+                {"layer": head.layer, "head": head.head, "why": head.why, "attention_kept": head.attention_kept}
+                for head in self.heads
             ],
             "rule": RULE,
-            "held": {str(layer): each for layer, each in self.held.items()},
+            "held": {str(layer): shares for layer, shares in self.held.items()},
             "held_by_quarter": self.held_by_quarter,
             "warning": self.warning,
             "rows": self.run.rows(),
@@ -199,7 +199,7 @@ def inspect_prefill(
     _prefill(inner, ids, PrefillRun(found, collect_stats=False), compared)
     by_head = {(row["layer"], row["head"]): row for row in rows}
     shown = tuple(ShownHead(*head, why, *compared.maps[head], by_head[head], found.block_size) for head, why in chosen.items())
-    held = {layer: tuple(each.mean(0).tolist()) for layer, each in sorted(compared.held.items())}
+    held = {layer: tuple(by_head.mean(0).tolist()) for layer, by_head in sorted(compared.held.items())}
     return Inspection(run, shown, held, _about(inner, ids))
 
 
@@ -243,9 +243,9 @@ def named_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], heads:
 
 def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nan(each) for name, each in value.items()}
+        return {name: _without_nan(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(each) for each in value]
+        return [_without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -48,7 +48,7 @@ def write_report(found: Inspection, folder: str | Path, *, model: str | None = N
     """
     folder = Path(folder)
     density, shown = density_picture(found), [shown_pictures(head) for head in found.heads]
-    files = {f"{picture.name}.png": picture.png for picture in [density, *(each for pictures in shown for each in pictures)]}
+    files = {f"{picture.name}.png": picture.png for picture in [density, *(part for pictures in shown for part in pictures)]}
     text = page(found, density, shown, model or str(found.about["model"]), prompt)
     # a tokenizer may decode half of a surrogate pair
     files["report.html"] = text.encode("utf-8", errors="backslashreplace")
@@ -162,7 +162,7 @@ def _held(found: Inspection) -> str:
     if not found.held:
         return ""
     warning = "" if found.warning is None else f'<p class="warning">{escape(found.warning)}</p>\n'
-    rows = [("all", found.held_by_quarter), *((str(layer), each) for layer, each in found.held.items())]
+    rows = [("all", found.held_by_quarter), *((str(layer), shares) for layer, shares in found.held.items())]
     lines = "".join(
         f'<tr><td class="n">{layer}</td>{"".join(_number(f"{share:.1%}") for share in quarters)}</tr>' for layer, quarters in rows
     )

@@ -34,12 +34,8 @@ def save_run(path: Path, run: SavedRun) -> None:
     saved = {
         "format": _FORMAT,
         "settings": run.settings.to_dict(),
-        "calls": {str(layer): [_call_to_save(call) for call in each] for layer, each in calls_on_host(run.calls).items()},
-        "dropped": {
-            str(layer): {**vars(each), "sums": None if each.sums is None else HeadSums(*_numbers(each.sums[None])[0])._asdict()}
-            | {"held": None if each.held is None else _numbers(each.held[None])[0]}
-            for layer, each in run.dropped.items()
-        },
+        "calls": {str(layer): [_call_to_save(call) for call in recorded] for layer, recorded in calls_on_host(run.calls).items()},
+        "dropped": {str(layer): _totals_to_save(total) for layer, total in run.dropped.items()},
         "tokens": {str(layer): number for layer, number in run.tokens.items()},
         "sequences": {str(layer): number for layer, number in run.sequences.items()},
     }
@@ -63,8 +59,8 @@ def load_run(path: Path) -> SavedRun:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["format"] != _FORMAT:
             raise ValueError(saved["format"])
-        calls = {_count(int(layer)): [_call(call) for call in each] for layer, each in saved["calls"].items()}
-        dropped = {_count(int(layer)): _totals(each) for layer, each in saved["dropped"].items()}
+        calls = {_count(int(layer)): [_call(call) for call in recorded] for layer, recorded in saved["calls"].items()}
+        dropped = {_count(int(layer)): _totals(total) for layer, total in saved["dropped"].items()}
         tokens, sequences = (
             {_count(int(layer)): _count(number) for layer, number in saved[name].items()} for name in ("tokens", "sequences")
         )
@@ -78,6 +74,11 @@ def _call_to_save(call: RecordedCall) -> dict[str, Any]:
     return {**tensors, "dense": call.stats.dense, "reason": call.reason, "prefill": call.prefill, "size": list(call.size)}
 
 
+def _totals_to_save(total: LayerTotals) -> dict[str, Any]:
+    sums = None if total.sums is None else HeadSums(*_numbers(total.sums[None])[0])._asdict()
+    return {**vars(total), "sums": sums, "held": None if total.held is None else _numbers(total.held[None])[0]}
+
+
 def _numbers(tensor: Tensor) -> Any:
     return [[x if math.isfinite(x) else None for x in row] for row in tensor.tolist()]
 
@@ -87,7 +88,7 @@ def _call(saved: Mapping[str, Any]) -> RecordedCall:
         name: torch.tensor([[math.nan if x is None else x for x in row] for row in saved[name]], dtype=dtype, device="cpu")
         for name, dtype in DTYPES.items()
     }
-    shapes = {each.shape for each in tensors.values()}
+    shapes = {tensor.shape for tensor in tensors.values()}
     if len(shapes) > 1 or min(map(len, shapes)) < 2 or 0 in next(iter(shapes)):
         raise ValueError(f"shapes {sorted(shapes)}")
     stats = SelectionStats(**tensors, dense=bool(saved["dense"]))

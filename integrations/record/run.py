@@ -190,7 +190,7 @@ class PrefillRun:
             prefills = self.num_prefills
         # without the lock: this waits for a device while calls go on
         totals = {layer: dropped.get(layer, LayerTotals()).with_calls(calls) for layer, calls in kept.items()}
-        return summary_of(totals, self.method, prefills, sequences, tokens, sum(each.calls for each in dropped.values()))
+        return summary_of(totals, self.method, prefills, sequences, tokens, sum(total.calls for total in dropped.values()))
 
     def to_pandas(self) -> Any:
         """`rows` as a pandas.DataFrame; ImportError without pandas."""
@@ -253,7 +253,7 @@ class PrefillRun:
         """Snapshots of kept calls, and of sums over dropped ones."""
         with self._lock:
             kept = {layer: list(calls) for layer, calls in self.calls.items()}
-            return kept, {layer: each.with_calls(()) for layer, each in self._dropped.items()}
+            return kept, {layer: total.with_calls(()) for layer, total in self._dropped.items()}
 
     def _drop(self, layer: int, most: int) -> None:
         calls, masks = self.calls.get(layer, []), self.masks.get(layer, [])

@@ -72,7 +72,8 @@ def calls_on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
     copies = on_host(getattr(call.stats, name) for layer in calls.values() for call in layer for name in TENSORS)
 
     def copied(stats: SelectionStats) -> SelectionStats:
-        return replace(stats, **{name: copies[id(getattr(stats, name))] for name in TENSORS})
+        tensors: dict[str, Any] = {name: copies[id(getattr(stats, name))] for name in TENSORS}
+        return replace(stats, **tensors)
 
     return {layer: [call._replace(stats=copied(call.stats)) for call in recorded] for layer, recorded in calls.items()}
 

@@ -56,10 +56,10 @@ def head_errors(
         visible = block_visibility(tokens, selector.block_size, inputs.window).visible
         density = torch.empty((num_heads, len(gammas)), dtype=widest_float(query.device), device=query.device)
         error = torch.empty_like(density)
-        at_once = max_mask_bytes // max(each.head_bytes for each in by_gamma)
+        at_once = max_mask_bytes // max(with_gamma.head_bytes for with_gamma in by_gamma)
         for group in head_groups(query, inputs.key, at_once, selector.method.shared):
             part = inputs.of_heads(group)
-            keep = torch.stack([_kept(each, part, group.query, visible) for each in by_gamma], 2)[0]
+            keep = torch.stack([_kept(with_gamma, part, group.query, visible) for with_gamma in by_gamma], 2)[0]
             density[group.query] = keep.sum((-2, -1)).to(density.dtype) / visible.sum()
             for one in head_groups(part.query, part.key, num_heads // inputs.key.shape[1]):  # of one key head
                 heads = slice(group.query.start + one.query.start, group.query.start + one.query.stop)

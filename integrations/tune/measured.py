@@ -42,9 +42,9 @@ class MeasuredErrors:
             saved = json.loads(path.read_text(encoding="utf-8"))
             assert saved["format"] == _FORMAT
             before = saved["made_of"]
-            by_prompt = [{int(layer): HeadErrors(*errors) for layer, errors in each.items()} for each in saved["errors"]]
+            by_prompt = [{int(layer): HeadErrors(*errors) for layer, errors in prompt.items()} for prompt in saved["errors"]]
             dense = {int(layer): reason for layer, reason in saved["dense"].items()}
-            found = cls(gammas, by_prompt, [bool(each) for each in saved["complete"]], path, made_of, dense)
+            found = cls(gammas, by_prompt, [bool(flag) for flag in saved["complete"]], path, made_of, dense)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"resume must be a file that tune wrote, or none yet; got {path}") from error
         other = [name for name in made_of if before.get(name) != made_of[name]]
@@ -55,7 +55,7 @@ class MeasuredErrors:
     def save(self) -> None:
         if self.path is None:
             return
-        errors = [{str(layer): list(each) for layer, each in layers.items()} for layers in self.by_prompt]
+        errors = [{str(layer): list(errors) for layer, errors in layers.items()} for layers in self.by_prompt]
         saved = {"format": _FORMAT, "made_of": self.made_of, "complete": self.complete, "dense": self.dense, "errors": errors}
         write_json(self.path, saved)
 
@@ -83,7 +83,7 @@ class MeasuredErrors:
 
     def _all_blocks(self) -> list[int]:
         """The blocks that all heads see, by prompt."""
-        return [sum(each.visible * len(each.density) for each in errors.values()) for errors in self.by_prompt]
+        return [sum(layer.visible * len(layer.density) for layer in errors.values()) for errors in self.by_prompt]
 
 
 def digest(parts: Sequence[Tensor] | Mapping[str, Any]) -> str:

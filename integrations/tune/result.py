@@ -83,8 +83,9 @@ def result_of(
     for (layer, _), choice in zip(heads, chosen, strict=True):
         layers.setdefault(layer, []).append(choice.gamma)
     settings = base.with_fields(layers={layer: {"gamma": tuple(by_head)} for layer, by_head in layers.items()})
+    all_choices = list(heads.values())
     uniform = tuple(
-        (gamma, sum(each[i].blocks for each in heads.values()), sum(each[i].error for each in heads.values()) / len(heads))
+        (gamma, sum(head[i].blocks for head in all_choices), sum(head[i].error for head in all_choices) / len(heads))
         for i, gamma in enumerate(measured.gammas)
     )
     return TuneResult(settings, *allocation.curve[steps], allocation.curve, uniform, dense, chosen, measured)

@@ -105,7 +105,7 @@ def tune(
     """
     inner = unwrapped(model)
     check_target(density, error)
-    check_word("method", method, tuple(name for name, each in METHODS.items() if "gamma" in each.shares))
+    check_word("method", method, tuple(name for name, known in METHODS.items() if "gamma" in known.shares))
     if not isinstance(gradient, bool):
         raise TypeError(f"gradient must be True or False; got {gradient!r}")
     found = [name for name in ("gamma", "layers") if name in options]
@@ -139,7 +139,7 @@ def _measure(
 ) -> dict[int, str]:
     """Fill `measured`; return why layers stay dense."""
     layers = getattr(text_config(model), "num_hidden_layers", 0)
-    done = sum(len(each) for each in measured.by_prompt)
+    done = sum(len(layers_done) for layers_done in measured.by_prompt)
     total, shown = len(prompts) * layers, progress is True
     with logging.tqdm(total=total, initial=done, desc="tune: layers", leave=False, disable=not shown) as bar:
 
@@ -186,7 +186,7 @@ def _checked_gammas(gammas: Any) -> tuple[float, ...]:
 
 def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tensor]:
     given = [input_ids] if isinstance(input_ids, Tensor) else list(input_ids) if isinstance(input_ids, (list, tuple)) else []
-    if not given or not all(isinstance(each, Tensor) for each in given):
+    if not given or not all(isinstance(tensor, Tensor) for tensor in given):
         raise TypeError(f"input_ids must be a tensor or a sequence of tensors; got {type(input_ids).__name__}")
     rows: list[Tensor] = []
     for ids in given:
