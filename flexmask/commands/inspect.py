@@ -29,9 +29,7 @@ from flexmask.commands.output import Json, Output
 
 def inspect(
     prompt: Prompt,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for report.html, the PNGs and inspection.json.")
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for report.html and inspection.json.")],
     named: Named = None,
     model: Model = None,
     layers: Annotated[
