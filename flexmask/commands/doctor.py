@@ -73,15 +73,15 @@ def doctor(
     chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
     config = None if model is None else load_config(model)
     installed = versions()
-    found = [*problems(where), *_of_the_adapter(installed["transformers"], needed=model is not None)]
+    known = [*problems(where), *_of_the_adapter(installed["transformers"], needed=model is not None)]
     document: dict[str, Any] = {
         "device": device_name(where),
         "versions": installed,
         "backends": [backend._asdict() for backend in backends(where, kind)],
-        "problems": [problem._asdict() for problem in found],
+        "problems": [problem._asdict() for problem in known],
     }
     _show_machine(output, document)
-    bad = any(problem.severity == "error" for problem in found)
+    bad = any(problem.severity == "error" for problem in known)
     if not skip_self_test:
         tests = _tested(output, where)
         document["self_test"] = [test._asdict() | {"passed": test.passed} for test in tests]
@@ -127,9 +127,9 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
     rows = []
     for test in tests:
         verdict = "passed" if test.passed else "FAILED"
-        found = "" if test.difference is None else f"{test.difference:.1e}"
+        difference = "" if test.difference is None else f"{test.difference:.1e}"
         density = "" if test.density is None else f"{test.density:.1%}"
-        rows.append([test.method, test.backend, test.dtype, density, found, f"{test.tolerance:g}", verdict, test.error])
+        rows.append([test.method, test.backend, test.dtype, density, difference, f"{test.tolerance:g}", verdict, test.error])
     columns = ["method", "backend", "dtype", "density", "largest difference", "allowed", "", ""]
     output.line()
     output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")
@@ -140,15 +140,15 @@ def _flash_checked(output: Output, device: str) -> list[FlashReport]:
     from flexmask.environment import flash_features
 
     with output.progress("FLASH: compiling and checking"):
-        found = flash_features(device)
-    if found:
+        features = flash_features(device)
+    if features:
         rows = []
-        for problem in found:
-            lse = "" if problem.lse_factor is None else f"times {problem.lse_factor:.4g}"
-            rows.append([problem.feature, problem.served, lse, f"{problem.seconds:.0f} s", problem.reason])
+        for feature in features:
+            lse = "" if feature.lse_factor is None else f"times {feature.lse_factor:.4g}"
+            rows.append([feature.feature, feature.served, lse, f"{feature.seconds:.0f} s", feature.reason])
         output.line()
         output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
-    return found
+    return features
 
 
 def _planned(

@@ -156,10 +156,10 @@ def _of_prompt(
     row = _row(ids.shape[1], plans, (reason for layer in summary.layers for reason in sorted(layer.reasons)))
     if times:
         row |= with_first_tokens(times)
-    found = {}
+    continued = {}
     if new_tokens:
         with output.progress(f"two answers of {new_tokens:,} tokens"):
-            found = answers(loaded, ids, used, new_tokens)
+            continued = answers(loaded, ids, used, new_tokens)
     return {
         **_about(model, type(loaded.config).__name__, used, device, dtype),
         "source": "prompt",
@@ -167,7 +167,7 @@ def _of_prompt(
         "low_heads": summary.warning,
         "error": error,
         "answers": {
-            name: {"tokens": new, "text": tokenizer.decode(new, skip_special_tokens=True)} for name, new in found.items()
+            name: {"tokens": new, "text": tokenizer.decode(new, skip_special_tokens=True)} for name, new in continued.items()
         },
     }
 
@@ -177,15 +177,15 @@ def _settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings
     from flexmask.integrations.huggingface.model_config import settings_for
 
     with option_errors(otherwise="--option"):
-        found = settings_for(config.get_text_config(), chosen)
-        found.check_model(config.get_text_config())
-    return found
+        settings = settings_for(config.get_text_config(), chosen)
+        settings.check_model(config.get_text_config())
+    return settings
 
 
 def _row(tokens: int, plans: Iterable[str], reasons: Iterable[str]) -> dict[str, Any]:
     """A length: its layers by plan, and by reason for not running sparse; `with_first_tokens` adds the times."""
-    found = {"layers": dict(Counter(plans)), "reasons": dict(Counter(filter(None, reasons)))}
-    return {"tokens": tokens, **found, "rest_seconds": 0.0, "dense": None, "sparse": []}
+    counts = {"layers": dict(Counter(plans)), "reasons": dict(Counter(filter(None, reasons)))}
+    return {"tokens": tokens, **counts, "rest_seconds": 0.0, "dense": None, "sparse": []}
 
 
 def _about(model: str, name: str, settings: PrefillSettings, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -361,9 +361,9 @@ def _numbers(
 ) -> list[Number]:
     """The numbers in a list such as ``0.1,0.4``."""
     try:
-        found = [kind(part) for part in text.split(",")]
+        numbers = [kind(part) for part in text.split(",")]
     except ValueError:
         usage_error(f"must be numbers, as in 1,2; got {text!r}", option)
-    if not all(least <= number <= most for number in found):
+    if not all(least <= number <= most for number in numbers):
         usage_error(f"must be {expected}; got {text!r}", option)
-    return found
+    return numbers

@@ -37,11 +37,11 @@ def weights_per_token(config: Any) -> int:
     text = config.get_text_config()
     chosen, experts = (next((n for name in names if (n := getattr(text, name, None))), None) for names in (_CHOSEN, _EXPERTS))
     share = chosen / experts if isinstance(chosen, int) and isinstance(experts, int) else 1.0
-    found = 0.0
+    number = 0.0
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and id(weight) not in outer:
-            found += weight.numel() * (share if ".experts." in name else 1.0)
-    return int(found)
+            number += weight.numel() * (share if ".experts." in name else 1.0)
+    return int(number)
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def answers(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, new_
     dense = generate(ids, **asked)
     with sparse_prefill(model, settings=settings, collect_stats=False):
         sparse = generate(ids, **asked)
-    return {name: found[0, ids.shape[1] :].tolist() for name, found in (("dense", dense), ("sparse", sparse))}
+    return {name: ids_out[0, ids.shape[1] :].tolist() for name, ids_out in (("dense", dense), ("sparse", sparse))}
 
 
 class _Timed:

@@ -109,13 +109,13 @@ def model_times(
         shape = (layer.heads, layer.kv_heads, layer.head_dim, layer.window if is_sparse else None)
         if shape not in times:
             times[shape] = random_times(shape, tokens, densities if is_sparse else (), settings, speed, device, dtype)
-        found, window = times[shape], tokens if layer.window is None else min(layer.window, tokens)
-        seconds = found.dense * (1.0 if is_sparse else window * (2 * tokens - window) / tokens**2)
+        timed_layer, window = times[shape], tokens if layer.window is None else min(layer.window, tokens)
+        seconds = timed_layer.dense * (1.0 if is_sparse else window * (2 * tokens - window) / tokens**2)
         dense += seconds
         if is_sparse:
-            selection += found.selection
-            sparse += [attention for _, attention in found.sparse]
-            kept += [share for share, _ in found.sparse]
+            selection += timed_layer.selection
+            sparse += [attention for _, attention in timed_layer.sparse]
+            kept += [share for share, _ in timed_layer.sparse]
         else:
             sparse += seconds
     kept /= max(1, sum(layer.plan == "sparse" for layer in plan))
@@ -188,18 +188,18 @@ def _random_blocks(inputs: AttentionInputs, block_size: int, density: float) -> 
 
 def fastest_dense(inputs: AttentionInputs) -> str:
     """Name of the fastest dense kernel that serves the inputs."""
-    calls, found = dense_calls(inputs), dict[str, float]()
+    calls, seconds = dense_calls(inputs), dict[str, float]()
     if len(calls) == 1:
         return next(iter(calls))
     for name, call in calls.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # reasons for refusing a call
-                found[name] = float(np.median(seconds_in_turns([call], inputs.query.device)))
+                seconds[name] = float(np.median(seconds_in_turns([call], inputs.query.device)))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-    return min(found, key=lambda name: found[name])
+    return min(seconds, key=lambda name: seconds[name])
 
 
 def dense_calls(inputs: AttentionInputs) -> dict[str, Callable[[], Any]]:

@@ -72,34 +72,34 @@ def inspect(
 
     options: dict[str, Any] = shown if chosen is None else {**shown, "settings": chosen}
     with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors("--layers", "--heads"):
-        found = inspect_prefill(loaded, ids, progress=advance, **options)
+        inspection = inspect_prefill(loaded, ids, progress=advance, **options)
     with output.progress("drawing"):
-        page = write_report(found, out, model=name, prompt=tokenizer.decode(ids[0]))
-    output.line(str(found.summary))
-    for head in found.heads:
+        page = write_report(inspection, out, model=name, prompt=tokenizer.decode(ids[0]))
+    output.line(str(inspection.summary))
+    for head in inspection.heads:
         output.line(f"layer {head.layer}, head {head.head} ({head.why}): {head.attention_kept:.1%} of its attention kept")
-    if found.held:
-        quarters = ", ".join(f"{share:.1%}" for share in found.held_by_quarter)
+    if inspection.held:
+        quarters = ", ".join(f"{share:.1%}" for share in inspection.held_by_quarter)
         output.line(f"attention held by quarter of the prompt, mean over layers and heads: {quarters}")
-    if found.warning is not None:
-        output.line(f"warning: {found.warning}")
-    if not found.heads:
+    if inspection.warning is not None:
+        output.line(f"warning: {inspection.warning}")
+    if not inspection.heads:
         which = "every layer" if layers is None else f"every layer of {layers}"
         output.remark(f"{which} ran dense: there are no masks to show")
     output.line(f"report: {page}")
-    output.result({"report": str(page), **found.to_dict()})
+    output.result({"report": str(page), **inspection.to_dict()})
 
 
 def _numbers(text: str | None, option: str) -> list[int] | None:
     """The numbers in a list such as ``0,5-7``."""
     if text is None:
         return None
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             usage_error(f"must be numbers and ranges, as in 0,5-7; got {text!r}", option)
-        found += range(int(first), int(last or first) + 1)
-    if not found:
+        numbers += range(int(first), int(last or first) + 1)
+    if not numbers:
         usage_error(f"must name at least one; got {text!r}", option)
-    return found
+    return numbers

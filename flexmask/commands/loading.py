@@ -81,8 +81,8 @@ def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
         return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in DTYPES:
         usage_error(f"must be one of {', '.join(DTYPES)}; got {dtype!r}", "--dtype")
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind
 
 
 def read_text(path: str, option: str = "--prompt") -> str:

@@ -42,10 +42,10 @@ def model_named(named: str | None, model: str | None) -> str:
     """The model of a command, which takes it as its argument or as --model."""
     if named is not None and model is not None:
         usage_error("give the model once", "--model")
-    found = model if named is None else named
-    if found is None:
+    chosen = model if named is None else named
+    if chosen is None:
         usage_error("give a model: its folder, or its name on the hub", "MODEL")
-    return found
+    return chosen
 
 
 def settings_from(settings: Path | None = None, others: list[str] | None = None, **options: Any) -> PrefillSettings | None:
@@ -78,15 +78,15 @@ def settings_from(settings: Path | None = None, others: list[str] | None = None,
 
 def given_options(others: list[str] | None = None, **options: Any) -> dict[str, Any]:
     """The options that are not None, and NAME=VALUE pairs, whose values are JSON or words."""
-    found = {name: value for name, value in options.items() if value is not None}
+    given_by_name = {name: value for name, value in options.items() if value is not None}
     for pair in others or ():
         name, given, value = (part.strip() for part in pair.partition("="))
         if not given or not name:
             usage_error(f"must be NAME=VALUE; got {pair!r}", "--option")
-        if name in found:
+        if name in given_by_name:
             usage_error(f"{name} is given twice", "--option")
-        found[name] = _parsed(value)
-    return found
+        given_by_name[name] = _parsed(value)
+    return given_by_name
 
 
 def _parsed(value: str) -> Any:

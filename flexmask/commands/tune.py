@@ -76,11 +76,11 @@ def tune(
     if not resume and measured.exists():
         # kept: an option may be wrong
         measured.replace(measured.with_name(measured.name + ".old"))
-    own = ("--density", "--error", "--method", "--min-budget", "--dense-below", "--resume")
+    flags = ("--density", "--error", "--method", "--min-budget", "--dense-below", "--resume")
     try:
         with (
             output.progress(f"measuring {len(prompts)} texts") as advance,
-            option_errors(*own, otherwise="--option" if option else None, input_ids="--text"),
+            option_errors(*flags, otherwise="--option" if option else None, input_ids="--text"),
         ):
             how: dict[str, Any] = {"density": density, "error": error, "gradient": gradient, **options}
             result = run(loaded, prompts, **how, resume=measured, progress=advance)

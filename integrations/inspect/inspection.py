@@ -97,7 +97,7 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types; None for numbers that are not finite."""
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "about": self.about,
             "settings": self.run.settings.to_dict(),
             "summary": self.summary.to_dict(),
@@ -111,7 +111,7 @@ class Inspection:
             "warning": self.warning,
             "rows": self.run.rows(),
         }
-        return {name: _without_nan(value) for name, value in found.items()}
+        return {name: _without_nan(value) for name, value in figures.items()}
 
 
 def inspect_prefill(
@@ -167,8 +167,8 @@ def inspect_prefill(
     'dense'
     """
     inner = unwrapped(model)
-    found = model_settings(inner, method, settings, **options)
-    if callable(found.method):
+    used = model_settings(inner, method, settings, **options)
+    if callable(used.method):
         raise ValueError("method must be a name to be inspected, one of flexmask.METHODS; got a function")
     ids = _one_prompt(input_ids)
     number = int(getattr(text_config(inner), "num_hidden_layers", 0))
@@ -189,16 +189,16 @@ def inspect_prefill(
         advance()
         return out
 
-    run = PrefillRun(found, max_calls=None)
+    run = PrefillRun(used, max_calls=None)
     _prefill(inner, ids, run, recorded)
     rows = run.rows()
     if not rows:
         raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")
     chosen = heads_by_rule(rows, layers) if heads is None or layers is None else named_heads(rows, layers, heads)
     compared = HeldAttention(chosen, advance)
-    _prefill(inner, ids, PrefillRun(found, collect_stats=False), compared)
+    _prefill(inner, ids, PrefillRun(used, collect_stats=False), compared)
     by_head = {(row["layer"], row["head"]): row for row in rows}
-    shown = tuple(ShownHead(*head, why, *compared.maps[head], by_head[head], found.block_size) for head, why in chosen.items())
+    shown = tuple(ShownHead(*head, why, *compared.maps[head], by_head[head], used.block_size) for head, why in chosen.items())
     held = {layer: tuple(by_head.mean(0).tolist()) for layer, by_head in sorted(compared.held.items())}
     return Inspection(run, shown, held, _about(inner, ids))
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS = 400
 
 
-def write_report(found: Inspection, folder: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
+def write_report(inspection: Inspection, folder: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
     """Write ``report.html`` and ``inspection.json`` into a folder, which is created if need be.
 
     The page is one file that loads nothing. Nothing is written before all is drawn. Needs matplotlib.
 
     Parameters
     ----------
-    found
+    inspection
         From `flexmask.integrations.huggingface.inspect_prefill`.
     folder
         Where to write; files of these names are replaced.
@@ -44,8 +44,8 @@ def write_report(found: Inspection, folder: str | Path, *, model: str | None = N
         The page.
     """
     folder = Path(folder)
-    text = page(found, model or str(found.about["model"]), prompt)
-    figures = json.dumps(found.to_dict(), indent=1, allow_nan=False)
+    text = page(inspection, model or str(inspection.about["model"]), prompt)
+    figures = json.dumps(inspection.to_dict(), indent=1, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
     # a tokenizer may decode half of a surrogate pair
     (folder / "report.html").write_bytes(text.encode("utf-8", errors="backslashreplace"))
@@ -53,11 +53,11 @@ def write_report(found: Inspection, folder: str | Path, *, model: str | None = N
     return folder / "report.html"
 
 
-def page(found: Inspection, model: str, prompt: str) -> str:
-    title, about, rows = escape(f"Sparse prefill in {model}"), found.about, found.run.rows()
+def page(inspection: Inspection, model: str, prompt: str) -> str:
+    title, about, rows = escape(f"Sparse prefill in {model}"), inspection.about, inspection.run.rows()
     where = f"{about['model']}, {about['tokens']:,} tokens, {about['dtype']}, on {about['device']}, torch {about['torch']}"
-    rule = RULE if any(head.why != NAMED for head in found.heads) else ""
-    none = "" if found.heads else "<p>The layers to show ran dense: there is no mask.</p>"
+    rule = RULE if any(head.why != NAMED for head in inspection.heads) else ""
+    none = "" if inspection.heads else "<p>The layers to show ran dense: there is no mask.</p>"
     layers, heads = len({row["layer"] for row in rows}), 1 + max(row["head"] for row in rows)
     size = (min(max(4.8, 1.6 + 0.42 * heads), 14), min(max(2.6, 1.6 + 0.3 * layers), 12))
     short = prompt if len(prompt) <= 2 * _MOST_CHARACTERS else f"{prompt[:_MOST_CHARACTERS]} ... {prompt[-_MOST_CHARACTERS:]}"
@@ -73,16 +73,16 @@ def page(found: Inspection, model: str, prompt: str) -> str:
 <body>
 <h1>{title}</h1>
 <p class="soft">{escape(f"{where}, transformers {about['transformers']}")}</p>
-<pre class="scroll">{escape(str(found.summary))}</pre>
+<pre class="scroll">{escape(str(inspection.summary))}</pre>
 <h2>Heads</h2>
 <div class="figures">{_figure(size, partial(plot_density, rows), "Share of its visible blocks that each head keeps.")}</div>
-{_held(found)}
+{_held(inspection)}
 <h2>Masks over the true attention</h2>
 <p>{escape(rule)} Attention is that of all rows, computed in full from the layer's queries and keys and
 pooled to blocks: a cell is the mean share of a row's attention. Grey is what a picture leaves out.</p>
-{none}{"".join(map(_shown, found.heads))}
+{none}{"".join(map(_shown, inspection.heads))}
 <h2>Settings and prompt</h2>
-<pre>{escape(_settings(found))}</pre>
+<pre>{escape(_settings(inspection))}</pre>
 <pre>{escape(short)}</pre>
 </body>
 </html>
@@ -101,12 +101,12 @@ def _figure(size: tuple[float, float], draw: Callable[[Axes], object], caption: 
     return f'<figure style="max-width: {width}px">{image}<figcaption>{escape(caption)}</figcaption></figure>'
 
 
-def _held(found: Inspection) -> str:
+def _held(inspection: Inspection) -> str:
     """Attention held by quarter of the prompt, by layer."""
-    if not found.held:
+    if not inspection.held:
         return ""
-    warning = "" if found.warning is None else f'<p class="warning">{escape(found.warning)}</p>\n'
-    rows = [("all", found.held_by_quarter), *((str(layer), shares) for layer, shares in found.held.items())]
+    warning = "" if inspection.warning is None else f'<p class="warning">{escape(inspection.warning)}</p>\n'
+    rows = [("all", inspection.held_by_quarter), *((str(layer), shares) for layer, shares in inspection.held.items())]
     lines = "".join(
         f"<tr><td>{layer}</td>{''.join(f'<td>{share:.1%}</td>' for share in quarters)}</tr>" for layer, quarters in rows
     )
@@ -136,8 +136,8 @@ def _part(draw: Callable[..., object], part: str, axes: Axes) -> object:
     return draw(part=part, axes=axes)
 
 
-def _settings(found: Inspection) -> str:
-    settings = found.run.settings
+def _settings(inspection: Inspection) -> str:
+    settings = inspection.run.settings
     selector = settings.selector()
     options = {**selector.options, "block_size": selector.block_size}
     words = ", ".join(f"{name} {'by head' if isinstance(value, tuple) else value}" for name, value in options.items())

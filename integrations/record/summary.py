@@ -85,17 +85,17 @@ def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
             numbers = {name: getattr(stats, name).tolist() for name in TENSORS}
             for batch in range(stats.density.shape[0]):
                 for head in range(stats.density.shape[1]):
-                    own = {name: values[batch][head] for name, values in numbers.items()}
-                    is_dense, is_query_aware = own.pop("is_dense"), own.pop("is_query_aware")
+                    statistics = {name: values[batch][head] for name, values in numbers.items()}
+                    is_dense, is_query_aware = statistics.pop("is_dense"), statistics.pop("is_query_aware")
                     pattern = "query-aware" if is_query_aware else "vertical-slash"
                     if stats.dense:
                         pattern = "dense"
-                    elif own["js_distance"] != own["js_distance"]:  # NaN
+                    elif statistics["js_distance"] != statistics["js_distance"]:  # NaN
                         pattern = method
                     place = {"layer": layer, "call": prefill, "sequence": size.sequence, "batch": batch, "head": head}
                     lengths = {"q_len": size.q_len, "kv_len": size.kv_len}
                     why = DENSE_HEAD if reason is None and is_dense else reason
-                    rows.append({**place, "pattern": pattern, **own, **lengths, "reason": why})
+                    rows.append({**place, "pattern": pattern, **statistics, **lengths, "reason": why})
     return rows
 
 

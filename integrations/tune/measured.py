@@ -44,13 +44,13 @@ class MeasuredErrors:
             before = saved["made_of"]
             by_prompt = [{int(layer): HeadErrors(*errors) for layer, errors in prompt.items()} for prompt in saved["errors"]]
             dense = {int(layer): reason for layer, reason in saved["dense"].items()}
-            found = cls(gammas, by_prompt, [bool(flag) for flag in saved["complete"]], path, made_of, dense)
+            measured = cls(gammas, by_prompt, [bool(flag) for flag in saved["complete"]], path, made_of, dense)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"resume must be a file that tune wrote, or none yet; got {path}") from error
         other = [name for name in made_of if before.get(name) != made_of[name]]
         if other:
             raise ValueError(f"resume must be a file of the same {', '.join(made_of)}; {path} is of another {other[0]}")
-        return found
+        return measured
 
     def save(self) -> None:
         if self.path is None:

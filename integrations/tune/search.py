@@ -108,9 +108,9 @@ def tune(
     check_word("method", method, tuple(name for name, known in METHODS.items() if "gamma" in known.shares))
     if not isinstance(gradient, bool):
         raise TypeError(f"gradient must be True or False; got {gradient!r}")
-    found = [name for name in ("gamma", "layers") if name in options]
-    if found:
-        raise TypeError(f"options must be without {found[0]}, which tune finds")
+    set_by_tune = [name for name in ("gamma", "layers") if name in options]
+    if set_by_tune:
+        raise TypeError(f"options must be without {set_by_tune[0]}, which tune finds")
     base = PrefillSettings(method, **options)
     base.check_model(text_config(inner))
     chosen = _checked_gammas(METHODS[method].gammas if gammas is None else gammas)
