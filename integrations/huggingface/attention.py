@@ -1,4 +1,9 @@
-"""The attention function of transformers: sparse for prefills, dense for decoding."""
+"""The attention function of transformers: sparse for prefills, dense for decoding.
+
+The way of a call: `attention_entry` (registration.py), which transformers calls -> `attention` -> `checked_call` (refusals.py) ->
+`serve` -> `prefill_call` (call.py), under the block that is open (session.py) or the config's settings ->
+`PrefillCall.attention` -> `attend` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,11 @@ from flexmask._torch import is_exporting, is_traced
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.visible import attention_to_visible
-from flexmask.integrations.huggingface.call import PrefillCall, of_local_heads
-from flexmask.integrations.huggingface.checkpointed import Prefill
+from flexmask.integrations.huggingface.call import prefill_call
 from flexmask.integrations.huggingface.compat import refusal
-from flexmask.integrations.huggingface.model_config import settings_for
+from flexmask.integrations.huggingface.mask import Prefill
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.refusals import checked_call
-from flexmask.integrations.huggingface.session import block_of
 from flexmask.precision import without_autocast
 
 
@@ -43,9 +46,9 @@ def attention(
         raise refusal(f"dropout {dropout}", "model.eval()")
     scores = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     inputs, mask, segments, visible = checked_call(module, query, key, value, attention_mask, is_causal, scores, kwargs)
+    if mask is not None:
+        return serve(module, inputs, mask.tokens, mask.prefill, segments), None
     with without_autocast(query.device):
-        if mask is not None:
-            return serve(module, inputs, mask.tokens, mask.prefill, segments), None
         if visible is None:
             out = dense_attention(inputs)[0]
         else:
@@ -56,10 +59,7 @@ def attention(
 def serve(
     module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: Prefill | None = None, segments: Segments | None = None
 ) -> Tensor:
-    """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim). Autocast must be off.
-
-    `tokens` and `prefill` are `PrefillMask.tokens` and `PrefillMask.prefill`.
-    """
+    """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim); arguments as in `prefill_call`."""
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
@@ -69,22 +69,10 @@ def serve(
         tensors = (inputs.query, inputs.key, inputs.value)
         seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
         return prefill_operator(*tensors, *seen, tokens, _noted(id(module)))
-    call = _call(module, inputs, tokens, prefill)
-    out = call.attention() if segments is None else call.attention_packed(segments)
+    with without_autocast(inputs.query.device):
+        call = prefill_call(module, inputs, tokens, prefill)
+        out = call.attention() if segments is None else call.attention_packed(segments)
     return out.transpose(1, 2).contiguous()
-
-
-def _call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: Prefill | None) -> PrefillCall:
-    """The call under the options of the model's open block, else of the process or the config."""
-    block = block_of(module)
-    if prefill is not None:
-        block = prefill.block(block)
-    if block is not None:
-        return block.call(module, inputs, tokens, prefill)
-    settings, layer = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
-    layer = -1 if layer is None else layer
-    selector = of_local_heads(settings.selector(layer), module, inputs.query.shape[1])
-    return PrefillCall(inputs, tokens, prefill, layer, settings, selector)
 
 
 _outside_the_graph = torch.compiler.disable(serve)

@@ -14,20 +14,21 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.dense_policy import DensePlan, by_head_dim, notice_dense, plan_of_reason
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
+from flexmask.integrations.huggingface.mask import Prefill
+from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import in_one_row, in_rows
+from flexmask.integrations.huggingface.session import block_of
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.integrations.record.summary import CallSize
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings
 from flexmask.stats import STATISTICS, dense_stats
 
-NAME = "flexmask"
-
 
 class PrefillCall(NamedTuple):
     inputs: AttentionInputs
     tokens: int  # `PrefillMask.tokens`
-    prefill: object  # `PrefillMask.prefill`
+    prefill: Prefill | None  # `PrefillMask.prefill`
     layer: int
     settings: PrefillSettings
     selector: Selector  # of this process's heads
@@ -41,11 +42,11 @@ class PrefillCall(NamedTuple):
             return self.probe(self._replace(probe=None))
         run = self.run
         wanted = STATISTICS if run is not None and run.collect_stats else ()
-        found, reason = self.attended(wanted, run is not None and run.collect_masks)
+        attended, reason = self.attended(wanted, run is not None and run.collect_masks)
         if run is not None:
-            mask = joined_mask(found.selections, self.inputs.with_offset()) if found.selections else None
-            run.record(self.layer, found.stats, mask, reason, self.prefill, self.size)
-        return found.out
+            mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
+            run.record(self.layer, attended.stats, mask, reason, self.prefill, self.size)
+        return attended.out
 
     def attended(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
         """`attend`, and the reason for running dense; records nothing."""
@@ -74,18 +75,18 @@ class PrefillCall(NamedTuple):
             for number, segment in enumerate(segments)
             if segment.q_len > 0
         ]
-        reasons = {each.sequence: None if self.probe is not None else each.reason_no_mask() for each in calls}
+        reasons = {call.sequence: None if self.probe is not None else call.reason_no_mask() for call in calls}
         together = [segments[number] for number, reason in reasons.items() if reason is not None]
         dense = iter(dense_attention_packed(whole, together))
         stats = dense_stats(whole.query)
         parts = []
-        for each in calls:
-            reason = reasons[each.sequence]
+        for call in calls:
+            reason = reasons[call.sequence]
             if reason is not None and self.run is None:
-                notice_dense(reason, each.inputs.query.shape[2])
+                notice_dense(reason, call.inputs.query.shape[2])
             elif reason is not None and self.run is not None:
-                self.run.record(self.layer, stats, None, reason, self.prefill, each.size)
-            parts.append(each.attention() if reason is None else next(dense)[0])
+                self.run.record(self.layer, stats, None, reason, self.prefill, call.size)
+            parts.append(call.attention() if reason is None else next(dense)[0])
         return in_rows(torch.cat(parts, 2), self.inputs.query.shape[0])
 
     @property
@@ -107,6 +108,25 @@ class PrefillCall(NamedTuple):
 
     def reason_dense(self) -> str | None:
         return self.reason_no_mask() or self.reason_dense_layer()
+
+
+def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: Prefill | None = None) -> PrefillCall:
+    """A module's call under the settings of the block that serves it, else of the process or the config.
+
+    `tokens` and `prefill` are `PrefillMask.tokens` and `PrefillMask.prefill`.
+    """
+    block, num_heads = block_of(module), inputs.query.shape[1]
+    if prefill is not None:
+        block = prefill.block(block)
+    if block is None:
+        settings, index = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
+        layer = -1 if index is None else index
+        return PrefillCall(inputs, tokens, prefill, layer, settings, of_local_heads(settings.selector(layer), module, num_heads))
+    layer, settings = block.session.layer_of(module), block.run.settings
+    selector = block.selectors.get((layer, num_heads))
+    if selector is None:
+        selector = block.selectors[layer, num_heads] = of_local_heads(settings.selector(layer), module, num_heads)
+    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, block.run, block.probe)
 
 
 def of_local_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:

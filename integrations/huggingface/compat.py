@@ -23,6 +23,8 @@ from flexmask.transformers_release import check_release
 _Kind = TypeVar("_Kind")
 _AND, _OR = and_masks().__code__, or_masks().__code__
 
+# of the attention, in transformers
+NAME = "flexmask"
 SDPA, EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
 # wraps the mask of packed sequences in newer releases
 remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
@@ -116,13 +118,13 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
         if _same(mask_function, expected):
             return True, window, None
         for ids in tensors:
-            own = packed_sequence_mask_function(ids)
-            if _same(mask_function, and_masks(expected, own)):
+            packed = packed_sequence_mask_function(ids)
+            if _same(mask_function, and_masks(expected, packed)):
                 return True, window, ids
             if remap_positions is not None:
                 # transformers 5.24 changed the order
                 remapped = [remap_positions(expected, positions) for positions in tensors]
-                forms = [and_masks(*parts) for each in remapped for parts in ((own, each), (each, own))]
+                forms = [and_masks(*parts) for mapped in remapped for parts in ((packed, mapped), (mapped, packed))]
                 if any(_same(mask_function, form) for form in forms):
                     return True, window, ids
     return False, None, None
@@ -136,7 +138,7 @@ def _plain(mask_function: Callable[..., Any], local_size: int | None) -> list[tu
     windows = _captures(mask_function, int)
     return [
         (None, causal_mask_function),
-        *((each, and_masks(causal_mask_function, sliding_window_overlay(each))) for each in windows),
+        *((window, and_masks(causal_mask_function, sliding_window_overlay(window))) for window in windows),
     ]
 
 
@@ -176,7 +178,7 @@ def _captures(value: Any, kind: type[_Kind]) -> list[_Kind]:
     if isinstance(value, kind):
         return [value]
     parts = value if isinstance(value, tuple) else _captured(value) if callable(value) else ()
-    return [found for part in parts for found in _captures(part, kind)]
+    return [captured for part in parts for captured in _captures(part, kind)]
 
 
 def _captured(function: Any) -> tuple[Any, ...]:

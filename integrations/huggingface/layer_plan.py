@@ -83,7 +83,7 @@ def layer_plan(
     --------
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2)
-    >>> [(each.plan, each.head_dim) for each in layer_plan(config, dense_layers=(0,))]
+    >>> [(layer.plan, layer.head_dim) for layer in layer_plan(config, dense_layers=(0,))]
     [('dense', 128), ('sparse', 128)]
     """
     device = torch.device(device)
@@ -93,25 +93,25 @@ def layer_plan(
     number = getattr(text_config(model), "num_hidden_layers", 0)
     run = PrefillRun(model_settings(model, method, settings, **options), collect_stats=False)
     planner = _Planner(tokens, torch.zeros((), device=device, dtype=dtype))
-    found = planner.found
+    planned = planner.found
     error: Exception | None = None
     # most models need only shapes with a mask, some others without one
     for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
-        found.clear()
+        planned.clear()
         error = _follow(model, run, planner, arguments)
-        if error is None or len(found) == number or _is_refusal(error):
+        if error is None or len(planned) == number or _is_refusal(error):
             break
-    if error is not None and len(found) < number:
+    if error is not None and len(planned) < number:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         if not _is_refusal(error):
             raise RuntimeError(f"cannot follow {type(model).__name__} without weights: {line}") from error
         # the model's code reads more of the mask than it holds
-        found |= {layer: PlannedLayer(layer, REFUSED, line) for layer in range(number) if layer not in found}
+        planned |= {layer: PlannedLayer(layer, REFUSED, line) for layer in range(number) if layer not in planned}
     kinds = getattr(text_config(model), "layer_types", None) or ()
     for layer in range(number):
         what = f"a layer of {kinds[layer]}" if layer < len(kinds) else "no call of transformers' attention interface"
-        found.setdefault(layer, PlannedLayer(layer, UNREACHED, what))
-    return [found[layer] for layer in sorted(found)]
+        planned.setdefault(layer, PlannedLayer(layer, UNREACHED, what))
+    return [planned[layer] for layer in sorted(planned)]
 
 
 def _without_weights(config: Any) -> PreTrainedModel:

@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from flexmask._torch import is_readable, is_traced
-from flexmask.integrations.huggingface.checkpointed import BLOCK_ENDED, MaskNotServed, Prefill
+from flexmask._torch import is_in_backward, is_readable, is_traced
 from flexmask.integrations.huggingface.compat import rows_of_queries, window_of
 from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, Segments, segments_of_ids
 
+if TYPE_CHECKING:
+    from flexmask.integrations.huggingface.session import OpenBlock
+
 _REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
 _COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
+
+
+BLOCK_ENDED = (
+    "flexmask's mask of a prefill is used after its sparse_prefill block has ended; call backward inside the block, since it "
+    "runs checkpointed layers again, and keep no mask beyond the block"
+)
+
+
+class MaskNotServed(NotImplementedError, AttributeError):
+    """A model read more of its mask than `PrefillMask` has. An AttributeError for ``hasattr``."""
+
+
+class Prefill:
+    """One mask-function call, shared by its masks, with the block that serves it."""
+
+    def __init__(self) -> None:
+        self._served = False
+        # weak: a run keeps its latest prefill, and a block its model
+        self._block: ReferenceType[OpenBlock] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prefill, ()
+
+    def block(self, current: OpenBlock | None) -> OpenBlock | None:
+        """`current`, the model's open block or None; in a backward, which runs checkpointed layers again, that of the forward."""
+        if not (self._served and is_in_backward()):
+            if not self._served:
+                self._served, self._block = True, None if current is None else ref(current)
+            return current
+        if self._block is None:
+            return None
+        block = self._block()
+        if block is None or not block.is_open:
+            raise MaskNotServed(BLOCK_ENDED)
+        return block
 
 
 class PrefillMask(BlockMask):
@@ -127,8 +165,8 @@ class PrefillMask(BlockMask):
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
         """Refuse torch's own functions, such as SDPA."""
         given = [*args, *(kwargs or {}).values()]
-        given += [part for each in given if isinstance(each, (list, tuple)) for part in each]
-        masks = [each for each in given if isinstance(each, PrefillMask)]
+        given += [part for argument in given if isinstance(argument, (list, tuple)) for part in argument]
+        masks = [argument for argument in given if isinstance(argument, PrefillMask)]
         (masks[0] if masks else PrefillMask((1, 1, 1, 1), 0))._computed_with()
 
     def _not_served(self, what: str) -> NoReturn:

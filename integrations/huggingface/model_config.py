@@ -9,8 +9,7 @@ from typing import Any
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 
-from flexmask.integrations.huggingface.call import NAME
-from flexmask.integrations.huggingface.compat import text_config, unwrapped
+from flexmask.integrations.huggingface.compat import NAME, text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
 from flexmask.integrations.huggingface.wrappers import attention_in
 from flexmask.saved_settings import found_settings
@@ -35,9 +34,9 @@ def model_settings(
 ) -> PrefillSettings:
     """`settings_for` a model, checked for it."""
     config = text_config(model)
-    found = settings_for(config, named_settings(method, settings, **options))
-    found.check_model(config)
-    return found
+    chosen = settings_for(config, named_settings(method, settings, **options))
+    chosen.check_model(config)
+    return chosen
 
 
 def configure(
@@ -78,7 +77,7 @@ def configure(
     {'dense_layers': [0], 'gamma': 0.8}
     """
     config = text_config(unwrapped(model))
-    found = named_settings(method, settings, **options) or PrefillSettings()
-    found.check_model(config)
-    setattr(config, CONFIG_KEY, found.to_dict())
-    return found
+    written = named_settings(method, settings, **options) or PrefillSettings()
+    written.check_model(config)
+    setattr(config, CONFIG_KEY, written.to_dict())
+    return written

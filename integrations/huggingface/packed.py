@@ -30,7 +30,7 @@ def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
     starts = [0, *(int(row) * length + int(token) + 1 for row, token in begins.expand(batch, -1).nonzero().tolist())]
     bounds = sorted({*starts, *(row * length for row in range(batch + 1))})
     slices = [slice(start, end) for start, end in itertools.pairwise(bounds)]
-    return tuple(Segment(each, each) for each in slices)
+    return tuple(Segment(span, span) for span in slices)
 
 
 def in_one_row(inputs: AttentionInputs) -> AttentionInputs:

@@ -38,16 +38,16 @@ class _Exit:
         self.block: OpenBlock | None = None
 
     def __get__(self, context: sparse_prefill | None, kind: type | None = None) -> _Exit:
-        found = _Exit(context)
-        _LOOKED_UP[threading.get_ident()] = ref(found)
-        return found
+        looked_up = _Exit(context)
+        _LOOKED_UP[threading.get_ident()] = ref(looked_up)
+        return looked_up
 
     @classmethod
     def of(cls, context: sparse_prefill) -> _Exit | None:
         """The exit that this thread has looked up for a context that it enters."""
         latest_one = _LOOKED_UP.pop(threading.get_ident(), None)
-        found = None if latest_one is None else latest_one()
-        return found if found is not None and found.context in (None, context) else None
+        looked_up = None if latest_one is None else latest_one()
+        return looked_up if looked_up is not None and looked_up.context in (None, context) else None
 
     def __call__(self, *given: Any) -> None:
         # looked up on the class, it gets the context
@@ -56,9 +56,17 @@ class _Exit:
         block = self.block or latest(tuple(context._by_hand))
         block.leave()
         context._by_hand.pop(block, None)
-        log_dense(block.run)
+        summary = block.run.dense_summary()
+        if summary is not None:
+            nothing_else, line = summary
+            _log.log(logging.WARNING if nothing_else else logging.INFO, "flexmask: %s", line)
         if error is None and block.run.unreached:
-            warn_unreached(block.model)
+            warnings.warn(
+                f"flexmask did not reach {type(block.model).__name__}: it ran, but none of its layers called the attention of "
+                "transformers' attention interface, so it ran as without the block",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 _LOOKED_UP: dict[int, ref[_Exit]] = {}  # the latest, by thread
@@ -150,13 +158,13 @@ class sparse_prefill(ContextDecorator):
             raise error.with_names("collect_stats", "collect_masks", "max_calls") from None
 
     def __enter__(self) -> PrefillRun:
-        found = _Exit.of(self)
-        holder = found or _Exit()
+        looked_up = _Exit.of(self)
+        holder = looked_up or _Exit()
         register()
         run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
         try:
             holder.block = block = OpenBlock.enter(self._model, run, holder)
-            if found is None:
+            if looked_up is None:
                 self._by_hand[block] = holder
             return run
         except BaseException:
@@ -178,19 +186,3 @@ def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall
         yield block
     finally:
         block.leave()
-
-
-def log_dense(run: PrefillRun) -> None:
-    summary = run.dense_summary()
-    if summary is not None:
-        nothing_else, line = summary
-        _log.log(logging.WARNING if nothing_else else logging.INFO, "flexmask: %s", line)
-
-
-def warn_unreached(model: PreTrainedModel) -> None:
-    warnings.warn(
-        f"flexmask did not reach {type(model).__name__}: it ran, but none of its layers called the attention of transformers' "
-        "attention interface, so it ran as without the block",
-        UserWarning,
-        stacklevel=3,
-    )

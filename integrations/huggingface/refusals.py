@@ -147,7 +147,7 @@ def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segme
     if mask.attention_mask is not None or mask.shape[3] != q_len:
         raise refusal("packed sequences (cu_seq_lens_q) over a cache or under an attention_mask", _UNPACK)
     segments = mask.bounds.segments(rows, keys, batch * q_len)
-    if mask.segments is not None and mask.segments != tuple(each for each in segments if each.q_len):
+    if mask.segments is not None and mask.segments != tuple(segment for segment in segments if segment.q_len):
         raise ValueError("cu_seq_lens_q must name the sequences that position_ids do, which start again elsewhere")
     return segments
 

@@ -20,8 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from flexmask._torch import CLASSES_ARE_CONSTANTS, MODULES_ARE_CONSTANTS, is_traced
 from flexmask.base.checks import check_word
 from flexmask.integrations.huggingface.attention import attention
-from flexmask.integrations.huggingface.call import NAME
-from flexmask.integrations.huggingface.compat import check_installed
+from flexmask.integrations.huggingface.compat import NAME, check_installed
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import process_settings
 from flexmask.integrations.huggingface.session import own_name, sweep
@@ -62,13 +61,13 @@ def register(
     """
     check_installed()
     check_word("name", name, (NAME, "flex_attention"))
-    found = named_settings(method, settings, **options) or process_settings()
-    for each in {NAME, name}:
-        known = AttentionMaskInterface().get(each)
+    process = named_settings(method, settings, **options) or process_settings()
+    for entry in {NAME, name}:
+        known = AttentionMaskInterface().get(entry)
         # before attention, which would get no masks without
         if known is None or home(known).startswith("transformers."):
-            AttentionMaskInterface.register(each, mask_entry)
-        _register(each, found)
+            AttentionMaskInterface.register(entry, mask_entry)
+        _register(entry, process)
 
 
 def _register(name: str, settings: PrefillSettings | None) -> None:
@@ -111,7 +110,7 @@ def attention_entry(
     if not is_traced() and not isinstance(attention_mask, PrefillMask) and _gives_back(config):
         function = _function_of(type(module), config._attn_implementation)
     elif MODULES_ARE_CONSTANTS or not is_traced():
-        function = _FUNCTIONS[_in_wrappers(module)]
+        function = _INSIDE[_in_wrappers(module)]
     else:
         if CLASSES_ARE_CONSTANTS and _in_wrappers_of_sdpa(type(module)) != 0:
             # breaks the surrounding graph, where wrappers run
@@ -124,8 +123,8 @@ def mask_entry(*, config: Any = None, **arguments: Any) -> Any:
     """`prefill_mask`, or the mask of the model's own attention if the block that had switched it is over."""
     if not is_traced():
         if _gives_back(config):
-            own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-            return None if own is None else own(config=config, **arguments)
+            mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+            return None if mask_function is None else mask_function(config=config, **arguments)
         _check_mask_function(config)
     return prefill_mask(config=config, **arguments)
 
@@ -157,26 +156,27 @@ def _number(layer: type, name: str | None, called_name: str | None) -> int:
 
     Leaves out wrappers that stand around the called function as well. Warns of what cannot be put around another function.
     """
-    called, own, sdpa = (_function_of(layer, each) for each in (called_name, name, "sdpa"))
+    called, own, sdpa = (_function_of(layer, wanted) for wanted in (called_name, name, "sdpa"))
     key = (id(own), id(sdpa), id(called))
     if key not in _found:
         is_ours = isinstance(attention_in(own), functools.partial)
         # libraries wrap what is registered, and a model's own eager attention is not
         entries = [sdpa] if own is None or is_ours or (name == "eager" and is_attention(own)) else [own, sdpa]
         wrapped = (around(entry, attention, codes(called)) for entry in entries)
-        inside = next((each for each in wrapped if each is not None), attention)
+        inside = next((function for function in wrapped if function is not None), attention)
         if name in _STOCK and around(entries[0], attention) is None:
             _warn(
                 entries[0], f"stands for {name!r} in transformers and cannot be put around flexmask's attention; it does not run"
             )
         number = 0 if inside is attention else next(_numbers)
-        _FUNCTIONS[number] = inside
+        _INSIDE[number] = inside
         _found[key] = own, sdpa, called, number
     return _found[key][3]
 
 
 _STOCK = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-_FUNCTIONS: dict[int, Any] = {0: attention}
+# `attention` inside the wrappers of a model's own attention function, by number; 0: without any
+_INSIDE: dict[int, Any] = {0: attention}
 _numbers = itertools.count(1)
 # by ids, with what has them: they would come again
 _found: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}
@@ -188,7 +188,7 @@ _in_wrappers_of_sdpa: Callable[[type], int] = torch.compiler.assume_constant_res
 def _check_mask_function(config: Any) -> None:
     """Warn of another library's mask function, which runs in decoding only."""
     name = own_name(config)
-    own, called = (ALL_MASK_ATTENTION_FUNCTIONS.get(each) for each in (name, getattr(config, "_attn_implementation", None)))
+    own, called = (ALL_MASK_ATTENTION_FUNCTIONS.get(wanted) for wanted in (name, getattr(config, "_attn_implementation", None)))
     if name in _STOCK and not home(own).startswith(("transformers.", "flexmask.")) and code_of(own) != code_of(called):
         _warn(own, f"makes masks for {name!r} in transformers; it does not run in a prefill")
 

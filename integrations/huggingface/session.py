@@ -10,21 +10,22 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmask._torch import is_traced
-from flexmask.base.inputs import AttentionInputs
-from flexmask.integrations.huggingface.call import NAME, PrefillCall, of_local_heads
-from flexmask.integrations.huggingface.compat import check_servable, text_config
+from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.locked import locked
 from flexmask.saved_settings import saved_settings
 from flexmask.selector import Selector
 from flexmask.settings import CONFIG_KEY, PrefillSettings
+
+if TYPE_CHECKING:
+    from flexmask.integrations.huggingface.call import PrefillCall
 
 SESSION = "_flexmask_session"  # attribute of a model's modules
 _ABSENT = object()
@@ -46,11 +47,16 @@ class Session:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
+    @staticmethod
+    def on(module: nn.Module) -> Session | None:
+        """The session that `of` noted on a module."""
+        return module.__dict__.get(SESSION)
+
     @classmethod
     def of(cls, model: nn.Module) -> Session:
         """The session of a model and its parts; ValueError if several parts have blocks open."""
-        found = {id(each): each for module in model.modules() if (each := module.__dict__.get(SESSION)) is not None}
-        used = [each for each in found.values() if each.blocks] or list(found.values())
+        found = {id(each): each for module in model.modules() if (each := cls.on(module)) is not None}
+        used = [candidate for candidate in found.values() if candidate.blocks] or list(found.values())
         if len(used) > 1 and used[0].blocks:
             raise ValueError("model must have no blocks open on several of its parts; close them first")
         session = used[0] if used else cls()
@@ -74,7 +80,7 @@ class OpenBlock:
     holder: ref[Any]  # what keeps the block open, as a `with` statement's exit
     closed: bool = False
     undo: list[Callable[[], None]] = field(default_factory=list)  # what a block's work changed besides; may run twice
-    # by layer and number of its heads in this process
+    # by layer and number of its heads in this process, as `prefill_call` made them
     selectors: dict[tuple[int, int], Selector] = field(default_factory=dict)
 
     @classmethod
@@ -91,7 +97,7 @@ class OpenBlock:
         block = _opened(model, run, holder, probe)
         try:
             # without those that another thread closed
-            _OWN.set((*(each for each in _OWN.get() if each.is_open), block))
+            _OWN.set((*(earlier for earlier in _OWN.get() if earlier.is_open), block))
             return block
         except BaseException:
             block.leave()
@@ -109,15 +115,7 @@ class OpenBlock:
     def leave(self) -> None:
         self.closed = True
         sweep()
-        _OWN.set(tuple(each for each in _OWN.get() if each.is_open))
-
-    def call(self, module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: object) -> PrefillCall:
-        """A call of one of the model's modules; `tokens` and `prefill` are those of its `PrefillMask`."""
-        layer, num_heads, settings = self.session.layer_of(module), inputs.query.shape[1], self.run.settings
-        selector = self.selectors.get((layer, num_heads))
-        if selector is None:
-            selector = self.selectors[layer, num_heads] = of_local_heads(settings.selector(layer), module, num_heads)
-        return PrefillCall(inputs, tokens, prefill, layer, settings, selector, self.run, self.probe)
+        _OWN.set(tuple(block for block in _OWN.get() if block.is_open))
 
     def switch(self) -> None:
         text = text_config(self.model)
@@ -136,7 +134,7 @@ class OpenBlock:
 
     def give_back(self) -> None:
         """Undo `switch`, or the part of it that was done and is not undone yet."""
-        self.session.blocks = tuple(each for each in self.session.blocks if each is not self)
+        self.session.blocks = tuple(block for block in self.session.blocks if block is not self)
         for undo in self.undo:
             undo()
         for config in self.configs:
@@ -145,7 +143,7 @@ class OpenBlock:
                 switched.close(self)
         # last: it sweeps
         base = self.model.base_model
-        if not any(each.model.base_model is base for each in _blocks if not each.is_over):
+        if not any(block.model.base_model is base for block in _blocks if not block.is_over):
             remove_hook(base, _note_forward)
 
 
@@ -156,7 +154,7 @@ _blocks: tuple[OpenBlock, ...] = ()
 @locked(_LOCK)
 def _opened(model: PreTrainedModel, run: PrefillRun, holder: object, probe: Callable[[PrefillCall], Tensor] | None) -> OpenBlock:
     global _blocks
-    configs = {id(each.config): each.config for each in model.modules() if isinstance(each, PreTrainedModel)}
+    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
     configs[id(text_config(model))] = text_config(model)
     block = OpenBlock(model, run, probe, Session.of(model), list(configs.values()), ref(holder))
     try:
@@ -186,14 +184,14 @@ def _give_back() -> bool:
 
 def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Remove a forward hook, also one that an interrupt left without its handle."""
-    for number in [number for number, each in module._forward_hooks.items() if each is hook]:
+    for number in [number for number, known in module._forward_hooks.items() if known is hook]:
         module._forward_hooks_with_kwargs.pop(number, None)
         del module._forward_hooks[number]
 
 
 def block_of(module: nn.Module) -> OpenBlock | None:
     """The block that serves a call of a module, if one is open."""
-    session: Session | None = module.__dict__.get(SESSION)
+    session = Session.on(module)
     blocks = () if session is None else session.blocks
     return latest(blocks) if blocks else None
 
@@ -219,7 +217,7 @@ def _note_forward(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: 
 
 
 def _is_decoding(inputs: Iterable[Any]) -> bool:
-    tokens = next((each for each in inputs if isinstance(each, Tensor)), None)
+    tokens = next((value for value in inputs if isinstance(value, Tensor)), None)
     return tokens is not None and tokens.ndim > 1 and tokens.shape[1] <= 1
 
 
@@ -258,7 +256,7 @@ class SwitchedConfig:
     def holds_written(self) -> bool:
         """True if the config holds options that a block wrote."""
         now = getattr(self.config, CONFIG_KEY, _ABSENT)
-        return now is not _ABSENT and any(now is each for each in self.written)
+        return now is not _ABSENT and any(now is options for options in self.written)
 
     def close(self, block: OpenBlock) -> None:
         """Remove a block; the last one restores the config."""

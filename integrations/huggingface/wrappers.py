@@ -34,12 +34,12 @@ def home(function: Any) -> str:
 
 def attention_in(entry: Any) -> Function | None:
     """The attention function that `entry` is or wraps; None if none is found."""
-    return next((each for each in _chain(entry) if is_attention(each)), None)
+    return next((link for link in _chain(entry) if is_attention(link)), None)
 
 
 def codes(entry: Any) -> set[Any]:
     """The wrappers of an entry, as `code_of` names them."""
-    return {code_of(each) for each in _chain(entry) if not is_attention(each)}
+    return {code_of(link) for link in _chain(entry) if not is_attention(link)}
 
 
 def around(entry: Any, inner: Function, without: Collection[Any] = ()) -> Function | None:
@@ -139,8 +139,8 @@ def _takes_calls(function: Any) -> bool:
 
 
 def _assigns_globals(code: types.CodeType) -> bool:
-    inner = any(_assigns_globals(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return inner or any(each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for each in dis.get_instructions(code))
+    inner = any(_assigns_globals(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return inner or any(instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for instruction in dis.get_instructions(code))
 
 
 def _with_contents(function: types.FunctionType, new: dict[str, Any]) -> Function:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmask.base.checks import check_int
+from flexmask.environment import device_name
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
@@ -273,16 +274,10 @@ def _check_shown(layers: Sequence[int] | None, heads: Sequence[int] | None, numb
 
 
 def _about(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    device = model.device
-    on_cpu = f"{torch.get_num_threads()} CPU thread{'s' if torch.get_num_threads() > 1 else ''}"
     return {
         "model": type(model).__name__,
         "tokens": int(ids.shape[1]),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else on_cpu
-        if device.type == "cpu"
-        else str(device),
+        "device": device_name(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -12,8 +12,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.packed import Segment
 from flexmask.integrations.huggingface import compat
-from flexmask.integrations.huggingface.checkpointed import MaskNotServed
-from flexmask.integrations.huggingface.mask import PrefillMask
+from flexmask.integrations.huggingface.mask import MaskNotServed, PrefillMask
 from flexmask.integrations.huggingface.packed import GivenBounds, in_one_row, in_rows, segments_of_ids
 from tests.attention_calls import call
 from tests.integrations.common import KEEP_ALL, LENGTH, MARKS, SPARSE, make_model
