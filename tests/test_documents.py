@@ -231,7 +231,14 @@ def test_the_reference_has_every_public_name():
             assert {f"{module.__name__}.{name}", f"{module.__name__}.{name}.{name}"} & listed, name
 
 
-REPORTS = ("README.md", "bench/FIDELITY.md", "bench/REPORT.md", "bench/LEADERBOARD.md", "docs/should-i-use-it.md")
+REPORTS = (
+    "README.md",
+    "docs/options.md",
+    "bench/FIDELITY.md",
+    "bench/REPORT.md",
+    "bench/LEADERBOARD.md",
+    "docs/should-i-use-it.md",
+)
 
 
 @pytest.mark.parametrize("page", REPORTS)

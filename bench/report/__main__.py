@@ -15,7 +15,14 @@ from bench.report import fidelity, leaderboard, should_i_use_it, speed
 from bench.report.rows import FOLDER
 
 ROOT = Path(__file__).parents[2]
-FILLED = ("README.md", "bench/FIDELITY.md", "bench/REPORT.md", "bench/LEADERBOARD.md", "docs/should-i-use-it.md")
+FILLED = (
+    "README.md",
+    "docs/options.md",
+    "bench/FIDELITY.md",
+    "bench/REPORT.md",
+    "bench/LEADERBOARD.md",
+    "docs/should-i-use-it.md",
+)
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     **fidelity.TABLES,
     **speed.TABLES,

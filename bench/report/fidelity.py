@@ -60,6 +60,17 @@ def by_length(folder: Path = FOLDER) -> list[str]:
     return _against_others("tokens", {thousands(length): (length, DEFAULT) for length in LENGTHS}, folder)
 
 
+def gammas(folder: Path = FOLDER) -> list[str]:
+    """Blocks kept and error of hybrid by length and gamma."""
+    cells = []
+    for length in LENGTHS:
+        rows = language_model(length, folder)
+        means = [hybrid_at(rows, f'{{"gamma": {gamma}}}')[["density", "abs_d"]].mean() for gamma in GAMMAS[1:]]
+        change = f"{hybrid_at(rows)['d_loss'].mean():+.3f}"
+        cells.append([thousands(length), *(f"{percent(each['density'])}, {each['abs_d']:.3f}" for each in means), change])
+    return markdown_table(["tokens", *(f"gamma {gamma}" for gamma in GAMMAS[1:]), "change of the loss at 0.9"], cells)
+
+
 def gains(folder: Path = FOLDER) -> list[str]:
     """README's table: hybrid's default setting, and flexprefill at the same error."""
     cells, calls = [], call_rows(folder)
@@ -95,4 +106,4 @@ def draw_by_density(axes: Any, folder: Path = FOLDER) -> None:
     axes.legend(frameon=False, fontsize=9, loc="upper right")
 
 
-TABLES = {"settings": settings, "by-length": by_length, "gains": gains}
+TABLES = {"settings": settings, "gammas": gammas, "by-length": by_length, "gains": gains}
