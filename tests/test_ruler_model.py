@@ -1,6 +1,4 @@
-"""bench/ruler_model: prompts hold their answers; the committed model answers; evaluation resumes."""
-
-import json
+"""bench/ruler_model: prompts hold their answers; the committed model answers."""
 
 import pytest
 import torch
@@ -9,23 +7,13 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.ruler_model import evaluate
-from bench.ruler_model.evaluate import greedy
+from bench.ruler_model.answers import MODEL, greedy
 from bench.ruler_model.prompts import TASKS, make_prompts
 from bench.ruler_model.vocabulary import TOKENS
 
 
-def test_evaluation_goes_on_where_it_stopped(tmp_path):
-    out = tmp_path / "dense.jsonl"
-    arguments = ["--lengths", "256", "--prompts", "2", "--out", str(out), "--device", "cpu"]
-    evaluate.main([*arguments, "--tasks", "single,facts"])
-    evaluate.main([*arguments, "--tasks", ",".join(TASKS)])
-    assert [json.loads(line)["task"] for line in out.read_text().splitlines()][:3] == ["single", "facts", "multi_key_8"]
-    assert len(out.read_text().splitlines()) == len(TASKS)
-
-
 def test_weights_in_the_tree_stay_small():
-    files = list((evaluate.MODEL.parents[1]).glob("*/model/*.safetensors"))
+    files = list((MODEL.parents[1]).glob("*/model/*.safetensors"))
     sizes = [file.stat().st_size for file in files]
     assert sizes
     assert max(sizes) <= 14e6
@@ -34,7 +22,7 @@ def test_weights_in_the_tree_stay_small():
 
 @pytest.fixture(scope="module")
 def committed():
-    return AutoModelForCausalLM.from_pretrained(evaluate.MODEL, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -46,5 +34,5 @@ def test_committed_model_answers(committed, task):
 
 
 def test_committed_tokenizer_has_the_vocabulary():
-    tokenizer = AutoTokenizer.from_pretrained(evaluate.MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     assert tokenizer.convert_ids_to_tokens(range(len(TOKENS))) == list(TOKENS)

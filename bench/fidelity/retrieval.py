@@ -23,7 +23,7 @@ from bench.fidelity.sparse_model import SparseModel
 from bench.prompts.captured import MODEL as RETRIEVER
 from bench.retriever.task import make_prompt
 from bench.rows import Sheet
-from bench.ruler_model.evaluate import MODEL as RULER_MODEL
+from bench.ruler_model.answers import MODEL as RULER_MODEL
 from bench.ruler_model.prompts import TASKS, Prompts, make_prompts
 
 NEEDLES = ("needle-1", "needle-64")
