@@ -57,7 +57,7 @@ def layer() -> SparseLayer:
 
 def engines(rows: int) -> Any:
     query, key, value = (x[0] for x in inputs())
-    return attend(layer(), query[:, -rows:].transpose(0, 1), key, value, count_density=True)
+    return attend(layer(), query[:, -rows:].transpose(0, 1), key, value, statistics=("density",))
 
 
 def engines_start() -> None:

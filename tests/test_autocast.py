@@ -49,7 +49,7 @@ def engine(query, key, value):
     shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
     layer = role_of_shape(shape, 0, PrefillSettings(**OPTIONS))
     assert isinstance(layer, SparseLayer)
-    return attend(layer, query[0].transpose(0, 1), key[0], value[0], count_density=True)
+    return attend(layer, query[0].transpose(0, 1), key[0], value[0], statistics=("density",))
 
 
 SPARSE_CALLS = {

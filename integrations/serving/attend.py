@@ -8,12 +8,18 @@ from flexmask.attend import attend as attend_blocks
 from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.precision import without_autocast
+from flexmask.stats import SelectionStats
 
 
 def attend(
-    layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, count_density: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of a chunk whose last row stands at the last key, at any length, and its mean density (0-d) if counted.
+    layer: SparseLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
+    statistics: tuple[str, ...] = (),
+) -> tuple[Tensor, SelectionStats | None]:
+    """Causal attention of a chunk whose last row stands at the last key, at any length, and the statistics of these names.
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
     (num_heads,). Returns (rows, num_heads, v_head_dim).
@@ -26,9 +32,8 @@ def attend(
     selector = layer.selector.for_inputs(inputs)
     plan = layer.run.policy.plan(inputs, selector)
     with without_autocast(query.device):
-        found = attend_blocks(inputs, selector, layer.run, plan, statistics=("density",) if count_density else ())
-    density = None if found.stats is None else found.stats.density.mean()
-    return found.out[0].transpose(0, 1), density
+        found = attend_blocks(inputs, selector, layer.run, plan, statistics=statistics)
+    return found.out[0].transpose(0, 1), found.stats
 
 
 def after_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:

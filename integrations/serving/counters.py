@@ -1,4 +1,4 @@
-"""Counts sparse and dense prefill tokens and the density of an engine process."""
+"""Counts sparse and dense prefill tokens, the density, and heads that keep little, of an engine process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
+from flexmask.integrations.record.summary import CallSize, LayerTotals, RecordedCall, summary_of
+from flexmask.stats import SelectionStats
+
+IN_EVERY_STEP = ("density",)
+IN_SOME_STEPS = (*IN_EVERY_STEP, "coverage", "least_row_coverage")
+"""Statistics of the first sparse step after each log"""
+
 
 class Counters:
-    """Counts of one engine in this process. Only the report reads densities from the device."""
+    """Counts of one engine in this process. Only the report reads statistics from the device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,6 +33,9 @@ class Counters:
         self._log_every = 0.0
         self._logged = time.monotonic()
         self._warned: set[str] = set()
+        # by layer, of the steps in which heads are looked at
+        self._heads: dict[int, LayerTotals] = {}
+        self._looks_next, self._looks = True, False
 
     def reset(self) -> None:
         """Count from zero; the exported metric goes on."""
@@ -37,6 +47,8 @@ class Counters:
         """Count a step's prefill tokens; call it once per step."""
         with self._lock:
             self.steps += bool(sparse)
+            if sparse:
+                self._looks, self._looks_next = self._looks_next, False
             self.sparse_tokens += sparse
             self.dense_tokens += dense
             if self._metric is not None:
@@ -46,13 +58,23 @@ class Counters:
             self._logged = time.monotonic()
             self.log()
 
-    def add_density(self, density: Tensor, rows: int, tokens: int) -> None:
-        """Add the density of a call's last `rows` of `tokens`, weighted by their query-key pairs, without waiting."""
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Of the calls of this step."""
+        return IN_SOME_STEPS if self._looks else IN_EVERY_STEP
+
+    def add_call(self, layer: int, stats: SelectionStats, rows: int, tokens: int, heads: bool = True) -> None:
+        """Add the density of a call's last `rows` of `tokens`, weighted by their query-key pairs, without waiting.
+
+        `heads`: heads that keep little are named. Statistics that were not computed name none.
+        """
         pairs = rows * (2 * tokens - rows + 1) // 2
         with self._lock:
-            weighted = density.detach().double() * pairs
+            weighted = stats.density.mean().double() * pairs
             self._density = weighted if self._density is None else self._density + weighted
             self._density_pairs += pairs
+            if heads and self._looks:
+                self._heads.setdefault(layer, LayerTotals()).add([RecordedCall(stats, None, 0, CallSize())])
 
     @property
     def density(self) -> float | None:
@@ -70,15 +92,27 @@ class Counters:
         self._logger, self._log_every = logger, seconds
 
     def log(self) -> None:
-        """Log the report now if `log_to` was called."""
-        if self._logger is not None:
-            self._logger.info("%s", self.report())
+        """Log the report now if `log_to` was called; the first time that heads keep little also these."""
+        if self._logger is None:
+            return
+        self._logger.info("%s", self.report())
+        self._looks_next = True
+        low = self.low_heads()
+        if low is not None:
+            self._warn_once("heads", f"flexmask: {low}")
+
+    def low_heads(self) -> str | None:
+        """The heads that keep little, as in the summary of a run; None without any. Waits for the device."""
+        return summary_of(self._heads, "", 0, 0, 0, 0).warning
 
     def warn_once(self, reason: str) -> None:
         """Log why prompts that may run sparse run stock, once per reason."""
-        if self._logger is not None and reason not in self._warned:
-            self._warned.add(reason)
-            self._logger.warning("flexmask: attention runs stock: %s", reason)
+        self._warn_once(reason, f"flexmask: attention runs stock: {reason}")
+
+    def _warn_once(self, kind: str, line: str) -> None:
+        if self._logger is not None and kind not in self._warned:
+            self._warned.add(kind)
+            self._logger.warning("%s", line)
 
     def export(self) -> None:
         """Also count into prometheus_client's registry, as ``flexmask:prefill_tokens_total``.

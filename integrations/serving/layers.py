@@ -41,6 +41,7 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseLayer(LayerShape):
+    number: int  # in the model
     selector: Selector
     run: RunOptions  # sparse at any length
     dense_below: int  # tokens, for the plan of a step
@@ -88,6 +89,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     always = run.policy._replace(dense_below=min(run.policy.dense_below, 1))
     layer = SparseLayer(
         **vars(shape),
+        number=number,
         selector=_of_rank(settings.selector(number), number, shape.num_heads, rank, ranks),
         run=run._replace(policy=always),
         dense_below=run.policy.dense_below,

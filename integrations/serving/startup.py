@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.counters import IN_EVERY_STEP, IN_SOME_STEPS
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.warm_sizes import warm_sizes
@@ -28,13 +29,11 @@ def served_roles(
     return {name: f"the largest call: {reason}" if isinstance(role, SparseLayer) else role for name, role in roles.items()}
 
 
-def roles_line(
-    roles: Mapping[str, SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None
-) -> str:
+def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None) -> str:
     """The line at start-up."""
     if not roles:
         return f"flexmask runs dense: no attention layers found in this model; {kernel} serves it. Settings: {options.source}."
-    sparse = [role for role in roles.values() if isinstance(role, SparseLayer)]
+    sparse = [role for role in roles if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
         rows = least_rows or options.policy.least_rows
@@ -42,7 +41,7 @@ def roles_line(
         line += f", on FlexAttention's backend {options.settings.backend!r}"
     line += f"; {kernel} serves all else. Settings: {options.source}."
     reasons: dict[str, int] = {}
-    for role in roles.values():
+    for role in roles:
         if isinstance(role, str):
             reasons[role] = reasons.get(role, 0) + 1
     if reasons:
@@ -73,7 +72,8 @@ def warm_up(
     start = time.perf_counter()
     for layer in _variants(layers):
         for size in warm_sizes(layer, largest, device):
-            call_of_size(layer, size, device, dtype, count_density)
+            for statistics in (IN_EVERY_STEP, IN_SOME_STEPS) if count_density else ((),):
+                call_of_size(layer, size, device, dtype, statistics)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
@@ -87,7 +87,7 @@ def reserve(
         # an upper bound, since the gathered rows are freed before attention runs. The call's query stands for the one copy of a
         # chunk's queries, contiguous and no longer FP8
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
-        call_of_size(layer, size, device, dtype, count_density)
+        call_of_size(layer, size, device, dtype, IN_SOME_STEPS if count_density else ())
         del rows
     torch.cuda.synchronize(device)
 
@@ -101,7 +101,7 @@ def bytes_of(call: Callable[[], object], device: torch.device) -> int:
 
 
 def call_of_size(
-    layer: SparseLayer, size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
+    layer: SparseLayer, size: tuple[int, int], device: torch.device, dtype: torch.dtype, statistics: tuple[str, ...] = ()
 ) -> Tensor:
     rows, tokens = size
     random = torch.Generator(device).manual_seed(0)
@@ -111,7 +111,7 @@ def call_of_size(
         for width in (layer.head_dim, layer.v_head_dim)
     )
     sinks = torch.zeros(layer.num_heads, dtype=dtype, device=device) if layer.has_sinks else None
-    return attend(layer, query, key, value, sinks, count_density)[0]
+    return attend(layer, query, key, value, sinks, statistics)[0]
 
 
 def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:

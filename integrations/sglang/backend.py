@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmask.integrations.serving.attend import after_cached, attend
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, serving_options
-from flexmask.integrations.sglang.prefill import Prefill, refuse_model, refuse_server
+from flexmask.integrations.sglang.prefill import SGLangPrefill, refuse_model, refuse_server
 from flexmask.integrations.sglang.requests import tell_requests
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import RUN, interface_faults
@@ -42,22 +42,22 @@ def make_backend(runner: Any) -> Any:
     refuse_server(server, runner.use_mla_backend)
     refuse_model(runner.model, model.is_multimodal)
     options.settings.check_model(model.hf_text_config)
-    stock = make_stock(runner)
-    warning = check_release("SGLang", sglang.__version__, RUN, interface_faults(type(stock)))
+    others = make_stock(runner)
+    warning = check_release("SGLang", sglang.__version__, RUN, interface_faults(type(others)))
     if warning is not None:
         _log.warning("%s", warning)
     if options.kernel not in KERNELS_RUN:
         _log.warning("flexmask was run with %s for everything else, not with %s", ", ".join(KERNELS_RUN), options.kernel)
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    prefill = Prefill(runner, options, rank, ranks)
+    prefill = SGLangPrefill(runner, options, rank, ranks)
     prefill.prepare(largest_call(runner), torch.device(runner.device), runner.dtype)
     if not prefill.sparse_layers:
-        return stock
+        return others
     tell_requests(prefill.chosen)
     # every stage of pipeline parallelism sees every token
     if rank == 0 and get_pp_group().is_first_rank and server.enable_metrics:
         prefill.counters.export()
-    return sparse(stock, make_stock(runner), prefill)
+    return sparse(others, runner, prefill)
 
 
 def stock_kernel(server_args: Any, device: str) -> str:
@@ -74,30 +74,25 @@ def largest_call(runner: Any) -> tuple[int, int]:
     return (min(chunk, longest) if chunk and chunk > 0 else longest), longest
 
 
-def sparse(stock: Any, others: Any, prefill: Prefill) -> Any:
-    """Make `stock` serve long prompts sparse; `others`, a second stock backend, serves the rest of such steps.
-
-    The object stays, because parts of a backend refer to it.
-    """
-    base = type(stock)
-    overridden = {name: vars(SparsePrefill)[name] for name in _OVERRIDDEN}
-    # derived from one class: an object cannot become one of a class with several
-    stock.__class__ = type(f"Sparse{base.__name__}", (base,), {"__module__": __name__, "flexmask_stock": base, **overridden})
-    stock.flexmask, stock.flexmask_others, stock.flexmask_step = prefill, others, None
-    return stock
+def sparse(others: Any, runner: Any, prefill: SGLangPrefill) -> Any:
+    """A backend like `others` that runs long prompts sparse; `others` serves the rest of such steps."""
+    base = type(others)
+    return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, prefill, others)
 
 
 class SparsePrefill:
-    """Methods that override those of a stock backend's class."""
+    """Mixin before a stock backend's class."""
 
-    flexmask: Prefill
-    flexmask_stock: Any
-    flexmask_others: Any
-    flexmask_step: Step | None
+    def __init__(self, runner: Any, prefill: SGLangPrefill, others: Any) -> None:
+        self.flexmask, self.flexmask_others = prefill, others
+        self.flexmask_step: Step | None = None
+        stock: Any = super()
+        stock.__init__(runner)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the step, and make the metadata of all rows for layers that run stock."""
-        self.flexmask_stock.init_forward_metadata(self, forward_batch)
+        stock: Any = super()
+        stock.init_forward_metadata(forward_batch)
         step = self.flexmask.step(forward_batch)
         if step is not None and step.stock_batch is not None:
             self.flexmask_others.init_forward_metadata(step.stock_batch)
@@ -105,8 +100,9 @@ class SparsePrefill:
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
         """Metadata of a step inside a CUDA graph, which runs stock."""
-        self.flexmask_step = self.flexmask.uncounted = None
-        self.flexmask_stock.init_forward_metadata_out_graph(self, forward_batch, *arguments, **options)
+        stock: Any = super()
+        self.flexmask_step = self.flexmask.planned = None
+        stock.init_forward_metadata_out_graph(forward_batch, *arguments, **options)
 
     def forward_extend(
         self,
@@ -119,30 +115,33 @@ class SparsePrefill:
         **options: Any,
     ) -> Tensor:
         """Attention of the prompts of one step; see the stock backend."""
-        step, role = self.flexmask_step, self.flexmask.roles.get(layer, "a layer that is not the model's")
+        stock: Any = super()
+        model, step = self.flexmask, self.flexmask_step
+        role = model.roles.get(layer)  # None: not the model's
         if isinstance(role, SparseLayer) and forward_batch.forward_mode.name in PROMPTS:
-            given = [name for name, value in options.items() if value is not None]
-            if step is None:
-                pass
-            elif step.lengths != lengths_of(forward_batch):
-                self.flexmask.counters.warn_once("layers get another batch than was planned")
-            elif k is None or v is None:
-                self.flexmask.counters.warn_once("layers get no keys and values")
-            elif given:
-                self.flexmask.counters.warn_once(f"layers are called with {', '.join(given)}")
-            else:
-                self.flexmask.count(is_sparse=True)
-                qkv = (q, k, v)
-                return attend_by_plan(self.flexmask, self.flexmask_others, step, role, qkv, layer, forward_batch, save_kv_cache)
-            self.flexmask.count(is_sparse=False)
-        return self.flexmask_stock.forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, **options)
+            reason = None if step is None else _stock_reason(step, k, v, forward_batch, options)
+            if reason is not None:
+                model.counters.warn_once(reason)
+            if model.planned is not None:
+                model.count(role, model.planned, is_sparse=step is not None and reason is None)
+            if step is not None and k is not None and v is not None and reason is None:
+                return attend_by_plan(model, self.flexmask_others, step, role, (q, k, v), layer, forward_batch, save_kv_cache)
+        out: Tensor = stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        return out
 
 
-_OVERRIDDEN = ("init_forward_metadata", "init_forward_metadata_out_graph", "forward_extend")
+def _stock_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
+    """Why a layer runs a planned step stock, if so."""
+    if step.lengths != lengths_of(forward_batch):
+        return "layers get another batch than was planned"
+    if k is None or v is None:
+        return "layers get no keys and values"
+    given = [name for name, value in options.items() if value is not None]
+    return f"layers are called with {', '.join(given)}" if given else None
 
 
 def attend_by_plan(
-    prefill: Prefill,
+    prefill: SGLangPrefill,
     others: Any,
     step: Step,
     role: SparseLayer,
@@ -167,7 +166,7 @@ def attend_by_plan(
         rows = step.stock_rows
         stock_out = others.forward_extend(q[rows], k[rows], v[rows], layer, step.stock_batch, save_kv_cache)
         by_head[rows] = stock_out.view(-1, *query.shape[1:])
-    pool, counted, scales = prefill.pool, prefill.options.count_density, prefill.scales(layer)
+    pool, scales = prefill.pool, prefill.scales(layer)
     for request, slots in zip(step.plan.sparse, step.slots, strict=True):
         chunk = slice(request.start, request.stop)
         if save_kv_cache:
@@ -175,10 +174,8 @@ def attend_by_plan(
             written = (x[chunk] if scales is None else x[chunk].clone() for x in (key, value))
             pool.set_kv_buffer(layer, forward_batch.out_cache_loc[chunk], *written, *(scales or ()))
         reads = (pool.get_key_buffer, pool.get_value_buffer)
-        cached = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
-        keys, values = map(after_cached, cached, (key[chunk], value[chunk]), scales or (None, None))
-        by_head[chunk], density = attend(role.with_gamma(request.gamma), query[chunk], keys, values, None, counted)
-        if density is not None and not prefill.is_dummy:
-            prefill.counters.add_density(density, request.stop - request.start, request.seq_len)
+        keys, values = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
+        own, is_counted = (query[chunk], key[chunk], value[chunk]), prefill.planned is not None
+        by_head[chunk] = prefill.attend(role, request, *own, (keys, values), scales or (None, None), is_counted=is_counted)
     by_head[step.rows :] = 0  # padding
     return out

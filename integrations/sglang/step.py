@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.serving.plan import StepPlan, plan_step
-from flexmask.integrations.serving.requests import RequestOptions
+from flexmask.integrations.serving.plan import StepPlan
 
 PROMPTS = ("EXTEND", "MIXED")
 """SGLang's names of steps whose long requests run sparse"""
@@ -58,20 +56,16 @@ def stock_reason(forward_batch: Any) -> str | None:
     return "the host has no lengths of a batch" if lengths_of(forward_batch) is None else None
 
 
-def plan_batch(forward_batch: Any, policy: DensePolicy, chosen: Mapping[str, RequestOptions] = {}) -> StepPlan | None:
-    """The plan of a step of prompts, from lengths that the host has; None for any other step, which runs stock.
+def rows_of(forward_batch: Any) -> tuple[list[int], list[int]] | None:
+    """The first row of each request and the end of the last, and tokens so far, as the host has them; None unless prompts.
 
-    `chosen` are the options of the requests that have some, by id.
+    Of a batch whose lengths the host lacks, one request of all rows: `stock_reason` has a reason.
     """
     if forward_batch.forward_mode.name not in PROMPTS:
         return None
     lengths = lengths_of(forward_batch)
-    if lengths is None:
-        return StepPlan((), (), 0, forward_batch.extend_num_tokens or 0)
-    rows, cached = lengths
-    seq_lens = [a + b for a, b in zip(cached, rows, strict=True)]
-    options = [chosen.get(name) for name in forward_batch.rids or ()]
-    return plan_step([0, *accumulate(rows)], None if stock_reason(forward_batch) else seq_lens, policy, None, options)
+    rows, cached = ([forward_batch.extend_num_tokens or 0], [0]) if lengths is None else lengths
+    return [0, *accumulate(rows)], [a + b for a, b in zip(cached, rows, strict=True)]
 
 
 def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:

@@ -27,6 +27,7 @@ _LAYER_ARGUMENTS = {
     "is_cross_attention", "pos_encoding_mode", "logit_capping_method", "quant_config", "attn_type", "use_irope", "prefix",
 }  # fmt: skip
 _FUNCTIONS = {
+    "backend.__init__": (None,),
     "backend.init_forward_metadata": ("forward_batch",),
     "backend.init_forward_metadata_out_graph": ("forward_batch",),
     "backend.forward_extend": ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),

@@ -8,7 +8,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from flexmask.integrations.serving.layers import SparseLayer
-from flexmask.integrations.serving.plan import StepPlan, plan_step
+from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.vllm.engine import engine_of
 from flexmask.integrations.vllm.pages import PageTable
 from flexmask.integrations.vllm.requests import tell_requests
@@ -40,7 +40,7 @@ class SparsePrefillBuilder:
         self._plans = is_sparse and type(self) is self.flexmask_own
         if is_sparse and not self._plans:
             self._engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
-        self._policy = self._engine.options.policy
+        self._policy = self._engine.options.policy  # of latent attention another
         tell_requests(vllm_config)
 
     @classmethod
@@ -91,14 +91,12 @@ class SparsePrefillBuilder:
         return build(0, common, True)
 
     def _plan(self, common: Any, metadata: Any) -> StepPlan:
-        reason = stock_reason(common)
-        if reason is not None:
-            self._engine.counters.warn_once(reason)
-        num_reqs = common.num_reqs
-        seq_lens = None if reason is not None else common.seq_lens_cpu_upper_bound[:num_reqs].tolist()
-        is_prefilling = None if common.is_prefilling is None else common.is_prefilling[:num_reqs].tolist()
+        num_reqs, reason = common.num_reqs, stock_reason(common)
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
-        return plan_step(starts, seq_lens, self._policy, is_prefilling, self._engine.chosen)
+        seq_lens, is_prefilling = (
+            None if each is None else each[:num_reqs].tolist() for each in (common.seq_lens_cpu_upper_bound, common.is_prefilling)
+        )
+        return self._engine.plan(starts, seq_lens, reason, is_prefilling, self._engine.chosen, self._policy)
 
 
 def stock_reason(common: Any) -> str | None:

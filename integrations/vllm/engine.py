@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions, read_options
+from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.serving.requests import RequestOptions
-from flexmask.integrations.serving.startup import reserve, roles_line, served_roles, warm_up
 from flexmask.integrations.vllm.layers import layer_number, role_of
 
 # vLLM shows only loggers below its own
@@ -29,8 +28,8 @@ KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
 """vLLM's backends for everything that is not sparse; the first is the default."""
 
 
-class Engine:
-    """Options and roles of one engine in this process; TypeError or ValueError for wrong or unsupported ones."""
+class Engine(Prefill):
+    """One engine in this process; TypeError or ValueError for wrong or unsupported options."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
@@ -44,14 +43,10 @@ class Engine:
             raise ValueError(
                 "VLLM_BATCH_INVARIANT must be off with flexmask: a row's blocks depend on the chunk that it comes in"
             )
-        self.options: ServingOptions = serving_options(vllm_config.additional_config, model.hf_config)
+        super().__init__(serving_options(vllm_config.additional_config, model.hf_config), _log)
         self.options.settings.check_model(model.hf_text_config)
         self.dtype: torch.dtype = model.dtype
         self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-        self.roles: dict[str, SparseLayer | str] = {}
-        self.counters = Counters()
-        # the layer whose calls count a step's tokens
-        self.counting_layer: str | None = None
         self.chosen: list[RequestOptions | None] = []
         """Options of the requests of a step, in its order"""
         self._chosen: dict[str, RequestOptions] = {}  # of the requests that have some, by id
@@ -87,25 +82,14 @@ class Engine:
             if self._prepared:
                 return
             self._prepared = True
-            kernel, largest = self._settle_all(), self._largest_call()
-            policy = self.options.policy._replace(least_rows=self._least_rows())
-            self.roles = served_roles(self.roles, policy, largest)
-            sparse = [role for role in self.roles.values() if isinstance(role, SparseLayer)]
-            self.counting_layer = next((name for name, role in self.roles.items() if isinstance(role, SparseLayer)), None)
+            kernel, policy = self._settle_all(), self.options.policy._replace(least_rows=self._least_rows())
             is_first = _tensor_parallel_rank()[0] == 0  # of a group, logs and counts
-            if is_first:
-                _log.info("%s", roles_line(self.roles, self.options, kernel, policy.least_rows))
-            if not sparse:
-                return
+            measure = (lambda call: call()) if in_profile and device.type != "cpu" else None
             with torch.inference_mode():
-                seconds = warm_up(sparse, largest, device, self.dtype, self.options.count_density)
-                if in_profile and device.type != "cpu":
-                    reserve(sparse, largest, device, self.dtype, self.options.count_density)
-            if is_first:
-                _log.info("flexmask: kernels compiled in %.1f s", seconds)
+                self.start(self._largest_call(), device, self.dtype, kernel, policy, is_first, measure)
+            if is_first and self.sparse_layers:
                 if is_first_stage():
                     self.counters.export()
-                self.counters.log_to(_log, self.options.log_every)
                 # processes of multiprocessing run no atexit
                 Finalize(None, self.counters.log, exitpriority=100)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
-from flexmask.integrations.serving.attend import after_cached, attend
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.vllm.builder import SparseStep
 from flexmask.integrations.vllm.engine import DRAFT, engine_of
@@ -30,7 +29,6 @@ class FindsItsRole:
         is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
         self._model = DRAFT if is_draft else config.model_config.model
         self._role: SparseLayer | str | None = None
-        self._layer_name = ""
         stock: Any = super()
         signature = inspect.signature(stock.__init__)
         bound = signature.bind(*arguments, **options).arguments
@@ -41,35 +39,21 @@ class FindsItsRole:
 
     def flexmask_role(self, name: str) -> SparseLayer | str:
         if self._role is None:
-            self._layer_name = name
             self._role = self._engine.role_of(name, self._model, self._given, self._defaults)
         return self._role
 
-    def flexmask_step(self, attn_metadata: Any) -> SparseStep | None:
-        """The planned step of a layer that runs it sparse; counts its tokens once."""
+    def flexmask_step(self, attn_metadata: Any) -> tuple[SparseLayer, SparseStep] | None:
+        """The role of a layer and the planned step, if the layer runs it sparse; counts the step's tokens."""
         step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
-        if step is None:
+        role, scale = self._role, float(cast(Any, self).scale)
+        if step is None or not isinstance(role, SparseLayer):
             return None
-        plan, role, scale = step.plan, self._role, float(cast(Any, self).scale)
-        if isinstance(role, SparseLayer) and scale != role.scale:
+        fits = scale == role.scale
+        if not fits:
             # vLLM's Transformers backend sets it at every forward; kernels are compiled for that of construction
             self._engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
-            role = None
-        is_sparse = isinstance(role, SparseLayer) and bool(plan.sparse)
-        if self._engine.counting_layer == self._layer_name:
-            sparse = plan.sparse_tokens if is_sparse else 0
-            self._engine.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
-        return step if is_sparse else None
-
-    def flexmask_attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, gamma: float | None = None
-    ) -> Tensor:
-        assert isinstance(self._role, SparseLayer)
-        role = self._role.with_gamma(gamma)
-        out, density = attend(role, query, key, value, sinks, self._engine.options.count_density)
-        if density is not None:
-            self._engine.counters.add_density(density, query.shape[0], key.shape[1])
-        return out
+        self._engine.count(role, step.plan, fits)
+        return (role, step) if fits and step.plan.sparse else None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """False: sparse rows are written unquantized."""
@@ -96,10 +80,11 @@ class SparsePrefillImpl(FindsItsRole):
         if attn_metadata is None:  # memory is measured, or the model is compiled
             self._engine.prepare(query.device, in_profile=True)
             return stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        role = self.flexmask_role(layer.layer_name)
-        step = self.flexmask_step(attn_metadata)
-        if step is None or isinstance(role, str):
+        self.flexmask_role(layer.layer_name)
+        planned = self.flexmask_step(attn_metadata)
+        if planned is None:
             return stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        role, step = planned
         for run, metadata in zip(step.plan.stock, step.stock, strict=True):
             rows = slice(run.start, run.stop)
             stock.forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
@@ -113,14 +98,14 @@ class SparsePrefillImpl(FindsItsRole):
             # vLLM frees pages before the window of the first row
             skipped = 0 if role.window is None else max(0, request.cached_len - role.window + 1)
             found = (None, None) if page_table is None else self.flexmask_gather(layer, kv_cache, page_table.since(skipped))
-            cached = (None if each is None else in_fp8(each, cache) for each in found)
-            keys, values = map(after_cached, cached, (key[rows], value[rows]), cache_scales, (skipped, skipped))
+            keys, values = (None if each is None else in_fp8(each, cache) for each in found)
             queries = query[rows]
             if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)
                 by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.groups, 0)
                 queries = in_fp8(queries, cache).to(output.dtype).mul_(by_head)
-            output[rows] = self.flexmask_attend(queries, keys, values, sinks, request.gamma)
+            own = (queries, key[rows], value[rows])
+            output[rows] = self._engine.attend(role, request, *own, (keys, values), cache_scales, skipped, sinks)
         return output
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
@@ -151,10 +136,11 @@ class SparseLatentImpl(FindsItsRole):
     ) -> None:
         """The prefills of one step, whose rows follow those of decoding."""
         stock: Any = super()
-        step = self.flexmask_step(attn_metadata)
-        if step is None:
+        planned = self.flexmask_step(attn_metadata)
+        if planned is None:
             stock.forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
+        role, step = planned
         decoding = attn_metadata.num_decode_tokens
         for run, metadata in zip(step.plan.stock, step.stock, strict=True):
             rows = slice(run.start - decoding, run.stop - decoding)
@@ -167,8 +153,8 @@ class SparseLatentImpl(FindsItsRole):
                 page, offset = page_table.pages_and_offsets(kv_c_and_k_pe_cache.shape[1])
                 cached = kv_c_and_k_pe_cache[page, offset].split([latent.shape[-1], rotated.shape[-1]], -1)
                 latent, rotated = torch.cat([cached[0], latent]), torch.cat([cached[1].unsqueeze(1), rotated])
-            keys, values = self._keys_and_values(latent, rotated)
-            output[rows] = self.flexmask_attend(q[rows], keys, values, gamma=request.gamma).flatten(1)
+            keys_and_values = self._keys_and_values(latent, rotated)
+            output[rows] = self._engine.attend_to(role, request, q[rows], *keys_and_values).flatten(1)
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         stock: Any = self

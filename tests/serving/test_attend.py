@@ -7,6 +7,7 @@ import torch
 
 from flexmask import sparse_attention
 from flexmask.integrations.serving.attend import attend
+from flexmask.integrations.serving.counters import IN_SOME_STEPS
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.startup import bytes_of, call_of_size, reserve, warm_up
 from flexmask.integrations.serving.warm_sizes import grouped_sizes, heads_together, warm_sizes
@@ -43,11 +44,12 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
         compiled = counters["stats"]["unique_graphs"]
         for rows in (150, 420, 32):  # a chunk, a prompt, a chunk of one block
             given = chunk(rows)
-            out, density = attend(layer, *given, count_density=True)
+            out, ours = attend(layer, *given, statistics=IN_SOME_STEPS)
             expected, stats = by_the_core(*given, dense_below=0, **OPTIONS)
             torch.testing.assert_close(out.transpose(0, 1), expected[0])
-            torch.testing.assert_close(density, stats.density.mean())
-            assert density < 0.9
+            for name in IN_SOME_STEPS:
+                torch.testing.assert_close(getattr(ours, name), getattr(stats, name))
+            assert ours.density.mean() < 0.9
             assert attend(layer, *given)[1] is None
     assert counters["stats"]["unique_graphs"] == compiled
 
@@ -62,10 +64,10 @@ def test_windows_groups_of_heads_and_every_method_are_the_core_s(options):
     layer = layer_of(replace(SHAPE, window=300), **run)
     for rows in (150, 420):
         given = chunk(rows)
-        density = attend(layer, *given, count_density=True)[1]
+        ours = attend(layer, *given, statistics=("density",))[1]
         _, stats = by_the_core(*given, window=300, **run)
-        torch.testing.assert_close(density, stats.density.mean())
-        assert density < 1
+        torch.testing.assert_close(ours.density, stats.density)
+        assert ours.density.mean() < 1
 
 
 def test_sizes_of_the_warm_up():
@@ -105,11 +107,11 @@ def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
     with torch.inference_mode():
         warm_up([layer], largest, CPU, torch.float32, True)
         for size in grouped_sizes(layer, largest, CPU):
-            call_of_size(layer, size, CPU, torch.float32, True)
+            call_of_size(layer, size, CPU, torch.float32, ("density",))
         compiled = counters["stats"]["unique_graphs"]
         for size in ((1024, 1024), (800, 1024), (900, 900)):
             assert heads_together(layer, size, CPU) < 4
-            call_of_size(layer, size, CPU, torch.float32, True)
+            call_of_size(layer, size, CPU, torch.float32, ("density",))
     assert counters["stats"]["unique_graphs"] == compiled
 
 

@@ -46,7 +46,7 @@ def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, le
     options = read_options(given, "options", "here", ("",), "")
     assert options.policy.least_rows == least_rows
     role = role_of_shape(LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2), 0, options.settings)
-    assert f"in chunks of at least {least_rows} rows," in roles_line({"0": role}, options, "stock")
+    assert f"in chunks of at least {least_rows} rows," in roles_line([role], options, "stock")
 
 
 @pytest.mark.parametrize(

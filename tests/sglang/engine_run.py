@@ -51,7 +51,7 @@ ENGINES = {
     # requests with options of their own, which the stock backend ignores
     "chosen_stock": Engine(None, {}, ("beside_each_other", "behind_one_prefix", "wrongly")),
     "chosen": Engine(SPARSE, _OURS, ("beside_each_other", "behind_one_prefix", "wrongly")),
-    "chosen_half": Engine({**SPARSE, "gamma": 0.5}, _OURS, ("beside_each_other",)),
+    "chosen_half": Engine({**SPARSE, "gamma": 0.5}, _OURS, ("beside_each_other_plainly",)),
     "fp8_stock": Engine(None, {"kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
     "fp8": Engine(KEEP_ALL, {**_OURS, "kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
     "two_ranks": Engine(BY_HEAD, {**_OURS, "tp_size": 2}, ("odd_chunks",)),
@@ -66,11 +66,12 @@ FAULT = "FLEXMASK_TESTS_FAULT"
 def plant(fault: str) -> None:
     """Make the plug-in wrong in this process: cached keys are read one slot off, or queries are those of the row before."""
     backend: Any = importlib.import_module("flexmask.integrations.sglang.backend")
-    gathered, attend = backend.gathered, backend.attend
+    shared: Any = importlib.import_module("flexmask.integrations.serving.prefill")
+    gathered, attend = backend.gathered, shared.attend
     if fault == "slots":
         backend.gathered = lambda buffer, slots: gathered(buffer, torch.cat([slots[:1], slots[:-1]]))
     else:
-        backend.attend = lambda role, query, *rest: attend(role, query.roll(1, 0), *rest)
+        shared.attend = lambda role, query, *rest: attend(role, query.roll(1, 0), *rest)
 
 
 # SGLang's processes import this module, under another name
@@ -142,6 +143,9 @@ class Asked:
         """One prompt four times, whose chunks share steps."""
         options = [None, {"flexmask_gamma": 1}, {"flexmask_dense": True}, {"flexmask_gamma": 0.5}]
         return self.generate([prompt(1700, seed=1)] * 4, chosen=options)
+
+    def beside_each_other_plainly(self):
+        return self.generate([prompt(1700, seed=1)] * 4)
 
     def behind_one_prefix(self):
         """Options of two kinds, and none, all twice; prefixes are shared where options are equal."""

@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.sglang.backend import sparse
-from flexmask.integrations.sglang.prefill import Prefill
+from flexmask.integrations.sglang.prefill import SGLangPrefill
 from flexmask.settings import PrefillSettings
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 32, 4096
@@ -43,8 +43,8 @@ class Served:
         )
         self.backend = TorchNativeAttnBackend(self.runner)
         if settings is not None:
-            self.prefill = Prefill(self.runner, ServingOptions(settings, kernel, count_density=count_density))
-            self.backend = sparse(self.backend, TorchNativeAttnBackend(self.runner), self.prefill)
+            self.prefill = SGLangPrefill(self.runner, ServingOptions(settings, kernel, count_density=count_density))
+            self.backend = sparse(self.backend, self.runner, self.prefill)
         # slots of requests are mixed in the cache
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
         self.requests.req_to_token[:8, :512] = order.view(8, 512).int()

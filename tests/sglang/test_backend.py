@@ -13,6 +13,7 @@ pytest.importorskip("sglang", reason="`make test-sglang` has it in an environmen
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from flexmask.integrations.serving import prefill as prefill_module
 from flexmask.integrations.sglang import step as step_module
 from tests.sglang.served import DIM, HEADS, KEEP_ALL, KV_HEADS, OPTIONS, SPARSE, STEPS, Served, outputs
 
@@ -147,12 +148,12 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
 
         monkeypatch.setattr(step_module, "slots_of", wrong)
     else:
-        right_plan = step_module.plan_step
+        right_plan = prefill_module.plan_step
 
         def wrong_plan(starts, lengths, *rest):
             chunks = zip(starts, starts[1:], lengths, strict=False)
             return right_plan(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
 
-        monkeypatch.setattr(step_module, "plan_step", wrong_plan)
+        monkeypatch.setattr(prefill_module, "plan_step", wrong_plan)
     far = [float((out - wanted).abs().max()) for out, wanted in zip(outputs(Served(KEEP_ALL)), outputs(Served()), strict=True)]
     assert far[0] < 1e-4 and max(far) > 0.05

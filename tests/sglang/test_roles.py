@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.settings import PrefillSettings
 
 pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
 
@@ -16,8 +15,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from flexmask.integrations.sglang import backend as module
-from flexmask.integrations.sglang import prefill as prefill_module
-from flexmask.integrations.sglang.prefill import Prefill
+from flexmask.integrations.sglang.prefill import SGLangPrefill
 from tests.sglang.served import KEEP_ALL, SPARSE, Served, outputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -51,7 +49,7 @@ def test_caches_that_are_not_served_have_a_reason(changes, reason):
     served = Served()
     for name, value in changes.items():
         setattr(served.pool, name, value)
-    made = Prefill(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
+    made = SGLangPrefill(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
     assert list(made.roles.values()) == [reason]
 
 
@@ -81,7 +79,7 @@ def test_what_runs_stock_is_logged_once(monkeypatch, caplog):
     monkeypatch.undo()
     for _ in range(2):
         ours.step([(0, 0, 200)], spec_info=object())
-    assert caplog.messages == [
+    assert [each for each in caplog.messages if "compiling" not in each and "flexmask" in each] == [
         f"flexmask: attention runs stock: {reason}"
         for reason in (
             "layers are called with sinks",
@@ -105,25 +103,13 @@ def test_a_step_that_its_layers_run_stock_counts_as_dense(monkeypatch):
     assert (counters.steps, counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, 440, None)
 
 
-@pytest.mark.parametrize(
-    ("largest", "reason"), [((512, 20000), "512 rows < 1024"), ((8192, 9000), "9000 tokens < dense_below 16384")]
-)
-def test_nothing_is_compiled_if_the_largest_call_is_dense(largest, reason, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(prefill_module, "warm_up", lambda *arguments: pytest.fail("compiled"))
-    prefill = Served(PrefillSettings(gamma=0.9)).prefill
-    prefill.prepare(largest, torch.device("cpu"), torch.float32)
-    assert not prefill.sparse_layers
-    assert "0 of 1 attention layers prefill sparse" in caplog.text and f"(the largest call: {reason})" in caplog.text
-
-
 def test_layers_that_the_model_hides_are_logged_and_not_served(caplog):
     """SGLang's Transformers backend keeps them in a dict, and changes their scale at every call."""
     caplog.set_level(logging.INFO)
     served = Served()
     served.runner.model = torch.nn.Module()
     served.runner.model.attention_instances = {0: served.model.attn}
-    prefill = Prefill(served.runner, ServingOptions(SPARSE, "torch_native"))
+    prefill = SGLangPrefill(served.runner, ServingOptions(SPARSE, "torch_native"))
     prefill.prepare((512, 512), torch.device("cpu"), torch.float32)
     assert not prefill.sparse_layers
     assert "flexmask runs dense: no attention layers found in this model; torch_native serves it." in caplog.text
@@ -139,12 +125,11 @@ def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_m
     assert (counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, None)
     ours.step([(0, 0, 200), (1, 0, 20)])
     assert ours.prefill._held is None
-    # as a second layer does
-    ours.prefill.count(is_sparse=True)
     ours.step([(0, 200, 1)], ForwardMode.DECODE)
     assert (counters.steps, counters.sparse_tokens, counters.dense_tokens) == (1, 200, 20)
     assert counters.density is not None
     # planned, and then replayed in a graph
-    ours.prefill.uncounted = ours.backend.flexmask_step
+    ours.step([(0, 0, 200)])
+    assert ours.prefill.planned is not None
     ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
-    assert ours.prefill.uncounted is None
+    assert ours.prefill.planned is None

@@ -1,15 +1,19 @@
 """The plan of one step, the batch that stays stock, and slots in the cache."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.serving.requests import RequestOptions
-from flexmask.integrations.sglang.step import STOCK_FIELDS, gathered, plan_batch, slots_of, step_of, stock_reason
+from flexmask.integrations.sglang.prefill import SGLangPrefill
+from flexmask.integrations.sglang.step import STOCK_FIELDS, gathered, slots_of, stock_reason
+from flexmask.settings import PrefillSettings
 
-POLICY = DensePolicy(100, 32)
+SETTINGS = PrefillSettings(dense_below=100, block_size=32)
 # request 0 decodes, 1 and 3 are long, 2 and 4 are short
 ROWS, BEFORE = [1, 200, 7, 40, 30], [500, 0, 3, 160, 300]
 
@@ -41,8 +45,22 @@ def batch_of(rows=ROWS, before=BEFORE, mode="MIXED", **others):
     )
 
 
+class Model(SGLangPrefill):
+    """A model without layers."""
+
+    def __init__(self):
+        Prefill.__init__(self, ServingOptions(SETTINGS, least_rows=32), logging.getLogger("tests"))
+        self.chosen, self.req_to_token, self._held = {}, torch.zeros(8, 1024, dtype=torch.int32), None
+
+
+def plan_of(batch, model=None):
+    model = model or Model()
+    model.step(batch)
+    return model.planned
+
+
 def test_long_chunks_run_sparse_and_all_else_stock():
-    plan = plan_batch(batch_of(), POLICY)
+    plan = plan_of(batch_of())
     assert [tuple(each) for each in plan.sparse] == [(1, 1, 201, 200, None), (3, 208, 248, 200, None)]
     assert [(run.first, run.last, run.start, run.stop) for run in plan.stock] == [
         (0, 1, 0, 1),
@@ -54,21 +72,22 @@ def test_long_chunks_run_sparse_and_all_else_stock():
 
 
 def test_a_request_s_own_options_are_planned():
-    chosen = {"request 1": RequestOptions(gamma=0.5), "request 3": RequestOptions(dense=True)}
-    plan = plan_batch(batch_of(), POLICY, chosen)
+    model = Model()
+    model.chosen = {"request 1": RequestOptions(gamma=0.5), "request 3": RequestOptions(dense=True)}
+    plan = plan_of(batch_of(), model)
     assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(1, 0.5)]
     assert (plan.sparse_tokens, plan.dense_tokens) == (200, 77)
 
 
 @pytest.mark.parametrize("mode", ["DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "SPLIT_PREFILL", "DLLM_EXTEND"])
 def test_other_steps_have_no_plan(mode):
-    assert plan_batch(batch_of(mode=mode), POLICY) is None
+    assert plan_of(batch_of(mode=mode)) is None
 
 
 @pytest.mark.parametrize("name", STOCK_FIELDS)
 def test_steps_with_something_special_run_stock_and_count(name):
     batch = batch_of(**{name: object()})
-    plan = plan_batch(batch, POLICY)
+    plan = plan_of(batch)
     assert (plan.sparse, plan.sparse_tokens, plan.dense_tokens) == ((), 0, 200 + 7 + 40 + 30)
     assert stock_reason(batch) == f"a batch has {name}"
     assert stock_reason(batch_of()) is None
@@ -77,7 +96,7 @@ def test_steps_with_something_special_run_stock_and_count(name):
 def test_steps_without_lengths_on_the_host_run_stock_and_count():
     batch = batch_of()
     batch.extend_prefix_lens_cpu = None
-    plan = plan_batch(batch, POLICY)
+    plan = plan_of(batch)
     assert (plan.sparse, plan.dense_tokens) == ((), 278)
     assert stock_reason(batch) == "the host has no lengths of a batch"
 
@@ -85,7 +104,7 @@ def test_steps_without_lengths_on_the_host_run_stock_and_count():
 def test_the_rest_of_a_step_is_a_batch_of_its_own():
     batch = batch_of()
     batch._attn_output = torch.empty(278)
-    step = step_of(batch, plan_batch(batch, POLICY), torch.zeros(8, 1024, dtype=torch.int32))
+    step = Model().step(batch)
     rows = torch.tensor([0, *range(201, 208), *range(248, 278)])
     assert torch.equal(step.stock_rows, rows)
     part = step.stock_batch
@@ -105,14 +124,14 @@ def test_the_rest_of_a_step_is_a_batch_of_its_own():
 
 def test_one_run_of_stock_requests_is_a_view():
     batch = batch_of([200, 7, 9], [0, 3, 0])
-    step = step_of(batch, plan_batch(batch, POLICY), torch.zeros(8, 1024, dtype=torch.int32))
+    step = Model().step(batch)
     assert step.stock_rows == slice(200, 216)
     assert step.stock_batch.out_cache_loc.data_ptr() == batch.out_cache_loc[200:].data_ptr()
 
 
 def test_a_step_of_long_prompts_only_has_no_rest():
     batch = batch_of([200, 300], [0, 0])
-    step = step_of(batch, plan_batch(batch, POLICY), torch.zeros(8, 1024, dtype=torch.int32))
+    step = Model().step(batch)
     assert (step.stock_rows, step.stock_batch, step.rows) == (None, None, 500)
 
 

@@ -86,11 +86,13 @@ class Asked:
     def with_rounded_rows(self):
         """`with_scales`, but a chunk's own keys and values come from the cache too, as in the stock backend."""
         from flexmask.integrations.serving.plan import SparseRequest
-        from flexmask.integrations.vllm import impl
+        from flexmask.integrations.serving.prefill import Prefill
 
-        after_cached = impl.after_cached
+        attend = Prefill.attend
         SparseRequest.cached_len = property(lambda request: request.seq_len)
-        impl.after_cached = lambda cached, own, *rest: after_cached(cached, own[:0], *rest)
+        Prefill.attend = lambda model, role, request, query, key, value, *rest: attend(
+            model, role, request, query, key[:0], value[:0], *rest
+        )
         return self.with_scales()
 
     def of_random_model(self):
@@ -261,19 +263,19 @@ class Asked:
 
     def with_offset_off_by_one(self):
         """A fault: a later chunk misses the last cached token."""
-        from flexmask.integrations.vllm import builder
+        from flexmask.integrations.serving import prefill
 
-        right = builder.plan_step
+        right = prefill.plan_step
 
         def wrong(starts, lengths, *rest):
             chunks = zip(starts, starts[1:], lengths, strict=False)
             return right(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
 
-        builder.plan_step = wrong
+        prefill.plan_step = wrong
         try:
             return self.odd_chunks()
         finally:
-            builder.plan_step = right
+            prefill.plan_step = right
 
 
 def latent_chunk(device):

@@ -139,7 +139,7 @@ def test_variants_differ_in_what_is_compiled_and_not_in_numbers():
 def test_line_at_start_up():
     settings = PrefillSettings(gamma=0.9, layers={1: {"gamma": 0.95}}, min_budget=300)
     layers = {str(number): role(number, settings) for number in range(2)}
-    line = roles_line({**layers, "2": "ALiBi", "3": "ALiBi"}, ServingOptions(settings, source="defaults"), "FLASH_ATTN")
+    line = roles_line([*layers.values(), "ALiBi", "ALiBi"], ServingOptions(settings, source="defaults"), "FLASH_ATTN")
     for part in (
         "2 of 4 attention layers prefill sparse (hybrid, gamma 0.9 to 0.95 by layer or head, min_budget 300)",
         "from 16384 tokens on, in chunks of at least 1024 rows",
@@ -147,7 +147,7 @@ def test_line_at_start_up():
         "2 layers (ALiBi)",
     ):
         assert part in line
-    assert "in chunks of at least 513 rows" in roles_line(layers, ServingOptions(settings), "FLASH_ATTN_MLA", 513)
-    assert "0 of 1 attention layers" in roles_line({"2": "ALiBi"}, ServingOptions(settings), "FLASH_ATTN")
+    assert "in chunks of at least 513 rows" in roles_line(layers.values(), ServingOptions(settings), "FLASH_ATTN_MLA", 513)
+    assert "0 of 1 attention layers" in roles_line(["ALiBi"], ServingOptions(settings), "FLASH_ATTN")
     nothing = "flexmask runs dense: no attention layers found in this model; FLASH_ATTN serves it."
-    assert roles_line({}, ServingOptions(settings), "FLASH_ATTN").startswith(nothing)
+    assert roles_line([], ServingOptions(settings), "FLASH_ATTN").startswith(nothing)

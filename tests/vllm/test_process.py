@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from flexmask.integrations.serving import prefill as shared
 from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.vllm import engine as module
 from flexmask.integrations.vllm.engine import Engine, engine_of
 
@@ -92,9 +94,9 @@ def engine_with_layers(monkeypatch, options, first_stage=True, builders=(OwnBuil
     """Three layers, the first dense; and what happens before the first request."""
     config, done = config_of({"dense_layers": [0], **options}), []
     engine = Engine(config)
-    monkeypatch.setattr(module, "warm_up", lambda layers, *rest: done.append(("warm up", len(layers), *rest)) or 0.0)
-    monkeypatch.setattr(module, "reserve", lambda layers, size, *rest: done.append(("reserve", len(layers), size)))
-    monkeypatch.setattr(module, "roles_line", lambda roles, options, *rest: done.append(("roles", len(roles), *rest)))
+    monkeypatch.setattr(shared, "warm_up", lambda layers, *rest: done.append(("warm up", len(layers), *rest)) or 0.0)
+    monkeypatch.setattr(shared, "reserve", lambda layers, size, *rest: done.append(("reserve", len(layers), size)))
+    monkeypatch.setattr(shared, "roles_line", lambda roles, options, *rest: done.append(("roles", len(roles), *rest)))
     monkeypatch.setattr(module, "Finalize", lambda *arguments, **options: done.append(("at exit", arguments[1])))
     monkeypatch.setattr(engine.counters, "log_to", lambda log, seconds: done.append(("log", seconds)))
     monkeypatch.setattr(engine.counters, "export", lambda: done.append(("export",)))
@@ -112,12 +114,12 @@ def test_everything_before_the_first_request_happens_once(monkeypatch):
     engine, done = engine_with_layers(monkeypatch, {"log_every": 7})
     for in_profile in (True, False, True):
         engine.prepare(torch.device("cpu"), in_profile)
-    assert [each[0] for each in done] == ["roles", "warm up", "export", "log", "at exit"]
-    assert done[3:] == [("log", 7), ("at exit", engine.counters.log)]
+    assert [each[0] for each in done] == ["roles", "warm up", "log", "export", "at exit"]
+    assert (done[2], done[4]) == (("log", 7), ("at exit", engine.counters.log))
     assert done[1][2] == (1024, 32768)  # the largest call
     assert done[0] == ("roles", 3, "STOCK", 1024)
     assert done[1][1] == 2
-    assert engine.counting_layer == "model.layers.1.attn"
+    assert counting_layer(engine) == "model.layers.1.attn"
 
 
 def test_layers_whose_builder_vllm_derived_are_dense(monkeypatch):
@@ -128,24 +130,19 @@ def test_layers_whose_builder_vllm_derived_are_dense(monkeypatch):
     dense = {name: role for name, role in engine.roles.items() if isinstance(role, str)}
     assert dense == {f"model.layers.{each}.attn": "its backend shows layers other requests" for each in (0, 2)}
     assert done[1][:2] == ("warm up", 1)
-    assert engine.counting_layer == "model.layers.1.attn"
+    assert counting_layer(engine) == "model.layers.1.attn"
 
 
-@pytest.mark.parametrize(
-    ("options", "longest", "reason"),
-    [
-        ({"dense_below": 10**6}, 32768, "32768 tokens < dense_below 1000000"),
-        ({}, 8192, "8192 tokens < dense_below 16384"),
-        ({"least_rows": 2048}, 32768, "1024 rows < 2048"),
-    ],
-)
-def test_nothing_is_compiled_if_the_largest_call_is_dense(options, longest, reason, monkeypatch):
-    engine, done = engine_with_layers(monkeypatch, options)
-    engine._vllm_config.model_config.max_model_len = longest
-    engine.prepare(torch.device("cuda"), in_profile=True)
-    assert [each[0] for each in done] == ["roles"]
-    assert list(engine.roles.values()) == ["in dense_layers", *[f"the largest call: {reason}"] * 2]
-    assert engine.counting_layer is None
+def counting_layer(engine):
+    """The layer that counts a step of a token; None if none does."""
+    found = []
+    for name, role in engine.roles.items():
+        if isinstance(role, SparseLayer):
+            engine.count(role, StepPlan((), (), 0, 1), is_sparse=False)
+            found += [name] * engine.counters.dense_tokens
+            engine.counters.reset()
+    assert len(found) <= 1
+    return found[0] if found else None
 
 
 def latent_builder(decoded, support):

@@ -1,6 +1,7 @@
 """Builder and implementation around a written-out stock backend, with the cache of FLASH_ATTN and vLLM's own splitting."""
 
 import logging
+from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from flexmask.integrations.serving.counters import Counters
+from flexmask.integrations.serving import prefill as prefill_module
 from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.vllm import builder as builder_module
 from flexmask.integrations.vllm import impl as impl_module
@@ -82,13 +84,28 @@ def written_out(query, keys, values, scale, sinks=None):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :tokens], values)
 
 
+class OneLayer(Prefill):
+    """An engine whose layer has the role of its implementation's arguments."""
+
+    chosen: Sequence[RequestOptions | None] = ()
+
+    def __init__(self, options, log):
+        super().__init__(options, log)
+        self.settings, self.prepared = options.settings, []
+        self.roles = {"stock": "in dense_layers"}
+        self.role_of(LAYER.layer_name, "", {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "scale": 0.2}, {})
+
+    def prepare(self, device, in_profile):
+        self.prepared.append((device.type, in_profile))
+
+    def role_of(self, name, model, given, defaults):
+        self.roles[name] = role_of(0, given, {}, self.settings, torch.float32)
+        return self.roles[name]
+
+
 @pytest.fixture
 def engine(monkeypatch):
-    made = SimpleNamespace(options=ServingOptions(KEEP_ALL), counting_layer=LAYER.layer_name, counters=Counters(), chosen=[])
-    made.prepare = lambda *a, **k: None
-    made.role_of = lambda name, model, given, defaults: role_of(0, given, {}, KEEP_ALL, torch.float32)
-    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "scale": 0.2}
-    made.roles = {LAYER.layer_name: made.role_of("", "", heads, {}), "stock": "in dense_layers"}
+    made = OneLayer(ServingOptions(KEEP_ALL), logging.getLogger("vllm.tests"))
     monkeypatch.setattr(builder_module, "engine_of", lambda config: made)
     monkeypatch.setattr(impl_module, "engine_of", lambda config: made)
     config = SimpleNamespace(model_config=SimpleNamespace(model="a"))
@@ -164,8 +181,7 @@ def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
 @pytest.mark.attention
 def test_requests_of_one_step_have_options_of_their_own(parts, engine):
     builder, _ = parts
-    settings = PrefillSettings(gamma=0.2, min_budget=0, min_coverage=0, block_size=32, dense_below=0)
-    engine.role_of = lambda name, model, given, defaults: role_of(0, given, {}, settings, torch.float32)
+    engine.settings = PrefillSettings(gamma=0.2, min_budget=0, min_coverage=0, block_size=32, dense_below=0)
     impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS)
     engine.chosen = [None, RequestOptions(gamma=1.0), RequestOptions(dense=True)]
     common, (query, key, value, cache) = step_of([(320, 0), (96, 230), (96, 230)])
@@ -206,17 +222,16 @@ class WindowedImpl(StockImpl):
 def test_pages_before_the_window_are_not_read(junk, parts, engine, monkeypatch):
     """They are free: empty, or those of another request."""
     builder, _ = parts
-    settings = PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0)
-    engine.role_of = lambda name, model, given, defaults: role_of(0, given, {}, settings, torch.float32)
+    engine.settings = PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0)
     impl = type("Impl", (SparsePrefillImpl, WindowedImpl), {})(HEADS, DIM, 0.2, KV_HEADS, 150)
     common, (query, key, value, cache) = step_of([(96, 230), (64, 40)])
-    metadata, outputs, selected_from, attend = builder.build(0, common), [], [], impl_module.attend
+    metadata, outputs, selected_from, attend = builder.build(0, common), [], [], prefill_module.attend
 
     def attend_and_note(role, query, key, *rest):
         selected_from.append(key)
         return attend(role, query, key, *rest)
 
-    monkeypatch.setattr(impl_module, "attend", attend_and_note)
+    monkeypatch.setattr(prefill_module, "attend", attend_and_note)
     with torch.inference_mode():
         for _ in range(2):
             outputs.append(impl.forward(LAYER, query, key, value, cache, metadata, torch.empty_like(query)))
@@ -267,7 +282,7 @@ def test_only_the_rows_of_a_sparse_request_are_no_longer_quantized(parts, monkey
         return torch.zeros(query.shape), None
 
     monkeypatch.setattr(StockImpl, "forward", lambda self, layer, query, *rest: seen.append((query.dtype, len(query))))
-    monkeypatch.setattr(impl_module, "attend", attend)
+    monkeypatch.setattr(prefill_module, "attend", attend)
     with torch.inference_mode():
         layer = SimpleNamespace(layer_name=LAYER.layer_name, **scales)
         output, stored = torch.empty_like(query), cache.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -332,9 +347,8 @@ def test_a_scale_set_after_construction_runs_stock(parts, engine, caplog):
 
 def test_memory_is_measured_before_the_first_step(parts, engine):
     _, impl = parts
-    prepared = []
-    engine.prepare = lambda device, in_profile: prepared.append((device.type, in_profile))
+    engine.prepared.clear()
     output = torch.zeros(3, HEADS, DIM)
     with pytest.raises(AttributeError):  # the stock backend here has no such run of its own
         impl.forward(LAYER, output, output, output, torch.empty(0), None, output)
-    assert prepared == [("cpu", True)]
+    assert engine.prepared == [("cpu", True)]

@@ -1,0 +1,138 @@
+"""One model in one process of an engine: what the plug-ins of all engines have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.serving.attend import after_cached, attend
+from flexmask.integrations.serving.counters import Counters
+from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.plan import SparseRequest, StepPlan, plan_step
+from flexmask.integrations.serving.requests import RequestOptions
+from flexmask.integrations.serving.startup import reserve, roles_line, served_roles, warm_up
+
+Scale = Tensor | float | None
+
+
+class Prefill:
+    """The options, roles and counts of a model's attention layers.
+
+    An engine fills `roles` (`role_of_shape`), calls `start` before the first request, `plan` in each step, `count` in each layer
+    that it may serve, and `attend` for each sparse request; other rows go to its own kernel.
+    """
+
+    def __init__(self, options: ServingOptions, log: logging.Logger) -> None:
+        self.options = options
+        self.counters = Counters()
+        self.roles: dict[Any, SparseLayer | str] = {}
+        """By layer, in the model's order; a text is the reason for the engine's own kernel"""
+        self._log = log
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        return [role for role in self.roles.values() if isinstance(role, SparseLayer)]
+
+    def start(
+        self,
+        largest: tuple[int, int],
+        device: torch.device,
+        dtype: torch.dtype,
+        kernel: str,
+        policy: DensePolicy | None = None,
+        is_first: bool = True,
+        measure: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
+        """Log the roles and compile, in the grad mode of requests.
+
+        Parameters
+        ----------
+        largest
+            Rows and tokens of the last chunk of the longest prompt.
+        kernel
+            The engine's name of its own.
+        policy
+            Decides which chunks run dense. Default: that of the options.
+        is_first
+            True on the rank that logs.
+        measure
+            Called with the largest call, to make it while memory is measured.
+        """
+        policy = policy or self.options.policy
+        self.roles = served_roles(self.roles, policy, largest)
+        if is_first:
+            self._log.info("%s", roles_line(self.roles.values(), self.options, kernel, policy.least_rows))
+        layers, counts = self.sparse_layers, self.options.count_density
+        if not layers:
+            return
+        seconds = warm_up(layers, largest, device, dtype, counts)
+        if measure is not None:
+            measure(lambda: reserve(layers, largest, device, dtype, counts))
+        if is_first:
+            self._log.info("flexmask: kernels compiled in %.1f s", seconds)
+            self.counters.log_to(self._log, self.options.log_every)
+
+    def plan(
+        self,
+        starts: Sequence[int],
+        seq_lens: Sequence[int] | None,
+        stock_reason: str | None = None,
+        is_prefilling: Sequence[bool] | None = None,
+        chosen: Sequence[RequestOptions | None] = (),
+        policy: DensePolicy | None = None,
+    ) -> StepPlan:
+        """`plan_step`; with a reason, which is logged once, all rows run stock."""
+        if stock_reason is not None:
+            self.counters.warn_once(stock_reason)
+            seq_lens = None
+        return plan_step(starts, seq_lens, policy or self.options.policy, is_prefilling, chosen)
+
+    def count(self, role: SparseLayer, plan: StepPlan, is_sparse: bool) -> None:
+        """Count the tokens of a step, as planned or all of them dense; the first sparse layer counts for all."""
+        if role is next((each for each in self.roles.values() if isinstance(each, SparseLayer)), None):
+            sparse = plan.sparse_tokens if is_sparse else 0
+            self.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
+
+    def attend(
+        self,
+        role: SparseLayer,
+        request: SparseRequest,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cached: tuple[Tensor | None, Tensor | None] = (None, None),
+        scales: tuple[Scale, Scale] = (None, None),
+        skipped: int = 0,
+        sinks: Tensor | None = None,
+        is_counted: bool = True,
+    ) -> Tensor:
+        """Attention of a request's chunk, (rows, num_heads, v_head_dim).
+
+        `query`, `key` and `value` are the chunk's, (rows, heads, dim); `cached` are keys and values of the tokens before it, as
+        `after_cached` takes them with `scales` and `skipped`.
+        """
+        keys, values = (after_cached(*each, skipped) for each in zip(cached, (key, value), scales, strict=True))
+        return self.attend_to(role, request, query, keys, values, sinks, is_counted)
+
+    def attend_to(
+        self,
+        role: SparseLayer,
+        request: SparseRequest,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        is_counted: bool = True,
+    ) -> Tensor:
+        """The same with keys and values of all tokens, contiguous (num_kv_heads, tokens, dim)."""
+        statistics = self.counters.statistics if self.options.count_density else ()
+        out, stats = attend(role.with_gamma(request.gamma), query, key, value, sinks, statistics)
+        if stats is not None and is_counted:
+            self.counters.add_call(role.number, stats, query.shape[0], key.shape[1], heads=request.gamma is None)
+        return out

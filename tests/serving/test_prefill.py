@@ -1,0 +1,153 @@
+"""What engines share, in an engine of a few lines: a list of each request's keys and values is its cache."""
+
+import logging
+from itertools import accumulate
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexmask.integrations.serving import prefill as module
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.prefill import Prefill
+from flexmask.integrations.serving.requests import RequestOptions
+from flexmask.settings import PrefillSettings
+
+SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
+CPU = torch.device("cpu")
+
+
+class Plain(Prefill):
+    """An engine with one layer of grouped-query attention."""
+
+    def __init__(self, layers=1, **options):
+        super().__init__(ServingOptions(PrefillSettings(**options)), logging.getLogger("flexmask.tests"))
+        self.roles = {number: role_of_shape(SHAPE, number, self.options.settings) for number in range(layers)}
+        self.cache = {}
+
+    def forward(self, chunks, chosen=()):
+        """Outputs of chunks, (request, query, key, value) each, in one step."""
+        before = [self.cache.get(name, (None, None)) for name, *_ in chunks]
+        after = [
+            [x if c is None else torch.cat([c, x]) for c, x in zip(old, new[2:], strict=True)]
+            for old, new in zip(before, chunks, strict=True)
+        ]
+        self.cache |= {name: both for (name, *_), both in zip(chunks, after, strict=True)}
+        starts = [0, *accumulate(len(each[1]) for each in chunks)]
+        plan = self.plan(starts, [len(key) for key, _ in after], chosen=chosen)
+        outputs = [own_kernel(each[1], *both) for each, both in zip(chunks, after, strict=True)]
+        role = self.roles[0]
+        self.count(role, plan, is_sparse=True)
+        for request in plan.sparse:
+            _, *own = chunks[request.batch_index]
+            cached = tuple(None if x is None else x.transpose(0, 1) for x in before[request.batch_index])
+            outputs[request.batch_index] = self.attend(role, request, *own, cached)
+        return outputs
+
+
+def own_kernel(query, key, value):
+    """(rows, heads, dim) each."""
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=SHAPE.scale, enable_gqa=True)
+    return out.transpose(0, 1)
+
+
+def chunk(name, rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (name, *(torch.randn(rows, heads, 32, generator=generator) for heads in (4, 2, 2)))
+
+
+STEPS = [[chunk("a", 200, 0)], [chunk("b", 20, 1), chunk("c", 130, 2), chunk("a", 77, 3)], [chunk("a", 100, 4), chunk("c", 1, 5)]]
+
+
+def far(outputs, others):
+    return [float((x - y).abs().max()) for x, y in zip(outputs, others, strict=True)]
+
+
+@pytest.mark.attention
+def test_chunks_beside_short_prompts_and_decoding_rows():
+    ours, stock = Plain(gamma=1.0, block_size=32, dense_below=0), Plain(dense_below=10**6)
+    with torch.inference_mode():
+        for step in STEPS:
+            assert max(far(ours.forward(step), stock.forward(step))) < 1e-4
+    assert (ours.counters.sparse_tokens, ours.counters.dense_tokens) == (200 + 130 + 77 + 100, 20)
+    assert (stock.counters.sparse_tokens, stock.counters.dense_tokens) == (0, 200 + 227 + 100)
+    assert ours.counters.density == pytest.approx(1)
+
+
+@pytest.mark.attention
+def test_requests_with_options_of_their_own():
+    ours, stock = Plain(gamma=0.2, min_budget=0, min_coverage=0.0, block_size=32, dense_below=0), Plain(dense_below=10**6)
+    chunks = [chunk(name, 320, 7) for name in "abc"]
+    with torch.inference_mode():
+        apart = far(ours.forward(chunks, [None, RequestOptions(gamma=1.0), RequestOptions(dense=True)]), stock.forward(chunks))
+    assert apart[0] > 0.05 and max(apart[1:]) < 1e-4
+    assert ours.counters.dense_tokens == 320
+
+
+@pytest.mark.attention
+def test_heads_that_keep_little_are_named_by_layer(caplog):
+    ours = Plain(gamma=0.2, min_budget=0, min_coverage=0.0, block_size=32, dense_below=0)
+    ours.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
+    with torch.inference_mode():
+        ours.forward([chunk("a", 480, 7)])
+    ours.counters.log()
+    assert "flexmask: heads that keep less than 25% of some rows' attention: layer 0 head " in caplog.text
+
+
+def test_a_step_with_a_reason_runs_stock_and_says_so_once(caplog):
+    ours = Plain(dense_below=0)
+    ours.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
+    for _ in range(2):
+        plan = ours.plan([0, 300], [300], "a step is odd")
+        assert (plan.sparse, plan.dense_tokens) == ((), 300)
+    assert caplog.messages == ["flexmask: attention runs stock: a step is odd"]
+
+
+def test_the_first_sparse_layer_counts_for_all():
+    ours = Plain(layers=3, dense_below=0, dense_layers=[0])
+    plan = ours.plan([0, 300], [300])
+    for role in ours.sparse_layers:
+        ours.count(role, plan, is_sparse=True)
+    assert (ours.counters.steps, ours.counters.sparse_tokens) == (1, 300)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Start an engine of three layers, one of them dense; gives the warm-ups and the calls that were measured."""
+    done = SimpleNamespace(warm=[], measured=[])
+    monkeypatch.setattr(module, "warm_up", lambda layers, *rest: done.warm.append((len(layers), *rest)) or 0.0)
+    monkeypatch.setattr(module, "reserve", lambda layers, *rest: done.measured.append((len(layers), *rest)))
+
+    def start(largest=(1024, 32768), **options):
+        ours = Plain(layers=3, dense_layers=[0], **options)
+        ours.start(largest, CPU, torch.float32, "STOCK", measure=lambda call: call())
+        return ours, done
+
+    return start
+
+
+def test_start_compiles_and_makes_the_largest_call(started, caplog):
+    caplog.set_level("INFO")
+    _, done = started()
+    assert done.warm == done.measured == [(2, (1024, 32768), CPU, torch.float32, True)]
+    assert "2 of 3 attention layers prefill sparse" in caplog.messages[0] and "STOCK serves all else" in caplog.messages[0]
+    assert caplog.messages[1] == "flexmask: kernels compiled in 0.0 s"
+
+
+@pytest.mark.parametrize(
+    ("largest", "options", "reason"),
+    [
+        ((1024, 32768), {"dense_below": 10**6}, "32768 tokens < dense_below 1000000"),
+        ((1024, 8192), {}, "8192 tokens < dense_below 16384"),
+        ((512, 20000), {}, "512 rows < 1024"),
+    ],
+)
+def test_nothing_is_compiled_if_the_largest_call_is_dense(largest, options, reason, started, caplog):
+    caplog.set_level("INFO")
+    ours, done = started(largest, **options)
+    assert (done.warm, done.measured, ours.sparse_layers) == ([], [], [])
+    assert f"2 layers (the largest call: {reason})" in caplog.text and len(caplog.messages) == 1
+    assert not any(isinstance(role, SparseLayer) for role in ours.roles.values())
