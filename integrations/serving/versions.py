@@ -57,4 +57,5 @@ def names_in(owner: Any, function: str) -> set[str]:
 
 
 def fields_of(cls: Any) -> set[str]:
-    return {each.name for each in dataclasses.fields(cls)}
+    """Of a dataclass, or of a struct of msgspec."""
+    return set(getattr(cls, "__struct_fields__", ())) or {each.name for each in dataclasses.fields(cls)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.versions import check_release
-from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, serving_options
+from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, backends_of, resolved, serving_options
 from flexmask.integrations.sglang.prefill import SGLangPrefill, refuse_model, refuse_server
 from flexmask.integrations.sglang.requests import tell_requests
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
@@ -34,7 +34,7 @@ def make_backend(runner: Any) -> Any:
     from sglang.srt.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    server, model = runner.server_args, runner.model_config
+    server, model = resolved(runner.server_args), runner.model_config
     options = serving_options(stock_kernel(server, str(runner.device)), model.hf_config)
     make_stock = ATTENTION_BACKENDS[options.kernel]
     if runner.is_draft_worker:
@@ -62,7 +62,7 @@ def make_backend(runner: Any) -> Any:
 
 def stock_kernel(server_args: Any, device: str) -> str:
     """The stock backend's name unless the options have one: the decode backend's if it is in `KERNELS`."""
-    decoding = server_args.get_attention_backends()[1]
+    decoding = backends_of(server_args)[1]
     if decoding in KERNELS:
         return str(decoding)
     return "torch_native" if device == "cpu" else "triton"
@@ -70,7 +70,8 @@ def stock_kernel(server_args: Any, device: str) -> str:
 
 def largest_call(runner: Any) -> tuple[int, int]:
     """Rows and tokens of the largest call: the last chunk of the longest prompt that the model and its cache take."""
-    chunk, longest = runner.server_args.chunked_prefill_size, min(runner.model_config.context_len, runner.max_total_num_tokens)
+    longest = min(runner.model_config.context_len, runner.max_total_num_tokens)
+    chunk = resolved(runner.server_args).chunked_prefill_size
     return (min(chunk, longest) if chunk and chunk > 0 else longest), longest
 
 

@@ -18,6 +18,26 @@ KERNELS_RUN = ("fa3", "triton", "torch_native")
 """The backends that the plug-in was run with: the first two on one H200, the last on CPUs"""
 
 
+def resolved(server_args: Any) -> Any:
+    """The server's arguments with what SGLang derives from them: in newer releases a view beside the record that users fill."""
+    if hasattr(server_args, "get_attention_backends"):
+        return server_args
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(server_args)
+
+
+def backends_of(server_args: Any) -> tuple[str, str]:
+    """Names of the backends for prompts and for decoding, of `resolved` arguments."""
+    if hasattr(server_args, "get_attention_backends"):
+        found: tuple[str, str] = server_args.get_attention_backends()
+        return found
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    found = attention_backends_of(server_args)
+    return found
+
+
 def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:
     """Read the options from the variable, which holds JSON or the path of a JSON file; see `read_options`.
 

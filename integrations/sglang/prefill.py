@@ -14,7 +14,7 @@ from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.layers import FP8, role_of_layer
-from flexmask.integrations.sglang.options import NAME
+from flexmask.integrations.sglang.options import NAME, backends_of
 from flexmask.integrations.sglang.step import Step, rows_of, step_of, stock_reason
 
 _log = logging.getLogger("sglang.flexmask")
@@ -34,7 +34,7 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     """Raise ValueError for a server that is not served at all, by name."""
     if uses_mla:
         raise ValueError(f"the attention backend {NAME!r} does not serve multi-head latent attention (MLA)")
-    decoding = server_args.get_attention_backends()[1]
+    decoding = backends_of(server_args)[1]
     if decoding == NAME:
         raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
     for name, feature in REFUSED.items():
@@ -85,6 +85,8 @@ class SGLangPrefill(Prefill):
         """Options of the requests of a batch that have some, by id"""
         self.planned: StepPlan | None = None
         """Of a step that is counted: dummy ones, before the first request, are not"""
+        # of newer releases: it makes the plan of a batch's slots, which stock kernels read
+        self._translator = getattr(runner, "kv_index_translator", None)
         self._is_first = rank == 0
         self._held: torch.Tensor | None = None
         self.roles = {
@@ -127,7 +129,12 @@ class SGLangPrefill(Prefill):
         chosen = [self.chosen.get(name) for name in forward_batch.rids or ()]
         plan = self.plan(*rows, None if is_dummy else stock_reason(forward_batch), chosen=chosen)
         self.planned = None if is_dummy else plan
-        return step_of(forward_batch, plan, self.req_to_token) if plan.sparse else None
+        if not plan.sparse:
+            return None
+        step = step_of(forward_batch, plan, self.req_to_token)
+        if self._translator is not None and step.stock_batch is not None:
+            self._translator.own_plan(step.stock_batch).bind(step.stock_batch, self._translator)
+        return step
 
     def scales(self, layer: Any) -> tuple[Any, Any] | None:
         """Divisors of a layer's keys and values in the stock kernel's FP8 cache, tensors or floats; None: not divided."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexmask.integrations.serving.requests import PREFIX, RequestOptions, request_options
-from flexmask.integrations.sglang.options import KERNELS, NAME, serving_options
+from flexmask.integrations.sglang.options import KERNELS, NAME, backends_of, resolved, serving_options
 
 # what the tokenizer process has read, among the parameters that SGLang hands on; a request that sends this name is refused
 _READ = f"{PREFIX}read"
@@ -22,7 +22,7 @@ def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     """Called after a request is made; ValueError is its answer."""
     params = tokenized.sampling_params
     given = getattr(params, "custom_params", None) or {}
-    if not any(name.startswith(PREFIX) for name in given) or manager.server_args.get_attention_backends()[0] != NAME:
+    if not any(name.startswith(PREFIX) for name in given) or backends_of(resolved(manager.server_args))[0] != NAME:
         return
     chosen = request_options(given, serving_options(KERNELS[0], manager.model_config.hf_config).settings)
     if chosen is not None:

@@ -14,10 +14,11 @@ from flexmask.integrations.serving.plan import StepPlan
 
 PROMPTS = ("EXTEND", "MIXED")
 """SGLang's names of steps whose long requests run sparse"""
-# what a batch may hold that makes rows see other keys than those before them, or pages of other ranks: such a step runs stock
+# what a batch may hold that makes rows see other keys than those before them, or pages of other ranks, or other slots than the
+# pool's: such a step runs stock
 STOCK_FIELDS = (
     "spec_info", "encoder_lens", "multi_item_delimiter_indices", "attn_cp_metadata", "attn_dcp_metadata", "dcp_kv_mask",
-    "tbo_children",
+    "tbo_children", "out_cache_loc_virtual",
 )  # fmt: skip
 # of a batch, one number a request: on the device, on the host, and in lists
 _TENSORS = ("req_pool_indices", "seq_lens", "orig_seq_lens", "extend_seq_lens", "extend_prefix_lens")

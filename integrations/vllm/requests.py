@@ -16,7 +16,10 @@ _READ = f"{PREFIX}read"
 
 def read_requests() -> None:
     """Make vLLM's front end refuse wrong options of a request, and keep cached prefixes of different options apart."""
-    from vllm.v1.engine.input_processor import InputProcessor
+    try:
+        from vllm.v1.engine.input_processor import InputProcessor
+    except ImportError:  # of a release that is refused where our backend is chosen
+        return
 
     stock = InputProcessor.process_inputs
     if hasattr(stock, "flexmask_stock"):

@@ -88,8 +88,8 @@ def test_what_runs_stock_is_logged_once(monkeypatch, caplog):
             "a batch has spec_info",
         )
     ]
-    # the last two steps; of the first only attention was replaced
-    assert (ours.prefill.counters.steps, ours.prefill.counters.dense_tokens) == (2, 400)
+    # four calls of one step that was planned sparse, and the last two steps
+    assert (ours.prefill.counters.steps, ours.prefill.counters.dense_tokens) == (2, 4 * 200 + 400)
 
 
 def test_a_step_that_its_layers_run_stock_counts_as_dense(monkeypatch):

@@ -50,7 +50,8 @@ class Model(SGLangPrefill):
 
     def __init__(self):
         Prefill.__init__(self, ServingOptions(SETTINGS, least_rows=32), logging.getLogger("tests"))
-        self.chosen, self.req_to_token, self._held = {}, torch.zeros(8, 1024, dtype=torch.int32), None
+        self.chosen, self.req_to_token = {}, torch.zeros(8, 1024, dtype=torch.int32)
+        self._translator = self._held = None
 
 
 def plan_of(batch, model=None):

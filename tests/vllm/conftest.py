@@ -20,6 +20,8 @@ def written(tmp_path_factory):
     pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
     from tests.vllm.engines import ENVIRONMENT
 
+    # an engine may stand on the path too
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     folder, made = tmp_path_factory.mktemp("engines"), {}
 
     def run(program, *arguments):
@@ -35,7 +37,7 @@ def written(tmp_path_factory):
                 done = subprocess.run(
                     [sys.executable, "-m", f"tests.vllm.{program}", *arguments, str(out)],
                     cwd=ROOT,
-                    env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                    env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     check=False,

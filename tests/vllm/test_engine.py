@@ -1,6 +1,7 @@
 """The plug-in in vLLM on a CPU, in float32, against the stock backend and the adapter. `make test-vllm` runs it."""
 
 import pytest
+import torch
 
 from flexmask.integrations.serving.versions import release_of
 from tests.vllm.agreement import SAME, answers, differences, distance, summary
@@ -96,6 +97,12 @@ def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapt
     assert distance(stock[asked], sparse[asked]) > 1
 
 
+needs_avx512 = pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM's kernels for CPUs read FP8 by AVX-512"
+)
+
+
+@needs_avx512
 @pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
 def test_a_cache_of_fp8_is_read_as_the_stock_backend_reads_it(asked, stock, written):
     """If a chunk's own keys and values come from it too."""
@@ -106,6 +113,7 @@ def test_a_cache_of_fp8_is_read_as_the_stock_backend_reads_it(asked, stock, writ
     assert summary(differences(stock[asked], theirs[asked]))["mean"] > 100 * NEAR
 
 
+@needs_avx512
 def test_a_cache_of_fp8_rounds_less_than_in_the_stock_backend(stock, written):
     ours, theirs = (written("engine_run", name)["odd_chunks"] for name in ("fp8", "fp8_stock"))
     rounding = summary(differences(stock["odd_chunks"], theirs))
