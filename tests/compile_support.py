@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from flexmask import compilation
+from flexmask._torch import is_traced, recompile_limit
 from tests.cases import structured_inputs
 
 SPARSE: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
@@ -46,6 +47,17 @@ def forgotten() -> Iterator[None]:
 def fresh_compiler():
     with forgotten():
         yield
+
+
+def recompilations(most: int) -> contextlib.AbstractContextManager[None]:
+    """Let torch compile a function again this often."""
+    return torch._dynamo.config.patch({recompile_limit(): most})
+
+
+@pytest.fixture
+def as_on_accelerators(monkeypatch):
+    """Compile methods on this CPU too."""
+    monkeypatch.setattr(compilation, "runs_plain", lambda query: is_traced())
 
 
 @pytest.fixture

@@ -5,16 +5,13 @@ import threading
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask import _torch, run_method, sparse_attention
-from flexmask.base.inputs import AttentionInputs
+from flexmask import sparse_attention
 from flexmask.precision import without_tf32
-from flexmask.selector import Selector, selector_of
 from tests.attention_calls import SINKS, call, flexprefill_attention, padding
 from tests.cases import mask_function, structured_inputs
 from tests.comparisons import assert_same_stats
-from tests.compile_support import assert_same_lists, cut
+from tests.compile_support import assert_same_lists, cut, recompilations
 from tests.compile_support import counting as counting
 from tests.compile_support import fresh_compiler as fresh_compiler
 from tests.interrupts import in_another_thread, interrupted
@@ -97,24 +94,6 @@ def test_sparse_attention_stays_the_same(state):
     assert torch.equal(found, expected)
 
 
-def test_kernels_are_launched_on_the_device_of_query(monkeypatch):
-    entered, launched = [], []
-
-    @contextlib.contextmanager
-    def device_as_current(device):
-        entered.append(device)
-        yield
-        entered.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", device_as_current)
-    monkeypatch.setattr(Selector, "runs_kernels", lambda self, query: True)  # as for a tensor with values
-    monkeypatch.setattr(run_method, "_chosen", lambda *arguments: launched.extend(entered) or ((None,) * 4, None, (), None))
-    with FakeTensorMode():
-        query = torch.empty(1, 2, 64, 16, device="cuda:1")
-        run_method.run_method(selector_of("hybrid", 16, {}), AttentionInputs(query, query, None, 1.0), {}, False, ())
-    assert launched == [torch.device("cuda:1")]
-
-
 # Recompilations
 
 STATES = {
@@ -140,7 +119,7 @@ STATES = {
 @pytest.mark.attention
 def test_alternating_states_use_up_no_recompilations(counting):
     before, inputs = torch.get_num_threads(), cut(100)
-    with torch.set_grad_enabled(True), torch._dynamo.config.patch({_torch.recompile_limit(): 1}):
+    with torch.set_grad_enabled(True), recompilations(1):
         graphs = []
         for _ in range(2):
             for state in STATES.values():

@@ -19,14 +19,6 @@ from tests.comparisons import assert_same_stats
 from tests.compile_support import KEY, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, lists_of, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 
-
-def test_what_is_traced_here_is_sparse():
-    _, stats = flexprefill_mask(QUERY, KEY, **SPARSE, return_stats=True)
-    assert (stats.density < 0.9).all()
-    assert stats.is_query_aware.any()
-    assert not stats.is_query_aware.all()
-
-
 # Traced whole
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -51,11 +43,6 @@ def test_mask_and_statistics_are_traced_whole(options):
     assert_same_lists(mask, expected)
     assert_same_stats(stats, expected_stats)
     assert counter.frame_count == 1
-
-
-def test_mask_has_no_mutation_that_a_compiler_must_undo():
-    run, _ = traced(lambda query, key: flexprefill_mask(query, key, **SPARSE), backend="aot_eager")
-    assert_same_lists(run(QUERY, KEY), flexprefill_mask(QUERY, KEY, **SPARSE))
 
 
 @pytest.mark.attention

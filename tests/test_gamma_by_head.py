@@ -3,12 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmask import flexprefill_mask, warmup
-from flexmask.base.inputs import attention_inputs
-from flexmask.select import numbers_of
-from tests.cases import Config, mask_function, structured_inputs
+from flexmask import flexprefill_mask
+from tests.cases import mask_function, structured_inputs
 from tests.compile_support import assert_same_lists, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 
@@ -55,34 +52,6 @@ def test_gammas_of_a_tensor_are_clamped_and_nan_keeps_everything():
     assert wild.isnan().any()
 
 
-def test_a_tensor_that_requires_gradients_gets_none():
-    query, key = inputs()
-    gamma = torch.full((4,), 0.5, requires_grad=True)
-    given = Config(gamma).selector.for_inputs(attention_inputs(query, key)).options["gamma"]
-    assert isinstance(given, Tensor)
-    assert not given.requires_grad
-    assert_same_lists(flexprefill_mask(query, key, gamma, **OPTIONS), flexprefill_mask(query, key, 0.5, **OPTIONS))
-
-
-@pytest.mark.parametrize("form", [tuple, torch.tensor], ids=["tuple", "tensor"])
-def test_a_group_of_heads_takes_its_own_gammas(form):
-    query, key = inputs()
-    selector = Config(form(GAMMAS)).selector.for_inputs(attention_inputs(query, key))
-    assert numbers_of(selector, query[:, 2:], slice(2, 4))["gamma"].tolist() == pytest.approx(GAMMAS[2:])
-
-
-def test_a_mask_says_that_it_has_gammas_by_head():
-    query, key = inputs()
-    assert "gamma=by head" in flexprefill_mask(query, key, GAMMAS, **OPTIONS).mask_mod.__name__
-    assert "gamma=by head" in flexprefill_mask(query, key, torch.tensor(GAMMAS), **OPTIONS).mask_mod.__name__
-
-
-@pytest.mark.attention
-def test_warmup_takes_gammas_by_head(without_kernel):
-    warmup(2, 1, 16, dtype=torch.float32, device="cpu", gamma=[0.5, 0.9], block_size=64)
-    assert {shape[1] for shape in without_kernel} == {2}
-
-
 def test_gammas_are_traced_and_compiled_once():
     def mask(query, key, gamma):
         return flexprefill_mask(query, key, gamma, 0.1, block_size=32, min_budget=0)
@@ -121,26 +90,3 @@ def test_gammas_by_head_are_compiled_once_on_cuda(cuda):
     for gamma in (0.9, 1.0, GAMMAS, GAMMAS[::-1], torch.tensor(GAMMAS, device=cuda), [1.0] * 4):
         flexprefill_mask(query, key, gamma, block_size=64, min_budget=0)
     assert graphs["unique_graphs"] == before
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_one_gamma_is_filled_in_at_once_for_any_number_of_heads():
-    """On GPUs a launch per head would cost more than the whole selection."""
-    counts = []
-    for heads in (1, 32):
-        query = torch.zeros(1, heads, 64, 32)
-        selector = Config(0.5).selector.for_inputs(attention_inputs(query, query))
-        with Counting() as counted:
-            made = numbers_of(selector, query, None)
-        counts.append(counted.calls)
-        assert made["gamma"].tolist() == [0.5] * heads
-    assert counts[0] == counts[1] > 0

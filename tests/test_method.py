@@ -5,11 +5,8 @@ import inspect
 import pytest
 import torch
 
-from flexmask import METHODS, run_method
-from flexmask.base.inputs import attention_inputs
-from flexmask.method import BlockProblem, ByHead, PairsByHead, method
-from flexmask.plain.top_p import ranks
-from flexmask.select import numbers_of
+from flexmask import METHODS
+from flexmask.method import BlockProblem, method
 from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
 
@@ -90,31 +87,6 @@ def test_arguments_are_checked_as_the_cores_are():
         every_nth_mask(query, query, 3, n=4)
 
 
-def test_the_problem_holds_what_a_score_map_needs():
-    # a method of scores and a rule: the two heaviest block means of each row
-    @method
-    def top_two_mask(problem: BlockProblem) -> torch.Tensor:
-        scores = problem.inputs.query[:, :, ::16] @ problem.inputs.key[:, :, ::16].mT * problem.inputs.scale
-        return ranks(scores.softmax(-1), problem.seen.visible[:, None]) < 2
-
-    query, key = torch.randn(1, 2, 96, 16), torch.randn(1, 2, 96, 16)
-    mask = top_two_mask(query, key, block_size=16, scale=0.3)
-    assert attention_inputs(query, key, scale=0.3).scale == 0.3
-    assert (mask.to_dense().sum(-1)[..., 2:] >= 2).all() and (mask.to_dense().sum(-1) <= 3).all()
-    assert_honest(mask, (96, 96))
-
-
-OPTIONS = "by_head: ByHead = 0.5, number: float | None = None, plan: PairsByHead | None = (1, 2), count: int | None = 1"
-
-
-@pytest.mark.parametrize("first", ["", "from __future__ import annotations\n"], ids=["objects", "text"])
-def test_options_are_told_apart_by_their_types(first):
-    names = {"BlockProblem": BlockProblem, "ByHead": ByHead, "PairsByHead": PairsByHead, "__name__": __name__}
-    exec(f"{first}def of_all_kinds_mask(problem: BlockProblem, {OPTIONS}) -> None: ...", names)
-    found = method(names["of_all_kinds_mask"]).method
-    assert (found.shares, found.floats, dict(found.pairs)) == (("by_head",), ("number",), {"plan": None})
-
-
 def test_a_name_belongs_to_one_function():
     @method
     def other_mask(problem: BlockProblem) -> None: ...
@@ -127,18 +99,3 @@ def test_a_name_belongs_to_one_function():
     # as a module that is imported again
     again = METHODS["other"].choose
     assert METHODS["other"] is not method(again).method is METHODS.pop("other")
-
-
-def test_every_option_reaches_a_method_that_is_one_operator():
-    seen = []
-
-    @method
-    def noting_mask(problem: BlockProblem, word: str | None = "a", count: int | None = 1, share: float = 0.5) -> None:
-        seen.append((word, count, float(share)))
-
-    query = torch.randn(1, 2, 40, 16)
-    for given in ({}, {"word": None, "count": -3, "share": 0}, {"word": "b=c,d", "count": None, "share": 0.25}):
-        inputs = attention_inputs(query, query.clone())
-        selector = METHODS["noting"].checked(16, given).for_inputs(inputs)
-        run_method._as_one_operator(selector, inputs, numbers_of(selector, query, None), False, ())
-    assert seen == [("a", 1, 0.5), (None, -3, 0.0), ("b=c,d", None, 0.25)]

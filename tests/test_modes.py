@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flexmask import flexprefill_mask, sparse_attention, sparse_attention_varlen
 from tests.held_open import HELD, held_open
-from tests.public_calls import BOUNDS, COMPILED, OPTIONS, PADDING, UNCOMPILED, inputs, tensors_of
+from tests.public_calls import BOUNDS, COMPILED, OPTIONS, PADDING, UNCOMPILED, inputs, tensors_of, users
 
 
 class LoggingMode(TorchDispatchMode):
@@ -104,6 +104,7 @@ FORMS = {
     "groups of heads": {"max_mask_bytes": 1},
     "sinks": {"sinks": torch.zeros(4)},
     "another method": {"method": "streaming_llm"},
+    "a user's method": {"method": users},
 }
 
 

@@ -5,13 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import _torch, block_masks, compilation, flexprefill_mask
+from flexmask import _torch, block_masks, flexprefill_mask
 from tests.attention_calls import flexprefill_attention
-from tests.compile_support import KEY, LENGTHS, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, traced
+from tests.compile_support import (
+    KEY,
+    LENGTHS,
+    PADDING,
+    QUERY,
+    SPARSE,
+    assert_same_lists,
+    cut,
+    dense_under,
+    recompilations,
+    traced,
+)
+from tests.compile_support import as_on_accelerators as as_on_accelerators
 from tests.compile_support import counting as counting
 from tests.compile_support import fresh_compiler as fresh_compiler
 
@@ -34,15 +44,6 @@ def test_mask_and_attention_in_one_function_serve_all_lengths():
         assert torch.equal(counts, mask.kv_num_blocks)
         torch.testing.assert_close(out, dense_under(mask, *inputs), atol=2e-5, rtol=0)
     assert counter.frame_count <= 2
-
-
-@pytest.mark.attention
-def test_attention_inside_another_compilation_is_one_graph(monkeypatch):
-    # what counts the graphs stands for Inductor here; other compilers get no sparse attention
-    monkeypatch.setattr("flexmask.flex.run.runs_flex_attention_uncompiled", lambda: False)
-    run, counter = traced(lambda *inputs: flexprefill_attention(*inputs, **SPARSE, dense_below=0))
-    assert run(*cut(200)).shape == (2, 4, 200, 24)
-    assert counter.frame_count == 1
 
 
 def test_changing_numbers_are_not_compiled_each():
@@ -109,77 +110,51 @@ def test_windows_share_a_compilation(counting):
     assert counting.frame_count == without + 1
 
 
-@pytest.mark.parametrize("method", ["flexprefill", "hybrid", "streaming_llm", "xattention"])
-def test_windows_share_the_compilations_of_a_selection(counting, monkeypatch, method):
-    mask_of, inputs = getattr(block_masks, f"{method}_mask"), cut(200)[:2]
-    windows = (60, 90, 140, 1000)
-    expected = [mask_of(*inputs, block_size=32, window=window) for window in windows]
-    monkeypatch.setattr(compilation, "runs_plain", lambda query: False)  # as on accelerators
+def mask_of(method, length, **options):
+    return getattr(block_masks, f"{method}_mask")(*cut(length)[:2], block_size=32, **options)
+
+
+@pytest.mark.parametrize("method", ["flexprefill", "hybrid", "streaming_llm", "xattention", "vertical_slash"])
+def test_windows_and_lengths_share_the_compilations_of_a_selection(counting, request, method):
+    windows, lengths = (60, 90, 140, 1000), (300, 333, 257)
+    expected = [mask_of(method, 200, window=window) for window in windows] + [mask_of(method, length) for length in lengths]
+    request.getfixturevalue("as_on_accelerators")
     compilations = []
-    for window, mask in zip(windows, expected, strict=True):
-        assert_same_lists(mask_of(*inputs, block_size=32, window=window), mask)
+    for window, mask in zip(windows, expected, strict=False):
+        assert_same_lists(mask_of(method, 200, window=window), mask)
         compilations.append(counting.frame_count)
     # the second window makes it a symbol, which serves all
     assert 1 <= compilations[0] and compilations[1] == compilations[-1] <= 2 * compilations[0]
+    for length, mask in zip(lengths, expected[len(windows) :], strict=True):
+        assert_same_lists(mask_of(method, length), mask)
+    assert counting.frame_count == compilations[-1] + compilations[0]
 
 
+@pytest.mark.usefixtures("as_on_accelerators")
 @pytest.mark.parametrize("window", [60, 4096])
-def test_prompts_shorter_than_a_window_are_not_compiled_each(counting, monkeypatch, window):
-    monkeypatch.setattr(compilation, "runs_plain", lambda query: False)
+def test_prompts_shorter_than_a_window_are_not_compiled_each(counting, window):
     for length in (200, 300, 400, 50):
-        block_masks.hybrid_mask(*cut(length)[:2], block_size=32, window=window)
+        mask_of("hybrid", length, window=window)
     assert counting.frame_count == 1
+
+
+@pytest.mark.usefixtures("as_on_accelerators")
+def test_values_of_a_float_share_a_compilation_and_constants_do_not(counting):
+    for threshold in (0.3, 0.5, 1, 0.9):
+        mask_of("xattention", 300, threshold=threshold)
+    assert counting.frame_count == 1
+    mask_of("xattention", 300, stride=4)
+    assert counting.frame_count == 2
 
 
 @pytest.mark.attention
 def test_one_model_does_not_use_up_the_compilations_of_another(counting):
-    with torch._dynamo.config.patch({_torch.recompile_limit(): 2}):
+    with recompilations(2):
         for head_dim in (16, 32, 48, 64):
             for length in (100, 200, 300):
                 query, key = torch.randn(1, 2, length, head_dim), torch.randn(1, 1, length, head_dim)
                 flexprefill_attention(query, key, key, block_size=32, dense_below=0)
     assert 4 <= counting.frame_count <= 2 * 4
-
-
-def test_heads_stay_numbers_in_the_search(monkeypatch):
-    """Inductor (2.11) fails with symbolic heads. Torch keeps by a function's name what sizes it saw change."""
-    seen = []
-
-    def backend(graph, inputs):
-        values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-        seen.append([[size for size in x.shape[1:] if type(size) is int] for x in values if isinstance(x, Tensor)])
-        return graph.forward
-
-    def scores(query: Tensor, key: Tensor) -> Tensor:
-        return query.sum() * key.sum()
-
-    compile_with = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=backend, **options))
-    for heads, length in ((4, 600), (2, 333), (4, 100)):
-        query, key, _ = cut(length)
-        query = query[:, :heads].contiguous()
-        compilation.compiled(scores, (heads,))(_torch.with_dynamic(query, 2), _torch.with_dynamic(key, 2))
-    assert seen == [[[4, 16], [2, 16]], [[2, 16], [2, 16]]]
-
-
-def test_numbers_of_a_variant_stay_numbers(monkeypatch):
-    """Where another variant had others, too: graphs of symbolic block sizes are alike, and a wrong one ran (torch 2.11)."""
-    seen = []
-
-    def backend(graph, inputs):
-        seen.append([node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")])
-        return graph.forward
-
-    def rows(tokens: Tensor, block_size: int, options: dict[str, int], scale: float) -> Tensor:
-        return tokens[:block_size] * options["tile"] * scale
-
-    compile_with = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=backend, **options))
-    tokens = torch.arange(100.0)
-    for block_size, tile, scale in ((64, 32, 0.5), (48, 16, 0.25), (32, 32, 2.0)):
-        run = compilation.compiled(rows, (block_size, tile, scale))
-        assert torch.equal(run(tokens, block_size, {"tile": tile}, scale), tokens[:block_size] * tile * scale)
-    assert [[type(x) for x in inputs] for inputs in seen] == [[FakeTensor]] * 3
 
 
 def test_mask_on_a_cpu_compiles_nothing(counting):
@@ -192,7 +167,7 @@ def test_recompilations_that_run_out_raise(counting):
     inputs = cut(200)
     query, key, value = cut(300)
     query = query.transpose(1, 2).contiguous().transpose(1, 2)  # no graph serves both layouts
-    with torch._dynamo.config.patch({_torch.recompile_limit(): 1}):
+    with recompilations(1):
         out = flexprefill_attention(*inputs, **SPARSE, dense_below=0)
         for _ in range(2):
             with pytest.raises(RuntimeError, match=rf"never runs uncompiled: raise .*\.{_torch.recompile_limit()}"):

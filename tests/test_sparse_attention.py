@@ -8,7 +8,6 @@ import torch
 from flexmask import METHODS, sparse_attention
 from flexmask.attention import RECOMMENDED
 from flexmask.block_masks import causal_mask
-from flexmask.select import select_blocks
 from tests.block_masks.gallery import MASKS, SPARSE
 from tests.comparisons import assert_same_attention
 from tests.compile_support import dense_under
@@ -35,26 +34,6 @@ def test_methods_attend_to_their_own_blocks():
         assert_same_attention(out, dense_under(mask, QUERY.double(), KEY.double(), VALUE.double()))
         dense = sparse_attention(QUERY, KEY, VALUE, name, **SHARED, **options)
         assert not known or (out - dense).abs().max() > 1e-3
-
-
-def test_head_groups_and_plans_by_head_see_the_heads_that_they_have_to(monkeypatch, without_kernel):
-    seen = []
-
-    def select(selector, part, heads, with_map, statistics):
-        seen.append((selector.method.name, tuple(part.query.shape[:2]), heads))
-        return select_blocks(selector, part, heads, with_map, statistics)
-
-    monkeypatch.setattr("flexmask.attend.select_blocks", select)
-    for name, options in {"xattention": {}, "infllm": {}, "minference": {"plan": ((30, 50), (64, 50)) * 2}}.items():
-        sparse_attention(QUERY, KEY, VALUE, name, dense_below=0, block_size=16, max_mask_bytes=1, **options)
-    one_by_one = [((1, 1), slice(head, head + 1)) for _ in range(2) for head in range(4)]
-    # infllm decides for all heads together, a plan by head
-    together = [((1, 4), slice(0, 4))] * 2
-    assert seen == [
-        (name, shape, heads)
-        for name, parts in (("xattention", one_by_one), ("infllm", together), ("minference", one_by_one))
-        for shape, heads in parts
-    ]
 
 
 def test_the_recommended_method_is_the_default(without_kernel):

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexmask import sparse_attention
-from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD, recompile_limit
+from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD
 from flexmask.flex.block_mask import block_mask_from_lists
-from flexmask.flex.captured_numbers import captured_values
 from tests.comparisons import assert_same_attention
+from tests.compile_support import recompilations
 from tests.expected import masked_attention, seen_pairs
 
 BLOCK, LENGTH, BLOCKS = 16, 100, 7
@@ -71,18 +71,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "None": (lambda: None, TypeError, "a BlockMask; got NoneType"),
     "tuple": (lambda: (of_heads(1, 1), None), TypeError, "a BlockMask; got tuple"),
     "3 heads of 4": (lambda: of_heads(1, 3), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 3, 7)"),
-    "8 heads of 4": (lambda: of_heads(1, 8), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 8, 7)"),
-    "3 batch rows of 2": (lambda: of_heads(3, 1), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (3, 1, 7)"),
-    "6 query blocks of 7": (
-        lambda: made_of(COUNTS[..., :6], INDICES[:, :, :6]),
-        ValueError,
-        "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 1, 6)",
-    ),
-    "no batch dimension": (
-        lambda: made_of(COUNTS[0], INDICES[0]),
-        ValueError,
-        "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 7)",
-    ),
     "indices of other rows": (
         lambda: made_of(COUNTS, INDICES[:, :, :6]),
         ValueError,
@@ -258,17 +246,6 @@ def test_one_mask_for_all_heads_serves_groups_of_heads():
     assert_same_attention(out, expected(pairs_of(KEEP[:1, :1])))
 
 
-@pytest.mark.attention
-def test_a_masks_values_are_not_read(monkeypatch):
-    mask = made_of(*lists_of(KEEP), *lists_of(SOME))
-    before = attend(mask, **PADDED)  # compiles, which may read what it likes
-    for name in ("item", "tolist", "__bool__", "__int__", "__index__", "cpu", "nonzero"):
-        monkeypatch.setattr(Tensor, name, lambda *given: pytest.fail("a tensor's value was read"))
-    after = attend(mask, **PADDED)
-    monkeypatch.undo()
-    assert torch.equal(before, after)
-
-
 # Python values that a mask_mod captures
 
 
@@ -284,28 +261,12 @@ def in_closure(reach):
     return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < reach
 
 
-def in_nested_closure(reach):
-    def is_near(distance):
-        return distance < reach
-
-    return lambda b, h, q_idx, kv_idx: is_near(q_idx - kv_idx)
-
-
-def in_default(reach):
-    return lambda b, h, q_idx, kv_idx, most=reach: q_idx - kv_idx < most
-
-
 def in_partial(reach):
     return functools.partial(_before, reach=reach)
 
 
 def _before(b, h, q_idx, kv_idx, reach):
     return q_idx - kv_idx < reach
-
-
-def in_attribute(reach):
-    near = Near(reach)
-    return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < near.reach
 
 
 def in_dict(reach):
@@ -323,7 +284,7 @@ def in_control_flow(reach):
     return near
 
 
-CAPTURED = (in_closure, in_nested_closure, in_default, in_partial, Near, in_attribute, in_dict)
+CAPTURED = (in_closure, in_partial, Near, in_dict)
 
 
 def attend_near(make: Any, reach: float, length: int = LENGTH) -> Tensor:
@@ -357,23 +318,13 @@ def test_captured_numbers_stay_python_numbers():
 
 @pytest.mark.attention
 def test_captured_numbers_have_no_limit_of_recompilations():
-    with torch._dynamo.config.patch({recompile_limit(): 2}):
+    with recompilations(2):
         for reach in (41, 42.5, 43):  # which no other test captures
             attend_near(in_closure, reach)
 
 
 @pytest.mark.attention
 def test_a_captured_number_that_stays_costs_no_compilation_per_length():
-    with torch._dynamo.config.patch({recompile_limit(): 2}):
+    with recompilations(2):
         for length in (60, 75, 90):
             attend_near(in_closure, 33, length)
-
-
-def test_every_value_that_is_captured_is_found():
-    for make in CAPTURED:
-        assert 33 in captured_values(make(33)), make
-    method = Near(7.5).__call__
-    assert list(captured_values(method)) == [7.5]
-    near = Near(8)
-    near.calls = 3  # which its mask_mod does not read
-    assert list(captured_values(near)) == [8]

@@ -5,11 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexmask.flex.packed import Segment
-from flexmask.varlen import segments_of
 from tests.attention_calls import SINKS, flexprefill_attention_varlen
 from tests.comparisons import assert_same_stats
 from tests.compile_support import counting as counting
@@ -124,18 +121,6 @@ def test_lengths_come_in_every_form():
         assert torch.equal(flexprefill_attention_varlen(*inputs, *given, max(Q_LENS), max(K_LENS)), expected)
 
 
-def test_gradients_on_a_cpu_flow_where_all_sequences_run_dense():
-    inputs, q_bounds, k_bounds = pack()
-    twins = [x.clone().requires_grad_() for x in inputs]
-    inputs = [x.requires_grad_() for x in inputs]
-    flexprefill_attention_varlen(*inputs, q_bounds, k_bounds).square().sum().backward()
-    sum(x.square().sum() for x in alone(twins, q_bounds, k_bounds) if x is not None).backward()
-    for x, twin in zip(inputs, twins, strict=True):
-        torch.testing.assert_close(x.grad, twin.grad)
-    with pytest.raises(ValueError, match="no_grad"):
-        flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, **SPARSE, dense_below=LONG)
-
-
 def test_log_sum_exp_has_flash_attns_layout():
     inputs, q_bounds, k_bounds = pack()
     _, lse = flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, return_lse=True)
@@ -174,13 +159,3 @@ def test_inside_a_compilation_bounds_are_ints(form):
         told = "must be a list or tuple of ints inside torch.compile"
         with pytest.raises(Exception, match=rf"{told}|ExceptionVariable\(<class 'TypeError'>\)"):
             attend(*given)
-
-
-def test_a_cpu_tensor_of_bounds_is_not_read_twice(monkeypatch):
-    reads: list[int] = []
-    tolist = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda x: reads.append(len(x)) or tolist(x))
-    same = torch.tensor([0, 30, 50])
-    segments = segments_of(same, same, 50, 50)
-    assert reads == [3]
-    assert segments == [Segment(slice(0, 30), slice(0, 30)), Segment(slice(30, 50), slice(30, 50))]

@@ -10,7 +10,6 @@ from torch._dynamo.utils import counters
 from flexmask import warmup
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.block_masks import published_mask
-from flexmask.warming import MANY_BLOCKS
 from tests.attention_calls import flexprefill_attention
 
 
@@ -39,12 +38,6 @@ def test_no_call_compiles_after_it(device, chunked, padded, caplog, request):
         call(length, device, chunked, padded, gamma=0.8, **options)
     assert counters["stats"]["unique_graphs"] == before
     assert not caplog.records
-
-
-def test_maps_of_either_size_are_warmed_up():
-    query_aware_top_p = pytest.importorskip("flexmask.kernels.query_aware_top_p")
-    medium, large = MANY_BLOCKS
-    assert query_aware_top_p.SMALL_MAP < medium**2 // 2 < medium**2 < query_aware_top_p.MEDIUM_MAP < large**2 // 2
 
 
 @pytest.mark.attention
