@@ -1,5 +1,6 @@
 """flexprefill_mask: lists, mask_mod and uncompiled attention say the same."""
 
+import math
 import warnings
 
 import pytest
@@ -50,6 +51,13 @@ def test_lists_of_every_window_and_many_paddings_are_honest(q_len, kv_len, offse
         assert_honest(mask, (q_len, kv_len))
         index = torch.meshgrid(*map(torch.arange, (24, 1, q_len, kv_len)), indexing="ij")
         assert torch.equal(mask.mask_mod(*index)[:, 0], seen_pairs(q_len, offsets, tokens, window))
+
+
+def test_of_equal_blocks_the_first_are_kept():
+    zeros = torch.zeros(1, 1, 256, 16)
+    mask = flexprefill_mask(zeros, zeros, 0.45, 1.0, block_size=16, min_budget=0, query_aware="per_query")
+    for row, kept in enumerate(mask.to_dense()[0, 0]):
+        assert kept.nonzero().flatten().tolist() == sorted({*range(math.ceil(0.45 * (row + 1))), row})
 
 
 def test_inputs_are_left_as_they_are_and_may_be_written_over():

@@ -1,9 +1,11 @@
 """The fast path against the reference, and the guarantees of the selection in float64."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.attention_calls import call
 from tests.cases import Case, cases, sparse_cases
 from tests.comparisons import Drawn, Tally, assert_as_the_oracle
 
@@ -40,6 +42,13 @@ def test_equals_the_reference_where_blocks_are_dropped():
     run()
     tally.check()
     drawn.check()
+
+
+@pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
+def test_every_window_around_the_edges_of_blocks_equals_the_reference(method):
+    for window in range(30, 52):
+        case = call(q_len=91, kv_len=139, heads=(2, 1), scores={"window": window}, method=method, tau=0.5, row_stride=4).case
+        assert_as_the_oracle(case.search(), case.reference())
 
 
 def test_last_chunk_on_a_boundary_equals_the_whole():
