@@ -16,7 +16,7 @@ import pandas as pd
 import flexmask
 from bench.prompts.structured import structured_prompt
 from bench.rows import Sheet, append_row, read_rows
-from bench.speed import calls, model, run
+from bench.speed import calls, model
 
 SMALL: Any = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32}
 TENSORS = structured_prompt(2048, 0.2, **SMALL)
@@ -65,33 +65,6 @@ def test_gpu_time_is_told_apart_by_the_names_of_kernels():
     assert {model.part_of(name) for name in kernels} == {"mask"}
     others = ("triton_tem_fused_flex_attention", "triton_poi_fused_add", "_ZN2at6native13reduce_kernelE")
     assert [model.part_of(name) for name in others] == ["attention", "rest", "rest"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a run on the GPU is what make bench is for")
-def test_the_speed_driver_stops_goes_on_and_keeps_errors(tmp_path, monkeypatch, capsys):
-    gammas = {"hybrid": 0.8, "flexprefill": 0.8, "published": 7}
-    made = [run.variant("mask", method, {"gamma": gamma}) for method, gamma in gammas.items()]
-    monkeypatch.setattr(run, "latency_variants", lambda tokens: iter(made))
-    monkeypatch.setattr(calls, "dense_calls", lambda tensors: {"dense SDPA": calls.sdpa(tensors)})
-    arguments = ["latency", "--lengths", "512", "--out", str(tmp_path / "speed.csv")]
-    assert run.main([*arguments, "--minutes", "-1"]) == 3
-    assert "run the same command again" in capsys.readouterr().out
-    assert run.main([*arguments, "--minutes", "60"]) == 0  # however busy the machine is
-    rows = pd.read_csv(tmp_path / "speed.csv")
-    found = list(zip(rows["what"], rows["method"].fillna(""), rows["measure"], strict=True))
-    assert found == [
-        ("dense", "", "eager_ms"),
-        ("mask", "published", "error"),
-        ("mask", "hybrid", "eager_ms"),
-        ("mask", "flexprefill", "eager_ms"),
-    ]
-    timed = rows[(rows["measure"] == "eager_ms") & (rows["what"] == "mask")]
-    assert (timed["fastest_value"] > 0).all() and (timed["fastest"] == "dense SDPA").all()
-    assert ((timed["density"] > 0) & (timed["density"] <= 1)).all()
-    assert "gamma" in rows["value"][1]
-    before = (tmp_path / "speed.csv").read_text()
-    assert run.main(arguments) == 0
-    assert (tmp_path / "speed.csv").read_text() == before
 
 
 @pytest.mark.attention

@@ -4,8 +4,6 @@ import ast
 import graphlib
 from collections.abc import Iterator
 
-import pytest
-
 from tests.repository import ROOT, SIDE_FOLDERS
 
 INDEX = "flexmask"
@@ -79,25 +77,6 @@ def test_imports_go_downward_only():
     sources = package_sources()
     assert {INDEX, "attention", "base.inputs", "block_masks.hybrid", "integrations"} <= set(sources)
     assert not wrong_imports(sources)
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("flex.run", "from flexmask import selector"),
-        ("select", "from flexmask.attention import anything"),
-        ("integrations.one", "def later():\n    from flexmask.commands.app import anything"),
-        ("block_masks.one", "from flexmask.attention import anything"),
-    ],
-)
-def test_upward_import_is_caught(module, source):
-    others = {
-        **dict.fromkeys(["base.inputs", "integrations", "commands.app", "plain.pooling", "kernels", "selector"], ""),
-        "attention": "from flexmask import select",
-        INDEX: "from flexmask.attention import sparse_attention",
-    }
-    assert not wrong_imports({**others, "select": ""})
-    assert len(wrong_imports({"select": "", **others, module: source})) == 1
 
 
 def test_the_oracle_imports_nothing_of_ours():

@@ -4,14 +4,10 @@ import csv
 import json
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
-from bench.serving import sglang_first_token, table
-from flexmask.attend import attend
-from flexmask.base.inputs import attention_inputs
-from flexmask.settings import PrefillSettings
+from bench.serving import table
 
 ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1}
 ROW = {**ENGINE, "prompt_tokens": 32768, "chunk": None, "first_seconds": 3.0, "compiled_by_first": 0, "peak_gb": 4.0}
@@ -45,18 +41,3 @@ def test_table_compares_sglang_s_engines_by_prompt():
     written = "\n".join(table.sglang(list(csv.DictReader([head, *lines]))))
     assert "| 1 x 32k in chunks of 8k, 1 new | hybrid | 20.0% | 2.000 s | 1.50x | 2 |" in written
     assert "| stock | - | 3.000 s | - | 2 |" in written
-
-
-@pytest.mark.usefixtures("without_kernel")
-def test_hybrid_has_its_density_of_real_text_where_attention_is_even():
-    tokens = 4096
-    own = PrefillSettings.from_dict({**sglang_first_token.settings_of("hybrid", tokens), "dense_below": 0})
-    even = torch.zeros(1, 2, tokens, 16)
-    inputs = attention_inputs(even, even, even)
-    selector, run = own.selector().for_inputs(inputs), own.run_options
-    found = attend(inputs, selector, run, run.policy.plan(inputs, selector), statistics=("density",))
-    assert found.stats is not None
-    shortest, longest = (sglang_first_token.OWN_DENSITY[each] for each in (8192, 65536))
-    assert sglang_first_token.own_density(tokens) == shortest
-    assert sglang_first_token.own_density(100 * tokens) == longest
-    assert found.stats.density.mean().item() == pytest.approx(shortest, abs=0.03)
