@@ -69,17 +69,6 @@ def test_keeps_the_blocks_of_its_definition(name, options, case):
     assert len(wrong) == 0, f"{len(wrong)} blocks differ, the first at {wrong[0].tolist()}"
 
 
-@pytest.mark.parametrize("name", [name for name in DEFINITIONS if name != "causal"])
-def test_comparison_has_something_to_find(name):
-    query, key, shared = inputs_of("whole")
-    expected, clear = expected_of(name, query, key, shared, SPARSE[name])
-    visible = torch.ones(8, 8, dtype=torch.bool).tril()
-    kept = expected & ~torch.eye(8, dtype=torch.bool)
-    assert (kept & clear[..., None]).sum() >= 8
-    assert (visible & ~expected & clear[..., None]).sum() >= 8
-    assert ((expected.roll(1, -2) & visible) != expected)[clear].any()
-
-
 @pytest.mark.parametrize("name", BY_ROW)
 def test_mask_of_a_chunk_is_the_rows_of_the_whole(name):
     query, key = structured_inputs(torch.Generator().manual_seed(5), 2, 2, 1, 192, 192, 32, sharpness=2.0)
@@ -120,14 +109,3 @@ def test_what_padding_holds_does_not_matter(name):
     hidden = ~shared["attention_mask"][:, None, :, None]
     query, key = query.masked_fill(hidden, float("nan")), key.masked_fill(hidden, float("inf"))
     assert torch.equal(MASKS[name](query, key, block_size=SIZE, **SPARSE[name], **shared).to_dense(), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", DEFINITIONS)
-def test_half_precision_decides_on_the_values_that_it_holds(name, dtype):
-    query, key, shared = inputs_of("chunk")
-    halves = query.to(dtype), key.to(dtype)
-    got = MASKS[name](*halves, block_size=SIZE, **shared, **SPARSE[name]).to_dense()
-    expected = MASKS[name](*(x.float() for x in halves), block_size=SIZE, **shared, **SPARSE[name]).to_dense()
-    # FlashPrefill's means are rounded to the input's dtype
-    assert (got != expected).float().mean() <= (0.02 if name == "flash_prefill" else 0)

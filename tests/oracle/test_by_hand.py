@@ -1,6 +1,5 @@
 """The oracle on calls small enough to work out by hand; everything else compares it with the product."""
 
-import math
 from typing import Any
 
 import pytest
@@ -47,16 +46,6 @@ def test_a_slash_is_split_over_two_diagonals(shift):
     assert blocks(result) == lines(4, {2} if shift == 0 else {1, 2}, {1} if shift == 0 else {1, 2})
 
 
-def test_the_distance_of_two_known_distributions():
-    # one row, scores 40 and -40 in block 0: they cancel in the mean, so the estimate is (1/2, 1/2)
-    scores = torch.zeros(1, 32)
-    scores[0, 0], scores[0, 1] = 40.0, -40.0
-    divergence = (math.log(1 / 0.75) + 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(2)) / 2
-    result = decide(scores, tau=0.5)
-    assert result.js_distance.item() == pytest.approx(math.sqrt(divergence), rel=1e-9)
-    assert result.is_query_aware.item() and not decide(scores, tau=0.4).is_query_aware.item()
-
-
 def test_a_query_aware_head_takes_the_top_p_of_its_pooled_map():
     # pooled map: 1 / .25 .75 / .25 .5 .25; all blocks except (2, 1) are kept always
     weights = torch.tensor([[1, 1, 1], [1, 3, 1], [1, 2, 1]], dtype=torch.float64).log()
@@ -76,11 +65,3 @@ def test_a_published_slash_block_stands_for_one_diagonal():
     assert result.slash[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     # block 0 takes a place; rows 80 to 95 attend to keys 59 to 74, mostly block 4
     assert blocks(result) == {(r, j) for r in range(6) for j in range(r + 1) if j in (0, 4) or r - j in (0, 1)}
-
-
-def test_a_margin_is_the_distance_to_another_decision():
-    scores = torch.tensor([math.log(share / BLOCK) for share in (0.5, 0.3, 0.2) for _ in range(BLOCK)])[None]
-    # .5 is a sixth below .6; .8 is a third above it, and so is .3 relative to .2
-    assert decide(scores, gamma=0.6).vertical_margin.item() == pytest.approx(1 / 6)
-    assert decide(scores, gamma=0.79).vertical_margin.item() == pytest.approx(0.01 / 0.79)
-    assert decide(scores, gamma=1.0).vertical_margin.item() == math.inf
