@@ -18,7 +18,7 @@ from flexmask.kernels.last_rows import last_rows_lines as last_rows_lines
 from flexmask.kernels.pattern import pattern_and_lines as pattern_and_lines
 from flexmask.kernels.pooling import key_means as key_means
 from flexmask.kernels.query_aware import query_aware_blocks as query_aware_blocks
-from flexmask.kernels.row_evidence import row_blocks as row_blocks
+from flexmask.kernels.row_blocks import row_blocks as row_blocks
 from flexmask.kernels.row_evidence import row_coverage as row_coverage
 from flexmask.kernels.row_evidence import row_evidence as row_evidence
 from flexmask.kernels.thresholds import thresholds as thresholds

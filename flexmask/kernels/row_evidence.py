@@ -1,8 +1,7 @@
-"""Triton kernel for the row evidence of hybrid selection, with its threshold.
+"""Triton kernel for the row evidence of hybrid selection.
 
 A program takes neighbouring query blocks and the query heads of one key head, which share the key means. It reads the means
-twice, for the softmax of its rows and for their sums, and writes only the decision. Where that keeps too little evidence it reads
-them again for each halving of the thresholds.
+twice, for the softmax of its rows and for their sums.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.row_coverage import mean_and_least
-from flexmask.base.thresholds import HALVINGS, SLACK
-from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.pooling import split_key_means
 from flexmask.kernels.scores import soft_capped
@@ -73,9 +70,8 @@ def _evidence_kernel(
     mask,  # (batch, kv_len) bool, read if PADDED
     rows,
     keys,
-    thresholds,  # (batch or 1, num_heads, num_q_blocks), read unless MEASURE
-    codes,  # int8, written unless MEASURE
-    min_coverage,  # float64, read if HAS_FLOOR
+    squares,  # map, float32, written unless MEASURE: sums over sampled rows, in blocks that one of a program's rows may see
+    number,  # (batch, num_heads, num_q_blocks) int32, written unless MEASURE: sampled rows
     keep,  # bool, read if MEASURE
     held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; -1 without rows
     query_stride_batch,
@@ -86,7 +82,6 @@ def _evidence_kernel(
     keys_stride,
     rows_stride_batch,
     keys_stride_batch,
-    thresholds_stride_batch,
     num_kv_heads,
     q_len,
     kv_len,
@@ -95,7 +90,6 @@ def _evidence_kernel(
     max_distance,
     scale,
     softcap,
-    of_lines,  # share of its threshold at which a query block takes lines
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -111,9 +105,6 @@ def _evidence_kernel(
     HAS_TF32: tl.constexpr,
     PADDED: tl.constexpr,
     MEASURE: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
-    HALVINGS: tl.constexpr,
-    SLACK: tl.constexpr,
 ):
     # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
@@ -185,19 +176,6 @@ def _evidence_kernel(
 
     # computing the products again is cheaper than storing the scores
     b_in_kept = tl.zeros([LINES], tl.float32)
-    b_evidence = tl.zeros([LINES, COLUMNS], tl.float32)
-    b_in_chosen = tl.zeros([LINES, COLUMNS], tl.float32)
-    b_least_of_rows = tl.zeros([LINES], tl.float32)
-    b_least_of_lines = tl.zeros([LINES], tl.float32)
-    if not MEASURE:
-        # thresholds of the sum of squares
-        o_q_head = (key_head % num_kv_heads) * GROUPS + o_head
-        b_squares = tl.maximum(b_number, 1).to(tl.float64)
-        o_threshold = batch * thresholds_stride_batch + o_q_head * num_q_blocks + o_q
-        b_least = tl.load(thresholds + o_threshold, mask=m_line, other=0.0)
-        b_least_of_rows = (b_squares * b_least * b_least).to(tl.float32)
-        b_least *= tl.cast(of_lines, tl.float64)
-        b_least_of_lines = (b_squares * b_least * b_least).to(tl.float32)
     # squares, or the shares themselves
     POWER: tl.constexpr = 1 if MEASURE else 2
     for is_edge in tl.static_range(2):
@@ -215,73 +193,16 @@ def _evidence_kernel(
             if MEASURE:
                 b_in_kept += tl.sum(tl.where(tl.load(keep + o_map, mask=m_kv, other=0) != 0, b_by_line, 0.0), 1)
             else:
-                # NaN drops nothing
-                b_takes_lines = ((b_by_line < b_least_of_lines[:, None]) == 0).to(tl.int8)
-                m_chosen = (b_by_line < b_least_of_rows[:, None]) == 0
-                tl.store(codes + o_map, b_takes_lines + 2 * m_chosen.to(tl.int8), mask=m_kv)
-                if HAS_FLOOR:
-                    b_share = tl.sqrt(b_by_line)
-                    b_evidence += b_share
-                    b_in_chosen += tl.where(m_chosen, b_share, 0.0)
+                tl.store(squares + o_map, b_by_line, mask=m_kv)
     if MEASURE:
         b_mean = tl.where(b_number > 0, b_in_kept / tl.maximum(b_number, 1).to(tl.float32), -1.0)
         tl.store(held + o_held, b_mean, mask=m_line)
-    if HAS_FLOOR:
-        b_needed = tl.load(min_coverage).to(tl.float32) * tl.sum(b_evidence, 1)
-        b_before = tl.sum(b_in_chosen, 1)
-        m_low = m_line & (b_before < b_needed)
-        b_least = b_least_of_rows
-        halving = 1
-        while (halving <= HALVINGS + 1) & (tl.max(m_low.to(tl.int32), 0) != 0):
-            # beyond the last halving every block counts
-            b_least = tl.where(halving > HALVINGS, 0.0, b_least * 0.25)
-            b_in_chosen = tl.zeros([LINES, COLUMNS], tl.float32)
-            b_last = tl.zeros([LINES, COLUMNS], tl.int32)
-            tl.debug_barrier()
-            for is_edge in tl.static_range(2):
-                for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
-                    index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
-                    b_score, o_kv = _scores(
-                        b_q, p_means, begin + index * COLUMNS, p_keys, p_keys + 2 * keys_stride, b_position, m_row, o_dim,
-                        num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
-                        PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
-                    )  # fmt: skip
-                    b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])
-                    b_by_line = tl.sum(tl.reshape(b_p, (LINES, ROWS, COLUMNS)), 1)
-                    m_reaches = (b_by_line < b_least[:, None]) == 0
-                    b_in_chosen += tl.where(m_reaches, tl.sqrt(b_by_line), 0.0)
-                    m_kv = (o_kv[None, :] < b_end[:, None]) & m_low[:, None]
-                    p_codes = codes + o_held[:, None] * num_kv_blocks + o_kv[None, :]
-                    b_code = tl.load(p_codes, mask=m_kv, other=2)
-                    m_last = m_reaches & ((b_code & 2) == 0)
-                    b_last += m_last.to(tl.int32)
-                    tl.store(p_codes, b_code + 4 * m_last.to(tl.int8), mask=m_kv)
-            tl.debug_barrier()
-            b_held = tl.sum(b_in_chosen, 1)
-            b_number = tl.sum(b_last, 1)
-            m_enough = (b_held < b_needed) == 0
-            # of those that the last halving adds the nearest stay: key blocks ascend
-            b_added = tl.where(b_held > b_before, b_held - b_before, 1.0)
-            b_wanted = tl.ceil(b_number.to(tl.float32) * ((b_needed - b_before) / b_added) - SLACK)
-            m_fills = m_low & m_enough & (halving <= HALVINGS)
-            b_dropped = tl.where(m_fills, b_number.to(tl.float32) - b_wanted, 0.0).to(tl.int32)
-            b_seen = tl.zeros([LINES], tl.int32)
-            for tile in tl.range(0, tiles, num_stages=1):
-                o_kv = begin + tile * COLUMNS + tl.arange(0, COLUMNS)
-                m_kv = (o_kv[None, :] < b_end[:, None]) & m_low[:, None]
-                p_codes = codes + o_held[:, None] * num_kv_blocks + o_kv[None, :]
-                b_code = tl.load(p_codes, mask=m_kv, other=0)
-                b_is_last = ((b_code & 4) != 0).to(tl.int32)
-                m_stays = (b_is_last != 0) & (b_seen[:, None] + tl.cumsum(b_is_last, 1) > b_dropped[:, None])
-                b_seen += tl.sum(b_is_last, 1)
-                tl.store(p_codes, (b_code & 3) + 2 * m_stays.to(tl.int8), mask=m_kv)
-            b_before = b_held
-            m_low = m_low & (m_enough == 0)
-            halving += 1
+    else:
+        tl.store(number + o_held, b_number, mask=m_line)
 
 
 class RowEvidence(NamedTuple):
-    """The means that sampled rows are compared with; the kernel writes only decisions."""
+    """The means that sampled rows are compared with."""
 
     means: Tensor  # from `split_key_means`
     row_stride: int
@@ -291,15 +212,16 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     return RowEvidence(split_key_means(problem), row_stride)
 
 
-def row_blocks(
-    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
-) -> Blocks:
-    """As `flexmask.plain.row_evidence.row_blocks`; codes without visible pairs may be unwritten."""
+def squares_of_shares(problem: BlockProblem, evidence: RowEvidence) -> tuple[Tensor, Tensor]:
+    """Sums of the sampled rows' squared attention to the key blocks they may see, a map in float32, and their number, int32.
+
+    Blocks beyond them are unwritten.
+    """
     batch, num_heads, _, _ = problem.inputs.query.shape
-    codes = evidence.means.new_empty((batch, num_heads, problem.edges.rows.shape[2], evidence.means.shape[2]), dtype=torch.int8)
-    floor = {"min_coverage": min_coverage} if isinstance(min_coverage, Tensor) else {}
-    _launch(problem, evidence, of_lines, thresholds=thresholds, codes=codes, **floor)
-    return Blocks(codes, gated=True)
+    number = evidence.means.new_empty((batch, num_heads, problem.edges.rows.shape[2]), dtype=torch.int32)
+    squares = evidence.means.new_empty((*number.shape, evidence.means.shape[2]), dtype=torch.float32)
+    _launch(problem, evidence, squares=squares, number=number)
+    return squares, number
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,7 +231,7 @@ def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> 
     return mean_and_least(problem, held, held != -1)
 
 
-def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0, **tensors: Tensor) -> None:
+def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> None:
     inputs, edges, means, block_size = problem.inputs, problem.edges, evidence.means, problem.block_size
     query, mask, window, softcap = inputs.query, inputs.attention_mask, inputs.window, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
@@ -330,16 +252,13 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, of_lines: float = 1.0,
     any_tensor = edges.rows  # for arguments that a variant does not read
     _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(groups, heads))](
         query, means, any_tensor if mask is None else mask, edges.rows, edges.keys,
-        *(tensors.get(name, any_tensor) for name in ("thresholds", "codes", "min_coverage", "keep", "held")),
-        *query.stride(), *edges.strides,
-        num_heads * num_q_blocks if "thresholds" in tensors and tensors["thresholds"].shape[0] > 1 else 0, num_kv_heads, q_len,
-        kv_len, num_q_blocks, num_kv_blocks, kv_len if window is None else min(window, kv_len), inputs.scale,
-        1.0 if softcap is None else softcap, of_lines,
+        *(tensors.get(name, any_tensor) for name in ("squares", "number", "keep", "held")),
+        *query.stride(), *edges.strides, num_kv_heads, q_len, kv_len, num_q_blocks, num_kv_blocks,
+        kv_len if window is None else min(window, kv_len), inputs.scale, 1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=evidence.row_stride, GROUPS=groups,
         HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages, HALVES=halves,
         HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="held" in tensors,
-        HAS_FLOOR="min_coverage" in tensors, HALVINGS=HALVINGS, SLACK=SLACK,
         num_warps=8 if heads * q_blocks * rows >= _ROWS else 4, num_stages=stages,
     )  # fmt: skip

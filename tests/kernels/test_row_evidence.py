@@ -131,3 +131,20 @@ def test_coverage_of_batch_rows_without_sampled_rows():
         expected = torch.tensor([[1.0, 1.0], [0.0, 0.0], [torch.nan, torch.nan]])
         for found in covered:
             torch.testing.assert_close(found.cpu(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("min_coverage", [0.2, 0.7, 1.0])
+def test_the_floor_over_more_key_blocks_than_a_program_reads_at_once(min_coverage):
+    """Thresholds that keep little: some halvings suffice, none suffices, and the nearest of one are beyond the first tile."""
+    query, key = 2 * normal(1, 4, 40, 16), normal(1, 2, 9000, 16, seed=1)
+    thresholds = torch.tensor([0.002, 0.02, 0.1, 1.0], dtype=torch.float64, device=DEVICE)[None, :, None].expand(1, 4, 3)
+    chosen = []
+    for steps in (plain, kernels):
+        problem = cut_into_blocks(attention_inputs(query, key).with_offset(), 16, steps)
+        evidence = steps.row_evidence(problem, 4)
+        floor = torch.tensor(min_coverage, dtype=torch.float64, device=DEVICE)
+        blocks = steps.row_blocks(problem, evidence, thresholds.contiguous(), 0.25, floor)
+        chosen.append((blocks.chosen if steps is plain else (blocks.codes & 2) != 0) & problem.visible)
+    assert torch.equal(*chosen)
+    share = chosen[0].float().mean((0, 2, 3))
+    assert share.amin() < share.amax() or min_coverage == 1

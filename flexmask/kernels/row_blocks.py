@@ -1,0 +1,135 @@
+"""Triton kernel for the key blocks that rows choose: thresholds, and the floor of hybrid selection.
+
+One program per row of blocks. It reads the row of evidence once, and where the thresholds keep too little again for each halving.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flexmask.base.blocks import BlockProblem
+from flexmask.base.thresholds import HALVINGS, SLACK
+from flexmask.kernels.block_lists import Blocks
+from flexmask.kernels.launch import kernel
+from flexmask.kernels.row_evidence import RowEvidence, squares_of_shares
+
+# key blocks at a time
+_COLUMNS = 512
+
+
+@kernel
+def _row_blocks_kernel(
+    squares,  # from squares_of_shares
+    number,
+    rows,
+    thresholds,  # (batch or 1, num_heads, num_q_blocks)
+    codes,  # int8
+    min_coverage,  # float64, read if HAS_FLOOR
+    rows_stride,
+    rows_stride_batch,
+    thresholds_stride_batch,
+    num_heads,
+    num_q_blocks,
+    num_kv_blocks,
+    max_distance,
+    of_lines,  # share of its threshold at which a query block takes lines
+    BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    SLACK: tl.constexpr,
+):
+    # long rows first
+    q_block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch_head = tl.program_id(1).to(tl.int64)
+    batch = batch_head // num_heads
+    line = batch_head * num_q_blocks + q_block
+    p_rows = rows + batch * rows_stride_batch + q_block
+    end = tl.load(p_rows) // BLOCK_SIZE + 1
+    begin = tl.maximum(tl.load(p_rows + rows_stride) - max_distance, 0) // BLOCK_SIZE
+    tiles = tl.cdiv(tl.maximum(end - begin, 0), COLUMNS)
+    p_squares = squares + line * num_kv_blocks
+    p_codes = codes + line * num_kv_blocks
+    o_column = begin + tl.arange(0, COLUMNS)
+
+    # thresholds of the sum of squares
+    squared_rows = tl.maximum(tl.load(number + line), 1).to(tl.float64)
+    o_threshold = batch * thresholds_stride_batch + (batch_head % num_heads) * num_q_blocks + q_block
+    least = tl.load(thresholds + o_threshold).to(tl.float64)
+    least_of_rows = (squared_rows * least * least).to(tl.float32)
+    least *= tl.cast(of_lines, tl.float64)
+    least_of_lines = (squared_rows * least * least).to(tl.float32)
+
+    b_evidence = tl.zeros([COLUMNS], tl.float32)
+    b_held = tl.zeros([COLUMNS], tl.float32)
+    for tile in tl.range(0, tiles):
+        o_kv = o_column + tile * COLUMNS
+        b_square = tl.load(p_squares + o_kv, mask=o_kv < end, other=0.0)
+        # NaN drops nothing
+        b_takes_lines = ((b_square < least_of_lines) == 0).to(tl.int8)
+        m_chosen = (b_square < least_of_rows) == 0
+        tl.store(p_codes + o_kv, b_takes_lines + 2 * m_chosen.to(tl.int8), mask=o_kv < end)
+        if HAS_FLOOR:
+            b_share = tl.sqrt(b_square)
+            b_evidence += b_share
+            b_held += tl.where(m_chosen, b_share, 0.0)
+    if HAS_FLOOR:
+        needed = tl.load(min_coverage).to(tl.float32) * tl.sum(b_evidence, 0)
+        held = tl.sum(b_held, 0)
+        if held < needed:
+            before = held
+            least_before = least_of_rows
+            least_now = least_of_rows
+            added = tl.sum(tl.zeros([COLUMNS], tl.int32), 0)
+            halving = 0
+            while (halving < HALVINGS) & (held < needed):
+                before = held
+                least_before = least_now
+                least_now = least_now * 0.25
+                b_held = tl.zeros([COLUMNS], tl.float32)
+                b_added = tl.zeros([COLUMNS], tl.int32)
+                for tile in tl.range(0, tiles):
+                    o_kv = o_column + tile * COLUMNS
+                    b_square = tl.load(p_squares + o_kv, mask=o_kv < end, other=0.0)
+                    m_reaches = (o_kv < end) & ((b_square < least_now) == 0)
+                    b_held += tl.where(m_reaches, tl.sqrt(b_square), 0.0)
+                    b_added += (m_reaches & (b_square < least_before)).to(tl.int32)
+                held = tl.sum(b_held, 0)
+                added = tl.sum(b_added, 0)
+                halving += 1
+            # of those that the last halving adds the nearest stay: key blocks ascend
+            share = (needed - before) / tl.where(held > before, held - before, 1.0)
+            dropped = (added.to(tl.float32) - tl.ceil(added.to(tl.float32) * share - SLACK)).to(tl.int32)
+            # beyond the last halving every block counts
+            least_before = tl.where(held < needed, 0.0, least_before)
+            seen = tl.sum(tl.zeros([COLUMNS], tl.int32), 0)
+            for tile in tl.range(0, tiles):
+                o_kv = o_column + tile * COLUMNS
+                b_square = tl.load(p_squares + o_kv, mask=o_kv < end, other=0.0)
+                b_is_added = ((o_kv < end) & ((b_square < least_now) == 0) & (b_square < least_before)).to(tl.int32)
+                m_stays = ((b_square < least_before) == 0) | ((b_is_added != 0) & (seen + tl.cumsum(b_is_added, 0) > dropped))
+                seen += tl.sum(b_is_added, 0)
+                b_takes_lines = ((b_square < least_of_lines) == 0).to(tl.int8)
+                tl.store(p_codes + o_kv, b_takes_lines + 2 * m_stays.to(tl.int8), mask=o_kv < end)
+
+
+def row_blocks(
+    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
+) -> Blocks:
+    """As `flexmask.plain.row_evidence.row_blocks`; codes without visible pairs may be unwritten."""
+    inputs, edges = problem.inputs, problem.edges
+    squares, number = squares_of_shares(problem, evidence)
+    codes = torch.empty_like(squares, dtype=torch.int8)
+    batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape
+    kv_len = inputs.key.shape[2]
+    has_floor = isinstance(min_coverage, Tensor)
+    _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
+        squares, number, edges.rows, thresholds, codes, min_coverage if has_floor else number, *edges.strides[::2],
+        num_heads * num_q_blocks if thresholds.shape[0] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks,
+        kv_len if inputs.window is None else min(inputs.window, kv_len), of_lines,
+        BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=has_floor, HALVINGS=HALVINGS, SLACK=SLACK,
+        num_warps=4,
+    )  # fmt: skip
+    return Blocks(codes, gated=True)
