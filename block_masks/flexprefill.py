@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from flexmask.base.blocks import Blocks, Evidence, Mass
 from flexmask.base.checks import check_word
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.memory import plain_bytes
+from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
-from flexmask.base.selection import Selection
+from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.method import BlockProblem, ByHead, method
 
@@ -51,7 +51,7 @@ def _head_bytes(
 
 @method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
 def flexprefill_mask(
-    problem: BlockProblem,
+    problem: BlockProblem[Mass, Evidence, Blocks],
     gamma: ByHead = 0.95,
     tau: float = 0.1,
     *,
@@ -60,7 +60,7 @@ def flexprefill_mask(
     query_aware: str = "flatten",
     pattern_queries: str = "last",
     index_queries: str = "last",
-) -> Selection:
+) -> Choice:
     """FlexPrefill's block mask: the key blocks that each query block attends to, per head and input.
 
     If block means predict the attention of a head's last query block (Jensen-Shannon distance < `tau`), the head keeps the fewest
@@ -146,7 +146,8 @@ def flexprefill_mask(
     >>> mask.shape
     (1, 4, 512, 512)
     """
-    steps, floor, cap = problem.steps, blocks_of(min_budget, problem.block_size), blocks_of(max_budget, problem.block_size)
+    steps, gamma = problem.steps, problem.as_tensor(gamma)
+    floor, cap = blocks_of(min_budget, problem.block_size) or 0, blocks_of(max_budget, problem.block_size)
 
     # step 1: attention of the representative rows, and its mass by key block and by block diagonal
     index = steps.representative_mass(problem, index_queries)
@@ -154,23 +155,23 @@ def flexprefill_mask(
 
     # step 2: does attention follow block means?  step 3a: the lines of either kind of head
     key_means = problem.key_means()
-    kinds = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, tau), (floor, cap))
+    is_query_aware, distance, lines = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, tau), (floor, cap))
 
     # step 3b: blocks of the pooled map
     blocks = None
     if isinstance(tau, Tensor):  # 0 stays a number
-        blocks = steps.query_aware_blocks(problem, key_means, kinds.is_query_aware, gamma, query_aware, cap)
+        blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, query_aware, cap)
 
     # step 4: blocks kept always; step 5: lists
-    lists, keep = steps.kept_blocks(problem, kinds.lines, blocks)
-    return Selection(
+    lists, keep = steps.kept_blocks(problem, lines, blocks)
+    return Choice(
         lists,
         keep,
         {
-            "is_query_aware": lambda: kinds.is_query_aware,
-            "js_distance": lambda: kinds.distance,
-            "num_vertical_blocks": lambda: kinds.lines.number[0],
-            "num_slash_blocks": lambda: kinds.lines.number[1],
-            "coverage": lambda: steps.coverage(problem, index, keep),
+            "is_query_aware": lambda _: is_query_aware,
+            "js_distance": lambda _: distance,
+            "num_vertical_blocks": lambda _: lines.number[0],
+            "num_slash_blocks": lambda _: lines.number[1],
+            "coverage": lambda keep: steps.coverage(problem, index, keep),
         },
     )

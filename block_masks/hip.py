@@ -75,7 +75,7 @@ def hip_mask(
     # the range between sinks and window, by query block: (batch or 1, 1, num_q_blocks, 1)
     first_seen = problem.visible.int().argmax(-1, keepdim=True)
     start = torch.maximum(problem.first_block() + sink_blocks, first_seen)
-    end = (problem.seen.first_diagonal[:, None, :, None] - window_blocks + 1).clamp(min=0)
+    end = (problem.seen.first_row_block[:, None, :, None] - window_blocks + 1).clamp(min=0)
     length = (end - start).clamp(min=0)
 
     chunk = torch.arange(topk_blocks + 1, device=scores.device)

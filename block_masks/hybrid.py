@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from flexmask.base.blocks import Blocks, Evidence, Mass
 from flexmask.base.checks import check_int
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.memory import plain_bytes
+from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.options import blocks_of, check_budgets, check_share, check_shares
-from flexmask.base.selection import Selection
+from flexmask.base.selection import Choice
 from flexmask.base.thresholds import ThresholdRule, Thresholds
 from flexmask.base.visibility import num_blocks
 from flexmask.method import BlockProblem, ByHead, method
@@ -46,8 +46,7 @@ def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
     rule = ThresholdRule(
         LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
     )
-    found: Thresholds = problem.steps.thresholds(problem, gamma, rule)
-    return found
+    return problem.steps.thresholds(problem, gamma, rule)
 
 
 def _check(*, block_size: int, gamma: Any, min_budget: int, row_stride: int, min_coverage: float) -> None:
@@ -73,8 +72,13 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
 
 @method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes, gammas=GAMMAS)
 def hybrid_mask(
-    problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8, min_coverage: float = 0.5
-) -> Selection:
+    problem: BlockProblem[Mass, Evidence, Blocks],
+    gamma: ByHead = 0.9,
+    *,
+    min_budget: int = 256,
+    row_stride: int = 8,
+    min_coverage: float = 0.5,
+) -> Choice:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
     Source: none, it is ours (`docs/design.md`). With n the key blocks that query block r sees, N the largest n of its batch row
@@ -142,19 +146,19 @@ def hybrid_mask(
     lists, keep = steps.kept_blocks(problem, lines, blocks, last, (nearest, NEAREST * nearest))
     covered: list[Tensor] = []
 
-    def row_coverage(which: int) -> Tensor:
+    def row_coverage(keep: Tensor, which: int) -> Tensor:
         if not covered:
             covered.extend(steps.row_coverage(problem, evidence, keep))
         return covered[which]
 
-    return Selection(
+    return Choice(
         lists,
         keep,
         {
-            "num_vertical_blocks": lambda: lines.number[0],
-            "num_slash_blocks": lambda: lines.number[1],
-            "coverage": lambda: steps.coverage(problem, last, keep),
-            "row_coverage": lambda: row_coverage(0),
-            "least_row_coverage": lambda: row_coverage(1),
+            "num_vertical_blocks": lambda _: lines.number[0],
+            "num_slash_blocks": lambda _: lines.number[1],
+            "coverage": lambda keep: steps.coverage(problem, last, keep),
+            "row_coverage": lambda keep: row_coverage(keep, 0),
+            "least_row_coverage": lambda keep: row_coverage(keep, 1),
         },
     )

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from flexmask.base.options import check_count
-from flexmask.base.scores import capped, grouped_scores
+from flexmask.base.scores import capped, grouped_scores, ranks
 from flexmask.method import BlockProblem, method
-from flexmask.plain.top_p import ranks
 
 
 def _check(topk_blocks: int, sink_blocks: int, local_tokens: int, execution_blocks: int, **_: object) -> None:

@@ -6,14 +6,18 @@ import torch
 from torch import Tensor
 
 from flexmask.base.checks import check_word
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.memory import map_bytes
-from flexmask.base.representative_rows import RepresentativeRows, representative_rows
+from flexmask.base.inputs import AttentionInputs, map_bytes
+from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method
-from flexmask.plain.representative import representative_attention
-from flexmask.plain.top_p import ranks
-from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
+from flexmask.plain.vertical_slash import (
+    RepresentativeRows,
+    extended_lines,
+    line_mass,
+    representative_attention,
+    representative_rows,
+    row_mass,
+)
 
 LAST_ROWS = 64
 SINK_TOKENS = 30

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from flexmask.base.options import check_share
-from flexmask.base.scores import capped, masked_softmax, products
+from flexmask.base.scores import capped, masked_softmax, products, top_p
 from flexmask.base.visibility import in_blocks, visible_keys
 from flexmask.method import BlockProblem, method
-from flexmask.plain.top_p import top_p
 
 
 def _check(gamma: float, **_: object) -> None:

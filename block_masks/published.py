@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
-from flexmask.base.floats import running_sums
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.memory import plain_bytes
+from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
-from flexmask.base.selection import Selection, block_lists
+from flexmask.base.scores import ranks, running_sums
+from flexmask.base.selection import Choice, block_lists
 from flexmask.method import BlockProblem, ByHead, method
 from flexmask.plain.pattern import estimated_attention
-from flexmask.plain.query_aware import pooled_map
-from flexmask.plain.top_p import ranks
+from flexmask.plain.pooling import pooled_map
 from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines
 
 
@@ -46,7 +44,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, *, t
 @method(check=_check, check_call=_check_call, whole_blocks=True, head_bytes=_head_bytes)
 def published_mask(
     problem: BlockProblem, gamma: ByHead = 0.95, tau: float = 0.1, *, min_budget: int = 1024, max_budget: int | None = None
-) -> Selection:
+) -> Choice:
     """The block sets of FlexPrefill's published code, for whole unpadded prompts of a multiple of the block.
 
     Unlike `flexprefill_mask`:
@@ -102,15 +100,15 @@ def published_mask(
     chosen = _published_choice(last.attention, estimated, pooled, shares, budget)
     keep = extended_lines(chosen.vertical, chosen.slash, seen) | chosen.query_aware
     keep = (keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
-    return Selection(
+    return Choice(
         block_lists(keep, seen.full),
         keep,
         {
-            "is_query_aware": lambda: chosen.is_query_aware,
-            "js_distance": lambda: chosen.distance,
-            "num_vertical_blocks": lambda: chosen.num_vertical,
-            "num_slash_blocks": lambda: chosen.num_slash,
-            "coverage": lambda: plain.coverage(problem, last, keep),
+            "is_query_aware": lambda _: chosen.is_query_aware,
+            "js_distance": lambda _: chosen.distance,
+            "num_vertical_blocks": lambda _: chosen.num_vertical,
+            "num_slash_blocks": lambda _: chosen.num_slash,
+            "coverage": lambda keep: plain.coverage(problem, last, keep),
         },
     )
 

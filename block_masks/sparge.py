@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from flexmask.base.checks import check_real
-from flexmask.base.floats import running_sums
 from flexmask.base.options import check_share
-from flexmask.base.scores import capped, grouped_scores, masked_softmax
+from flexmask.base.scores import capped, grouped_scores, masked_softmax, running_sums
 from flexmask.method import BlockProblem, method
 from flexmask.plain.pooling import block_means
 

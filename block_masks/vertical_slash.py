@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.memory import map_bytes
+from flexmask.base.inputs import AttentionInputs, map_bytes
 from flexmask.base.options import check_count
-from flexmask.base.representative_rows import representative_rows
+from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines
 from flexmask.method import BlockProblem, method
-from flexmask.plain.representative import representative_attention
-from flexmask.plain.top_p import ranks
-from flexmask.plain.vertical_slash import extended_lines, line_mass, row_mass
+from flexmask.plain.vertical_slash import extended_lines, line_mass, representative_attention, representative_rows, row_mass
 
 
 def _check(vertical_size: int, slash_size: int, **_: object) -> None:

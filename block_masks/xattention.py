@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from flexmask.base.options import check_count, check_share
-from flexmask.base.scores import capped, masked_softmax, products
+from flexmask.base.scores import capped, masked_softmax, products, top_p
 from flexmask.base.visibility import whole_blocks
 from flexmask.method import BlockProblem, method
-from flexmask.plain.top_p import top_p
 
 
 def _check(block_size: int, stride: int, threshold: float) -> None:

@@ -1,27 +1,36 @@
-"""Attention of a checked call: dense where the policy says so, else one group of heads after the other."""
+"""Attention of a checked call: dense where the policy says so, else one group of heads after the other.
+
+A group's mask has all its heads, since every number of heads would be another compilation. Dense heads have empty lists, which
+the sparse kernel skips; SDPA fills their outputs.
+"""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
 
 from flexmask.base.checks import check_int, check_word, plain_number
-from flexmask.base.inputs import AttentionInputs, HeadGroup
-from flexmask.base.selection import Selected
+from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs, without_autocast
+from flexmask.base.selection import BlockLists, Selection
+from flexmask.block_masks.causal import causal_mask
 from flexmask.dense_policy import DensePlan, DensePolicy, check_dense_below
-from flexmask.flex.backend import BACKENDS, chosen_backend
-from flexmask.flex.head_groups import head_groups
-from flexmask.flex.heads import attend_heads
+from flexmask.flex.backend import BACKENDS, ChosenBackend, chosen_backend
+from flexmask.flex.block_mask import block_mask
+from flexmask.flex.captured_numbers import constant_floats, with_constant_numbers
+from flexmask.flex.dense import dense_attention, sdpa
+from flexmask.flex.run import run_flex_attention
 from flexmask.select import select_blocks
-from flexmask.selector import Method, Selector
+from flexmask.selector import CallSelector, Selector
 from flexmask.stats import SelectionStats, dense_stats, stats_of
 
 MAX_MASK_BYTES = 2**30
-EVERY_BLOCK = Method(lambda problem: None, {}, "dense")
 
 
-class RunOptions(NamedTuple):
+class CallOptions(NamedTuple):
+    """How calls are served, whatever their method."""
+
     backend: str = "auto"
     policy: DensePolicy = DensePolicy()
     max_mask_bytes: int = MAX_MASK_BYTES
@@ -33,70 +42,118 @@ class Attended(NamedTuple):
     out: Tensor  # (batch, num_heads, q_len, v_head_dim)
     lse: Tensor | None = None
     stats: SelectionStats | None = None
-    selections: tuple[tuple[HeadGroup, Selected], ...] = ()  # with their maps of kept blocks
+    selections: tuple[tuple[HeadGroup, Selection], ...] = ()  # with their maps of kept blocks
 
 
-def run_options(backend: str = "auto", dense_below: int | None = None, max_mask_bytes: int = MAX_MASK_BYTES) -> RunOptions:
+def call_options(backend: str = "auto", dense_below: int | None = None, max_mask_bytes: int = MAX_MASK_BYTES) -> CallOptions:
     """Check the options and fill in their defaults."""
     check_word("backend", backend, BACKENDS)
     max_mask_bytes = plain_number(max_mask_bytes)
     check_int("max_mask_bytes", max_mask_bytes)
     if max_mask_bytes <= 0:
         raise ValueError(f"max_mask_bytes must be > 0 bytes; got {max_mask_bytes}")
-    return RunOptions(backend, DensePolicy(check_dense_below(dense_below)), max_mask_bytes)
+    return CallOptions(backend, DensePolicy(check_dense_below(dense_below)), max_mask_bytes)
 
 
 def attend(
     inputs: AttentionInputs,
     selector: Selector,
-    run: RunOptions,
+    options: CallOptions,
     plan: DensePlan,
     return_lse: bool = False,
     statistics: tuple[str, ...] = (),
     with_maps: bool = False,
 ) -> Attended:
-    """`sparse_attention` of checked inputs, before `with_offset`. Autocast must be off.
+    """`sparse_attention` of checked inputs; autocast does not affect it.
 
-    `selector` is from `Selector.for_inputs`, `statistics` names of `flexmask.stats.STATISTICS`; `with_maps` also returns the
-    selections with their maps of kept blocks, for pictures.
+    `statistics` are names of `flexmask.stats.STATISTICS`; `with_maps` also returns the selections with their maps of kept blocks.
     """
-    makes_masks = not all(plan.key_heads)
-    # a named backend that cannot run is refused at every length
-    backend = chosen_backend(run.backend, inputs, selector.block_size, return_lse, not makes_masks)
-    chosen, computed = selector, statistics
-    if plan.reason is not None:
-        chosen, computed = Selector(EVERY_BLOCK, selector.block_size, {}), ()
-    at_once = run.max_mask_bytes // selector.head_bytes if makes_masks else None
-    groups = head_groups(inputs.query, inputs.key, at_once, chosen.method.shared)
-    inputs = inputs.prepared() if makes_masks else inputs
+    is_dense, block_size = all(plan.key_heads), selector.block_size
+    with without_autocast(inputs.query.device):
+        # a named backend that cannot run is refused at every length
+        backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense)
+        if is_dense:
+            return Attended(*dense_attention(inputs, return_lse), dense_stats(inputs.query) if statistics else None)
+        computed = statistics
+        if plan.reason is not None:
+            selector, computed = causal_mask.method.checked(block_size, {}), ()
+        chooser = selector if isinstance(selector, CallSelector) else selector.for_inputs(inputs)
+        groups = chooser.groups(inputs, options.max_mask_bytes)
+        call = inputs.prepared()
 
-    out, lse, selections, dense = None, None, [], []
-    for group in groups:
-        part, selected = inputs.of_heads(group), None
-        if makes_masks and (computed or with_maps or not all(plan.key_heads[group.key])):
-            selected = select_blocks(chosen, part, group.query, with_maps, computed)
-            selections.append(selected)
-        # all methods share the kernel without maps
-        bare = selected if selected is None or selected.mask_mod is not None else selected.with_fields(keep=None, title=None)
-        own = backend
-        if bare is not None and bare.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
-            # FLASH then packs a key head's query heads into one tile
-            own = chosen_backend(run.backend, inputs, selector.block_size, return_lse, shared=True)
-        how = (own.name, return_lse, own.lse_factor)
-        part_out, part_lse, is_dense = attend_heads(part, bare, plan.key_heads[group.key], plan.most_kept, *how)
-        dense.append(is_dense)
-        if len(groups) == 1:
-            out, lse = part_out, part_lse
-            break
-        if out is None:
-            out = part_out.new_empty((*inputs.query.shape[:3], part_out.shape[3]))
-            lse = None if part_lse is None else part_lse.new_empty(inputs.query.shape[:3])
-        out[group.batch, group.query] = part_out
-        if lse is not None and part_lse is not None:
-            lse[group.batch, group.query] = part_lse
-    assert out is not None
-    stats = None
-    if statistics:
-        found = [selected.stats for selected in selections]
-        stats = dense_stats(inputs.query) if plan.reason is not None else stats_of(found, groups, dense)
-    return Attended(out, lse, stats, tuple(zip(groups, selections, strict=True)) if with_maps and selections else ())
+        out, lse, selections, dense = None, None, [], []
+        for group in groups:
+            part, key_heads, selection, kernel = call.of_heads(group), plan.key_heads[group.key], None, backend
+            if computed or with_maps or not all(key_heads):
+                selection = select_blocks(chooser, part, group.query, with_maps, computed)
+                selections.append(selection)
+                if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
+                    # FLASH then packs a key head's query heads into one tile
+                    kernel = chosen_backend(options.backend, inputs, block_size, return_lse, shared=True)
+                if selection.mask_mod is None:
+                    # all methods share the kernel without maps
+                    selection = selection.with_fields(keep=None, title=None)
+            part_out, part_lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, kernel, return_lse)
+            dense.append(key_heads)
+            if len(groups) == 1:
+                out, lse = part_out, part_lse
+                break
+            if out is None:
+                out = part_out.new_empty((*inputs.query.shape[:3], part_out.shape[3]))
+                lse = None if part_lse is None else part_lse.new_empty(inputs.query.shape[:3])
+            out[group.batch, group.query] = part_out
+            if lse is not None and part_lse is not None:
+                lse[group.batch, group.query] = part_lse
+        assert out is not None
+        stats = None
+        if statistics:
+            parts = [selection.stats for selection in selections]
+            stats = dense_stats(inputs.query) if plan.reason is not None else stats_of(parts, groups, dense)
+        return Attended(out, lse, stats, tuple(zip(groups, selections, strict=True)) if with_maps else ())
+
+
+def attend_heads(
+    inputs: SparseInputs,
+    selection: Selection | None,
+    dense: list[bool],
+    most_kept: float | None,
+    backend: ChosenBackend,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None, list[bool]]:
+    """Output of a group of heads, log-sum-exp or None, and the key heads that ran dense.
+
+    `inputs` are a whole prompt without anything special where only some key heads are `dense`. `selection` is None if all are.
+    `most_kept` is the density above which others run dense too.
+    """
+    if selection is not None and most_kept is not None:
+        more = _keeps_more(selection.lists, len(dense), most_kept)
+        dense = [already or kept for already, kept in zip(dense, more, strict=True)]
+    if selection is None or all(dense):
+        return *dense_attention(inputs, return_lse), [True] * len(dense)
+    runs, per_key = _runs(dense), inputs.query.shape[1] // len(dense)
+    heads = [slice(keys.start * per_key, keys.stop * per_key) for keys in runs]
+    selection = with_constant_numbers(selection, backend.name)
+    mask = block_mask(inputs, selection.without_heads(heads) if runs else selection)
+    with constant_floats(selection):
+        out, lse = run_flex_attention(inputs, mask, backend.name, return_lse, backend.lse_factor)
+    query, key, value = inputs.query, inputs.key, inputs.value
+    assert value is not None
+    for of_keys, keys in zip(heads, runs, strict=True):
+        out[:, of_keys] = sdpa(query[:, of_keys], key[:, keys], value[:, keys], inputs.scale, is_causal=True)
+    return out, lse, dense
+
+
+def _keeps_more(lists: BlockLists, num_kv_heads: int, share: float) -> list[bool]:
+    """For each key head: its query heads keep more than this share of a whole prompt's blocks."""
+    batch, num_heads, q_blocks = lists.kv_num_blocks.shape
+    if num_heads % num_kv_heads:
+        return [False] * num_kv_heads  # one mask for all heads
+    visible = batch * num_heads // num_kv_heads * q_blocks * (q_blocks + 1) / 2
+    kept = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum((0, 2)).unflatten(0, (num_kv_heads, -1)).sum(1)
+    return [number > share * visible for number in kept.tolist()]
+
+
+def _runs(heads: list[bool]) -> list[slice]:
+    """The runs of True entries as slices."""
+    runs = [list(run) for is_true, run in groupby(range(len(heads)), key=lambda head: heads[head]) if is_true]
+    return [slice(run[0], run[-1] + 1) for run in runs]

@@ -11,7 +11,7 @@ import torch
 from flexmask._torch import in_dispatch_mode, is_traced
 from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS, check_int, plain_number
 from flexmask.base.inputs import AttentionInputs
-from flexmask.selector import Selector
+from flexmask.selector import CallSelector
 
 _log = logging.getLogger("flexmask")
 _said: set[str] = set()
@@ -48,14 +48,14 @@ class DensePolicy(NamedTuple):
             return f"{q_len} rows < {self.least_rows}"
         return None
 
-    def plan(self, inputs: AttentionInputs, selector: Selector, return_lse: bool = False) -> DensePlan:
+    def plan(self, inputs: AttentionInputs, selector: CallSelector, return_lse: bool = False) -> DensePlan:
         """Decide for one call: dense with few tokens or rows, or where every head keeps every block; else by key head.
 
         Comparing with `most_kept` reads the lists, without a wait only on a CPU. A user's function may hide what dense attention
         sees.
         """
         num_heads, num_kv_heads = inputs.query.shape[1], inputs.key.shape[1]
-        groups, keeps_all = num_heads // num_kv_heads, selector.keeps_all
+        per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all
         fits = self.dense_below > 0 and not return_lse and has_causal_kernel(inputs)
         reason = self.by_size(inputs.query.shape[2], inputs.key.shape[2])
         if reason is None and fits:
@@ -66,7 +66,7 @@ class DensePolicy(NamedTuple):
         if not fits or inputs.needs_grad or is_traced():
             return DensePlan(None, [False] * num_kv_heads)
         reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
-        key_heads = [all(keeps_all[head : head + groups]) for head in range(0, num_heads, groups)]
+        key_heads = [all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)]
         return DensePlan(None, key_heads, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None)
 
     def by_selection(self, keeps_all: list[bool]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
 from importlib import metadata
@@ -14,7 +15,7 @@ import torch
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, HAS_CPU_KERNEL, HAS_FLASH_BACKEND, HAS_TRITON, KNOWS_LENGTHS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, flash_installed, flash_runs_on
-from flexmask.flex.flash_call import FlashCall
+from flexmask.flex.flash_problem import FlashCall
 from flexmask.flex.flash_verdicts import flash_verdict
 
 # besides plain calls of head_dim 128 in bfloat16
@@ -30,6 +31,8 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "blocks of 64": {"block_size": 64},
     "gradients": {"gradients": True},
 }
+# releases of transformers that the adapter serves
+OLDEST, NEWEST = (4, 54), (5, 24)
 PACKAGES = ("flexmask", "torch", "triton", "flash-attn-4", "transformers", "accelerate", "matplotlib")
 
 
@@ -66,14 +69,14 @@ class Problem(NamedTuple):
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of `PACKAGES`; None for those not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
+            versions[name] = None
     # a checkout may not be installed
-    return found | {"flexmask": sys.modules["flexmask"].__version__, "torch": torch.__version__}
+    return versions | {"flexmask": sys.modules["flexmask"].__version__, "torch": torch.__version__}
 
 
 def device_name(device: torch.device | str) -> str:
@@ -100,7 +103,7 @@ def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
     x = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype).expand(1, 1, 256, head_dim)
     inputs = AttentionInputs(x, x, x, scale=1.0)
     auto = chosen_backend("auto", inputs, 128, False).name
-    found = []
+    reports = []
     for name in ("cpu", "triton", "flash"):
         reason = ""
         if name == "cpu":
@@ -115,32 +118,32 @@ def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
             except ValueError as error:
                 reason = str(error).removeprefix(f'backend="{name}" ').removeprefix("cannot run here: ")
         if name == auto:
-            found.append(BackendReport(name, not reason, True, reason))
+            reports.append(BackendReport(name, not reason, True, reason))
         else:
-            found.append(BackendReport(name, not reason, False, reason or f"{auto} is faster here"))
-    return found
+            reports.append(BackendReport(name, not reason, False, reason or f"{auto} is faster here"))
+    return reports
 
 
 def flash_features(device: torch.device | str) -> list[FlashReport]:
     """Features that FLASH serves on `device`, by its numeric check, which compiles; empty where it cannot run at all."""
     device = torch.zeros((), device=device).device  # with its index
-    found = []
+    reports = []
     for feature, changes in FLASH_FEATURES.items() if flash_available() and flash_runs_on(device) else ():
         call = FlashCall(torch.bfloat16, 128, 128)._replace(**changes)
         verdict = flash_verdict(call, device)
         assert verdict is not None
         reason = verdict.reason or verdict.lse_reason
         served = "no" if verdict.reason else "auto" if auto_checks(call) else "by name"
-        found.append(FlashReport(feature, served, None if reason else verdict.lse_factor, reason, verdict.seconds))
-    return found
+        reports.append(FlashReport(feature, served, None if reason else verdict.lse_factor, reason, verdict.seconds))
+    return reports
 
 
 def problems(device: torch.device | str) -> list[Problem]:
     """Known bad combinations of releases, environment variables and `device`; errors come first."""
     kind = torch.device(device).type
-    found = [*_of_compilation(kind), *(_of_cpus() if kind == "cpu" else _of_gpus(torch.device(device)))]
+    problems = [*_of_compilation(kind), *(_of_cpus() if kind == "cpu" else _of_gpus(torch.device(device)))]
     if not KNOWS_LENGTHS:
-        found.append(
+        problems.append(
             Problem(
                 "warning",
                 "torch 2.5's BlockMask rounds lengths up to whole blocks in shape, sparsity and pictures",
@@ -148,40 +151,42 @@ def problems(device: torch.device | str) -> list[Problem]:
             )
         )
     if flash_installed() and not HAS_FLASH_BACKEND:
-        found.append(
+        problems.append(
             Problem("warning", f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10")
         )
-    return sorted(found, key=lambda each: each.severity != "error")
+    return sorted(problems, key=lambda each: each.severity != "error")
 
 
 def _of_compilation(kind: str) -> list[Problem]:
-    found = [
+    problems = [
         Problem("error", f"{name}={value} switches torch.compile off, which sparse attention needs", f"unset {name}")
         for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
         if (value := os.environ.get(name, "0")) not in ("", "0")
     ]
     if kind != "cpu" and not HAS_TRITON:
-        found.append(
+        problems.append(
             Problem("error", "triton is missing, which compiled attention needs on a GPU", "pip install 'flexmask[gpu]'")
         )
     if kind != "cpu" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        found.append(Problem("warning", "TRITON_INTERPRET is set: kernels run in Triton's interpreter", "unset TRITON_INTERPRET"))
-    return found
+        problems.append(
+            Problem("warning", "TRITON_INTERPRET is set: kernels run in Triton's interpreter", "unset TRITON_INTERPRET")
+        )
+    return problems
 
 
 def _of_cpus() -> list[Problem]:
     if not HAS_CPU_KERNEL:
         what = f"torch {torch.__version__} has FlexAttention on CUDA only: masks can be made, sparse attention raises"
         return [Problem("error", what, "torch >= 2.6")]
-    found = []
+    problems = []
     compiler = os.environ.get("CXX") or {"Darwin": "clang++", "Windows": "cl"}.get(platform.system(), "g++")
     if shutil.which(compiler.split()[0]) is None:
         what = f"no C++ compiler ({compiler}): Inductor needs one to compile attention for a CPU"
-        found.append(Problem("error", what, "install g++, or name a compiler in CXX"))
+        problems.append(Problem("error", what, "install g++, or name a compiler in CXX"))
     if not CPU_TAKES_UNBACKED_SIZES:
         what = f"torch {torch.__version__} may fail to compile FlexAttention on a CPU for padded batches and chunks"
-        found.append(Problem("warning", what, "torch >= 2.13"))
-    return found
+        problems.append(Problem("warning", what, "torch >= 2.13"))
+    return problems
 
 
 def _of_gpus(device: torch.device) -> list[Problem]:
@@ -199,3 +204,11 @@ def _of_gpus(device: torch.device) -> list[Problem]:
         what = "flash-attn-4 is missing: half precision runs on the slower Triton backend"
         return [Problem("warning", what, "pip install flash-attn-4, with torch >= 2.10")]
     return []
+
+
+def check_release(version: str) -> None:
+    """Raise ImportError for a release that is not served."""
+    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if not OLDEST <= release <= NEWEST:
+        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+        raise ImportError(f"flexmask serves transformers {oldest} to {newest}; got {version}")

@@ -13,14 +13,16 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.blocks import BlockProblem as BlockProblem
 from flexmask.base.inputs import HeadGroup, attention_inputs
-from flexmask.precision import without_autocast
-from flexmask.select import mask_of
+from flexmask.flex.block_mask import block_mask
+from flexmask.select import select_blocks
 from flexmask.selector import METHODS, Method
 from flexmask.selector import ByHead as ByHead
 from flexmask.selector import PairsByHead as PairsByHead
 from flexmask.stats import STATISTICS, SelectionStats, stats_of
 
 MOST_MASK_BYTES = 16 * 2**30
+# options that `flexmask.select.selection_operator` passes
+_PASSED = (int, float, bool, str, type(None), ByHead, PairsByHead)
 _Plans = Mapping[str, Callable[[int], PairsByHead]]
 
 
@@ -81,11 +83,16 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     ------
     ValueError
         For a name that another function has in the table.
+    TypeError
+        For options of other types, if the method has kernels: an operator passes them inside ``torch.compile``.
     """
     if choose is None:
         return functools.partial(method, plans=plans, **fields)
     own = list(inspect.signature(choose).parameters.values())[1:]
     kinds = {name: _kinds(hint) for name, hint in get_type_hints(choose, include_extras=True).items() if name != "return"}
+    for name in [p.name for p in own] if fields.get("has_kernels") else ():
+        if any(kind not in _PASSED for kind in kinds.get(name, (Any,))):
+            raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
     pairs = {p.name: (plans or {}).get(p.name) for p in own if PairsByHead in kinds.get(p.name, ())}
     made = Method(
         choose, {p.name: p.default for p in own}, choose.__name__.removesuffix("_mask"),
@@ -123,8 +130,7 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
             options[name] = value
         inputs = attention_inputs(
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
-        )
-        inputs = inputs.with_offset()
+        ).with_offset()
         selector = made.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * selector.head_bytes
         if needed > MOST_MASK_BYTES:
@@ -132,9 +138,9 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
                 f"query and key need a mask of at most {MOST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
                 f"{needed / 2**30:.1f} GiB. Make it for fewer heads at a time, or call sparse_attention, which does"
             )
-        with without_autocast(query.device):
-            mask, selected = mask_of(selector, inputs, STATISTICS if return_stats else ())
-        return (mask, stats_of([selected.stats], [HeadGroup.of_all(inputs)])) if return_stats else mask
+        selection = select_blocks(selector, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
+        mask = block_mask(inputs, selection)
+        return (mask, stats_of([selection.stats], [HeadGroup.of_all(inputs)])) if return_stats else mask
 
     del generate.__wrapped__  # its signature is another
     common = [p for p in inspect.signature(generate).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

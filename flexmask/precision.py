@@ -1,25 +1,32 @@
-"""Arithmetic without autocast and without TF32, whatever the program has set."""
+"""State of the process that calls share, under a lock: TF32 switched off while some need full precision."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from flexmask.base.inputs import autocast_is_on
-from flexmask.locked import locked
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Switch autocast off on `device`."""
-    if autocast_is_on(device):
-        # as text: 2.5.1 cannot trace the generic alias
-        return cast("contextlib.AbstractContextManager[None]", torch.autocast(device.type, enabled=False))
-    return contextlib.nullcontext()
+def locked(lock: contextlib.AbstractContextManager[Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function to run under `lock`, which is released also if a debugger or tracer raises between two lines."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            # on one line: a `with` that ends on a line of its own can be interrupted there, before the release
+            with lock: return function(*args, **kwargs)  # noqa: E701  # fmt: skip
+
+        return run
+
+    return decorate
 
 
 class _Block:

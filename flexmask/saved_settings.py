@@ -51,5 +51,5 @@ def found_settings(
     """
     if named is not None:
         return named, "named"
-    found = next((each for each in map(saved, configs) if each is not None), None)
-    return (PrefillSettings(), "defaults") if found is None else (found, "config")
+    given = next((settings for settings in map(saved, configs) if settings is not None), None)
+    return (PrefillSettings(), "defaults") if given is None else (given, "config")

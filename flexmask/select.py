@@ -1,50 +1,165 @@
-"""From query and key to the kept blocks of every head, and to their BlockMask.
+"""From query and key to the kept blocks: a method runs by kernels, which are launched, or in plain steps.
 
-Options that are numbers become tensors on the device: another value is not another compilation.
+Plain steps are compiled on accelerators only. Inside a surrounding ``torch.compile`` they are traced, and the kernels are one
+operator. Options that are numbers become tensors on the device: another value is not another compilation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import is_traced, keep_static
-from flexmask.base.floats import widest_float
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.selection import Selected
-from flexmask.flex.block_mask import block_mask
-from flexmask.run_method import run_method
-from flexmask.selector import Selector
+from flexmask import plain
+from flexmask._torch import HAS_TRITON, computed_once, is_traced, keep_static
+from flexmask.base.blocks import BlockProblem, Steps, cut_into_blocks
+from flexmask.base.inputs import AttentionInputs, SparseInputs, without_autocast
+from flexmask.base.scores import widest_float
+from flexmask.base.selection import BlockLists, Choice, Selection, block_lists
+from flexmask.base.visibility import num_blocks
+from flexmask.compilation import run_compiled
+from flexmask.flex.block_mask import MaskMod
+from flexmask.selector import METHODS, CallSelector, Selector
+from flexmask.stats import FROM_LISTS, computed, empty
 
+if HAS_TRITON:
+    from flexmask import kernels
 
-def mask_of(selector: Selector, inputs: AttentionInputs, statistics: tuple[str, ...] = ()) -> tuple[BlockMask, Selected]:
-    """The mask of inputs `with_offset`, its block choice in the mask_mod too, and its selection."""
-    selected = select_blocks(selector, inputs, with_map=True, statistics=statistics)
-    return block_mask(inputs, selected), selected
+    _KERNELS: Steps[kernels.RepresentativeMass, kernels.RowEvidence, kernels.Blocks] = kernels
+
+_PLAIN: Steps[plain.RepresentativeMass, plain.RowEvidence, plain.Blocks] = plain
+# float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
+MOST_NUMBERS = 2**27
+
+Chosen = tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...], MaskMod | None]
 
 
 def select_blocks(
-    selector: Selector,
-    inputs: AttentionInputs,
+    selector: CallSelector,
+    inputs: SparseInputs,
     heads: slice | None = None,
     with_map: bool = False,
     statistics: tuple[str, ...] = (),
-) -> Selected:
-    """Choose the blocks of every head, outside of autograd. Autocast must be off.
+) -> Selection:
+    """Choose the blocks of every head, outside of autograd and autocast.
 
-    `selector` is from `Selector.for_inputs` of the whole call, `heads` are those of the call that `inputs` hold (default: all),
-    `with_offset`.
+    `heads` are those of the call that `inputs` hold (default: all).
     """
-    with torch.no_grad():
-        numbers = numbers_of(selector, inputs.query, heads)
-        return run_method(selector, inputs, numbers, with_map, statistics)
+    with torch.no_grad(), without_autocast(inputs.query.device):
+        query, numbers = inputs.query, numbers_of(selector, inputs.query, heads)
+        if selector.runs_kernels(query):
+            how = _as_one_operator if is_traced() else run_kernels
+            return how(selector, inputs, numbers, with_map, statistics)
+        if query.is_cuda and not is_traced():
+            for tensor in numbers.values():
+                keep_static(tensor)
+        if selector.row_numbers:
+            rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * selector.row_numbers * selector.block_size))
+            rows *= selector.block_size
+            if rows < query.shape[2]:
+                return _in_slices(selector, inputs, numbers, rows, with_map, statistics)
+        return run_plain(selector, inputs, numbers, with_map, statistics)
 
 
-def numbers_of(selector: Selector, query: Tensor, heads: slice | None) -> dict[str, Tensor]:
+def run_kernels(
+    selector: Selector, inputs: SparseInputs, numbers: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
+) -> Selection:
+    """Run a method by kernels; `numbers` are its options that are tensors, for the heads of the inputs."""
+    fixed = {name: value for name, value in selector.options.items() if name not in numbers}
+    wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
+    # Triton launches on the current device
+    with torch.cuda.device(inputs.query.device) if inputs.query.is_cuda else contextlib.nullcontext():
+        chosen = _chosen(inputs, selector.block_size, selector.method.choose, fixed, numbers, wants_map, statistics, True, None)
+    return _selection(selector, chosen, with_map, statistics)
+
+
+def run_plain(
+    selector: Selector,
+    inputs: SparseInputs,
+    numbers: dict[str, Tensor],
+    with_map: bool,
+    statistics: tuple[str, ...],
+    end: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> Selection:
+    """Run a method in plain steps, which make the map in any case.
+
+    For a slice of rows, `end` is the position after the whole's last row, (batch,) int32. `kept`: the map that the slices chose.
+    """
+    fixed = {name: value for name, value in selector.options.items() if name not in numbers}
+    choose, variant = selector.method.choose, selector.method.name
+    if kept is not None:
+        choose, variant, fixed, numbers = _as_given, "map", {}, {"kept": kept}
+    arguments = (selector.block_size, choose, fixed, numbers, True, statistics, False, end)
+    if selector.method.is_users:
+        chosen = _chosen(inputs, *arguments)
+    else:
+        chosen = run_compiled(_chosen, (variant, tuple(fixed.items()), True, statistics), inputs, *arguments)
+    return _selection(selector, chosen, with_map, statistics)
+
+
+def _as_given(problem: BlockProblem, kept: Tensor) -> Tensor:
+    return kept
+
+
+def _in_slices(
+    selector: Selector, inputs: SparseInputs, numbers: dict[str, Tensor], rows: int, with_map: bool, statistics: tuple[str, ...]
+) -> Selection:
+    """As `run_plain`, of `rows` query rows at a time."""
+    batch, q_len = inputs.query.shape[0], inputs.query.shape[2]
+    first = inputs.offset
+    if first is None:
+        first = torch.full((batch,), inputs.key.shape[2] - q_len, dtype=torch.int32, device=inputs.query.device)
+    maps = []
+    for start in range(0, q_len, rows):
+        part = inputs.with_fields(query=inputs.query[:, :, start : start + rows], offset=first + start)
+        keep = run_plain(selector, part, numbers, True, (), first + q_len).keep
+        assert keep is not None
+        maps.append(keep)
+    return run_plain(selector, inputs, numbers, with_map, statistics, kept=torch.cat(maps, 2))
+
+
+def _selection(selector: Selector, chosen: Chosen, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+    lists, keep, stats, mask_mod = chosen
+    # without a title all methods share one compiled kernel
+    title = selector.method.name if mask_mod is not None else selector.title if with_map else None
+    by_name = dict(zip(statistics, stats, strict=True))
+    return Selection(BlockLists(*lists), keep if with_map else None, by_name, selector.block_size, title, mask_mod)
+
+
+def _chosen(
+    inputs: SparseInputs,
+    block_size: int,
+    choose: Callable[..., Choice | Tensor | None],
+    fixed: dict[str, Any],
+    numbers: dict[str, Tensor],
+    with_map: bool,
+    statistics: tuple[str, ...],
+    by_kernels: bool,
+    end: Tensor | None,
+) -> Chosen:
+    """Lists, map, statistics and mask_mod of a method's choice."""
+    problem = cut_into_blocks(inputs, block_size, _KERNELS if by_kernels else _PLAIN, with_map, end)
+    choice = choose(problem, **fixed, **numbers)
+    if not isinstance(choice, Choice):
+        choice = from_map(problem, choice)
+    stats = computed(choice, statistics, problem) if statistics else ()
+    return tuple(choice.lists), choice.keep, stats, choice.mask_mod
+
+
+def from_map(blocks: BlockProblem, kept: Tensor | None) -> Choice:
+    """The choice of a map of kept blocks; None: every visible block."""
+    # written to memory: both lists must come from the same floats
+    limited = blocks.visible if kept is None else computed_once((kept | blocks.own) & blocks.visible)
+    limited = limited.expand(blocks.inputs.query.shape[0], -1, -1, -1)
+    return Choice(block_lists(limited, blocks.seen.full), None if kept is None else limited)
+
+
+def numbers_of(selector: CallSelector, query: Tensor, heads: slice | None) -> dict[str, Tensor]:
     """The options that are numbers, in `widest_float`: floats except 0 are 0-d, shares (num_heads,), pairs (.., 2).
 
     Those by head are for `heads` of the call.
@@ -62,8 +177,6 @@ def numbers_of(selector: Selector, query: Tensor, heads: slice | None) -> dict[s
     heads_here = query.shape[1]
     written = {name: _written(device, value, (heads_here,) if name in method.shares else ()) for name, value in values.items()}
     tensors = {**tensors, **written}
-    if not selector.runs_kernels(query):
-        _keep_static(device, tensors.values())
     return tensors
 
 
@@ -82,7 +195,74 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
     return torch.stack([_written(device, each) for each in value])
 
 
-def _keep_static(device: torch.device, tensors: Iterable[Tensor]) -> None:
-    if device.type == "cuda" and not is_traced():
-        for tensor in tensors:
-            keep_static(tensor)
+def _as_one_operator(
+    selector: Selector, inputs: SparseInputs, numbers: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
+) -> Selection:
+    """A selection by kernels as an operator that a surrounding compilation does not look into.
+
+    Traced into one graph with flex_attention, our kernels gave wrong results (torch 2.11 apparently does not order its reads).
+    """
+    fixed = {name: value for name, value in selector.options.items() if name not in numbers and value is not None}
+    words = {name: value for name, value in fixed.items() if isinstance(value, str)}
+    # floats that stayed numbers are 0
+    integers = {name: int(value) for name, value in fixed.items() if name not in words}
+    tensors = selection_operator(
+        inputs.query, inputs.key, inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset,
+        selector.method.name, selector.block_size, list(numbers), list(numbers.values()), list(words), list(words.values()),
+        list(integers), list(integers.values()), with_map, list(statistics),
+    )  # fmt: skip
+    stats, title = dict(zip(statistics, tensors[5:], strict=True)), selector.title if with_map else None
+    return Selection(BlockLists(*tensors[:4]), tensors[4] if with_map else None, stats, selector.block_size, title)
+
+
+@torch.library.custom_op(
+    "flexmask::select",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, float scale, float? softcap, SymInt? window, Tensor? attention_mask, Tensor? offset, "
+    "str method, SymInt block_size, str[] number_names, Tensor[] numbers, str[] word_names, str[] words, str[] integer_names, "
+    "SymInt[] integers, bool with_map, str[] statistics) -> Tensor[]",
+)
+def selection_operator(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    attention_mask: Tensor | None,
+    offset: Tensor | None,
+    method: str,
+    block_size: int,
+    number_names: list[str],
+    numbers: list[Tensor],
+    word_names: list[str],
+    words: list[str],
+    integer_names: list[str],
+    integers: list[int],
+    with_map: bool,
+    statistics: list[str],
+) -> list[Tensor]:
+    """`run_kernels` as an operator; options that are not among the numbers, words and integers are None."""
+    by_name = dict(zip(number_names, numbers, strict=True))
+    fixed = zip([*word_names, *integer_names], [*words, *integers], strict=True)
+    options = {**dict.fromkeys(METHODS[method].defaults), **dict(fixed), **by_name}
+    inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset).with_offset()
+    selector = Selector(METHODS[method], block_size, options)
+    run = run_kernels if selector.runs_kernels(query) else run_plain
+    selection = run(selector, inputs, by_name, with_map, tuple(statistics))
+    keep = query.new_empty(0, dtype=torch.bool) if selection.keep is None else selection.keep
+    return [*selection.lists, keep, *selection.stats.values()]
+
+
+_OPERATOR = inspect.signature(selection_operator._init_fn)
+
+
+@selection_operator.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    given = _OPERATOR.bind(*arguments).arguments
+    query, key, block_size = given["query"], given["key"], given["block_size"]
+    rows = (*query.shape[:2], num_blocks(query.shape[2], block_size))
+    blocks = (*rows, num_blocks(key.shape[2], block_size))
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [(rows, torch.int32), (blocks, torch.int32)] * 2
+    shapes.append((blocks if given["with_map"] else (0,), torch.bool))
+    made = [query.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    return [*made, *empty(given["statistics"], query.new_empty(query.shape[:2]))]

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
 from flexmask.base.checks import check_word, plain_number, plain_numbers
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.memory import map_bytes
+from flexmask.base.inputs import AttentionInputs, HeadGroup, head_groups, map_bytes
 from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
-from flexmask.base.selection import Selection
+from flexmask.base.selection import Choice
 from flexmask.users_mask import check_takes_keywords, users_choice
 
 # types of options in methods' signatures, by which `flexmask.method` finds them
@@ -45,7 +44,7 @@ class Method:
     Attributes
     ----------
     choose
-        From a `BlockProblem` and the options to the kept blocks; of a method written in steps to a `Selection`.
+        From a `BlockProblem` and the options to the kept blocks; of a method written in steps to a `Choice`.
     defaults
         Its options by name, with their defaults.
     name
@@ -73,7 +72,7 @@ class Method:
         True for a user's function of query and key.
     """
 
-    choose: Callable[..., Tensor | Selection | None]
+    choose: Callable[..., Tensor | Choice | None]
     defaults: dict[str, Any]
     name: str
     floats: tuple[str, ...] = ()
@@ -115,12 +114,8 @@ class Selector:
     method: Method
     block_size: int
     options: dict[str, Any]  # defaults filled in; by head a number, a tuple or a tensor
-    # filled in by `for_inputs`
-    keeps_all: list[bool] = field(default_factory=list)  # by query head
-    head_bytes: int = 0  # of one head's mask in one batch row while it is made
-    row_numbers: int = 0  # `Method.row_numbers`, at least 1 of a method that has it
 
-    def for_inputs(self, inputs: AttentionInputs) -> Selector:
+    def for_inputs(self, inputs: AttentionInputs) -> CallSelector:
         """The same for these inputs; raises if numbers by head do not fit, or the method does not serve them."""
         method, filled, num_heads = self.method, dict(self.options), inputs.query.shape[1]
         for name in method.shares:
@@ -143,7 +138,7 @@ class Selector:
             needed = map_bytes(inputs, self.block_size) + 4 * self.block_size * row_numbers
         else:
             needed = method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **filled)
-        return Selector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), needed, row_numbers)
+        return CallSelector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), needed, row_numbers)
 
     def runs_kernels(self, query: Tensor) -> bool:
         """True if the Triton kernels serve it."""
@@ -156,6 +151,19 @@ class Selector:
             return self.method.name
         shown = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
         return f"{self.method.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **shown}.items())})"
+
+
+@dataclass(frozen=True, eq=False)
+class CallSelector(Selector):
+    """A selector for one call: its options by head fit the heads."""
+
+    keeps_all: list[bool]  # by query head
+    head_bytes: int  # of one head's mask in one batch row while it is made
+    row_numbers: int  # `Method.row_numbers`, at least 1 of a method that has it, else 0
+
+    def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
+        """The heads of the call in groups whose masks fit into so many bytes, a head at least."""
+        return head_groups(inputs.query, inputs.key, max_mask_bytes // self.head_bytes, self.method.shared)
 
 
 def _keeps_all(method: Method, options: dict[str, Any], num_heads: int) -> list[bool]:
@@ -176,9 +184,9 @@ def selector_of(named: str | Callable[..., Any], block_size: int, options: Mappi
     inner: Any = named
     while isinstance(inner, functools.partial) and not inner.args:
         inner, options = inner.func, {**inner.keywords, **options}
-    found = getattr(inner, "method", None)
-    if isinstance(found, Method):
-        return found.checked(block_size, options)
+    method = getattr(inner, "method", None)
+    if isinstance(method, Method):
+        return method.checked(block_size, options)
     while isinstance(inner, functools.partial):
         inner = inner.func
     block_size = plain_number(block_size)

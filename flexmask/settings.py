@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.attend import MAX_MASK_BYTES, RunOptions, run_options
+from flexmask.attend import MAX_MASK_BYTES, CallOptions, call_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, plain_number, plain_numbers
 from flexmask.base.options import pairs_by_head, shares_by_head
@@ -99,7 +99,7 @@ class PrefillSettings:
             layers={index: _frozen(given) for index, given in layers.items()},
             dense_layers=tuple(sorted(set(dense_layers))),
         )  # fmt: skip
-        _ = self.run_options
+        _ = self.call_options
         try:
             self.selector()
         except UnknownOption as error:
@@ -124,9 +124,9 @@ class PrefillSettings:
         return PrefillSettings(**{**self.keywords, **changes})
 
     @functools.cached_property
-    def run_options(self) -> RunOptions:
+    def call_options(self) -> CallOptions:
         """Rows that do not fill a block run dense: selecting for them costs as much as attending."""
-        run = run_options(self.backend, self.dense_below, self.max_mask_bytes)
+        run = call_options(self.backend, self.dense_below, self.max_mask_bytes)
         return run._replace(policy=run.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
 
     def selector(self, layer: int | None = None) -> Selector:
@@ -160,10 +160,10 @@ class PrefillSettings:
         """
         if callable(self.method):
             raise ValueError("method must be a name to be saved, one of flexmask.METHODS; got a function")
-        found = self.keywords
+        keywords = self.keywords
         if self.layers:
-            found["layers"] = {str(index): options for index, options in self.layers.items()}
-        saved: dict[str, Any] = json.loads(json.dumps(found))
+            keywords["layers"] = {str(index): options for index, options in self.layers.items()}
+        saved: dict[str, Any] = json.loads(json.dumps(keywords))
         return saved
 
     @classmethod

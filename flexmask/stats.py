@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import HeadGroup
-from flexmask.base.selection import BlockLists, Selection
+from flexmask.base.selection import BlockLists, Choice
 
 
 def _kind(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] | None = None) -> dict[str, Any]:
@@ -80,21 +80,23 @@ FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is no
 """Names of those that need no map of kept blocks"""
 
 
-def computed(selection: Selection, names: Iterable[str], problem: BlockProblem) -> tuple[Tensor, ...]:
+def computed(choice: Choice, names: Iterable[str], problem: BlockProblem) -> tuple[Tensor, ...]:
     """The statistics of these names, (batch, num_heads) each."""
     heads = problem.inputs.query.shape[:2]
-    found = []
+    values = []
     for name in names:
-        compute, own = _FIELDS[name]["compute"], selection.evidence.get(name)
-        if own is not None:
-            value = own()
+        compute, evidence = _FIELDS[name]["compute"], choice.evidence.get(name)
+        if evidence is not None:
+            # `select` asks for the map wherever it is read
+            assert choice.keep is not None
+            value = evidence(choice.keep)
         elif compute is not None:
-            value = compute(selection.lists, problem)
+            value = compute(choice.lists, problem)
         else:
-            value = _absent(name, selection.lists.kv_num_blocks[:, :, 0])
+            value = _absent(name, choice.lists.kv_num_blocks[:, :, 0])
         # operators' results must not share memory
-        found.append(value.expand(heads).clone())
-    return tuple(found)
+        values.append(value.expand(heads).clone())
+    return tuple(values)
 
 
 def empty(names: Iterable[str], heads: Tensor) -> list[Tensor]:
@@ -109,8 +111,8 @@ def stats_of(
     heads = parts[0]["density"].new_empty((groups[-1].batch.stop, groups[-1].query.stop))
     whole = {name: _absent(name, heads) for name in TENSORS}
     for number, (part, group) in enumerate(zip(parts, groups, strict=True)):
-        for name, found in part.items():
-            whole[name][group.batch, group.query] = found
+        for name, values in part.items():
+            whole[name][group.batch, group.query] = values
         served = dense[number] if dense else []
         shared = (group.query.stop - group.query.start) // max(len(served), 1)
         for key_head, is_dense in enumerate(served):

@@ -7,41 +7,40 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.selection import BlockLists, Selection, ascending_indices
+from flexmask.base.selection import BlockLists, Choice, ascending_indices, listed_blocks
 from flexmask.base.visibility import num_blocks
 
 # of every call of a user's function; scale and softcap only if it names them
 _KEYWORDS = ("block_size", "window", "attention_mask", "q_offset")
 
 
-def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Selection]:
+def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Choice]:
     """The `choose` of a method that calls `function` and drops the blocks that causality, window and padding hide.
 
     Full blocks with hidden pairs become partial; lists are rebuilt without reading values on the host. Raises TypeError or
     ValueError for anything but a mask of the call in blocks of its size.
     """
 
-    def choose(problem: BlockProblem, **options: Any) -> Selection:
+    def choose(problem: BlockProblem, **options: Any) -> Choice:
         inputs, block_size, visible = problem.inputs, problem.block_size, problem.seen.visible
         taken = inspect.signature(function).parameters
         scores = {each: value for each, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if each in taken}
         where = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
         made: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **where, **options)
         _check(made, f"method {name} must give", inputs, block_size)
-        kept = _block_map(made.kv_num_blocks, made.kv_indices, visible.shape[-1])
+        kept = listed_blocks(made.kv_num_blocks, made.kv_indices, visible.shape[-1])
         full = torch.zeros_like(kept)
         if made.full_kv_num_blocks is not None:
-            full = _block_map(made.full_kv_num_blocks, made.full_kv_indices, visible.shape[-1])
+            full = listed_blocks(made.full_kv_num_blocks, made.full_kv_indices, visible.shape[-1])
         kept = ((kept | full) & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)
         full = full & problem.seen.full[:, None]
         lists = BlockLists(*ascending_indices(kept & ~full), *ascending_indices(kept & full))
-        return Selection(lists, None, mask_mod=made.mask_mod)
+        return Choice(lists, None, mask_mod=made.mask_mod)
 
     return choose
 
@@ -96,13 +95,3 @@ def _check(made: Any, must_give: str, inputs: AttentionInputs, block_size: int) 
         if indices is not None and tuple(indices.shape[:-1]) != shape:
             of_rows = ", ".join(map(str, shape))
             raise ValueError(f"{must_give} {name} of ({of_rows}, ..), as kv_num_blocks is; got {tuple(indices.shape)}")
-
-
-def _block_map(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor:
-    """True for the listed blocks, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks) bool; others are ignored."""
-    entry = torch.arange(indices.shape[-1], device=indices.device)
-    listed = (entry < counts.unsqueeze(-1)) & (indices >= 0) & (indices < num_kv_blocks)
-    # the rest goes to one more column
-    column = torch.where(listed, indices.long(), num_kv_blocks)
-    marks = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.bool, device=indices.device)
-    return marks.scatter(-1, column, True)[..., :num_kv_blocks]

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import is_fake, is_traced
-from flexmask.attend import MAX_MASK_BYTES, Attended, attend, run_options
+from flexmask.attend import MAX_MASK_BYTES, Attended, attend, call_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
 from flexmask.dense_policy import notice_dense
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
-from flexmask.precision import without_autocast
 from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, SelectionStats, dense_stats
 
@@ -150,7 +149,7 @@ def sparse_attention_varlen(
     [False, True, True]
     """
     selector = selector_of(method, block_size, options)
-    run = run_options(backend, dense_below, max_mask_bytes)
+    how = call_options(backend, dense_below, max_mask_bytes)
     for name, tensor, layout in (
         ("query", query, "(total_q, num_heads, head_dim)"),
         ("key", key, "(total_k, num_kv_heads, head_dim)"),
@@ -172,26 +171,23 @@ def sparse_attention_varlen(
     if backend != "auto":
         chosen_backend(backend, pack, block_size, return_lse)
 
-    policy, statistics = run.policy, STATISTICS if return_stats else ()
+    policy, statistics = how.policy, STATISTICS if return_stats else ()
     reasons = {n: policy.by_size(segments[n].q_len, segments[n].kv_len) for n in filled}
     short = [n for n, reason in reasons.items() if reason is not None]
     for number in short:
         notice_dense(reasons[number], segments[number].q_len)
-    with without_autocast(query.device):
-        parts = dense_attention_packed(pack, [segments[n] for n in short], return_lse, backend)
-        found = {n: Attended(*part) for n, part in zip(short, parts, strict=True)}
-        for number in filled:
-            if number not in found:
-                inputs, own = problems[number], selectors[number]
-                plan = policy.plan(inputs, own, return_lse)
-                notice_dense(plan.reason, segments[number].q_len)
-                found[number] = attend(inputs, own, run, plan, return_lse, statistics)
-    outs, lses = [found[n].out for n in filled], [found[n].lse for n in filled]
-    stats = (
-        [(found[n].stats if n in found else None) or dense_stats(pack.query) for n in range(len(segments))]
-        if return_stats
-        else []
-    )
+    parts = dense_attention_packed(pack, [segments[n] for n in short], return_lse, backend)
+    served = {n: Attended(*part) for n, part in zip(short, parts, strict=True)}
+    for number in filled:
+        if number not in served:
+            inputs, chooser = problems[number], selectors[number]
+            plan = policy.plan(inputs, chooser, return_lse)
+            notice_dense(plan.reason, segments[number].q_len)
+            served[number] = attend(inputs, chooser, how, plan, return_lse, statistics)
+    outs, lses = [served[n].out for n in filled], [served[n].lse for n in filled]
+    stats = []
+    if return_stats:
+        stats = [(served[n].stats if n in served else None) or dense_stats(pack.query) for n in range(len(segments))]
     out = torch.cat(outs, 2)[0].transpose(0, 1).contiguous()
     extras: list[Any] = [torch.cat([lse for lse in lses if lse is not None], 2)[0]] if return_lse else []
     extras += [tuple(stats)] if return_stats else []

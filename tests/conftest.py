@@ -103,7 +103,7 @@ def without_kernel(monkeypatch):
         shapes.append(tuple(inputs.query.shape))
         return inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[3]), None
 
-    monkeypatch.setattr("flexmask.flex.heads.run_flex_attention", zeros)
+    monkeypatch.setattr("flexmask.attend.run_flex_attention", zeros)
     return shapes
 
 

@@ -99,3 +99,12 @@ def test_a_name_belongs_to_one_function():
     # as a module that is imported again
     again = METHODS["other"].choose
     assert METHODS["other"] is not method(again).method is METHODS.pop("other")
+
+
+def test_a_method_with_kernels_has_options_that_its_operator_can_pass():
+    def paired_mask(problem: BlockProblem, count: int | None = 1, pair: tuple[int, int] = (1, 2)) -> None:
+        """Options of which one is a tuple."""
+
+    with pytest.raises(TypeError, match="option pair of a method with kernels must be"):
+        method(paired_mask, has_kernels=True)
+    assert "paired" not in METHODS

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from flexmask import plain
+from flexmask.base.blocks import Lines
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.block_masks import hybrid
-from flexmask.flex.block_mask import block_mask_from_lists
-from flexmask.flex.mask_mods import visible_mask_mod
+from flexmask.flex.block_mask import block_mask_from_lists, visible_mask_mod
 from flexmask.flex.run import run_flex_attention
-from flexmask.plain.block_lists import Blocks
-from flexmask.plain.vertical_slash import Lines, extended_lines
+from flexmask.plain.vertical_slash import Blocks, extended_lines
 from tests.cases import Case, Config, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed
 from tests.expected import by_block, expanded, masked_attention, visible_pairs
@@ -169,8 +168,8 @@ def mean_of_rows(right, problem, last, *rest):
 
 
 def gate_everywhere(right, problem, lines, blocks, *rest):
-    on_lines, none = extended_lines(lines.vertical, lines.slash, problem.seen), torch.zeros_like(lines.vertical)
-    return right(problem, Lines(none, none, lines.number), Blocks(blocks.chosen | (on_lines & blocks.lines)), *rest)
+    on_lines = extended_lines(lines.kept[0], lines.kept[1], problem.seen)
+    return right(problem, Lines(torch.zeros_like(lines.kept)), Blocks(blocks.chosen | (on_lines & blocks.lines)), *rest)
 
 
 RULE_FAULTS = {
@@ -186,8 +185,8 @@ RULE_FAULTS = {
     "no gate": other_step("row_blocks", lambda right, *rest: Blocks(right(*rest).chosen)),
     "no floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], 0)),
     "a lower floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], rest[-1] * 0.8)),
-    "a floor of whole halvings": lambda patch: patch.setattr(sys.modules["flexmask.plain.row_evidence"], "SLACK", -1e6),
-    "no halvings": lambda patch: patch.setattr(sys.modules["flexmask.plain.row_evidence"], "HALVINGS", 0),
+    "a floor of whole halvings": lambda patch: patch.setattr(sys.modules["flexmask.plain.hybrid"], "SLACK", -1e6),
+    "no halvings": lambda patch: patch.setattr(sys.modules["flexmask.plain.hybrid"], "HALVINGS", 0),
     "gate of the last rows too": other_step("kept_blocks", gate_everywhere),
     "nearest of all alike": other_step("kept_blocks", lambda right, *rest: right(*rest[:-1], (rest[-1][1], rest[-1][1]))),
     "N for n": other_thresholds(lambda least: least._replace(rows=least.rows[..., -1:].expand_as(least.rows))),

@@ -34,7 +34,7 @@ def test_table_of_versions_names_the_pins_and_the_oldest():
 
 
 def test_extras_install_the_releases_of_transformers_that_the_adapter_serves():
-    code = text("flexmask/transformers_release.py")
+    code = text("flexmask/environment.py")
     oldest, newest = re.search(r"^OLDEST, NEWEST = \((.*)\), \((.*)\)$", code, re.MULTILINE).groups()
     served = f">={oldest.replace(', ', '.')},<{newest.split(', ')[0]}.{int(newest.split(', ')[1]) + 1}"
     assert set(re.findall(r'"transformers([^"]*)"', text("pyproject.toml"))) == {served}

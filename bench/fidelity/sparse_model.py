@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from bench.decoding import CACHE, decode, prefill
 from bench.fidelity.settings import Setting
 from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.base.selection import Selected
+from flexmask.base.selection import Selection
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention
@@ -94,7 +94,7 @@ class SparseModel:
             self._count(inputs, selected, layer)
         return out.transpose(1, 2).contiguous(), None
 
-    def _count(self, inputs: AttentionInputs, selected: Selected, layer: int) -> None:
+    def _count(self, inputs: AttentionInputs, selected: Selection, layer: int) -> None:
         """Add the kept blocks of every query block, mean over heads; chunks must be whole blocks."""
         kept = (selected.lists.kv_num_blocks + selected.lists.full_kv_num_blocks).float().mean((0, 1))
         before = (inputs.key.shape[2] - inputs.query.shape[2]) // selected.block_size
@@ -102,7 +102,7 @@ class SparseModel:
         self._kept[layer] = torch.cat([earlier, kept])
 
 
-def sparse_attention(inputs: AttentionInputs, setting: Setting, layer: int = 0) -> tuple[Tensor, Selected]:
+def sparse_attention(inputs: AttentionInputs, setting: Setting, layer: int = 0) -> tuple[Tensor, Selection]:
     """Attention of checked inputs to a setting's blocks, and the selection; SDPA on CPUs, which compiles nothing."""
     selector, on_gpu = setting.selector(layer).for_inputs(inputs), inputs.query.is_cuda
     inputs = inputs.prepared()

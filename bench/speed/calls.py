@@ -18,7 +18,6 @@ from flexmask.attend import MAX_MASK_BYTES
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask
-from flexmask.flex.head_groups import head_groups
 from flexmask.flex.run import run_flex_attention
 from flexmask.select import select_blocks
 from flexmask.selector import selector_of
@@ -77,7 +76,7 @@ def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
     inputs = attention_inputs(*tensors).prepared()
     selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
     kept, of = 0.0, 0
-    for group in head_groups(inputs.query, inputs.key, MAX_MASK_BYTES // selector.head_bytes, selector.method.shared):
+    for group in selector.groups(inputs, MAX_MASK_BYTES):
         lists = select_blocks(selector, inputs.of_heads(group), group.query).lists
         kept += float((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
         blocks = lists.kv_num_blocks.shape[-1]

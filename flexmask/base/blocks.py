@@ -2,49 +2,89 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
-from flexmask.base.floats import widest_float
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import AttentionInputs, SparseInputs
+from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists
 from flexmask.base.thresholds import ThresholdRule, Thresholds
-from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, in_blocks, num_blocks, token_validity
+from flexmask.base.visibility import (
+    BlockVisibility,
+    Tokens,
+    block_visibility,
+    last_valid_keys,
+    num_blocks,
+    token_validity,
+    valid_keys,
+)
 
 
-class Steps(Protocol):
+class Lines(NamedTuple):
+    """The lines that each head keeps."""
+
+    kept: Tensor  # (2, batch, num_heads, num_kv_blocks) bool or int8: key blocks, then block diagonals
+
+    @property
+    def number(self) -> Tensor:
+        """(2, batch, num_heads) int64."""
+        return self.kept.sum(-1)
+
+
+# what steps hand on, and only steps of the same module read
+Mass = TypeVar("Mass", default=Any)  # attention of the representative rows
+Evidence = TypeVar("Evidence", default=Any)  # attention of all rows to key means
+Blocks = TypeVar("Blocks", default=Any)  # blocks that rows choose
+
+
+class Steps(Protocol[Mass, Evidence, Blocks]):
     """The steps of selections, by name: the module `flexmask.plain` or `flexmask.kernels`.
 
-    Each hands on what only the same module reads.
+    A map of kept blocks is None where `BlockProblem.with_map` is False; then no statistic that reads it is computed.
     """
 
-    def edges_of(self, inputs: AttentionInputs, block_size: int, /) -> Any: ...
+    def edges_of(self, inputs: SparseInputs, block_size: int, /) -> Any: ...
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
-    def representative_mass(self, problem: BlockProblem, which: str, /) -> Any: ...
+    def representative_mass(self, problem: BlockProblem, which: str, /) -> Mass: ...
     def pattern_and_lines(
-        self, problem: BlockProblem, pattern: Any, index: Any, key_means: Tensor, shares: Any, budget: Any, /
-    ) -> Any: ...
+        self,
+        problem: BlockProblem,
+        pattern: Mass,
+        index: Mass,
+        key_means: Tensor,
+        shares: tuple[Tensor, Tensor | float],
+        budget: tuple[int, int | None],
+        /,
+    ) -> tuple[Tensor, Tensor, Lines]: ...
     def query_aware_blocks(
         self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /
-    ) -> Any: ...
+    ) -> Blocks: ...
     def thresholds(self, problem: BlockProblem, gamma: Tensor, rule: ThresholdRule, /) -> Thresholds: ...
-    def last_rows_lines(self, problem: BlockProblem, last: Any, thresholds: Tensor, near: int, /) -> Any: ...
-    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Any: ...
+    def last_rows_lines(self, problem: BlockProblem, last: Mass, thresholds: Tensor, near: int, /) -> Lines: ...
+    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Evidence: ...
     def row_blocks(
-        self, problem: BlockProblem, evidence: Any, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0, /
-    ) -> Any: ...
+        self, problem: BlockProblem, evidence: Evidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0, /
+    ) -> Blocks: ...
     def kept_blocks(
-        self, problem: BlockProblem, lines: Any, blocks: Any, last: Any = None, nearest: tuple[int, int] = (0, 0), /
-    ) -> tuple[BlockLists, Any]: ...
-    def coverage(self, problem: BlockProblem, mass: Any, keep: Tensor, /) -> Tensor: ...
-    def row_coverage(self, problem: BlockProblem, evidence: Any, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
+        self,
+        problem: BlockProblem,
+        lines: Lines,
+        blocks: Blocks | None,
+        last: Mass | None = None,
+        nearest: tuple[int, int] = (0, 0),
+        /,
+    ) -> tuple[BlockLists, Tensor | None]: ...
+    def coverage(self, problem: BlockProblem, mass: Mass, keep: Tensor, /) -> Tensor: ...
+    def row_coverage(self, problem: BlockProblem, evidence: Evidence, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
-class BlockProblem:
+class BlockProblem(Generic[Mass, Evidence, Blocks]):
     """One attention problem cut into blocks.
 
     Attributes
@@ -63,9 +103,9 @@ class BlockProblem:
         `tokens` and `seen` of plain steps; kernels have no use for them, so None computes them where they are read.
     """
 
-    inputs: AttentionInputs
+    inputs: SparseInputs
     block_size: int
-    steps: Steps
+    steps: Steps[Mass, Evidence, Blocks]
     with_map: bool = True
     edges: Any = None
     cut: tuple[Tokens, BlockVisibility] | None = None
@@ -88,7 +128,7 @@ class BlockProblem:
     @property
     def own(self) -> Tensor:
         """Key blocks of each query block's first and last row, shaped as `visible`."""
-        first, last = self.seen.first_diagonal.unsqueeze(-1), self.seen.last_diagonal.unsqueeze(-1)
+        first, last = self.seen.first_row_block.unsqueeze(-1), self.seen.last_row_block.unsqueeze(-1)
         return ((self.kv_block == first) | (self.kv_block == last))[:, None]
 
     @property
@@ -110,17 +150,16 @@ class BlockProblem:
         if self.tokens.padded or self.inputs.window is not None:
             number = self.seen.visible.sum(-1)
             return number, number.amax(-1, keepdim=True)
-        number = self.seen.last_diagonal + 1
+        number = self.seen.last_row_block + 1
         return number, number[:, -1:]
 
     def key_counts(self) -> Tensor:
         """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""
-        return in_blocks(self.tokens.key_valid, self.block_size, False).sum(-1)
+        return valid_keys(self.tokens, self.block_size)
 
     def last_keys(self) -> Tensor:
-        """Position of each key block's last valid key, (batch or 1, num_kv_blocks) int64; -1 without any."""
-        position = torch.arange(self.tokens.key_valid.shape[-1], device=self.tokens.key_valid.device)
-        return in_blocks(torch.where(self.tokens.key_valid, position, -1), self.block_size, -1).amax(-1)
+        """Position of each key block's last valid key, (batch or 1, num_kv_blocks) int64; -kv_len without any."""
+        return last_valid_keys(self.tokens, self.block_size)
 
     def row_positions(self) -> Tensor:
         """(batch or 1, q_len) int64."""
@@ -156,13 +195,22 @@ class BlockProblem:
 
     def diagonals(self, count: int | Tensor) -> Tensor:
         """Blocks on the nearest `count` block diagonals, (batch or 1, 1 or num_heads, num_q_blocks, num_kv_blocks) bool."""
-        return self.seen.first_diagonal[:, None, :, None] - self.kv_block < count
+        return self.seen.first_row_block[:, None, :, None] - self.kv_block < count
 
     def window(self, count: int) -> Tensor:
         """Blocks with a visible pair less than `count` tokens apart, shaped as `visible`."""
         limit = self.inputs.window
         limit = count if limit is None else min(count, limit)
         return block_visibility(self.tokens, self.block_size, limit).visible[:, None]
+
+    def mean_and_least(self, held: Tensor, has_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Evidence that kept blocks hold, (batch, num_heads, num_q_blocks), over the query blocks of `has_rows`."""
+        number = has_rows.sum(-1)
+        mean = torch.where(has_rows, held, 0.0).sum(-1) / number
+        # amin keeps NaN
+        least = torch.where(number > 0, torch.where(has_rows, held, math.inf).amin(-1), math.nan)
+        is_absent = ~self.tokens.row_valid.any(-1, keepdim=True)
+        return torch.where(is_absent, 0.0, mean), torch.where(is_absent, 0.0, least)
 
     def last_query_blocks(self, count: int) -> Tensor:
         """The last `count` query blocks up to the last valid row's, (batch or 1, 1, num_q_blocks, 1) bool."""
@@ -173,9 +221,9 @@ class BlockProblem:
 
 
 def cut_into_blocks(
-    inputs: AttentionInputs, block_size: int, steps: Steps, with_map: bool = True, end: Tensor | None = None
+    inputs: SparseInputs, block_size: int, steps: Steps, with_map: bool = True, end: Tensor | None = None
 ) -> BlockProblem:
-    """Cut inputs `with_offset` into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
+    """Cut a call into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
     edges = steps.edges_of(inputs, block_size)
     if edges is not None:
         return BlockProblem(inputs, block_size, steps, with_map, edges)

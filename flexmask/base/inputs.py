@@ -1,13 +1,16 @@
-"""One attention call: its tensors and its geometry, checked once at the public boundary."""
+"""One attention call: its tensors and its geometry, checked once at the public boundary; its groups of heads and their memory."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+from typing import Any, NamedTuple, NewType, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from flexmask._torch import is_traced
 from flexmask.base.checks import DTYPES, check_inputs, plain_number
+from flexmask.base.visibility import num_blocks
 
 # at import: dynamo cannot trace it
 _DEVICES = frozenset(
@@ -15,7 +18,12 @@ _DEVICES = frozenset(
 )
 
 
+_Inputs = TypeVar("_Inputs", bound="AttentionInputs")
+
+
 class HeadGroup(NamedTuple):
+    """Heads whose masks exist at one time."""
+
     batch: slice
     query: slice
     key: slice
@@ -29,7 +37,7 @@ class AttentionInputs(NamedTuple):
     """The tensors and numbers of one causal attention call, from `attention_inputs`.
 
     Query row t stands at position ``offset + t``. It sees key k iff both are tokens, ``0 <= position - k`` and, with a window,
-    ``position - k < window``.
+    ``position - k < window``. Dense attention takes them as they are, masks and sparse attention `SparseInputs`.
     """
 
     query: Tensor  # (batch, num_heads, q_len, head_dim)
@@ -43,7 +51,7 @@ class AttentionInputs(NamedTuple):
     sinks: Tensor | None = None  # (num_heads,) floating
     needs_grad: bool = False
 
-    def of_heads(self, group: HeadGroup) -> AttentionInputs:
+    def of_heads(self: _Inputs, group: HeadGroup) -> _Inputs:
         sizes = (group.batch.stop - group.batch.start, group.query.stop - group.query.start)
         if sizes == (self.query.shape[0], self.query.shape[1]):
             return self
@@ -57,8 +65,8 @@ class AttentionInputs(NamedTuple):
             sinks=None if sinks is None else sinks[group.query],
         )
 
-    def prepared(self) -> AttentionInputs:
-        """`with_offset`, detached unless gradients are needed, and zero where no token is: a weight of 0 does not hide NaN."""
+    def prepared(self) -> SparseInputs:
+        """For attention: detached unless gradients are needed, and zero where no token is, as a weight of 0 does not hide NaN."""
         mask = self.attention_mask
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
@@ -78,20 +86,55 @@ class AttentionInputs(NamedTuple):
             value = None if value is None else torch.where(absent, 0.0, value)
         return self.with_offset().with_fields(query=query, key=key, value=value, sinks=sinks)
 
-    def with_offset(self) -> AttentionInputs:
-        """The same with `offset` as a tensor, unless row 0 stands at position 0: another offset is not another compilation."""
+    def with_offset(self) -> SparseInputs:
+        """For a mask only: as they are."""
         batch, q_len, kv_len = self.query.shape[0], self.query.shape[2], self.key.shape[2]
         if self.offset is not None or q_len == kv_len:
-            return self
+            return cast("SparseInputs", self)
         offset = torch.full((batch,), kv_len - q_len, dtype=torch.int32, device=self.query.device)
-        return self.with_fields(offset=offset)
+        return cast("SparseInputs", self.with_fields(offset=offset))
 
-    def with_fields(self, **fields: Any) -> AttentionInputs:
+    def with_fields(self: _Inputs, **fields: Any) -> _Inputs:
         """The same with other values in some fields; torch 2.5 cannot trace `_replace`."""
-        return AttentionInputs(**{name: fields[name] if name in fields else getattr(self, name) for name in _FIELDS})
+        values = {name: fields[name] if name in fields else getattr(self, name) for name in _FIELDS}
+        return cast("_Inputs", AttentionInputs(**values))
 
 
 _FIELDS = AttentionInputs._fields
+SparseInputs = NewType("SparseInputs", AttentionInputs)
+"""Inputs whose `offset` is a tensor, or None where row 0 stands at position 0: another offset is not another compilation.
+
+A type of its own for type checkers: `AttentionInputs.prepared` and `AttentionInputs.with_offset` make it.
+"""
+
+
+def head_groups(query: Tensor, key: Tensor, at_once: int | None, shared: bool = False) -> list[HeadGroup]:
+    """Groups of equal size of at most `at_once` heads, at least one; all heads of a batch row if they are `shared`.
+
+    None: one group of all. Splits batch rows first, then key heads with their query heads, then one key head's query heads.
+    """
+    batch, num_heads, num_kv_heads = query.shape[0], query.shape[1], key.shape[1]
+    if at_once is None:
+        at_once = batch * num_heads
+    elif shared:
+        at_once = max(at_once, num_heads)
+    per_key = num_heads // num_kv_heads
+    rows = _largest_divisor(batch, at_once // num_heads)
+    keys = _largest_divisor(num_kv_heads, at_once // per_key)
+    queries = keys * _largest_divisor(per_key, at_once)
+    return [
+        HeadGroup(slice(b, b + rows), slice(h, h + queries), slice(h // per_key, h // per_key + keys))
+        for b in range(0, batch, rows)
+        for h in range(0, num_heads, queries)
+    ]
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """Largest divisor of `number` up to `limit`, at least 1."""
+    if limit >= number:
+        return number
+    # a list: torch 2.8 cannot trace max of a generator
+    return max([d for d in range(1, number + 1) if number % d == 0 and d <= max(1, limit)])
 
 
 def attention_inputs(
@@ -132,12 +175,45 @@ def attention_inputs(
     )
 
 
-def autocast_is_on(device: torch.device) -> bool:
-    return device.type in _DEVICES and torch.is_autocast_enabled(device.type)
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Switch autocast off on `device`."""
+    if device.type in _DEVICES and torch.is_autocast_enabled(device.type):
+        # as text: 2.5.1 cannot trace the generic alias
+        return cast("contextlib.AbstractContextManager[None]", torch.autocast(device.type, enabled=False))
+    return contextlib.nullcontext()
 
 
 def in_autocast_dtype(tensor: Any) -> Any:
     """`tensor` in the dtype of autocast if that is on; what no call takes is left for the checks."""
-    if isinstance(tensor, Tensor) and tensor.dtype in DTYPES and autocast_is_on(tensor.device):
-        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    if isinstance(tensor, Tensor) and tensor.dtype in DTYPES:
+        device = tensor.device.type
+        if device in _DEVICES and torch.is_autocast_enabled(device):
+            return tensor.to(torch.get_autocast_dtype(device))
     return tensor
+
+
+# per pair of blocks while lists are made, uncompiled: int64 places, int32 sums and lists, bool maps
+_PAIR_BYTES = 40
+_SCORE_BYTES = 12  # float32 twice, and the map of visible keys
+
+
+def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
+    """Bytes of one head's map in one batch row while its lists are made, and of the scores of `rows` representative rows."""
+    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
+    return _PAIR_BYTES * num_blocks(q_len, block_size) * num_blocks(kv_len, block_size) + _SCORE_BYTES * rows * kv_len
+
+
+def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
+    """Bytes that the plain steps take for one head, uncompiled: the most that was measured, rounded up.
+
+    `by_pair` for each pair of blocks, `by_score` for each score of a representative row, and copies for block means.
+    """
+    (_, num_heads, q_len, head_dim), kv_len = inputs.query.shape, inputs.key.shape[2]
+    per_key = num_heads // inputs.key.shape[1]
+    # a branch on symbolic lengths would add a graph, and torch 2.8 cannot add what compares them
+    absent = is_traced() or inputs.attention_mask is not None or inputs.offset is not None or q_len != kv_len
+    ragged = is_traced() or q_len % block_size != 0 or kv_len % block_size != 0
+    copies = (inputs.query.element_size() < 4) + absent + ragged
+    means = copies * 4 * head_dim * max(q_len, -(-kv_len // per_key))
+    pairs = num_blocks(q_len, block_size) * num_blocks(kv_len, block_size)
+    return pairs * by_pair + block_size * kv_len * by_score + means

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flexmask.base.checks import check_int, check_int64, check_plain, check_real
-from flexmask.base.floats import widest_float
+from flexmask.base.scores import widest_float
 
 # keeps one block of an even map of 8192 by 8192 blocks: a smaller share keeps no fewer
 _LEAST_SHARE = 2.0**-30

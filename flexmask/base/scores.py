@@ -1,4 +1,4 @@
-"""Attention scores: grouped heads, soft cap, softmax over visible entries."""
+"""Attention scores of grouped heads, their softmax, and top-p over them in the widest float of a device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ def grouped_scores(query: Tensor, key: Tensor) -> Tensor:
     """``query @ key^T`` in float32 where groups of query heads share a key head, (batch, num_heads, rows, columns)."""
     batch, num_heads, rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    groups = num_heads // num_kv_heads
-    query = query.reshape(batch * num_kv_heads, groups * rows, head_dim)
+    query = query.reshape(batch * num_kv_heads, num_heads // num_kv_heads * rows, head_dim)
     scores = query.float() @ key.flatten(0, 1).transpose(1, 2).float()
     return scores.reshape(batch, num_heads, rows, key.shape[2])
 
@@ -44,3 +43,61 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
     if scores.device.type != "cpu" or is_traced():
         return scores.softmax(-1)
     return torch.softmax(scores, -1, out=scores)
+
+
+_FRACTION_BITS = 40
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 where `device` lacks it: Apple's GPUs and some of Intel's. For sums and thresholds."""
+    if device.type == "mps":
+        return torch.float32
+    if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
+        return torch.float32
+    return torch.float64
+
+
+def running_sums(values: Tensor, precision: torch.dtype) -> Tensor:
+    """Cumulative sums over the last dimension, in `precision`: torch.float64 or torch.float32.
+
+    `values` are float32 >= 0 with sums of at most 2**22; NaN affects only its line. A running float32 sum over a large map never
+    reaches 0.99 of its total: without float64 the sums are int64, of values cut to 40 binary places.
+    """
+    if precision == torch.float64:
+        return values.double().cumsum(-1)
+    return (values * 2.0**_FRACTION_BITS).to(torch.int64).cumsum(-1).float() * 2.0**-_FRACTION_BITS
+
+
+def ranks(values: Tensor, candidates: Tensor) -> Tensor:
+    """Rank of every entry >= 0 in descending order over the last dimension, int64 from 0.
+
+    Equal values rank by lower index, candidates before all others.
+    """
+    order = torch.where(candidates, values, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(order).scatter(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+
+
+def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
+    """Count the heaviest candidates whose sum reaches gamma times the sum of all candidates; every candidate at gamma 1."""
+    ordered = torch.where(candidates, values, 0.0).sort(dim=-1, descending=True).values
+    running = running_sums(ordered, gamma.dtype)
+    count = (running - ordered < gamma.unsqueeze(-1) * running[..., -1:]).sum(-1)
+    # at 1 neither rounding nor weightless candidates may decide
+    return torch.where(gamma >= 1, candidates.sum(-1), count)
+
+
+def top_p(values: Tensor, candidates: Tensor, gamma: Tensor, forced: Tensor | None = None) -> Tensor:
+    """The fewest candidates whose sum reaches gamma times the sum of all, as a bool tensor; every candidate at gamma 1.
+
+    `values` is (..., n) float32 >= 0, NaN counts as 0; `gamma` broadcasts to (...,), in the sums' dtype. `forced` candidates are
+    kept in any case and count first.
+    """
+    values = torch.where(candidates, values.nan_to_num(0.0), 0.0)
+    first = values if forced is None else torch.where(forced, float("inf"), values)
+    order = torch.where(candidates, first, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    weights = values.gather(-1, order)
+    running = running_sums(weights, gamma.dtype)
+    gamma = gamma.unsqueeze(-1)
+    kept = (running - weights < gamma * running[..., -1:]) | (gamma >= 1)
+    kept = torch.zeros_like(kept).scatter(-1, order, kept)
+    return (kept if forced is None else kept | forced) & candidates

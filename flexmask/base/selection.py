@@ -1,4 +1,4 @@
-"""The outcome of a selection: index lists, the map of kept blocks, and evidence for statistics."""
+"""What a method chooses, and the selection made of it: index lists, the map of kept blocks, and statistics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,17 @@ def ascending_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
     return count, indices
 
 
-class Selected(NamedTuple):
+def listed_blocks(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor:
+    """True at the first `counts` of the `indices` of each row, (.., num_q_blocks, num_kv_blocks) bool; others are ignored."""
+    entry = torch.arange(indices.shape[-1], device=indices.device)
+    is_listed = (entry < counts.unsqueeze(-1)) & (indices >= 0) & (indices < num_kv_blocks)
+    # the rest goes to one more column
+    column = torch.where(is_listed, indices.long(), num_kv_blocks)
+    marks = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.bool, device=indices.device)
+    return marks.scatter(-1, column, True)[..., :num_kv_blocks].contiguous()
+
+
+class Selection(NamedTuple):
     """The blocks that a selector keeps of one call, and how its mask is made of them."""
 
     lists: BlockLists  # of (batch, num_heads or 1) heads
@@ -50,7 +60,7 @@ class Selected(NamedTuple):
     # a user's own, which hides pairs too
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
-    def without_heads(self, runs: Sequence[slice]) -> Selected:
+    def without_heads(self, runs: Sequence[slice]) -> Selection:
         """With empty lists in runs of query heads; the indices are shared."""
         counts, full_counts = self.lists.kv_num_blocks.clone(), self.lists.full_kv_num_blocks.clone()
         for heads in runs:
@@ -58,19 +68,20 @@ class Selected(NamedTuple):
             full_counts[:, heads] = 0
         return self.with_fields(lists=BlockLists(counts, self.lists.kv_indices, full_counts, self.lists.full_kv_indices))
 
-    def with_fields(self, **fields: Any) -> Selected:
+    def with_fields(self, **fields: Any) -> Selection:
         """The same with other values in some fields; torch 2.5 cannot trace `_replace`."""
-        return Selected(**{name: fields[name] if name in fields else getattr(self, name) for name in _FIELDS})
+        return Selection(**{name: fields[name] if name in fields else getattr(self, name) for name in _FIELDS})
 
 
-_FIELDS = Selected._fields
+_FIELDS = Selection._fields
 
 
-class Selection(NamedTuple):
+class Choice(NamedTuple):
     """The blocks that a method keeps."""
 
     lists: BlockLists
     keep: Tensor | None  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
-    evidence: Mapping[str, Callable[[], Tensor]] = {}  # by statistic (`flexmask.stats`): computes it, (batch, num_heads)
+    # by statistic (`flexmask.stats`): computes it from the map, (batch, num_heads)
+    evidence: Mapping[str, Callable[[Tensor], Tensor]] = {}
     # of a user's mask, which hides pairs too
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None

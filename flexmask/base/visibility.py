@@ -47,8 +47,8 @@ class BlockVisibility(NamedTuple):
 
     visible: Tensor  # (.., num_q_blocks, num_kv_blocks) bool: some pair is visible
     full: Tensor  # every existing pair is visible
-    first_diagonal: Tensor  # (.., num_q_blocks) int64: key block of the first row's position
-    last_diagonal: Tensor  # of the last row's
+    first_row_block: Tensor  # (.., num_q_blocks) int64: key block of the first row's position
+    last_row_block: Tensor  # of the last row's
 
 
 def num_blocks(length: int, block_size: int) -> int:
@@ -153,7 +153,7 @@ def candidate_diagonals(seen: BlockVisibility) -> Tensor:
     visible = seen.visible
     diagonal = torch.arange(visible.shape[-1], device=visible.device)
     holds = torch.zeros_like(visible[:, 0])
-    for row_diagonal in (seen.first_diagonal, seen.last_diagonal):
+    for row_diagonal in (seen.first_row_block, seen.last_row_block):
         kv_block = row_diagonal.unsqueeze(-1) - diagonal
         on_diagonal = visible.gather(-1, kv_block.clamp(min=0).expand(visible.shape)) & (kv_block >= 0)
         holds = holds | on_diagonal.any(-2)

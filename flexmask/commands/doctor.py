@@ -25,7 +25,6 @@ from flexmask.commands.options import (
     settings_from,
 )
 from flexmask.commands.output import Json, Output
-from flexmask.transformers_release import check_release
 
 if TYPE_CHECKING:
     from flexmask.environment import FlashReport, Problem
@@ -105,7 +104,7 @@ def doctor(
 
 def _of_the_adapter(version: str | None, needed: bool) -> list[Problem]:
     """Of transformers by its version: loading it takes seconds."""
-    from flexmask.environment import Problem
+    from flexmask.environment import Problem, check_release
 
     severity = "error" if needed else "warning"
     if version is None:

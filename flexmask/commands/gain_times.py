@@ -14,20 +14,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexmask import plain
+from flexmask.attend import attend_heads
 from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.base.selection import Selected
+from flexmask.base.inputs import SparseInputs, attention_inputs, head_groups
+from flexmask.base.selection import Selection
 from flexmask.dense_policy import has_causal_kernel
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.block_mask import block_mask
-from flexmask.flex.dense import dense_attention
-from flexmask.flex.head_groups import head_groups
-from flexmask.flex.heads import attend_heads
+from flexmask.flex.dense import dense_attention, sdpa
 from flexmask.flex.run import run_flex_attention
-from flexmask.flex.visible import sdpa
-from flexmask.run_method import from_map
-from flexmask.select import select_blocks
-from flexmask.selector import Selector
+from flexmask.select import from_map, select_blocks
+from flexmask.selector import CallSelector
 from flexmask.settings import PrefillSettings
 
 if TYPE_CHECKING:
@@ -144,7 +141,7 @@ def random_times(
     Times as many heads as share a mask, and take no longer than `_LONGEST` at `speed` FLOPs per second.
     """
     heads, kv_heads, head_dim, window = shape
-    options = settings.run_options
+    options = settings.call_options
     nothing = torch.zeros((), device=device, dtype=dtype)
     whole = attention_inputs(*(nothing.expand(1, n, tokens, head_dim) for n in (heads, kv_heads, kv_heads)), window=window)
     selector = settings.selector().for_inputs(whole)
@@ -165,15 +162,14 @@ def random_times(
         backend, plan = chosen_backend(options.backend, inputs, selector.block_size), options.policy.plan(whole, selector)
         for density in densities:
             selected, kept = _random_blocks(inputs, selector.block_size, density)
-            how = (plan.most_kept, backend.name, False, backend.lse_factor)
-            calls.append(partial(attend_heads, inputs, selected, [False] * key.shape[1], *how))
+            calls.append(partial(attend_heads, inputs, selected, [False] * key.shape[1], plan.most_kept, backend))
             sparse.append(kept)
     dense, *others = (seconds / share for seconds in seconds_in_turns(calls, device))
     selection, *attention = others or [np.zeros(ROUNDS)]
     return Times(kernel, dense, selection, list(zip(sparse, attention, strict=True)), share)
 
 
-def _random_blocks(inputs: AttentionInputs, block_size: int, density: float) -> tuple[Selected, float]:
+def _random_blocks(inputs: SparseInputs, block_size: int, density: float) -> tuple[Selection, float]:
     """Random blocks with the diagonal, and their density."""
     generator = torch.Generator(device=inputs.query.device).manual_seed(1)
     blocks = cut_into_blocks(inputs, block_size, plain, False)
@@ -183,10 +179,10 @@ def _random_blocks(inputs: AttentionInputs, block_size: int, density: float) -> 
     shape = (*inputs.query.shape[:2], *blocks.visible.shape[2:])
     lists = from_map(blocks, torch.rand(shape, generator=generator, device=inputs.query.device) < share).lists
     kept = int((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
-    return Selected(lists, None, {}, block_size), kept / max(visible * shape[1], 1)
+    return Selection(lists, None, {}, block_size), kept / max(visible * shape[1], 1)
 
 
-def fastest_dense(inputs: AttentionInputs) -> str:
+def fastest_dense(inputs: SparseInputs) -> str:
     """Name of the fastest dense kernel that serves the inputs."""
     calls, seconds = dense_calls(inputs), dict[str, float]()
     if len(calls) == 1:
@@ -202,7 +198,7 @@ def fastest_dense(inputs: AttentionInputs) -> str:
     return min(seconds, key=lambda name: seconds[name])
 
 
-def dense_calls(inputs: AttentionInputs) -> dict[str, Callable[[], Any]]:
+def dense_calls(inputs: SparseInputs) -> dict[str, Callable[[], Any]]:
     """Dense attention by each kernel, by its name."""
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
@@ -216,13 +212,13 @@ def dense_calls(inputs: AttentionInputs) -> dict[str, Callable[[], Any]]:
     calls = {name: partial(by_sdpa, backend) for name, backend in _SDPA.items()} if has_causal_kernel(inputs) else {}
     backend = chosen_backend("auto", inputs, 128)
     everything = from_map(cut_into_blocks(inputs, 128, plain, False), None).lists
-    mask = block_mask(inputs, Selected(everything, None, {}, 128))
+    mask = block_mask(inputs, Selection(everything, None, {}, 128))
     flex = partial(run_flex_attention, inputs, mask, backend.name, False, backend.lse_factor)
     return {**calls, f"FlexAttention {backend.name}": flex}
 
 
-def select_all(inputs: AttentionInputs, selector: Selector, max_mask_bytes: int) -> None:
+def select_all(inputs: SparseInputs, selector: CallSelector, max_mask_bytes: int) -> None:
     """Make the masks of all heads as attention does."""
-    for group in head_groups(inputs.query, inputs.key, max_mask_bytes // selector.head_bytes, selector.method.shared):
+    for group in selector.groups(inputs, max_mask_bytes):
         part = inputs.of_heads(group)
         block_mask(part, select_blocks(selector, part, group.query))

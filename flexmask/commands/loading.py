@@ -53,7 +53,7 @@ def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSet
     """Remark, before the wait, that a short prompt runs dense."""
     from flexmask.integrations.huggingface.model_config import model_settings
 
-    dense_below = (settings or model_settings(model)).run_options.policy.dense_below
+    dense_below = (settings or model_settings(model)).call_options.policy.dense_below
     if tokens < dense_below:
         output.remark(f"{tokens:,} tokens < dense_below {dense_below:,}: the prompt runs dense. --dense-below 0 makes it sparse.")
 

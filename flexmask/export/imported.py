@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.base.checks import check_int
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import check_block_size, check_count
-from flexmask.base.selection import Selected, block_lists
+from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import block_visibility, num_blocks, token_validity
 from flexmask.flex.block_mask import block_mask
 
@@ -88,15 +88,15 @@ def from_block_map(
         keep & ~seen.visible[:, None], "keeps key block {3} for query block {2} of head {1}, prompt {0}, which no row sees"
     )
     kv_block = torch.arange(blocks[1], device=keep.device)
-    first, last = seen.first_diagonal.unsqueeze(-1), seen.last_diagonal.unsqueeze(-1)
+    first, last = seen.first_row_block.unsqueeze(-1), seen.last_row_block.unsqueeze(-1)
     own = (((kv_block == first) | (kv_block == last)) & seen.visible)[:, None]
     lost = own & ~keep & keep.any(-1, keepdim=True)
     _refuse_first(lost, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
 
-    selected = Selected(block_lists(keep, seen.full.expand(batch, -1, -1)), keep, {}, block_size, _TITLE)
+    selection = Selection(block_lists(keep, seen.full.expand(batch, -1, -1)), keep, {}, block_size, _TITLE)
     # of query and key a mask reads only lengths and device
     query, key = (keep.new_empty(()).expand(batch, 1, length, 1) for length in (q_len, kv_len))
-    return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset).with_offset(), selected)
+    return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset).with_offset(), selection)
 
 
 def from_index_list(

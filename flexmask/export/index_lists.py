@@ -1,4 +1,4 @@
-"""Padded lists of kept key blocks with their counts."""
+"""Maps of kept blocks, and padded lists of kept key blocks with their counts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,50 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.selection import ascending_indices
 from flexmask.export.listed import kept_and_full
+
+_DTYPES = (torch.bool, torch.uint8, torch.int32)
+
+
+def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Which blocks a mask keeps, as a dense map.
+
+    Kept blocks are computed, others are skipped. The block that cuts the diagonal is kept like any other: the kernel must apply
+    causality inside it, and windows and padding inside the blocks that they cut.
+
+    Reads no value on the host.
+
+    Parameters
+    ----------
+    mask
+        A BlockMask, of flexmask or not.
+    dtype
+        torch.bool, or torch.uint8 or torch.int32 for kernels that read numbers; 1 is a kept block.
+
+    Returns
+    -------
+    Tensor
+        (batch, num_heads, num_q_blocks, num_kv_blocks), contiguous, on the mask's device; batch and num_heads are the mask's own,
+        1 where all share a row. Query block i holds the rows ``i * block_size`` up to ``(i + 1) * block_size - 1`` of the chunk,
+        key block j the keys of the same numbers.
+
+    Raises
+    ------
+    TypeError
+        For anything but a BlockMask, and for another dtype.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flexmask.block_masks import causal_mask
+    >>> from flexmask.export import to_block_map
+    >>> query = torch.randn(1, 2, 64, 16)
+    >>> to_block_map(causal_mask(query, query, block_size=32), dtype=torch.uint8)[0, 0]
+    tensor([[1, 0],
+            [1, 1]], dtype=torch.uint8)
+    """
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES))}; got {dtype}")
+    return kept_and_full(mask)[0].to(dtype)
 
 
 def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:

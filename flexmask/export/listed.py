@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import KNOWS_LENGTHS
 from flexmask.base.checks import check_int
+from flexmask.base.selection import listed_blocks
 from flexmask.flex.block_mask import parts_of
 
 
@@ -38,11 +39,11 @@ def kept_and_full(mask: BlockMask) -> tuple[Tensor, Tensor]:
     """Listed blocks and the full ones among them, (batch, num_heads, num_q_blocks, num_kv_blocks) bool."""
     checked(mask)
     columns = num_kv_blocks(mask)
-    partial = listed(mask.kv_num_blocks, mask.kv_indices, columns)
+    partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices, columns)
     if mask.full_kv_num_blocks is None:
         return partial, torch.zeros_like(partial)
     assert mask.full_kv_indices is not None
-    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+    full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
     return partial | full, full
 
 
@@ -55,15 +56,6 @@ def num_kv_blocks(mask: BlockMask, tile: int | None = None) -> int:
     else:
         kv_len = mask.kv_indices.shape[-1] * size if parts is None else parts[1][1]
     return -(-kv_len // (size if tile is None else tile))
-
-
-def listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """True at the first `counts` of the `indices` of each row; those outside of the columns are ignored."""
-    entry = torch.arange(indices.shape[-1], device=indices.device)
-    known = (entry < counts.unsqueeze(-1)) & (indices >= 0) & (indices < columns)
-    marks = torch.zeros((*counts.shape, columns + 1), dtype=torch.bool, device=indices.device)
-    # the rest goes to one more column
-    return marks.scatter(-1, torch.where(known, indices.long(), columns), True)[..., :columns].contiguous()
 
 
 def geometry(mask: BlockMask, target: str) -> Geometry:

@@ -24,8 +24,8 @@ from flexmask._torch import (
 )
 from flexmask.base.checks import GRADIENT_DIMS
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.flash_call import FlashCall
 from flexmask.flex.flash_check import NO_LSE_GRADIENT, Verdict
+from flexmask.flex.flash_problem import FlashCall
 from flexmask.flex.flash_verdicts import flash_verdict
 
 BACKENDS = ("auto", "triton", "flash")
@@ -101,8 +101,10 @@ def chosen_backend(
     if backend == "auto":
         if capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call, needs_lse):
             return ChosenBackend("triton")
-        found = verdict(call, device)
-        return ChosenBackend("triton") if found is None or _reason(found, needs_lse) else ChosenBackend("flash", found.lse_factor)
+        outcome = verdict(call, device)
+        if outcome is None or _reason(outcome, needs_lse):
+            return ChosenBackend("triton")
+        return ChosenBackend("flash", outcome.lse_factor)
 
     reasons = []
     if device.type != "cuda":
@@ -125,16 +127,16 @@ def chosen_backend(
             UserWarning,
             stacklevel=2,
         )
-    found = verdict(call, device)
-    if found is None and not is_dense:
+    outcome = verdict(call, device)
+    if outcome is None and not is_dense:
         raise ValueError(
             'backend="flash" was not checked for such calls before they were compiled or captured, where no check can run: make '
             "one before, or flexmask.warmup"
         )
-    reason = "" if found is None else _reason(found, needs_lse)
+    reason = "" if outcome is None else _reason(outcome, needs_lse)
     if reason:
         raise ValueError(f'backend="flash" cannot run here: {reason}')
-    return ChosenBackend("flash", 1.0 if found is None else found.lse_factor)
+    return ChosenBackend("flash", 1.0 if outcome is None else outcome.lse_factor)
 
 
 def auto_checks(call: FlashCall, needs_lse: bool = False) -> bool:
@@ -150,8 +152,8 @@ def auto_checks(call: FlashCall, needs_lse: bool = False) -> bool:
     )
 
 
-def _reason(found: Verdict, needs_lse: bool) -> str:
-    return found.reason or (found.lse_reason if needs_lse else "")
+def _reason(outcome: Verdict, needs_lse: bool) -> str:
+    return outcome.reason or (outcome.lse_reason if needs_lse else "")
 
 
 def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:

@@ -1,38 +1,125 @@
-"""The BlockMask of index lists, of one selection or of those of head groups."""
+"""The BlockMask of index lists, of one selection or of those of head groups, and its ``mask_mod(b, h, q_idx, kv_idx)``."""
 
 from __future__ import annotations
 
 import copyreg
 import functools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import FROM_KV_BLOCKS, is_traced
-from flexmask.base.inputs import AttentionInputs, HeadGroup
-from flexmask.base.selection import BlockLists, Selected
-from flexmask.flex.mask_mods import MaskMod, kept_mask_mod, limited_mask_mod, named, visible_mask_mod
+from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, FROM_KV_BLOCKS, RELEASE, is_traced
+from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs
+from flexmask.base.selection import BlockLists, Selection
 
-Parts = Sequence[tuple[HeadGroup, Selected]]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def block_mask(inputs: AttentionInputs, selected: Selected) -> BlockMask:
-    """The BlockMask of kept blocks, for inputs `with_offset`; with the lists by key block where the inputs need gradients."""
-    mask_mod, title = visible_mask_mod(inputs), selected.title
-    if selected.keep is not None:
-        mask_mod = kept_mask_mod(mask_mod, selected.keep, selected.block_size)
-    if selected.mask_mod is not None:
-        mask_mod = limited_mask_mod(mask_mod, selected.mask_mod, title or "own")
+def visible_mask_mod(inputs: SparseInputs) -> MaskMod:
+    """Causality, padding and window.
+
+    Attention is compiled once per ``__name__``, which names kinds of inputs and no values.
+    """
+    window, token = inputs.window, inputs.attention_mask
+    name = f"visible(window={window is not None}, padded={token is not None}, shifted={inputs.offset is not None})"
+    offset = None if inputs.offset is None else captured(inputs.offset)
+    valid = None if token is None else captured(token)
+    reach = None if window is None else captured_number(window, inputs.key.shape[0], inputs.key.device)
+
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        position = q_idx if offset is None else q_idx + offset[b]
+        mask = kv_idx <= position
+        if reach is not None:
+            mask = mask & (position - kv_idx < reach[b])
+        if valid is not None:
+            mask = mask & valid[b, kv_idx] & valid[b, position]
+        return mask
+
+    return named(visible, name)
+
+
+def limited_mask_mod(visible: MaskMod, own: MaskMod, name: str) -> MaskMod:
+    """`visible`, limited to what a user's mask_mod of that name allows."""
+
+    def limited(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return own(b, h, q_idx, kv_idx) & visible(b, h, q_idx, kv_idx)
+
+    return named(limited, f"{name} and {visible.__name__}")
+
+
+def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
+    """`visible`, limited to the blocks of `keep`, (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool."""
+    shared = keep.shape[1] == 1
+    # torch 2.5 reads a number among a mask_mod's indices on the host, which fails
+    keep = captured(keep.squeeze(1) if shared else keep)
+    side = captured_number(block_size, keep.shape[0], keep.device)
+
+    def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        q_block, kv_block = q_idx // side[b], kv_idx // side[b]
+        own = keep[b, q_block, kv_block] if shared else keep[b, h, q_block, kv_block]
+        return own & visible(b, h, q_idx, kv_idx)
+
+    return named(kept, f"kept and {visible.__name__}")
+
+
+def captured(tensor: Tensor) -> Tensor:
+    """`tensor` in a form that a mask_mod may capture: itself on accelerators, one that torch can compile on CPUs.
+
+    FlexAttention's C++ template (2.8.0, 2.13.0) replaces ``ks1`` by ``cur_qSplitSize`` in generated code, hence the symbolic size
+    ``ks12`` by the undeclared ``cur_qSplitSize2``. Unbacked sizes are named ``ku0`` and stay. A size of 1 is never symbolic.
+
+    In a surrounding compilation nothing can be marked, and symbolic sizes may still fail. There as_strided puts captured tensors
+    into memory, and indexing with a range keeps Inductor from treating a constant as such.
+    """
+    if tensor.device.type != "cpu":
+        return tensor
+    if is_traced():
+        in_passing = tensor[torch.arange(tensor.shape[0], device=tensor.device)]
+        return in_passing.as_strided(in_passing.shape, in_passing.stride())
+    view = tensor.detach()
+    if CPU_TAKES_UNBACKED_SIZES:
+        for dim, size in enumerate(view.shape):
+            if size > 1:
+                torch._dynamo.decorators.mark_unbacked(view, dim)
+    return view
+
+
+def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
+    """`number` in a form that a mask_mod may capture: (batch,) int32, read at the batch index, clamped to int32.
+
+    A Python int that changes becomes symbolic, which the FLASH backend (2.11) rejects and the CPU's template misnames.
+    """
+    return captured(torch.full((batch,), min(number, 2**31 - 1), dtype=torch.int32, device=device))
+
+
+def named(function: _Function, name: str) -> _Function:
+    """`function` with another ``__name__``; in a surrounding compilation only where torch traces that (2.8.0 does, 2.5.1 not)."""
+    if RELEASE >= (2, 8) or not is_traced():
+        function.__name__ = name
+    return function
+
+
+Parts = Sequence[tuple[HeadGroup, Selection]]
+
+
+def block_mask(inputs: SparseInputs, selection: Selection) -> BlockMask:
+    """The BlockMask of kept blocks; with the lists by key block where the inputs need gradients."""
+    mask_mod, title = visible_mask_mod(inputs), selection.title
+    if selection.keep is not None:
+        mask_mod = kept_mask_mod(mask_mod, selection.keep, selection.block_size)
+    if selection.mask_mod is not None:
+        mask_mod = limited_mask_mod(mask_mod, selection.mask_mod, title or "own")
     elif title is not None:
         mask_mod = named(mask_mod, title)
     lengths = (inputs.query.shape[2], inputs.key.shape[2])
-    mask = block_mask_from_lists(selected.lists, mask_mod, selected.block_size, lengths, inputs.needs_grad)
+    mask = block_mask_from_lists(selection.lists, mask_mod, selection.block_size, lengths, inputs.needs_grad)
     if not is_traced():
-        parts = (selected, lengths, inputs.window, inputs.attention_mask, inputs.offset)
+        parts = (selection, lengths, inputs.window, inputs.attention_mask, inputs.offset)
         # a cycle would keep dropped masks in memory until garbage collection
         owner = weakref.ref(mask)
         mask.__reduce_ex__ = functools.partial(_pickled, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
@@ -40,7 +127,7 @@ def block_mask(inputs: AttentionInputs, selected: Selected) -> BlockMask:
     return mask
 
 
-def parts_of(mask: BlockMask) -> tuple[Selected, tuple[int, int], int | None, Tensor | None, Tensor | None] | None:
+def parts_of(mask: BlockMask) -> tuple[Selection, tuple[int, int], int | None, Tensor | None, Tensor | None] | None:
     """What `block_mask` made a mask of: blocks, (q_len, kv_len), window, attention_mask and offset; None if it is another's.
 
     A mask that was changed since is another's, and so is one that was made in a surrounding compilation.
@@ -78,12 +165,12 @@ def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...
 
 
 def _unpickled(
-    selected: Selected, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
+    selection: Selection, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
 ) -> BlockMask:
     """`block_mask` from its parts; of query and key it reads only lengths and device."""
-    indices = selected.lists.kv_indices
+    indices = selection.lists.kv_indices
     query, key = (indices.new_empty(()).expand(indices.shape[0], 1, length, 1) for length in lengths)
-    return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset), selected)
+    return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset).with_offset(), selection)
 
 
 def block_mask_from_lists(
@@ -102,8 +189,8 @@ def block_mask_from_lists(
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **known)
 
 
-def joined_mask(parts: Parts, inputs: AttentionInputs) -> BlockMask:
-    """The mask of every head of `inputs`, `with_offset`, copied from the selections of its groups."""
+def joined_mask(parts: Parts, inputs: SparseInputs) -> BlockMask:
+    """The mask of every head of `inputs`, copied from the selections of its groups."""
     heads = (inputs.query.shape[0], inputs.query.shape[1])
 
     def join(tensors: list[Tensor]) -> Tensor:
@@ -112,21 +199,21 @@ def joined_mask(parts: Parts, inputs: AttentionInputs) -> BlockMask:
             whole[group.batch, group.query] = part
         return whole
 
-    selected = [each for _, each in parts]
-    lists = BlockLists(*(join(list(tensors)) for tensors in zip(*(each.lists for each in selected), strict=True)))
-    maps = [each.keep for each in selected if each.keep is not None]
-    own = None if selected[0].mask_mod is None else _by_group(parts)
-    return block_mask(inputs, selected[0]._replace(lists=lists, keep=join(maps) if maps else None, mask_mod=own))
+    selections = [selection for _, selection in parts]
+    lists = BlockLists(*(join(list(tensors)) for tensors in zip(*(selection.lists for selection in selections), strict=True)))
+    maps = [selection.keep for selection in selections if selection.keep is not None]
+    mask_mod = None if selections[0].mask_mod is None else _by_group(parts)
+    return block_mask(inputs, selections[0]._replace(lists=lists, keep=join(maps) if maps else None, mask_mod=mask_mod))
 
 
 def _by_group(parts: Parts) -> MaskMod:
     def by_group(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = torch.zeros_like(q_idx, dtype=torch.bool)
-        for (rows, heads, _), selected in parts:
+        for (rows, heads, _), selection in parts:
             row, head = b.clamp(rows.start, rows.stop - 1), h.clamp(heads.start, heads.stop - 1)
-            assert selected.mask_mod is not None
-            own = selected.mask_mod(row - rows.start, head - heads.start, q_idx, kv_idx)
-            visible = visible | ((row == b) & (head == h) & own)
+            assert selection.mask_mod is not None
+            of_group = selection.mask_mod(row - rows.start, head - heads.start, q_idx, kv_idx)
+            visible = visible | ((row == b) & (head == h) & of_group)
         return visible
 
     return by_group

@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import is_traced
-from flexmask.base.selection import Selected
-from flexmask.flex.mask_mods import MaskMod
+from flexmask.base.selection import Selection
+from flexmask.flex.block_mask import MaskMod
 
 
-def with_constant_numbers(selected: Selected, backend: str) -> Selected:
-    """`selected` with a user's mask_mod whose numbers are constants; its title, hence the compiled kernel, names them.
+def with_constant_numbers(selection: Selection, backend: str) -> Selection:
+    """`selection` with a user's mask_mod whose numbers are constants; its title, hence the compiled kernel, names them.
 
     Triton's ints stay symbolic.
     """
-    own = selected.mask_mod
+    own = selection.mask_mod
     if own is None or is_traced():
-        return selected
+        return selection
     takes_ints = backend == "triton"
     values = [value for value in captured_values(own) if not (takes_ints and type(value) is int)]
     mask_mod = own if takes_ints else _with_constant_ints(own)
-    return selected.with_fields(mask_mod=mask_mod, title=f"{selected.title}{values}" if values else selected.title)
+    return selection.with_fields(mask_mod=mask_mod, title=f"{selection.title}{values}" if values else selection.title)
 
 
 def _with_constant_ints(own: MaskMod) -> MaskMod:
@@ -43,9 +43,9 @@ def _with_constant_ints(own: MaskMod) -> MaskMod:
     return constant
 
 
-def constant_floats(selected: Selected) -> contextlib.AbstractContextManager[Any]:
+def constant_floats(selection: Selection) -> contextlib.AbstractContextManager[Any]:
     """A context in which torch.compile takes floats as constants, where the mask_mod is a user's; in torch 2.13 by thread."""
-    if selected.mask_mod is None or is_traced():
+    if selection.mask_mod is None or is_traced():
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(specialize_float=True)
     return patched

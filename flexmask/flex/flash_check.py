@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.flash_call import FlashCall
-from flexmask.flex.flash_problem import exact_attention, flash_problem, normal_numbers
+from flexmask.flex.flash_problem import FlashCall, exact_attention, flash_problem, normal_numbers
 from flexmask.flex.run import run_flex_attention
 
 # absolute and relative, of outputs around 1; a wrong block changes them by about 1
@@ -47,12 +46,12 @@ def check_flash(call: FlashCall, device: torch.device, attend: Attend | None = N
     start = time.perf_counter()
     try:
         with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.gradients):
-            found = _compared(call, device, _by_flash if attend is None else attend)
+            verdict = _compared(call, device, _by_flash if attend is None else attend)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        found = Verdict(reason=f"its check here raised {_in_words(error)}")
-    return found._replace(seconds=time.perf_counter() - start)
+        verdict = Verdict(reason=f"its check here raised {_in_words(error)}")
+    return verdict._replace(seconds=time.perf_counter() - start)
 
 
 def _by_flash(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -88,8 +87,8 @@ def _compared(call: FlashCall, device: torch.device, attend: Attend) -> Verdict:
                 return Verdict(reason=f"its check here found {name}'s gradient off by {share:.1%} ({_TOLERANCE:.0%} is allowed)")
         return Verdict(lse_reason=NO_LSE_GRADIENT, error=off)
     assert lse is not None
-    found = _of_lse(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.softcap else _LSE_TOLERANCE)
-    return found._replace(error=off)
+    verdict = _of_lse(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.softcap else _LSE_TOLERANCE)
+    return verdict._replace(error=off)
 
 
 def _of_lse(lse: Tensor, expected: Tensor, tolerance: float) -> Verdict:

@@ -1,4 +1,4 @@
-"""The problem of FLASH's numeric check: a few heads whose dropped blocks hold large scores, and its solution in float64."""
+"""Kinds of call that FLASH's check tells apart; a problem of each whose dropped blocks hold large scores, solved in float64."""
 
 from __future__ import annotations
 
@@ -10,18 +10,56 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import AttentionInputs, SparseInputs
 from flexmask.base.scores import capped
-from flexmask.base.selection import Selected, block_lists
+from flexmask.base.selection import Selection, block_lists
 from flexmask.flex.block_mask import block_mask
-from flexmask.flex.flash_call import FlashCall
+
+
+class FlashCall(NamedTuple):
+    """A kind of call, all of which share a verdict."""
+
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    block_size: int = 128
+    softcap: bool = False
+    captures: bool = False  # a window, or an offset of row 0
+    padded: bool = False
+    shared: bool = False  # one list of blocks for all heads
+    gradients: bool = False
+
+    @staticmethod
+    def of(inputs: AttentionInputs, block_size: int, shared: bool) -> FlashCall:
+        query, value = inputs.query, inputs.value
+        assert value is not None
+        captures = inputs.window is not None or inputs.offset is not None
+        # not an expression: torch.compile would keep it symbolic
+        if query.shape[2] != inputs.key.shape[2]:
+            captures = True
+        has_softcap, is_padded = inputs.softcap is not None, inputs.attention_mask is not None
+        sizes = (query.shape[3], value.shape[3], block_size)
+        return FlashCall(query.dtype, *sizes, has_softcap, captures, is_padded, shared, inputs.needs_grad)
+
+    def __str__(self) -> str:
+        sizes = f"head_dim {self.head_dim}" if self.head_dim == self.v_head_dim else f"head_dim {self.head_dim}/{self.v_head_dim}"
+        named = {
+            "soft cap": self.softcap,
+            "window and offset": self.captures,
+            "padding": self.padded,
+            "one list for all heads": self.shared,
+            "gradients": self.gradients,
+        }
+        parts = [str(self.dtype).removeprefix("torch."), sizes, f"blocks of {self.block_size}"]
+        return ", ".join(parts + [name for name, is_on in named.items() if is_on])
+
 
 _HEADS, _KV_HEADS = 4, 2
 _SOFTCAP = 5.0
 
 
 class FlashProblem(NamedTuple):
-    inputs: AttentionInputs
+    inputs: SparseInputs
     mask: BlockMask
     visible: Tensor  # (batch, q_len, kv_len) bool: without the lists
     pairs: Tensor  # (batch, num_heads or 1, q_len, kv_len) bool
@@ -58,7 +96,7 @@ def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
     visible = (back >= 0) & (back < (window or kv_len)) & token[:, position, None] & token[:, None]
     some, every = _by_block(visible, size, False).any(-1), _by_block(visible, size, True).all(-1)
     keep = _kept(some.shape, 1 if call.shared else _HEADS, offset // size, device)
-    mask = block_mask(inputs, Selected(block_lists(keep & some[:, None], every), None, {}, size))
+    mask = block_mask(inputs, Selection(block_lists(keep & some[:, None], every), None, {}, size))
     in_kept = keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]
     return FlashProblem(inputs, mask, visible, in_kept & visible[:, None])
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from flexmask._torch import any_thread_exports, in_dispatch_mode, in_transform, is_traced
-from flexmask.flex.flash_call import FlashCall
 from flexmask.flex.flash_check import Verdict, check_flash
+from flexmask.flex.flash_problem import FlashCall
 
 _log = logging.getLogger("flexmask")
 _Key = tuple[str, int | None, FlashCall]

@@ -11,14 +11,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import is_in_memory, is_traced, stopping_modes
 from flexmask.base.checks import HEAD_DIMS
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.selection import block_lists
 from flexmask.flex.backend import ChosenBackend, chosen_backend
-from flexmask.flex.block_mask import block_mask_from_lists
-from flexmask.flex.dense import dense_attention, sdpa_serves
-from flexmask.flex.mask_mods import MaskMod, captured, named
+from flexmask.flex.block_mask import MaskMod, block_mask_from_lists, captured, named
+from flexmask.flex.dense import dense_attention, has_fused_kernel, sdpa_serves
 from flexmask.flex.run import run_flex_attention
-from flexmask.flex.visible import has_fused_kernel
 
 _BLOCK = 128
 # blocks of rows and of keys that one call copies
@@ -64,13 +62,15 @@ def dense_attention_packed(
     together = query.is_cuda and served and not is_recorded and is_in_memory(query) and not stopping_modes()
     done: dict[int, Result] = {}
     calls = _shared_calls(inputs, segments, return_lse) if together else []
-    own = ChosenBackend("triton")
+    kernel = ChosenBackend("triton")
     if calls and backend == "flash":
         # the window is in the lists
-        own = chosen_backend(backend, inputs.with_fields(window=None), _BLOCK, return_lse, shared=True)
+        kernel = chosen_backend(backend, inputs.with_fields(window=None), _BLOCK, return_lse, shared=True)
     for numbers in calls:
         part = [segments[number] for number in numbers]
-        done.update(zip(numbers, attention_in_one_call(inputs, part, own.name, return_lse, own.lse_factor), strict=True))
+        with without_autocast(query.device):
+            outs = attention_in_one_call(inputs, part, kernel.name, return_lse, kernel.lse_factor)
+        done.update(zip(numbers, outs, strict=True))
     return [
         done[number] if number in done else dense_attention(segment.of(inputs), return_lse)
         for number, segment in enumerate(segments)

@@ -8,10 +8,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem
+from flexmask.base.blocks import BlockProblem, Lines
 from flexmask.base.selection import BlockLists
 from flexmask.kernels.launch import kernel, next_power_of_2
-from flexmask.kernels.pattern import Lines
 from flexmask.kernels.vertical_slash import RepresentativeMass
 from flexmask.kernels.visibility import row_edges, sees
 
@@ -71,9 +70,9 @@ def _lists_kernel(
     last_row, first_row, first_valid_row, own_first, own_last, last_whole_key = row_edges(
         rows + batch * rows_stride_batch, rows_stride, row, True
     )
-    first_diagonal = first_row // BLOCK_SIZE
-    last_diagonal = last_row // BLOCK_SIZE
-    end = tl.minimum(last_diagonal + 1, num_kv_blocks)
+    first_row_block = first_row // BLOCK_SIZE
+    last_row_block = last_row // BLOCK_SIZE
+    end = tl.minimum(last_row_block + 1, num_kv_blocks)
     p_keys = keys + batch * keys_stride_batch
     p_vertical = kept + head * num_kv_blocks
     p_slash = p_vertical + kept_stride
@@ -83,14 +82,14 @@ def _lists_kernel(
     near_start = end
     has_last_rows = row < 0
     if HAS_LAST_ROWS:
-        near_start = tl.minimum(first_diagonal - nearest + 1, end)
+        near_start = tl.minimum(first_row_block - nearest + 1, end)
         p_last_rows = last_rows + batch * last_rows_stride + 1
         # rows ascend
         if (row + 1) * BLOCK_SIZE > tl.load(p_last_rows):
             o_slot = tl.arange(0, PADDED_SIZE)
             b_slot = tl.load(p_last_rows + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) - row * BLOCK_SIZE
             has_last_rows = tl.sum(((b_slot >= 0) & (b_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
-            near_start = tl.where(has_last_rows, tl.minimum(first_diagonal - nearest_of_last + 1, end), near_start)
+            near_start = tl.where(has_last_rows, tl.minimum(first_row_block - nearest_of_last + 1, end), near_start)
 
     o_map_row = (head * num_q_blocks + row) * num_kv_blocks
     o_lane = tl.arange(0, TILE)
@@ -105,8 +104,8 @@ def _lists_kernel(
         m_visible = sees(o_kv, own_first, own_last, first_valid_row, b_last_valid_key, b_last_key, max_distance) & m_kv
         first_visible = tl.minimum(first_visible, tl.min(tl.where(m_visible, o_kv, num_kv_blocks), 0))
         m_keep = tl.load(p_vertical + o_kv, mask=m_kv, other=0) != 0
-        m_keep = m_keep | (tl.load(p_slash + first_diagonal - o_kv, mask=o_kv <= first_diagonal, other=0) != 0)
-        m_keep = m_keep | (tl.load(p_slash + last_diagonal - o_kv, mask=o_kv <= last_diagonal, other=0) != 0)
+        m_keep = m_keep | (tl.load(p_slash + first_row_block - o_kv, mask=o_kv <= first_row_block, other=0) != 0)
+        m_keep = m_keep | (tl.load(p_slash + last_row_block - o_kv, mask=o_kv <= last_row_block, other=0) != 0)
         if GATED:
             b_code = tl.load(codes + o_map_row + o_kv, mask=m_visible, other=0)
             m_keep = (m_keep & (((b_code & 1) | has_last_rows.to(tl.int8)) != 0)) | ((b_code & 2) != 0)
@@ -114,7 +113,7 @@ def _lists_kernel(
             m_keep = m_keep | (tl.load(codes + o_map_row + o_kv, mask=m_kv, other=0) != 0)
         if HAS_LAST_ROWS:
             m_keep = m_keep | (o_kv >= near_start)
-        m_keep = m_keep | (o_kv == first_visible) | (o_kv == first_diagonal) | (o_kv == last_diagonal)
+        m_keep = m_keep | (o_kv == first_visible) | (o_kv == first_row_block) | (o_kv == last_row_block)
         m_keep = m_keep & m_visible
         m_whole = (tl.load(p_keys + keys_stride + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
         if HAS_WINDOW:
@@ -150,7 +149,7 @@ def kept_blocks(
     last: RepresentativeMass | None = None,
     nearest: tuple[int, int] = (0, 0),
 ) -> tuple[BlockLists, Tensor | None]:
-    """Steps 4 and 5, as `flexmask.plain.block_lists.kept_blocks`; the map only if `problem.with_map`."""
+    """Steps 4 and 5, as `flexmask.plain.vertical_slash.kept_blocks`; the map only if `problem.with_map`."""
     inputs, edges, block_size, with_keep = problem.inputs, problem.edges, problem.block_size, problem.with_map
     kept, kv_len, window = lines.kept, inputs.key.shape[2], inputs.window
     batch, num_heads, num_kv_blocks = kept.shape[1:]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -97,3 +98,12 @@ def cdiv(number: int, divisor: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The least power of two that is at least `number`, for numbers from 1 on."""
     return 1 << (number - 1).bit_length()
+
+
+@triton.jit
+def soft_capped(score, softcap):
+    """``softcap * tanh(score / softcap)``; near 0 by its series, which cancels nothing."""
+    x = tl.abs(score / softcap)
+    grown = tl.exp2(-2 * 1.4426950408889634 * x)
+    capped = softcap * (1 - grown) / (1 + grown)
+    return tl.where(x < 0.03, score * (1 - x * x / 3), tl.where(score < 0, -capped, capped))

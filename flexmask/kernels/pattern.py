@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem
-from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
-from flexmask.kernels.scores import soft_capped
+from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.top_p import keep_top_p
 from flexmask.kernels.vertical_slash import RepresentativeMass, line_mass
-
-
-class Lines(NamedTuple):
-    """The lines that each head keeps."""
-
-    kept: Tensor  # (2, batch, num_heads, num_kv_blocks) int8: key blocks, block diagonals
-
-    @property
-    def number(self) -> Tensor:
-        """(2, batch, num_heads) int64."""
-        return self.kept.sum(-1)
-
-
-class Pattern(NamedTuple):
-    """The kind of each head, and its lines."""
-
-    is_query_aware: Tensor  # (batch, num_heads) bool
-    distance: Tensor  # (batch, num_heads) float32
-    lines: Lines
 
 
 @kernel
@@ -200,7 +178,7 @@ def pattern_and_lines(
     key_means: Tensor,
     shares: tuple[Tensor, Tensor | float],
     budget: tuple[int, int | None],
-) -> Pattern:
+) -> tuple[Tensor, Tensor, Lines]:
     """Steps 2 and 3a in one launch, as `flexmask.plain.pattern.pattern_and_lines`."""
     (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
     block_size, rows = problem.block_size, pattern.rows
@@ -222,4 +200,4 @@ def pattern_and_lines(
         HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=64,
         num_warps=8,
     )  # fmt: skip
-    return Pattern(is_query_aware, distance, Lines(kept))
+    return is_query_aware, distance, Lines(kept)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import num_blocks
-from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
-from flexmask.kernels.scores import soft_capped
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 
 BLOCKS_PER_PROGRAM = 16
 # shared memory per program on consumer GPUs (compute capability 8.6, 8.9, 12.0)

@@ -118,7 +118,7 @@ def _row_blocks_kernel(
 def row_blocks(
     problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
 ) -> Blocks:
-    """As `flexmask.plain.row_evidence.row_blocks`; codes without visible pairs may be unwritten."""
+    """As `flexmask.plain.hybrid.row_blocks`; codes without visible pairs may be unwritten."""
     inputs, edges = problem.inputs, problem.edges
     squares, number = squares_of_shares(problem, evidence)
     codes = torch.empty_like(squares, dtype=torch.int8)

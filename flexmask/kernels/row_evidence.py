@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.row_coverage import mean_and_least
-from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
+from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import split_key_means
-from flexmask.kernels.scores import soft_capped
 
 # query rows of a program and their bytes, and bytes of a tile of key means that three stages hold: shared memory of consumer GPUs
 _ROWS = 128
@@ -225,10 +223,10 @@ def squares_of_shares(problem: BlockProblem, evidence: RowEvidence) -> tuple[Ten
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """As `flexmask.plain.row_evidence.row_coverage`."""
+    """As `flexmask.plain.hybrid.row_coverage`."""
     held = evidence.means.new_empty(keep.shape[:3], dtype=torch.float32)
     _launch(problem, evidence, keep=keep, held=held)
-    return mean_and_least(problem, held, held != -1)
+    return problem.mean_and_least(held, held != -1)
 
 
 def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> None:

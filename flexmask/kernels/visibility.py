@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import SparseInputs
 from flexmask.base.visibility import num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 
@@ -45,8 +45,8 @@ class PackedEdges(NamedTuple):
         return self.rows[6]
 
 
-def edges_of(inputs: AttentionInputs, block_size: int) -> PackedEdges:
-    """The edges of all blocks of inputs `with_offset`, and their representative rows."""
+def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
+    """The edges of all blocks, and the representative rows."""
     query, mask, offset, window = inputs.query, inputs.attention_mask, inputs.offset, inputs.window
     batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
     q_blocks, kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)

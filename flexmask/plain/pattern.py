@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem
+from flexmask.base.blocks import BlockProblem, Lines
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.representative_rows import RepresentativeRows
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import Tokens, blocks_seen_by_rows, candidate_lines, valid_keys
 from flexmask.plain.pooling import pooled_scores
-from flexmask.plain.representative import RepresentativeMass, take_rows
-from flexmask.plain.vertical_slash import Lines, kept_lines
+from flexmask.plain.vertical_slash import RepresentativeMass, RepresentativeRows, kept_lines, take_rows
 
 
 def estimated_attention(
@@ -53,14 +49,6 @@ def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(p == 0, 0.0, p * (p / torch.where(p == 0, 1.0, q)).log()).sum(-1)
 
 
-class Pattern(NamedTuple):
-    """The kind of each head, and its lines."""
-
-    is_query_aware: Tensor  # (batch, num_heads) bool
-    distance: Tensor  # (batch, num_heads) float32
-    lines: Lines
-
-
 def pattern_and_lines(
     problem: BlockProblem,
     pattern: RepresentativeMass,
@@ -68,8 +56,8 @@ def pattern_and_lines(
     key_means: Tensor,
     shares: tuple[Tensor, Tensor | float],
     budget: tuple[int, int | None],
-) -> Pattern:
-    """Steps 2 and 3a: each head's kind, and the lines it keeps; a query-aware head keeps the floor only.
+) -> tuple[Tensor, Tensor, Lines]:
+    """Steps 2 and 3a: whether each head is query-aware, its distance, and its lines; a query-aware head keeps the floor only.
 
     `pattern` decides the kind, `index` the lines. `shares` are gamma, (num_heads,), and tau, 0-d or the number 0; `budget` the
     floor and cap of either family, in lines.
@@ -80,5 +68,4 @@ def pattern_and_lines(
     distance = jensen_shannon_distance(estimated, pattern.mass.vertical)
     is_query_aware = (distance.to(gamma.dtype) < tau) & tokens.row_valid.any(-1, keepdim=True)
     candidates = candidate_lines(tokens, size, problem.inputs.window)
-    vertical, slash, number = kept_lines(index.mass, candidates, is_query_aware, gamma, *budget)
-    return Pattern(is_query_aware, distance, Lines(vertical, slash, number))
+    return is_query_aware, distance, kept_lines(index.mass, candidates, is_query_aware, gamma, *budget)

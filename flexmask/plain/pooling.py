@@ -1,4 +1,4 @@
-"""Block means of queries and keys, and the attention scores between them (the paper's avgpool)."""
+"""Block means, the attention between them (the paper's avgpool), and the query-aware index: top-p over that map."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.scores import capped, grouped_scores
-from flexmask.base.visibility import in_blocks, whole_blocks
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.scores import capped, grouped_scores, masked_softmax, ranks, top_p
+from flexmask.base.visibility import BlockVisibility, Tokens, in_blocks, valid_keys, whole_blocks
+from flexmask.plain.vertical_slash import Blocks
 
 
 def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
@@ -39,3 +41,33 @@ def pooled_scores(query_means: Tensor, key_means: Tensor, key_counts: Tensor, sc
     """
     scores = capped(grouped_scores(query_means * scale, key_means), softcap)
     return scores + key_counts.float().log()[:, None, None, :]
+
+
+def pooled_map(
+    inputs: AttentionInputs, key_means: Tensor, key_counts: Tensor, tokens: Tokens, seen: BlockVisibility, block_size: int
+) -> Tensor:
+    """Attention of each query block's mean to the key blocks it sees, shaped as the map of blocks."""
+    query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, block_size)
+    scores = pooled_scores(query_means, key_means, key_counts, inputs.scale, inputs.softcap)
+    return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
+
+
+def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, rule: str, max_blocks: int | None) -> Tensor:
+    """The fewest blocks that hold gamma of a head's map, or by the rule "per_query" of each row, capped per row; bool."""
+    if rule == "per_query":
+        kept = top_p(values, visible, gamma.unsqueeze(-1))
+    else:
+        kept = top_p(values.flatten(2), visible.flatten(2), gamma).unflatten(2, values.shape[2:])
+    if max_blocks is not None:
+        kept = kept & (ranks(values, kept) < max_blocks)
+    return kept
+
+
+def query_aware_blocks(
+    problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
+) -> Blocks:
+    """Step 3b: the blocks that query-aware heads keep of their pooled map."""
+    tokens, size, seen = problem.tokens, problem.block_size, problem.seen
+    values = pooled_map(problem.inputs, key_means, valid_keys(tokens, size), tokens, seen, size)
+    kept = top_p_blocks(values, seen.visible[:, None], gamma, rule, max_blocks)
+    return Blocks(kept & is_query_aware[..., None, None])

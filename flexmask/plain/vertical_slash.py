@@ -16,9 +16,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.representative_rows import RepresentativeRows
-from flexmask.base.visibility import BlockVisibility, whole_blocks
-from flexmask.plain.top_p import ranks, top_p_count
+from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.scores import capped, grouped_scores, masked_softmax, ranks, top_p_count
+from flexmask.base.selection import BlockLists, block_lists
+from flexmask.base.visibility import BlockVisibility, Tokens, visible_keys, whole_blocks
+
+
+class RepresentativeRows(NamedTuple):
+    """Up to block_size query rows; batch is 1 where all batch rows agree."""
+
+    row: Tensor  # (batch or 1, block_size) int64; 0 where not taken
+    taken: Tensor  # (batch or 1, block_size) bool; False past the number of valid rows
+    position: Tensor  # (batch or 1, block_size) int64
+
+
+def representative_rows(which: str, tokens: Tokens, block_size: int) -> RepresentativeRows:
+    """The last (or the middle) block_size valid query rows, adjacent or not; fewer if there are no more."""
+    q_len = tokens.row_valid.shape[1]
+    slot = torch.arange(block_size, device=tokens.offset.device)
+    rank = tokens.row_valid.cumsum(-1) if tokens.padded else None  # (batch, q_len)
+    num_valid = torch.full_like(tokens.offset, q_len) if rank is None else rank[:, -1]
+    first = (num_valid - block_size).clamp(min=0)
+    if which == "middle":
+        first = first // 2
+    ordinal = first.unsqueeze(-1) + slot
+    taken = ordinal < num_valid.unsqueeze(-1)
+    row = ordinal if rank is None else torch.searchsorted(rank, ordinal + 1)
+    row = torch.where(taken, row, 0)
+    return RepresentativeRows(row, taken, tokens.offset.unsqueeze(-1) + row)
 
 
 class RowMass(NamedTuple):
@@ -83,22 +109,13 @@ def line_counts(
 
 def kept_lines(
     mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Lines:
     """Key blocks and block diagonals to keep: top-p of each family, within floor and cap; query-aware heads keep the floor."""
     lines = torch.stack([mass.vertical, mass.slash])
     candidates = candidates.unsqueeze(2)
     count, floor = line_counts(lines, candidates, gamma, min_blocks, max_blocks)
     count = torch.where(is_query_aware, floor, count)
-    vertical, slash = (ranks(lines, candidates) < count.unsqueeze(-1)).unbind(0)
-    return vertical, slash, count
-
-
-class Lines(NamedTuple):
-    """The lines that each head keeps."""
-
-    vertical: Tensor  # (batch, num_heads, num_kv_blocks) bool: key blocks
-    slash: Tensor  # (batch, num_heads, num_kv_blocks) bool: block diagonals
-    number: Tensor  # (2, batch, num_heads) int64
+    return Lines(ranks(lines, candidates) < count.unsqueeze(-1))
 
 
 def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Tensor:
@@ -108,7 +125,7 @@ def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Te
     """
     kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
     kept = vertical.unsqueeze(-2)
-    for row_diagonal in (seen.first_diagonal, seen.last_diagonal):
+    for row_diagonal in (seen.first_row_block, seen.last_row_block):
         diagonal = row_diagonal.unsqueeze(-1) - kv_block
         index = diagonal.clamp(min=0)[:, None].expand(*slash.shape[:2], -1, -1)
         on_diagonal = slash.unsqueeze(-2).expand(index.shape).gather(-1, index)
@@ -120,5 +137,81 @@ def blocks_kept_always(seen: BlockVisibility) -> Tensor:
     """First visible key block and the diagonal blocks of every query block, (batch or 1, num_q_blocks, num_kv_blocks) bool."""
     kv_block = torch.arange(seen.visible.shape[-1], device=seen.visible.device)
     first = seen.visible.int().argmax(-1, keepdim=True)
-    kept = (kv_block == first) | (kv_block == seen.first_diagonal.unsqueeze(-1))
-    return seen.visible & (kept | (kv_block == seen.last_diagonal.unsqueeze(-1)))
+    kept = (kv_block == first) | (kv_block == seen.first_row_block.unsqueeze(-1))
+    return seen.visible & (kept | (kv_block == seen.last_row_block.unsqueeze(-1)))
+
+
+def take_rows(query: Tensor, rows: RepresentativeRows) -> Tensor:
+    """The representative rows of query, (batch, num_heads, block_size, head_dim); zero where not taken."""
+    batch, num_heads, _, head_dim = query.shape
+    index = rows.row[:, None, :, None].expand(batch, num_heads, -1, head_dim)
+    return query.gather(2, index).masked_fill(~rows.taken[:, None, :, None], 0)
+
+
+def representative_attention(inputs: AttentionInputs, rows: RepresentativeRows, tokens: Tokens) -> Tensor:
+    """Softmax attention of the representative rows, (batch, num_heads, block_size, kv_len) float32; arbitrary where not taken."""
+    visible = visible_keys(rows.position, rows.taken, tokens, inputs.window)
+    query = take_rows(inputs.query, rows).float() * inputs.scale
+    return masked_softmax(capped(grouped_scores(query, inputs.key), inputs.softcap), visible[:, None])
+
+
+class RepresentativeMass(NamedTuple):
+    rows: RepresentativeRows
+    attention: Tensor  # (batch, num_heads, block_size, kv_len) float32
+    mass: LineMass  # by key block (V) and by block diagonal (S)
+
+
+def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
+    """Step 1: the attention of the "last" or the "middle" rows, and its mass by line."""
+    rows = representative_rows(which, problem.tokens, problem.block_size)
+    attention = representative_attention(problem.inputs, rows, problem.tokens)
+    return RepresentativeMass(rows, attention, line_mass(row_mass(attention, rows, problem.block_size), rows, problem.block_size))
+
+
+def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> Tensor:
+    """True attention of the representative rows that the kept blocks of their query blocks hold, (batch, num_heads) float32."""
+    rows = mass.rows
+    q_block = (rows.row // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
+    held = torch.where(keep.gather(2, q_block), mass.mass.by_row, 0.0).sum((-2, -1))
+    return held / rows.taken.sum(-1).clamp(min=1)[:, None]
+
+
+class Blocks(NamedTuple):
+    """Blocks that rows choose, (batch, num_heads, num_q_blocks, num_kv_blocks) bool."""
+
+    chosen: Tensor
+    lines: Tensor | None = None  # where lines count
+
+
+def kept_blocks(
+    problem: BlockProblem,
+    lines: Lines,
+    blocks: Blocks | None,
+    last: RepresentativeMass | None = None,
+    nearest: tuple[int, int] = (0, 0),
+) -> tuple[BlockLists, Tensor]:
+    """Steps 4 and 5: the lists of the kept lines and `blocks` with the blocks kept always, and the map of kept blocks.
+
+    Every query block keeps its ``nearest[0]`` nearest blocks; those with rows of `last` keep ``nearest[1]`` and all lines.
+    """
+    seen = problem.seen
+    keep, always = extended_lines(lines.kept[0], lines.kept[1], seen), blocks_kept_always(seen)
+    if last is not None:
+        holds = _holds_rows(problem, last)
+        # of two diagonals, the nearer
+        distance = seen.first_row_block.unsqueeze(-1) - torch.arange(keep.shape[-1], device=keep.device)
+        always = always | (distance < torch.where(holds, nearest[1], nearest[0]))
+        if blocks is not None and blocks.lines is not None:
+            keep = keep & (blocks.lines | holds[:, None])
+    if blocks is not None:
+        keep = keep | blocks.chosen
+    keep = (keep | always[:, None]) & seen.visible[:, None]
+    return block_lists(keep, seen.full), keep
+
+
+def _holds_rows(problem: BlockProblem, last: RepresentativeMass) -> Tensor:
+    """The query blocks that hold rows of `last`, (batch or 1, num_q_blocks, 1)."""
+    rows = last.rows
+    q_block = torch.arange(problem.seen.visible.shape[1], device=rows.row.device)
+    holds = ((rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & rows.taken.unsqueeze(1)
+    return holds.any(-1, keepdim=True)

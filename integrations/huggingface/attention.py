@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import is_exporting, is_traced
-from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.dense import dense_attention
-from flexmask.flex.visible import attention_to_visible
+from flexmask.base.inputs import AttentionInputs, without_autocast
+from flexmask.flex.dense import attention_to_visible, dense_attention
 from flexmask.integrations.huggingface.call import prefill_call
 from flexmask.integrations.huggingface.compat import refusal
 from flexmask.integrations.huggingface.mask import Prefill
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.refusals import checked_call
-from flexmask.precision import without_autocast
 
 
 def attention(

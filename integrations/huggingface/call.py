@@ -53,7 +53,7 @@ class PrefillCall(NamedTuple):
         selector, plan = self.plan()
         if self.run is None:
             notice_dense(plan.reason, self.inputs.query.shape[2])
-        options = self.settings.run_options
+        options = self.settings.call_options
         return attend(self.inputs, selector, options, plan, statistics=statistics, with_maps=with_maps), plan.reason
 
     def plan(self) -> tuple[Selector, DensePlan]:
@@ -65,7 +65,7 @@ class PrefillCall(NamedTuple):
         reason = self.reason_dense_layer(selector.keeps_all)
         if reason is not None:
             return selector, plan_of_reason(reason, self.inputs, over_blocks=True)
-        return selector, self.settings.run_options.policy.plan(self.inputs, selector)
+        return selector, self.settings.call_options.policy.plan(self.inputs, selector)
 
     def attention_packed(self, segments: Sequence[Segment]) -> Tensor:
         """As `attention`, of the sequences of a pack in the batch rows one after the other."""
@@ -97,12 +97,12 @@ class PrefillCall(NamedTuple):
     def reason_no_mask(self) -> str | None:
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
-        policy = self.settings.run_options.policy
+        policy = self.settings.call_options.policy
         return by_head_dim(query.shape[3], value.shape[3], self.inputs.needs_grad) or policy.by_size(query.shape[2], self.tokens)
 
     def reason_dense_layer(self, keeps_all: list[bool] | None = None) -> str | None:
         """Reason for a dense layer at any length; `keeps_all` is that of the selector for these inputs."""
-        policy = self.settings.run_options.policy
+        policy = self.settings.call_options.policy
         keeps_all = self.selector.for_inputs(self.inputs).keeps_all if keeps_all is None else keeps_all
         return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(keeps_all)
 

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
 from flexmask._torch import is_fake, is_traced
-from flexmask.transformers_release import check_release
+from flexmask.environment import check_release
 
 _Kind = TypeVar("_Kind")
 _AND, _OR = and_masks().__code__, or_masks().__code__

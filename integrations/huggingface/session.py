@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from flexmask._torch import is_traced
 from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
 from flexmask.integrations.record.run import PrefillRun
-from flexmask.locked import locked
+from flexmask.precision import locked
 from flexmask.saved_settings import saved_settings
 from flexmask.selector import Selector
 from flexmask.settings import CONFIG_KEY, PrefillSettings

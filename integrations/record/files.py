@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.floats import widest_float
+from flexmask.base.scores import widest_float
 from flexmask.integrations.record.summary import Calls, CallSize, HeadSums, LayerTotals, RecordedCall, calls_on_host
 from flexmask.settings import PrefillSettings
 from flexmask.stats import DTYPES, SelectionStats

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.floats import widest_float
+from flexmask.base.scores import widest_float
 from flexmask.stats import TENSORS, SelectionStats
 
 # per layer and per log line: a server's reasons name lengths

@@ -7,7 +7,6 @@ from torch import Tensor
 from flexmask.attend import attend as attend_blocks
 from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.serving.layers import SparseLayer
-from flexmask.precision import without_autocast
 from flexmask.stats import SelectionStats
 
 
@@ -31,8 +30,7 @@ def attend(
     )  # fmt: skip
     selector = layer.selector.for_inputs(inputs)
     plan = layer.run.policy.plan(inputs, selector)
-    with without_autocast(query.device):
-        found = attend_blocks(inputs, selector, layer.run, plan, statistics=statistics)
+    found = attend_blocks(inputs, selector, layer.run, plan, statistics=statistics)
     return found.out[0].transpose(0, 1), found.stats
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexmask.attend import RunOptions
+from flexmask.attend import CallOptions
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import pairs_by_head
@@ -43,7 +43,7 @@ class LayerShape:
 class SparseLayer(LayerShape):
     number: int  # in the model
     selector: Selector
-    run: RunOptions  # sparse at any length
+    run: CallOptions  # sparse at any length
     dense_below: int  # tokens, for the plan of a step
 
     @property
@@ -81,7 +81,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     Engines give ranks equal shares of the query heads, in order; options per head follow. Raises TypeError or ValueError for
     options of another number of heads, and for a method that cannot serve the layer.
     """
-    run = settings.run_options
+    run = settings.call_options
     reason = _by_head_dim(shape.head_dim, shape.v_head_dim) or run.policy.by_layer(number, shape.window)
     if reason is not None:
         return reason

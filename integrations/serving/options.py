@@ -46,7 +46,7 @@ class ServingOptions:
     @property
     def policy(self) -> DensePolicy:
         """Decides which chunks run dense."""
-        policy = self.settings.run_options.policy
+        policy = self.settings.call_options.policy
         if self.least_rows is not None:
             return policy._replace(least_rows=max(self.least_rows, policy.least_rows))
         if policy.dense_below == 0:

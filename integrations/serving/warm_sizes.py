@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from flexmask.flex.head_groups import head_groups
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.warming import MANY_BLOCKS
 
@@ -59,7 +58,5 @@ def _shorter(rows: int, tokens: int, block: int) -> Size:
 def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:
     """Query heads per mask."""
     inputs = layer.inputs_of(*size, device)
-    selector = layer.selector.for_inputs(inputs)
-    at_once = layer.run.max_mask_bytes // selector.head_bytes
-    group = head_groups(inputs.query, inputs.key, at_once, selector.method.shared)[0]
+    group = layer.selector.for_inputs(inputs).groups(inputs, layer.run.max_mask_bytes)[0]
     return group.query.stop - group.query.start

@@ -12,14 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.floats import widest_float
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.scores import capped
+from flexmask.base.inputs import AttentionInputs, SparseInputs, head_groups, without_autocast
+from flexmask.base.scores import capped, widest_float
 from flexmask.base.visibility import block_visibility, token_validity, whole_blocks
-from flexmask.flex.head_groups import head_groups
-from flexmask.precision import without_autocast, without_tf32
+from flexmask.precision import without_tf32
 from flexmask.select import select_blocks
-from flexmask.selector import Selector, selector_of
+from flexmask.selector import CallSelector, Selector, selector_of
 
 # largest score of a block that a row does not see; finite, for differences
 _UNSEEN = -1e30
@@ -49,16 +47,16 @@ def head_errors(
     assert value is not None
     num_heads, q_len = query.shape[1:3]
     with torch.no_grad(), without_autocast(query.device), without_tf32():
-        inputs = inputs.with_fields(needs_grad=False).prepared()
-        by_gamma = [_with_gamma(selector, gamma).for_inputs(inputs) for gamma in gammas]
+        whole = inputs.with_fields(needs_grad=False).prepared()
+        by_gamma = [_with_gamma(selector, gamma).for_inputs(whole) for gamma in gammas]
         out = query.new_empty((1, num_heads, q_len, value.shape[3]))
-        tokens = token_validity(q_len, q_len, None, None, inputs.key)
+        tokens = token_validity(q_len, q_len, None, None, whole.key)
         visible = block_visibility(tokens, selector.block_size, inputs.window).visible
         density = torch.empty((num_heads, len(gammas)), dtype=widest_float(query.device), device=query.device)
         error = torch.empty_like(density)
         at_once = max_mask_bytes // max(with_gamma.head_bytes for with_gamma in by_gamma)
-        for group in head_groups(query, inputs.key, at_once, selector.method.shared):
-            part = inputs.of_heads(group)
+        for group in head_groups(query, whole.key, at_once, selector.method.shared):
+            part = whole.of_heads(group)
             keep = torch.stack([_kept(with_gamma, part, group.query, visible) for with_gamma in by_gamma], 2)[0]
             density[group.query] = keep.sum((-2, -1)).to(density.dtype) / visible.sum()
             for one in head_groups(part.query, part.key, num_heads // inputs.key.shape[1]):  # of one key head
@@ -72,7 +70,7 @@ def _with_gamma(selector: Selector, gamma: float) -> Selector:
     return selector_of(selector.method.name, selector.block_size, {**selector.options, "gamma": gamma})
 
 
-def _kept(selector: Selector, inputs: AttentionInputs, heads: slice, visible: Tensor) -> Tensor:
+def _kept(selector: CallSelector, inputs: SparseInputs, heads: slice, visible: Tensor) -> Tensor:
     """(1, num_heads, num_q_blocks, num_kv_blocks) bool."""
     if all(selector.keeps_all):
         return visible[:, None].expand(-1, inputs.query.shape[1], -1, -1)

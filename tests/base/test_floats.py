@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmask import select
 from flexmask.base import blocks
-from flexmask.base.floats import running_sums, widest_float
-from flexmask.plain.top_p import top_p
+from flexmask.base.scores import running_sums, top_p, widest_float
 from tests.cases import cases, published_cases
 from tests.comparisons import Drawn, Tally, assert_as_the_oracle
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask import METHODS, run_method
+from flexmask import METHODS, select
 from tests.block_masks.definition_call import make_call
 from tests.block_masks.definitions import DEFINITIONS, TESTED
 from tests.block_masks.gallery import MASKS, SPARSE
@@ -85,7 +85,7 @@ def test_slices_of_rows_change_nothing(name, case, monkeypatch):
     query, key, shared = inputs_of(case)
     options = {**SPARSE[name], "block_size": SIZE, **shared}
     expected = MASKS[name](query, key, **options).to_dense()
-    monkeypatch.setattr(run_method, "MOST_NUMBERS", 1)
+    monkeypatch.setattr(select, "MOST_NUMBERS", 1)
     assert torch.equal(MASKS[name](query, key, **options).to_dense(), expected)
 
 

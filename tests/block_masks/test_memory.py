@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmask import METHODS, run_method
+from flexmask import METHODS, select
 from flexmask.base.inputs import attention_inputs
 from tests.block_masks.gallery import MASKS
 
@@ -35,6 +35,6 @@ def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_squ
         stated = HEADS * METHODS[name].checked(128, {}).for_inputs(attention_inputs(query, key)).head_bytes
         largest.nbytes = 0
         MASKS[name](query, key)
-    a_slice = 4 * max(run_method.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
+    a_slice = 4 * max(select.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
     assert largest.nbytes <= max(stated, a_slice)
     assert largest.nbytes < TOKENS**2 / 8

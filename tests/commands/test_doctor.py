@@ -15,8 +15,8 @@ pytest.importorskip("typer")
 import flexmask.environment as environment
 import flexmask.self_test as self_test
 from flexmask.commands import main
-from flexmask.flex.flash_call import FlashCall
 from flexmask.flex.flash_check import Verdict
+from flexmask.flex.flash_problem import FlashCall
 from tests.repository import ROOT
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexmask.flex.sinks import with_sinks
+from flexmask.flex.run import with_sinks
 from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call, flexprefill_attention
 from tests.comparisons import assert_same_attention
 

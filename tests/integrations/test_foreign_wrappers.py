@@ -242,7 +242,7 @@ def test_a_wrapper_runs_behind_another_name(model, tokens):
     with flexmask_hf.sparse_prefill(model) as run:
         two_steps(model, tokens)
     two_steps(model, tokens)
-    assert run.settings.run_options.policy.dense_below == 2000
+    assert run.settings.call_options.policy.dense_below == 2000
     assert CALLS == 2 * [(0, 40), (1, 40), (0, 1), (1, 1)]
 
 

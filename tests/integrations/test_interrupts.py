@@ -19,7 +19,7 @@ from tests.interrupts import in_another_thread, interrupted
 pytestmark = MARKS
 
 # of what enters and leaves, without the forward and the checks of options
-FILES = ("session.py", "prefill.py", "registration.py", "locked.py", "loss_gradient.py")
+FILES = ("session.py", "prefill.py", "registration.py", "precision.py", "loss_gradient.py")
 
 
 def entered(model, kept, ids):

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from flexmask.base.inputs import AttentionInputs
 from flexmask.kernels import query_aware_top_p
-from flexmask.run_method import _chosen
+from flexmask.select import _chosen
 from tests.cases import Config
 
 # most entries of a small and of a medium pooled map

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.representative_rows import representative_rows
 from flexmask.base.visibility import block_visibility
-from flexmask.plain import block_lists as plain
-from flexmask.plain.vertical_slash import Lines as plain_lines
+from flexmask.plain import vertical_slash as plain
+from flexmask.plain.vertical_slash import representative_rows
 from tests.kernels.support import DEVICE, geometry, normal, tokens_of
 
 pytest.importorskip("triton")
 
+from flexmask.base.blocks import Lines
 from flexmask.kernels import block_lists as kernels
-from flexmask.kernels.pattern import Lines
 from flexmask.kernels.visibility import edges_of
 
 
@@ -53,11 +52,11 @@ def test_lists_of_lines_and_blocks(q_len, kv_len, window, padded, chosen_by):
         blocks = kernels.Blocks(2 * chosen.to(torch.int8) + lines.to(torch.int8), gated=True)
         rows = representative_rows("last", tokens, size)
         rest = [SimpleNamespace(rows=rows), (2, 4)]
-    kept, number = torch.stack([vertical, slash]).to(torch.int8), torch.empty(0)
-    expected, keep = plain.kept_blocks(one, plain_lines(vertical, slash, number), plain_blocks, *rest)
+    kept = torch.stack([vertical, slash])
+    expected, keep = plain.kept_blocks(one, Lines(kept), plain_blocks, *rest)
     if rest:
         rest[0] = SimpleNamespace(rows=edges.last_rows[0])
-    found, own = kernels.kept_blocks(other, Lines(kept), blocks, *rest)
+    found, own = kernels.kept_blocks(other, Lines(kept.to(torch.int8)), blocks, *rest)
     assert torch.equal(own, keep)
     for got, wanted in zip(found, expected, strict=True):
         assert got.is_contiguous()

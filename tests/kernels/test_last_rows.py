@@ -46,7 +46,7 @@ def test_equals_the_plain_step(q_len, kv_len, options, near):
     thresholds = torch.stack([shares, 0.3 * shares])
     expected, _ = lines_of(plain, inputs, thresholds, near)
     found, _ = lines_of(kernels, inputs, thresholds, near)
-    kept = torch.stack([expected.vertical, expected.slash])
+    kept = expected.kept
     assert torch.equal(found.number, found.kept.long().sum(-1))
     # a share within rounding of its threshold may fall either way
     assert (found.kept.bool() != kept).float().mean() <= 0.02
@@ -63,7 +63,7 @@ def test_shares_that_are_nan_drop_nothing():
     inputs = attention_inputs(query, key).with_offset()
     thresholds = torch.full((2, 1, 2), 0.5, device=DEVICE).double()
     (expected, _), (found, _) = (lines_of(steps, inputs, thresholds, 1) for steps in (plain, kernels))
-    kept = torch.stack([expected.vertical, expected.slash])
+    kept = expected.kept
     assert torch.equal(found.kept.bool(), kept)
     assert torch.equal(found.number, expected.number)
     assert not kept[:, 0, 0].all()

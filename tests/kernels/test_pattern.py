@@ -7,13 +7,11 @@ import torch
 
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.representative_rows import representative_rows
-from flexmask.base.scores import masked_softmax
+from flexmask.base.scores import masked_softmax, ranks, top_p_count
 from flexmask.base.visibility import blocks_seen_by_rows
 from flexmask.plain.pattern import jensen_shannon_distance
 from flexmask.plain.pooling import block_means
-from flexmask.plain.representative import take_rows
-from flexmask.plain.top_p import ranks, top_p_count
+from flexmask.plain.vertical_slash import representative_rows, take_rows
 from tests.kernels.support import DEVICE, HALF, LAYOUTS, by_head, call_of, float64, in_layout, normal, tokens_of
 
 pytest.importorskip("triton")
@@ -83,7 +81,8 @@ def pattern_of(monkeypatch, lines, estimate, rows, count, inputs, shares, budget
     mass = SimpleNamespace(rows=rows, sums=None, norms=None)
     edges = PackedEdges(count.new_empty((7, *count.shape)), count.expand(5, *count.shape).contiguous(), rows)
     problem = SimpleNamespace(block_size=16, inputs=inputs, edges=edges)
-    return kernels.pattern_and_lines(problem, mass, mass, None, shares, budget)
+    is_query_aware, distance, kept = kernels.pattern_and_lines(problem, mass, mass, None, shares, budget)
+    return SimpleNamespace(is_query_aware=is_query_aware, distance=distance, lines=kept)
 
 
 @pytest.mark.parametrize("blocks", [1, 40, 300])

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.scores import masked_softmax
+from flexmask.base.scores import masked_softmax, ranks, top_p
 from flexmask.base.visibility import block_visibility, valid_keys
 from flexmask.plain.pooling import pooled_scores
-from flexmask.plain.top_p import ranks, top_p
 from tests.kernels.support import DEVICE, by_head, geometry, normal, tokens_of
 
 pytest.importorskip("triton")

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.representative_rows import representative_rows
 from flexmask.base.visibility import candidate_lines
 from flexmask.plain import vertical_slash
-from flexmask.plain.representative import representative_attention
+from flexmask.plain.vertical_slash import representative_attention, representative_rows
 from tests.kernels.support import HALF, LAYOUTS, call_of, geometry, in_layout, normal, tokens_of
 
 pytest.importorskip("triton")

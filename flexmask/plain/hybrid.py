@@ -1,4 +1,4 @@
-"""Row evidence for hybrid selection: attention of query rows to key means, at ``1 / (block_size * row_stride)`` of its cost."""
+"""The steps of hybrid selection: thresholds, lines of the last rows, and evidence of all rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,51 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem
-from flexmask.base.row_coverage import mean_and_least
+from flexmask.base.blocks import BlockProblem, Lines
 from flexmask.base.scores import masked_softmax
-from flexmask.base.thresholds import HALVINGS, SLACK
-from flexmask.base.visibility import blocks_seen_by_rows, in_blocks, valid_keys, whole_blocks
-from flexmask.plain.block_lists import Blocks
+from flexmask.base.thresholds import HALVINGS, SLACK, ThresholdRule, Thresholds
+from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
 from flexmask.plain.pooling import pooled_scores
+from flexmask.plain.vertical_slash import Blocks, RepresentativeMass, RowMass, line_mass, row_mass
+
+
+def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thresholds:
+    """Thresholds per query block, from the number n of key blocks it sees and the largest of its batch row, N.
+
+    Padding does not count. `gamma` is (num_heads,) in `widest_float`.
+    """
+    seen, most = (number.to(gamma.dtype) for number in problem.blocks_seen())
+    longer = (rule.longer * (most / rule.reference).clamp(min=1).log2()).clamp(max=rule.most_longer)
+    g = (1 - gamma) * ((1 - gamma).clamp(min=1e-6) / (1 - rule.gamma)).clamp(max=1) ** longer
+    shares = g * (rule.reference / most.clamp(min=1)).clamp(max=2)
+    power = rule.earlier_rows * (1 - rule.reference / most).clamp(min=0)
+    seen = seen.clamp(min=1).unsqueeze(1)
+    of_gamma = (1 - rule.gamma) / g.clamp(min=1e-12).unsqueeze(-1)
+    first = ((rule.first_rows * rule.reference / seen) ** 3 * of_gamma).clamp(min=1)
+    earlier = (most.unsqueeze(1) / seen * first) ** power.unsqueeze(1)
+    lines = torch.stack([rule.key_block * shares, rule.diagonal * shares])
+    return Thresholds(lines, rule.rows * shares.unsqueeze(-1) * earlier)
+
+
+def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
+    """Key blocks and block diagonals that the representative rows keep.
+
+    Key blocks to which a row gives at least its threshold; block diagonals to which the rows give at least theirs on average,
+    without attention to kept key blocks beyond a row's `near` nearest. `thresholds` is (2, batch or 1, num_heads), of key blocks
+    and of diagonals; NaN reaches them.
+    """
+    in_vertical, in_slash = candidate_lines(problem.tokens, problem.block_size, problem.inputs.window).unsqueeze(2).unbind(0)
+    rows, (of_key_block, of_diagonal) = last.rows, thresholds.unbind(0)
+    most = torch.where(rows.taken[:, None, :, None], last.mass.by_row, 0.0).amax(2)
+    vertical = ~(most < of_key_block.float().unsqueeze(-1)) & in_vertical
+
+    own_block = rows.position // problem.block_size
+    far = own_block.unsqueeze(-1) - torch.arange(most.shape[-1], device=most.device) >= near
+    held = vertical.unsqueeze(2) & far[:, None]
+    rest = (torch.where(held, 0.0, sums) for sums in row_mass(last.attention, rows, problem.block_size))
+    left = line_mass(RowMass(*rest), rows, problem.block_size).slash
+    slash = ~(left < of_diagonal.float().unsqueeze(-1)) & in_slash
+    return Lines(torch.stack([vertical, slash]))
 
 
 class RowEvidence(NamedTuple):
@@ -54,26 +92,26 @@ def row_blocks(
 
     NaN reaches both. Where the first hold less than `min_coverage` of the evidence, `more_blocks` joins others to them.
     """
-    found, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
-    chosen, lines = ~(found < thresholds.float()), ~(found < (of_lines * thresholds).float())
+    share, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
+    chosen, lines = ~(share < thresholds.float()), ~(share < (of_lines * thresholds).float())
     if isinstance(min_coverage, Tensor):
-        chosen = more_blocks(problem, found, thresholds, min_coverage.to(found.dtype))
+        chosen = more_blocks(problem, share, thresholds, min_coverage.to(share.dtype))
     return Blocks(chosen, lines)
 
 
-def more_blocks(problem: BlockProblem, found: Tensor, thresholds: Tensor, min_coverage: Tensor) -> Tensor:
+def more_blocks(problem: BlockProblem, share: Tensor, thresholds: Tensor, min_coverage: Tensor) -> Tensor:
     """Blocks that reach the thresholds, and in query blocks where they hold too little the next best.
 
     A threshold is halved, at most `HALVINGS` times, until the blocks that reach it hold `min_coverage` of the evidence. Of those
     that the last halving adds the nearest stay, as many as hold the missing part if each holds the same. If no halving suffices
     every visible block stays.
     """
-    needed = min_coverage * found.sum(-1, keepdim=True)
-    chosen = ~(found < thresholds.float())
-    before = torch.where(chosen, found, 0.0).sum(-1, keepdim=True)
+    needed = min_coverage * share.sum(-1, keepdim=True)
+    chosen = ~(share < thresholds.float())
+    before = torch.where(chosen, share, 0.0).sum(-1, keepdim=True)
     for halving in range(1, HALVINGS + 1):
-        more = ~(found < (thresholds * 2.0**-halving).float())
-        held = torch.where(more, found, 0.0).sum(-1, keepdim=True)
+        more = ~(share < (thresholds * 2.0**-halving).float())
+        held = torch.where(more, share, 0.0).sum(-1, keepdim=True)
         last = more & ~chosen & problem.visible
         number = last.sum(-1, keepdim=True)
         added = torch.where(held > before, held - before, 1.0)
@@ -92,4 +130,4 @@ def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> 
     0 for a batch row without rows; NaN if it has some and none is sampled.
     """
     has_rows = evidence.mean.sum(-1) != 0
-    return mean_and_least(problem, torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)
+    return problem.mean_and_least(torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)
