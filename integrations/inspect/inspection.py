@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexmask.base.checks import check_int
+from flexmask.base.checks import check_int, plain_numbers
 from flexmask.environment import device_name
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
@@ -173,6 +173,7 @@ def inspect_prefill(
         raise ValueError("method must be a name to be inspected, one of flexmask.METHODS; got a function")
     ids = _one_prompt(input_ids)
     number = int(getattr(text_config(inner), "num_hidden_layers", 0))
+    layers, heads = plain_numbers(layers), plain_numbers(heads)
     _check_shown(layers, heads, number)
     register()
     check_servable(inner)

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,7 +134,13 @@ def inspected():
     prompt = torch.randint(1, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(1))
     steps = []
     found = inspect_prefill(
-        model, prompt, layers=[1], heads=[0, 3], progress=lambda done, of: steps.append((done, of)), **SPARSE, dense_layers=(0,)
+        model,
+        prompt,
+        layers=np.array([1]),
+        heads=[np.int64(0), 3],
+        progress=lambda done, of: steps.append((done, of)),
+        **SPARSE,
+        dense_layers=(0,),
     )
     return model, prompt, found, steps
 
