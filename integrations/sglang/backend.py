@@ -31,7 +31,11 @@ def make_backend(runner: Any) -> Any:
         For wrong options, and for servers and models that are not served.
     """
     import sglang
-    from sglang.srt.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from sglang.srt.distributed.parallel_state import (
+        get_pp_group,
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     server, model = resolved(runner.server_args), runner.model_config

@@ -25,7 +25,10 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/sglang/names_only")]),
+    # an engine may stand on the path too
+    "PYTHONPATH": os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests/sglang/names_only"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
 }
 CHUNK = 777
 _OURS = {"prefill_attention_backend": "flexmask"}
@@ -140,12 +143,12 @@ class Asked:
         return [each for tokens in given for each in self.generate([tokens], start=-1)]
 
     def beside_each_other(self):
-        """One prompt four times, whose chunks share steps."""
+        """Four prompts, whose chunks share steps."""
         options = [None, {"flexmask_gamma": 1}, {"flexmask_dense": True}, {"flexmask_gamma": 0.5}]
-        return self.generate([prompt(1700, seed=1)] * 4, chosen=options)
+        return self.generate([prompt(1700, seed=each) for each in range(4)], chosen=options)
 
     def beside_each_other_plainly(self):
-        return self.generate([prompt(1700, seed=1)] * 4)
+        return self.generate([prompt(1700, seed=each) for each in range(4)])
 
     def behind_one_prefix(self):
         """Options of two kinds, and none, all twice; prefixes are shared where options are equal."""

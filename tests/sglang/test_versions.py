@@ -1,17 +1,20 @@
 """Interfaces that are compared before an SGLang starts."""
 
+import dataclasses
+
 import pytest
 
+from flexmask.integrations.serving.versions import fields_of
 from flexmask.integrations.sglang.versions import interface_faults
 
 
 def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
     pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
+    from sglang.srt import server_args
     from sglang.srt.layers import radix_attention
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor import forward_batch_info
-    from sglang.srt.server_args import ServerArgs
 
     assert interface_faults(TorchNativeAttnBackend) == []
 
@@ -25,9 +28,8 @@ def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
     monkeypatch.setattr(radix_attention, "RadixAttention", Other)
     monkeypatch.setattr(MHATokenToKVPool, "set_kv_buffer", Other.set_kv_buffer)
     monkeypatch.setattr(forward_batch_info.ForwardBatch, "__dataclass_fields__", {})
-    options = dict(ServerArgs.__dataclass_fields__)
-    del options["enable_pdmux"]
-    monkeypatch.setattr(ServerArgs, "__dataclass_fields__", options)
+    options = dataclasses.make_dataclass("ServerArgs", fields_of(server_args.ServerArgs) - {"enable_pdmux"})
+    monkeypatch.setattr(server_args, "ServerArgs", options)
     told = "; ".join(interface_faults(Other))
     assert "backend.forward_extend must take q, k, v, layer, forward_batch, save_kv_cache; got none" in told
     assert "backend.init_forward_metadata_out_graph must take forward_batch; got none" in told

@@ -39,10 +39,13 @@ def test_answers_over_http_are_the_stock_backend_s(tmp_path, written, monkeypatc
                 assert abs(logprob - likely[str(token)]) < NEAR
         with pytest.raises(HTTPError):
             server.complete([0] * 9000)
+        with pytest.raises(HTTPError, match="400"):
+            server.complete(prompt(300), vllm_xargs={"flexmask_gamma": 2})
+        assert server.complete(prompt(3001), vllm_xargs={"flexmask_dense": True})[0] == expected["whole"][0]["tokens"]
         assert 'flexmask:prefill_tokens_total{attention="sparse"} 11001.0' in server.get("/metrics")
     text = server.written()
-    # every row of three prompts, whose last chunks are longer than a block
-    assert served(text) == (11001, 0)
+    # every row of three prompts, whose last chunks are longer than a block, and of the one that asked for dense attention
+    assert served(text) == (11001, 3001)
 
 
 def test_wrong_options_end_the_start_by_name(tmp_path):
