@@ -1,10 +1,6 @@
 """Gradient checkpointing, which runs layers again in the backward; masks that outlive their block."""
 
-import copy
-import gc
-import pickle
 import threading
-import weakref
 
 import pytest
 import torch
@@ -12,7 +8,6 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
-from transformers.modeling_flash_attention_utils import _get_unpad_data
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.mask import PrefillMask
@@ -116,29 +111,6 @@ def test_a_backward_under_a_later_block_is_refused(prompt):
     assert later.reasons == {}
 
 
-def test_a_model_by_name_runs_again_with_its_own_options(prompt):
-    model = checkpointed()
-    flexmask_hf.register()
-    model.set_attn_implementation("flexmask")
-    with flexmask_hf.sparse_prefill(model, **DENSE):
-        loss = loss_of(model, prompt)
-    with pytest.raises(NotImplementedError, match=ENDED):
-        loss.backward()
-    loss = loss_of(model, prompt)
-    with flexmask_hf.sparse_prefill(model, **DENSE) as run:
-        loss.backward()
-    assert run.reasons == {}
-
-
-def test_compiled_layers_are_refused_after_the_block(prompt):
-    model = checkpointed()
-    compile_layers(model)
-    with flexmask_hf.sparse_prefill(model, **DENSE):
-        loss = loss_of(model, prompt)
-    with pytest.raises(NotImplementedError, match=ENDED):
-        loss.backward()
-
-
 # Masks that somebody kept
 
 
@@ -163,19 +135,6 @@ def test_a_mask_kept_beyond_its_block_is_refused_by_name(attention, compiled, mo
         run(prompt, attention_mask=mask)
 
 
-def test_flash_attention_refuses_a_mask_kept_beyond_its_block(model, prompt):
-    mask, _ = kept_mask(model, prompt)
-    with pytest.raises(NotImplementedError, match=ENDED):
-        _get_unpad_data(mask[:, :, -20:])
-
-
-def test_a_mask_serves_a_later_block(model, prompt):
-    mask, expected = kept_mask(model, prompt)
-    with torch.no_grad(), flexmask_hf.sparse_prefill(model, **DENSE) as run:
-        assert torch.equal(model(prompt, attention_mask=mask).logits, expected)
-    assert sorted(run.reasons) == [0, 1]
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -190,20 +149,3 @@ def test_a_mask_serves_a_later_block(model, prompt):
 def test_torch_refuses_a_mask_by_name(call):
     with pytest.raises(NotImplementedError, match="reads its mask's numbers, to compute with"):
         call(torch.zeros(1, 1, 4, 4), PrefillMask((1, 1, 4, 4), 0))
-
-
-def test_masks_that_served_a_model_are_copied(model, prompt):
-    mask, _ = kept_mask(model, prompt)
-    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
-        assert (other.shape, other.tokens) == (mask.shape, mask.tokens)
-
-
-def test_a_run_keeps_no_model_alive(prompt):
-    model = make_model()
-    with torch.no_grad(), flexmask_hf.sparse_prefill(model, **DENSE) as run:
-        model(prompt)
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
-    assert sorted(run.reasons) == [0, 1]

@@ -1,7 +1,5 @@
 """A compiled model in the block: one compilation per shape."""
 
-import copy
-
 import pytest
 import torch
 
@@ -82,20 +80,6 @@ def test_decoding_is_compiled_as_often_as_without_a_block(prompt, counted, stati
     assert compilations(True) == compilations(False)
 
 
-def test_blocks_of_two_models_do_not_mix(prompt, counted):
-    models = [make_model(seed=seed) for seed in (0, 1)]
-    runs = []
-    for model, gamma in zip(models, (0.3, 1.0), strict=True):
-        block = flexmask_hf.sparse_prefill(model, **{**OPTIONS, "gamma": gamma})
-        runs.append((block, block.__enter__()))
-    for each in [torch.compile(model, backend=counted) for model in models] * 2:
-        each(prompt, use_cache=False, attention_mask=torch.ones_like(prompt))
-    for block, _ in runs:
-        block.__exit__(None, None, None)
-    assert [[len(calls) for calls in run.stats.values()] for _, run in runs] == [[2, 2]] * 2
-    assert runs[0][1].stats[0][0].density.min() < 1 == runs[1][1].stats[0][0].density.min()
-
-
 def test_model_by_name_is_compiled_with_its_config(model, prompt, counted):
     flexmask_hf.configure(model, **OPTIONS)
     model.set_attn_implementation("flexmask")
@@ -109,6 +93,19 @@ def test_model_by_name_is_compiled_with_its_config(model, prompt, counted):
     changed = step(prompt, past_key_values=static_cache(model, LENGTH + 8)).logits
     assert (changed - expected).abs().max() > 1e-3
     assert counted.frame_count == before
+
+
+def test_export_is_refused(model, prompt):
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens, mask):
+            return self.model(tokens, attention_mask=mask, use_cache=False).logits
+
+    with flexmask_hf.sparse_prefill(model, **OPTIONS), pytest.raises(Exception, match=r"flexmask does not serve torch\.export"):
+        torch.export.export(Logits(), (prompt, torch.ones_like(prompt)), strict=True)
 
 
 @pytest.mark.parametrize("head_dim", [8, 32], ids=["no mask", "a mask"])
@@ -126,23 +123,3 @@ def test_dense_layers_of_a_compiled_model_have_gradients(prompt, counted, head_d
     expected = gradient(model)
     assert expected.abs().max() > 0
     torch.testing.assert_close(gradient(torch.compile(model, backend=counted)), expected)
-
-
-def test_a_copy_of_a_compiled_model_has_no_open_block(model, prompt, counted):
-    with flexmask_hf.sparse_prefill(model, **OPTIONS) as run:
-        other = copy.deepcopy(model)
-        torch.compile(other, backend=counted)(prompt, use_cache=False, attention_mask=torch.ones_like(prompt))
-    assert run.stats == {}
-
-
-def test_export_is_refused(model, prompt):
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens, mask):
-            return self.model(tokens, attention_mask=mask, use_cache=False).logits
-
-    with flexmask_hf.sparse_prefill(model, **OPTIONS), pytest.raises(Exception, match=r"flexmask does not serve torch\.export"):
-        torch.export.export(Logits(), (prompt, torch.ones_like(prompt)), strict=True)

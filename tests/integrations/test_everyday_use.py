@@ -1,6 +1,5 @@
 """Everyday use: generate, batch, pipelines, threads, compiled decoding, offloading."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.mask import PrefillMask
-from tests.integrations.cells import RELEASE, static_cache
-from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, SPARSE, make_model, padded
+from tests.integrations.cells import static_cache
+from tests.integrations.common import KEEP_ALL, LENGTH, MARKS, SPARSE, padded
 
 pytestmark = MARKS
 
@@ -28,47 +26,6 @@ def test_ragged_batch_is_its_prompts_one_by_one(model, tokens):
             together = model.generate(tokens * mask, attention_mask=mask, **options)[:, -4:]
             alone = [model.generate(tokens[row : row + 1, LENGTH - lengths[row] :], **options)[0, -4:] for row in range(2)]
         assert torch.equal(together[:rows], torch.stack(alone[:rows]))
-
-
-def test_two_models_generate_in_two_threads(tokens):
-    models = [make_model(seed=seed) for seed in (0, 1)]
-    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    settings = ({**SPARSE, "gamma": 0.4}, KEEP_ALL)
-
-    def one_by_one(number):
-        with flexmask_hf.sparse_prefill(models[number], **settings[number]) as run:
-            return models[number].generate(tokens, **options), run.stats[1][0].density
-
-    expected = [one_by_one(number) for number in (0, 1)]
-    results: dict[int, list[Any]] = {0: [], 1: []}
-    threads = [threading.Thread(target=lambda n=n: results[n].extend(one_by_one(n) for _ in range(3))) for n in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, (sequence, density) in enumerate(expected):
-        assert len(results[number]) == 3
-        assert all(torch.equal(each[0], sequence) and torch.equal(each[1], density) for each in results[number])
-
-
-def test_static_decode_compiles_whole(model, tokens):
-    expected = model(tokens).logits[:, -1]
-    cache = static_cache(model, LENGTH + 8)
-    last = {"position_ids": torch.full((BATCH, 1), LENGTH - 1)}
-    if RELEASE < (5, 4):
-        last["cache_position"] = torch.tensor([LENGTH - 1])
-    with flexmask_hf.sparse_prefill(model, **KEEP_ALL):
-        model(tokens[:, :-1], past_key_values=cache, attention_mask=torch.ones_like(tokens[:, :-1]))
-        step = torch.compile(model, fullgraph=True, backend="eager")
-        logits = step(tokens[:, -1:], past_key_values=cache, **last).logits[:, -1]
-    assert (logits - expected).abs().max() < 1e-4
-
-
-def test_mask_moves_with_the_model():
-    padding = torch.ones(1, 4, dtype=torch.bool)
-    moved = PrefillMask((1, 1, 4, 4), torch.tensor(0), padding, 3).to("meta", non_blocking=True)
-    assert moved.offset.device.type == moved.attention_mask.device.type == "meta"
-    assert (moved.window, moved.shape) == (3, (1, 1, 4, 4))
 
 
 def test_layers_on_other_devices(model, tokens, tmp_path):

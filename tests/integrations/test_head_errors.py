@@ -128,11 +128,6 @@ def test_greedy_equals_brute_force(seed):
     assert way.steps_to_error(-1.0) is None
 
 
-def test_a_gamma_that_costs_more_than_a_lower_one_is_passed_over():
-    head = [Choice(0.5, 0.2, 0.10), Choice(0.8, 0.6, 0.09), Choice(1.0, 1.0, 0.0)]
-    assert [step.choice.gamma for step in allocate([head]).steps] == [0.5]
-
-
 def test_of_gammas_that_keep_the_same_the_most_exact_is_where_it_starts():
     head = [Choice(0.5, 0.2, 0.3), Choice(0.9, 1.0, 0.1), Choice(0.95, 1.0, 0.0), Choice(1.0, 1.0, 0.0)]
     way = allocate([head])

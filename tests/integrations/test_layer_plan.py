@@ -1,13 +1,11 @@
 """`layer_plan` says what the adapter does, before anything is loaded."""
 
-import gc
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import BertConfig, LlamaConfig, T5Config
 
 from flexmask.integrations.huggingface.layer_plan import PlannedLayer, layer_plan
 from flexmask.integrations.huggingface.prefill import opened
@@ -67,18 +65,6 @@ def test_nothing_is_left_behind():
     assert (config._attn_implementation, config.to_dict()) == before
 
 
-def test_the_model_without_weights_is_dropped():
-    def models():
-        gc.collect()
-        return {id(each) for each in gc.get_objects() if type(each) is LlamaForCausalLM}
-
-    before = models()
-    layer_plan(LlamaConfig(num_hidden_layers=1))
-    assert models() <= before
-    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
-    assert model(torch.ones(1, 5, dtype=torch.long)).logits.isfinite().all()
-
-
 def test_what_cannot_be_planned_says_why():
     with pytest.raises(ValueError, match="config must be one that AutoModelForCausalLM makes a model of; got T5Config"):
         layer_plan(T5Config())
@@ -87,17 +73,6 @@ def test_what_cannot_be_planned_says_why():
         layer_plan(BertConfig(num_hidden_layers=1))
     with pytest.raises(ValueError, match="dense_layers must hold layer indices below 1"):
         layer_plan(LlamaConfig(num_hidden_layers=1), dense_layers=(4,))
-
-
-def test_code_that_needs_numbers_is_not_guessed_about(monkeypatch):
-    import transformers.models.llama.modeling_llama as llama
-
-    def needs_numbers(self, x):
-        return (x.sum().item(), x)
-
-    monkeypatch.setattr(llama.LlamaMLP, "forward", needs_numbers)
-    with pytest.raises(RuntimeError, match="cannot follow LlamaForCausalLM without weights: "):
-        layer_plan(LlamaConfig(num_hidden_layers=2))
 
 
 @pytest.mark.parametrize(("window", "plan"), [(149, "dense"), (150, "sparse"), (151, "sparse")])

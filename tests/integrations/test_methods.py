@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 
 pytest.importorskip("transformers")
 
@@ -29,23 +28,6 @@ def test_takes_another_method(tokens, family, method):
         logits = model(tokens, attention_mask=mask).logits
     assert (logits - expected)[mask != 0].abs().max() < 1e-4
     assert [len(run.masks[layer]) for layer in (0, 1)] == [1, 1]
-
-
-def everything(b, h, q_idx, kv_idx):
-    return q_idx >= 0
-
-
-@pytest.mark.usefixtures("without_kernel")
-def test_masks_of_a_method_that_gives_one_head_have_every_head(model, tokens):
-    def of_one_head(query, key, *, block_size, **visibility):
-        return create_block_mask(everything, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block_size)
-
-    two_heads = 2 * 40 * 17 * 17  # bytes
-    options = {"method": of_one_head, "block_size": 32, "dense_below": 0, "collect_masks": True, "max_mask_bytes": two_heads}
-    with flexmask_hf.sparse_prefill(model, **options) as run:
-        model(tokens)
-    kept = run.masks[0][0].to_dense()
-    assert torch.equal(kept.bool(), torch.ones(17, 17, dtype=torch.bool).tril().expand(2, 4, -1, -1))
 
 
 @pytest.mark.usefixtures("without_kernel")

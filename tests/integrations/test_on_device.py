@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.packed import PackedCheck
 from tests.integrations.cells import static_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model, padded
 
@@ -33,15 +32,6 @@ def test_packed_positions_are_refused(device, tokens):
         with pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"):
             model(tokens, position_ids=positions % 265)
         model(tokens, position_ids=positions)
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-def test_check_of_positions_answers_without_a_wait(device, restarts):
-    positions, check = torch.arange(100, device=device)[None] % (60 if restarts else 100), PackedCheck()
-    first = check.is_packed(positions, None, 0)
-    wait_for(device)
-    assert check.is_packed(positions, None, 0) is restarts
-    assert first is restarts or (restarts and device.type == "cuda")
 
 
 @pytest.mark.attention

@@ -9,12 +9,6 @@ import torch
 pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.base.inputs import attention_inputs
-from flexmask.flex.packed import Segment
-from flexmask.integrations.huggingface import compat
-from flexmask.integrations.huggingface.mask import MaskNotServed, PrefillMask
-from flexmask.integrations.huggingface.packed import GivenBounds, in_one_row, in_rows, segments_of_ids
-from tests.attention_calls import call
 from tests.integrations.common import KEEP_ALL, LENGTH, MARKS, SPARSE, make_model
 
 pytestmark = [*MARKS, pytest.mark.attention]
@@ -134,57 +128,6 @@ def test_collator_of_transformers_makes_what_is_served(model, tokens):
     with flexmask_hf.sparse_prefill(model, **OPTIONS["gamma 1"]):
         logits = model(**batch, use_cache=False).logits
     assert (logits - one_by_one(model, tokens[:1])).abs().max() < 1e-4
-
-
-@pytest.mark.skipif(compat.remap_positions is None, reason="this release does not count positions per sequence")
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("ids_first", [True, False], ids=["before 5.24", "since 5.24"])
-def test_both_orders_of_a_packed_mask_are_read(window, ids_first):
-    ids, positions = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]])
-    inner = compat.causal_mask_function if window is None else compat.window_function(window)
-    parts = [compat.packed_sequence_mask_function(ids), compat.remap_positions(inner, positions)]
-    served, found, own = compat.window_of(compat.and_masks(*parts[:: 1 if ids_first else -1]), window)
-    assert served
-    assert found == window
-    assert own is ids
-    another = compat.remap_positions(compat.window_function(7), positions)
-    assert not compat.window_of(compat.and_masks(parts[0], another), window)[0]
-
-
-def test_ids_become_segments_of_all_rows():
-    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
-    assert segments_of_ids(ids, 2) == tuple(Segment(slice(a, b), slice(a, b)) for a, b in ((0, 2), (2, 5), (5, 10)))
-    assert segments_of_ids(ids[:1], 2) == tuple(Segment(slice(a, b), slice(a, b)) for a, b in ((0, 2), (2, 5), (5, 7), (7, 10)))
-    assert segments_of_ids(ids[1:], 2) is None
-
-
-def test_rows_of_a_batch_come_back_to_their_places():
-    case = call(batch=3, q_len=20)
-    inputs = attention_inputs(case.case.query, case.case.key, case.value)
-    joined = in_one_row(inputs)
-    assert joined.query.shape == (1, 4, 60, 32)
-    assert torch.equal(joined.key[0, :, 20:40], inputs.key[1])
-    assert torch.equal(in_rows(joined.query, 3), inputs.query)
-
-
-def test_bounds_are_read_once_for_all_layers(monkeypatch):
-    reads = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x) or tolist(x))
-    bounds, given = GivenBounds(), torch.tensor([0, 3, 5])
-    first = bounds.segments(given, given, 5)
-    assert bounds.segments(given, given, 5) is first
-    assert len(reads) == 1
-    bounds.segments(given.clone(), given, 5)
-    assert len(reads) > 1
-
-
-def test_rows_of_a_packed_mask_cannot_be_cut():
-    whole = slice(0, 20)
-    mask = PrefillMask((1, 1, 40, 40), 0, segments=(Segment(whole, whole), Segment(slice(20, 40), slice(20, 40))))
-    assert mask[:, 0].segments is mask.segments
-    with pytest.raises(MaskNotServed, match="packed sequences"):
-        mask[:, :, -5:, :]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,6 @@ pytest.importorskip("transformers")
 from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.integrations.record.run import PrefillRun
-from flexmask.settings import PrefillSettings
 from tests.integrations.cells import static_cache
 from tests.integrations.common import MARKS, SPARSE, switchable
 from tests.integrations.families import VOCABULARY
@@ -36,11 +32,6 @@ def test_model_that_is_not_reached_is_named(mamba, tokens):
     assert caught[0].filename == __file__
 
 
-def test_inner_forward_counts_too(mamba, tokens):
-    with pytest.warns(UserWarning, match="did not reach"), flexmask_hf.sparse_prefill(mamba):
-        mamba.forward(tokens[:, :20])  # as PEFT calls it
-
-
 @pytest.mark.parametrize("what", ["nothing", "decoding", "error"])
 def test_no_warning_where_nothing_was_prefilled(mamba, tokens, what):
     with warnings.catch_warnings():
@@ -57,14 +48,6 @@ def test_no_warning_where_nothing_was_prefilled(mamba, tokens, what):
 
 
 @pytest.mark.parametrize("collect", [True, False])
-def test_reached_models_do_not_warn(model, tokens, collect):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "flexmask did not reach")
-        with flexmask_hf.sparse_prefill(model, **SPARSE, collect_stats=collect):
-            model(tokens)
-
-
-@pytest.mark.parametrize("collect", [True, False])
 def test_block_that_ran_dense_says_why(model, tokens, caplog, collect):
     with caplog.at_level(logging.INFO, "flexmask"), flexmask_hf.sparse_prefill(model, collect_stats=collect) as run:
         model.generate(tokens[:, :200], max_new_tokens=3, do_sample=False)
@@ -72,6 +55,16 @@ def test_block_that_ran_dense_says_why(model, tokens, caplog, collect):
         ("WARNING", "flexmask: all 2 layers ran dense: 200 tokens < dense_below 16384")
     ]
     assert run.reasons == ({layer: ["200 tokens < dense_below 16384"] for layer in (0, 1)} if collect else {})
+
+
+@pytest.mark.attention
+def test_a_caches_size_is_not_the_length_of_its_prompt(model, tokens):
+    # a StaticCache hands attention all of its keys
+    with torch.no_grad(), flexmask_hf.sparse_prefill(model, **{**SPARSE, "dense_below": 150}) as run:
+        model(tokens[:, :100], past_key_values=static_cache(model, 400))
+        assert run.reasons == {layer: ["100 tokens < dense_below 150"] for layer in (0, 1)}
+        model(tokens[:, :200], past_key_values=static_cache(model, 400))
+    assert [stats.dense for stats in run.stats[0]] == [True, False]
 
 
 def test_statistics_say_why(model, tokens, caplog):
@@ -85,33 +78,3 @@ def test_statistics_say_why(model, tokens, caplog):
     assert lines == [("INFO", "flexmask: 1 of 2 layers ran dense: in dense_layers")]
     assert run.reasons == {0: ["in dense_layers"], 1: [None]}
     assert {(row["layer"], row["reason"]) for row in run.rows()} == {(0, "in dense_layers"), (1, None)}
-
-
-@pytest.mark.parametrize(("window", "reason"), [(299, "sliding window 299 < dense_below 300"), (300, None)])
-def test_a_window_of_the_break_even_is_long_enough(window, reason):
-    inputs = attention_inputs(*(torch.zeros(1, 2, 64, 16) for _ in range(3)), window=window)
-    settings = PrefillSettings(dense_below=300)
-    assert PrefillCall(inputs, 400, 0, 0, settings, settings.selector()).reason_dense_layer() == reason
-
-
-def test_summary_of_many_reasons_is_one_short_line():
-    run = PrefillRun()
-    for length in range(100):
-        for layer in range(3):
-            run.record(layer, None, None, f"{length} tokens < dense_below 100")
-    run.record(0, None, None, None)
-    nothing_else, line = run.dense_summary()
-    assert not nothing_else
-    assert line.startswith("all 3 layers ran dense, in some calls: 0 tokens < dense_below 100; 1 tokens")
-    assert line.endswith("and more")
-    assert len(line) < 200
-
-
-@pytest.mark.attention
-def test_a_caches_size_is_not_the_length_of_its_prompt(model, tokens):
-    # a StaticCache hands attention all of its keys
-    with torch.no_grad(), flexmask_hf.sparse_prefill(model, **{**SPARSE, "dense_below": 150}) as run:
-        model(tokens[:, :100], past_key_values=static_cache(model, 400))
-        assert run.reasons == {layer: ["100 tokens < dense_below 150"] for layer in (0, 1)}
-        model(tokens[:, :200], past_key_values=static_cache(model, 400))
-    assert [stats.dense for stats in run.stats[0]] == [True, False]

@@ -8,8 +8,6 @@ pytest.importorskip("transformers")
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.mask import PrefillMask
-from flexmask.integrations.huggingface.packed import starts_again
-from flexmask.integrations.huggingface.refusals import checked_call
 from tests.integrations.cells import RELEASE, dynamic_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model
 
@@ -38,16 +36,6 @@ def test_packed_prompts_are_refused_under_a_mask_without_padding(model, tokens, 
         model(tokens, position_ids=position_ids, attention_mask=torch.ones_like(tokens))
 
 
-def test_positions_of_padding_and_gaps_are_not_packed():
-    positions = torch.tensor([[1, 1, 1, 0, 1, 2], [0, 1, 2, 9, 9, 10]])
-    tokens = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
-    assert not starts_again(positions, tokens, 0)
-    assert starts_again(positions, None, 0)
-    assert not starts_again(positions[1:], None, 0)
-    assert starts_again(torch.tensor([[0, 0, 1]]), None, 0)
-    assert not starts_again(positions[:, 3:], tokens, 3)
-
-
 def test_mask_for_other_keys_names_both():
     query, key = torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 41, 16)
     with pytest.raises(NotImplementedError, match=r"40 rows and 41 keys under a mask of 40 and 40 \(keys that the model adds"):
@@ -61,31 +49,6 @@ def test_mask_of_a_decoding_step_may_reach_beyond_the_keys():
     out, _ = attention(torch.nn.Module(), query, key, value, mask)
     seen = (x[:, :, 6:].repeat_interleave(2, 1) for x in (key, value))
     assert (out.transpose(1, 2) - torch.nn.functional.scaled_dot_product_attention(query, *seen)).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("by_model", [True, False])
-def test_mask_of_four_dimensions_names_the_models_that_make_one(monkeypatch, by_model):
-    """Before release 5 some models always make one."""
-    monkeypatch.setitem(checked_call.__globals__, "MODELS_MAKE_4D_MASKS", by_model)
-    query = torch.zeros(1, 2, 40, 16)
-    with pytest.raises(NotImplementedError, match="does not serve a 4-D attention_mask") as caught:
-        attention(torch.nn.Module(), query, query, query, torch.ones(1, 1, 40, 40, dtype=torch.bool).tril())
-    assert ("some models (OPT, BART, GraniteMoe, Persimmon, FalconH1) make themselves" in str(caught.value)) == by_model
-    assert ("use a newer release" in str(caught.value)) == by_model
-
-
-def test_argument_is_causal_says_nothing_under_a_mask_of_ours():
-    """GPT-2 passes False wherever it was given a mask."""
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
-    out, _ = attention(torch.nn.Module(), query, key, value, PrefillMask((1, 1, 40, 40), 0), is_causal=False)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    assert (out.transpose(1, 2) - expected).abs().max() < 1e-5
-    # a single row sees every key
-    out, _ = attention(torch.nn.Module(), query[:, :, -1:], key, value, None, is_causal=False)
-    assert (out.transpose(1, 2) - expected[:, :, -1:]).abs().max() < 1e-5
-    with pytest.raises(NotImplementedError, match="bidirectional or cross attention"):
-        attention(torch.nn.Module(), query, key, value, None, is_causal=False)
 
 
 @pytest.mark.parametrize("what", FORWARD_REFUSALS)

@@ -2,18 +2,15 @@
 
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface import compat
-from flexmask.integrations.huggingface.session import Session
-from tests.integrations.common import MARKS, SPARSE
+from tests.integrations.common import MARKS
 
 pytestmark = MARKS
 
@@ -29,19 +26,6 @@ assert all("flexmask" in interface().valid_keys() for interface in (AttentionInt
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.parametrize("error", [None, KeyError])
-def test_is_undone_on_exit(model, tokens, error):
-    expected = model(tokens).logits
-    with pytest.raises(error) if error else nullcontext(), flexmask_hf.sparse_prefill(model, **SPARSE):
-        model(tokens)
-        assert model.config._attn_implementation == "flexmask"
-        if error:
-            raise error
-    assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(model(tokens).logits, expected)
-    assert not Session.of(model).blocks
 
 
 def test_name_alone_runs_with_the_defaults(model, tokens):

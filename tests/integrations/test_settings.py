@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.layer_plan import layer_plan
 from flexmask.saved_settings import saved_settings
 from flexmask.settings import PrefillSettings
 from tests.integrations.common import MARKS, SPARSE, padded
@@ -30,16 +29,6 @@ def test_layers_have_options_of_their_own(model, tokens):
     assert run.stats[0][0].density.max() < 1
     assert run.stats[1][0].density.min() == 1
     assert not run.stats[1][0].dense
-
-
-def test_heads_at_gamma_one_are_dense_above_the_break_even(model, tokens):
-    settings = {**SPARSE, "dense_below": 100, "tau": 0.0}
-    with flexmask_hf.sparse_prefill(model, **settings, layers={0: {"gamma": 1.0}, 1: {"gamma": [0.2, 0.2, 1.0, 1.0]}}) as run:
-        model(tokens)
-    assert run.reasons == {0: ["every head keeps every block"], 1: [None]}
-    assert run.stats[0][0].dense
-    assert run.stats[1][0].is_dense.tolist() == [[False, False, True, True]] * 2
-    assert [row["reason"] is None for row in run.rows() if row["layer"] == 1] == [True, True, False, False] * 2
 
 
 @pytest.mark.parametrize("attention_mask", [None, padded], ids=["unpadded", "padded"])
@@ -191,18 +180,6 @@ def test_settings_of_the_process_go_before_those_of_the_config(model):
         flexmask_hf.register(gamma=4)
 
 
-@pytest.mark.usefixtures("_own_process")
-def test_the_method_comes_first_wherever_settings_are_named(model):
-    named, expected = ("flexprefill", None), PrefillSettings("flexprefill", gamma=0.7)
-    assert flexmask_hf.configure(model, *named, gamma=0.7) == expected
-    with flexmask_hf.sparse_prefill(model, *named, gamma=0.7) as run:
-        assert run.settings == expected
-    assert [each.plan for each in layer_plan(model.config, *named, tokens=16384)] == ["sparse", "sparse"]
-    flexmask_hf.register(*named, gamma=0.7)
-    with flexmask_hf.sparse_prefill(model) as run:
-        assert run.settings == expected
-
-
 def test_settings_print_as_they_are_written():
     settings = PrefillSettings("flexprefill", gamma=[0.5, 1], dense_layers=[3, 1, 1], layers={2: {"tau": 0}})
     written = "PrefillSettings(method='flexprefill', layers={2: {'tau': 0}}, dense_layers=(1, 3), gamma=(0.5, 1))"
@@ -235,26 +212,3 @@ def test_settings_in_a_config_are_parsed_once_and_after_changes():
     assert saved_settings(config).options == {"gamma": 0.9}
     del config.flexmask_config
     assert saved_settings(config) is None
-
-
-@pytest.mark.usefixtures("_own_process")
-def test_another_name_to_stand_behind(model, tokens):
-    expected = model(tokens).logits
-    flexmask_hf.register(
-        name="flex_attention", method="streaming_llm", block_size=32, sink_blocks=1, window_blocks=2, dense_below=0
-    )
-    model.set_attn_implementation("flex_attention")
-    sparse = model(tokens).logits
-    assert (sparse - expected).abs().max() > 1e-2
-    flexmask_hf.register(name="flex_attention", dense_below=1000)
-    assert (model(tokens).logits - expected).abs().max() < 1e-4
-    with pytest.raises(ValueError, match="name must be one of"):
-        flexmask_hf.register(name="sdpa")
-
-
-def test_numbers_by_head_are_not_compared_with_layers_that_stay_dense():
-    """As of a model whose layers differ in heads."""
-    options = {"gamma": (0.5, 0.6, 0.7, 0.8)}
-    PrefillSettings("flexprefill", dense_layers=(1,), **options).check_shape(2, (4, 8))
-    with pytest.raises(ValueError, match=r"layer 1: gamma must .* 8 "):
-        PrefillSettings("flexprefill", dense_layers=(0,), **options).check_shape(2, (4, 8))

@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.session import configured
 from flexmask.settings import PrefillSettings
 from tests.integrations.common import MARKS, SPARSE
 
@@ -128,17 +127,6 @@ def test_options_of_the_model_come_back(model, tmp_path):
         # the model's own, not the outer block's
         assert inner.settings.options == {"gamma": 0.85}
     assert saved_config(model, tmp_path) == {"gamma": 0.85}
-
-
-def test_configure_inside_a_block_lasts(model, tmp_path):
-    with flexmask_hf.sparse_prefill(model, gamma=0.8) as run:
-        flexmask_hf.configure(model, gamma=0.7)
-        assert configured(model.config).options == {"gamma": 0.7}
-        assert saved_config(model, tmp_path / "in") == {"gamma": 0.7}
-        with flexmask_hf.sparse_prefill(model, gamma=0.6):
-            pass
-    assert run.settings.options == {"gamma": 0.8}
-    assert saved_config(model, tmp_path / "after") == {"gamma": 0.7}
 
 
 def test_method_that_cannot_be_saved_leaves_the_config_as_it_is(model, tmp_path):
