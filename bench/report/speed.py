@@ -107,7 +107,7 @@ def draw_calls(axes: Any, folder: Path = FOLDER) -> None:
     axes.legend(frameon=False, fontsize=9)
 
 
-TABLES = {
+TABLES: dict[str, Callable[[Path], list[str]]] = {
     "dense": dense,
     "calls": calls,
     "calls-triton": partial(calls, backend="triton"),

@@ -61,8 +61,8 @@ def test_faults_name_what_is_needed_and_what_is_there():
     assert absent_names("Batch", {"two", "one", "three"}, ["three"]) == ["Batch must have one, two"]
 
 
-# the releases of either engine that the gate is asked for: vLLM's newest is the one after the last that was run, SGLang's the newest
-# whose interfaces were compared
+# the releases of either engine that the gate is asked for: vLLM's newest is the one after the last that was run, SGLang's the
+# newest whose interfaces were compared
 @pytest.mark.parametrize(
     ("engine", "versions", "too_new"),
     [
