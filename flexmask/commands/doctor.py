@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexmask.commands import PROBLEM
 from flexmask.commands.errors import option_errors
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config
-from flexmask.commands.main import PROBLEM
 from flexmask.commands.options import (
     DenseBelow,
     Device,

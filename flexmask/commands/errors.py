@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from flexmask.commands.main import INTERRUPTED, MISSING, PROBLEM
+from flexmask.commands import INTERRUPTED, MISSING, PROBLEM
 
 TRACEBACK_VARIABLE = "FLEXMASK_TRACEBACK"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import sys
 
-# exit codes (docs/command-line.md); 2, a wrong command line, is typer's
-PROBLEM = 1  # found one, or could not finish
-MISSING = 3  # an optional package
-INTERRUPTED = 130  # 128 + SIGINT
+from flexmask.commands import INTERRUPTED as INTERRUPTED
+from flexmask.commands import MISSING as MISSING
+from flexmask.commands import PROBLEM as PROBLEM
+
 _NEEDED = ("typer", "rich")  # of the extra `cli`
 
 
