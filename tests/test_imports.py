@@ -49,8 +49,9 @@ def imported(source: str, modules: set[str]) -> Iterator[tuple[str, bool]]:
             names = [each if each.removeprefix("flexmask.") in modules else node.module or "" for each in inner]
         yield from ((name.removeprefix("flexmask."), at_import) for name in names if name.partition(".")[0] == INDEX)
         later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, at_import and not later)
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):  # names of types only
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, at_import and not later)
 
     yield from visit(ast.parse(source), True)
 
