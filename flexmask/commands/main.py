@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import sys
 
-from flexmask.commands import INTERRUPTED as INTERRUPTED
-from flexmask.commands import MISSING as MISSING
-from flexmask.commands import PROBLEM as PROBLEM
+from flexmask.commands import MISSING
 
 _NEEDED = ("typer", "rich")  # of the extra `cli`
 

@@ -14,7 +14,7 @@ pytest.importorskip("typer")
 
 import flexmask.environment as environment
 import flexmask.self_test as self_test
-from flexmask.commands import main
+from flexmask import commands
 from flexmask.flex.flash_check import Verdict
 from flexmask.flex.flash_problem import FlashCall
 from tests.repository import ROOT
@@ -45,7 +45,7 @@ def raises(query, key, value, method, **keywords):
 @pytest.mark.parametrize("attention", [dense, raises])
 def test_self_test_fails_where_attention_is_wrong(flexmask, monkeypatch, attention):
     monkeypatch.setattr(self_test, "sparse_attention", attention)
-    result = flexmask("doctor", "--device", "cpu", code=main.PROBLEM)
+    result = flexmask("doctor", "--device", "cpu", code=commands.PROBLEM)
     assert result.stdout.count("FAILED") == 2
     assert result.stdout.count("RuntimeError: no compiler") == (2 if attention is raises else 0)
     assert len(re.findall(r" \d\d\.\d%  ", result.stdout)) == (0 if attention is raises else 2)
@@ -75,7 +75,7 @@ def test_releases_of_torch_with_problems_are_known(flexmask, monkeypatch, name, 
     monkeypatch.setattr(environment, name, value)
     found = [each for each in environment.problems("cpu") if what in each.what]
     assert len(found) == 1
-    code = main.PROBLEM if found[0].severity == "error" else 0
+    code = commands.PROBLEM if found[0].severity == "error" else 0
     result = flexmask("doctor", "--device", "cpu", "--skip-self-test", code=code)
     assert f"{found[0].severity}: {found[0].what}; {found[0].remedy}" in result.stdout
 
@@ -152,7 +152,7 @@ def test_layers_are_planned_from_the_config(flexmask, folder, tmp_path):
 def test_refused_models_exit_with_a_problem(flexmask, tmp_path, config, said):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    result = flexmask("doctor", "--skip-self-test", "--model", tmp_path, code=main.PROBLEM)
+    result = flexmask("doctor", "--skip-self-test", "--model", tmp_path, code=commands.PROBLEM)
     assert "is refused: " in result.stdout
     assert said in result.stdout
 
@@ -194,5 +194,5 @@ def test_a_missing_or_foreign_transformers_is_a_problem_only_with_a_model(flexma
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "warning: transformers is missing" in flexmask("doctor", "--skip-self-test").stdout
-    result = flexmask("doctor", "--skip-self-test", "--model", folder, code=main.MISSING)
+    result = flexmask("doctor", "--skip-self-test", "--model", folder, code=commands.MISSING)
     assert result.stderr.splitlines()[1:] == ["flexmask: this command needs transformers: pip install 'flexmask[hf]'"]

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
-from flexmask.commands import main
+from flexmask import commands
 from flexmask.integrations.huggingface import PrefillSettings
 from tests.integrations.common import MARKS
 from tests.repository import ROOT
@@ -54,7 +54,7 @@ def test_a_mistyped_name_asks_the_hub_once(flexmask, monkeypatch):
         raise OSError("no such repository")
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
-    result = flexmask("gain", "no-such-model-anywhere", code=main.PROBLEM)
+    result = flexmask("gain", "no-such-model-anywhere", code=commands.PROBLEM)
     assert result.stderr == "flexmask: cannot load no-such-model-anywhere: no folder here, and on the hub: no such repository\n"
     assert len(asked) == 1 and asked[0][1] <= 10
 
@@ -64,7 +64,7 @@ def test_a_broken_model_is_one_line(flexmask, folder, prompt, tmp_path):
         if path.suffix != ".safetensors":
             (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    result = flexmask("gain", "--model", tmp_path, "--prompt", prompt, code=main.PROBLEM)
+    result = flexmask("gain", "--model", tmp_path, "--prompt", prompt, code=commands.PROBLEM)
     assert result.stderr.startswith(f"flexmask: cannot load {tmp_path}: ")
     assert result.stderr.count("\n") == 1
 
@@ -115,7 +115,7 @@ def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeyp
 
     monkeypatch.setattr(module, "head_errors", interrupted)
     words = ("tune", "-m", folder, "-t", prompt, "--tokens", "100", "-o", out, *TUNE, "--density", "1")
-    result = flexmask(*words, code=main.INTERRUPTED)
+    result = flexmask(*words, code=commands.INTERRUPTED)
     assert "settings.json.measured: the same command continues from there" in result.stderr.replace("\n", " ")
     assert result.stdout == ""
     assert not out.exists()

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("typer")
 
 import flexmask as package
+from flexmask import commands
 from flexmask.commands import main
 from tests.repository import ROOT
 
@@ -40,7 +41,7 @@ def test_every_command_is_documented_with_its_options(flexmask):
 
 def test_exit_codes_are_documented():
     text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
-    codes = {value for value in vars(main).values() if type(value) is int}
+    codes = {value for value in vars(commands).values() if type(value) is int}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)} == {0, 2} | codes
 
 
@@ -50,7 +51,7 @@ def test_without_typer_one_line_says_what_to_install(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(SystemExit) as exit:
         main.main()
-    assert exit.value.code == main.MISSING
+    assert exit.value.code == commands.MISSING
     assert capsys.readouterr().err == "flexmask: the command line needs typer: pip install 'flexmask[cli]'\n"
 
 
@@ -110,11 +111,11 @@ def test_errors_of_the_library_are_one_line(flexmask, monkeypatch):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr("flexmask.environment.problems", fails)
-    result = flexmask("doctor", "--json", code=main.PROBLEM)
+    result = flexmask("doctor", "--json", code=commands.PROBLEM)
     assert result.stderr == "flexmask: RuntimeError: out of luck\n"
     assert result.stdout == ""
-    assert "Traceback" in flexmask("--traceback", "doctor", code=main.PROBLEM).stderr
-    assert "Traceback" in flexmask("doctor", code=main.PROBLEM, env={"FLEXMASK_TRACEBACK": "1"}).stderr
+    assert "Traceback" in flexmask("--traceback", "doctor", code=commands.PROBLEM).stderr
+    assert "Traceback" in flexmask("doctor", code=commands.PROBLEM, env={"FLEXMASK_TRACEBACK": "1"}).stderr
 
 
 def test_interruption_has_its_own_exit_code(flexmask, monkeypatch):
@@ -122,4 +123,4 @@ def test_interruption_has_its_own_exit_code(flexmask, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("flexmask.environment.problems", interrupted)
-    assert flexmask("doctor", code=main.INTERRUPTED).stderr.endswith("flexmask: interrupted\n")
+    assert flexmask("doctor", code=commands.INTERRUPTED).stderr.endswith("flexmask: interrupted\n")
