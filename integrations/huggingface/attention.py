@@ -1,8 +1,8 @@
 """The attention function of transformers: sparse for prefills, dense for decoding.
 
 The way of a call: `attention_entry` (registration.py), which transformers calls -> `attention` -> `checked_call` (refusals.py) ->
-`serve` -> `prefill_call` (call.py), under the block that is open (session.py) or the config's settings ->
-`PrefillCall.attention` -> `attend` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
+`serve` -> `prefill_call`, under the block that is open (session.py) or the config's settings ->
+`PrefillCall.attention` (call.py) -> `attend` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import is_exporting, is_traced
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.flex.dense import attention_to_visible, dense_attention
-from flexmask.integrations.huggingface.call import prefill_call
+from flexmask.integrations.huggingface.call import PrefillCall, of_local_heads
 from flexmask.integrations.huggingface.compat import refusal
 from flexmask.integrations.huggingface.mask import Prefill
+from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.refusals import checked_call
+from flexmask.integrations.huggingface.session import block_of
 
 
 def attention(
@@ -71,6 +73,25 @@ def serve(
         call = prefill_call(module, inputs, tokens, prefill)
         out = call.attention() if segments is None else call.attention_packed(segments)
     return out.transpose(1, 2).contiguous()
+
+
+def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: Prefill | None = None) -> PrefillCall:
+    """A module's call under the settings of the block that serves it, else of the process or the config.
+
+    `tokens` and `prefill` are `PrefillMask.tokens` and `PrefillMask.prefill`.
+    """
+    block, num_heads = block_of(module), inputs.query.shape[1]
+    if prefill is not None:
+        block = prefill.block(block)
+    if block is None:
+        settings, index = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
+        layer = -1 if index is None else index
+        return PrefillCall(inputs, tokens, prefill, layer, settings, of_local_heads(settings.selector(layer), module, num_heads))
+    layer, settings = block.session.layer_of(module), block.run.settings
+    selector = block.selectors.get((layer, num_heads))
+    if selector is None:
+        selector = block.selectors[layer, num_heads] = of_local_heads(settings.selector(layer), module, num_heads)
+    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, block.run, block.probe)
 
 
 _outside_the_graph = torch.compiler.disable(serve)

@@ -14,10 +14,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.dense_policy import DensePlan, by_head_dim, notice_dense, plan_of_reason
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
-from flexmask.integrations.huggingface.mask import Prefill
-from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import in_one_row, in_rows
-from flexmask.integrations.huggingface.session import block_of
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.integrations.record.summary import CallSize
 from flexmask.selector import Selector
@@ -28,7 +25,7 @@ from flexmask.stats import STATISTICS, dense_stats
 class PrefillCall(NamedTuple):
     inputs: AttentionInputs
     tokens: int  # `PrefillMask.tokens`
-    prefill: Prefill | None  # `PrefillMask.prefill`
+    prefill: object  # `PrefillMask.prefill`
     layer: int
     settings: PrefillSettings
     selector: Selector  # of this process's heads
@@ -108,25 +105,6 @@ class PrefillCall(NamedTuple):
 
     def reason_dense(self) -> str | None:
         return self.reason_no_mask() or self.reason_dense_layer()
-
-
-def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: Prefill | None = None) -> PrefillCall:
-    """A module's call under the settings of the block that serves it, else of the process or the config.
-
-    `tokens` and `prefill` are `PrefillMask.tokens` and `PrefillMask.prefill`.
-    """
-    block, num_heads = block_of(module), inputs.query.shape[1]
-    if prefill is not None:
-        block = prefill.block(block)
-    if block is None:
-        settings, index = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
-        layer = -1 if index is None else index
-        return PrefillCall(inputs, tokens, prefill, layer, settings, of_local_heads(settings.selector(layer), module, num_heads))
-    layer, settings = block.session.layer_of(module), block.run.settings
-    selector = block.selectors.get((layer, num_heads))
-    if selector is None:
-        selector = block.selectors[layer, num_heads] = of_local_heads(settings.selector(layer), module, num_heads)
-    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, block.run, block.probe)
 
 
 def of_local_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:

@@ -10,22 +10,20 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmask._torch import is_traced
+from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.precision import locked
 from flexmask.saved_settings import saved_settings
 from flexmask.selector import Selector
 from flexmask.settings import CONFIG_KEY, PrefillSettings
-
-if TYPE_CHECKING:
-    from flexmask.integrations.huggingface.call import PrefillCall
 
 SESSION = "_flexmask_session"  # attribute of a model's modules
 _ABSENT = object()
