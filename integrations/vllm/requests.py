@@ -47,10 +47,15 @@ def _is_selected(vllm_config: Any) -> bool:
 
 
 def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
+    from vllm.exceptions import VLLMValidationError
+
     settings = serving_options(vllm_config.additional_config, vllm_config.model_config.hf_config).settings
-    chosen = request_options(given, settings)
+    try:
+        chosen = request_options(given, settings)
+    except ValueError as error:  # which servers answer with status 500
+        raise VLLMValidationError(str(error)) from None
     if chosen is not None and vllm_config.parallel_config.use_ubatching:
-        raise ValueError("options of a request must be left out where vLLM overlaps batches (--enable-dbo)")
+        raise VLLMValidationError("options of a request must be left out where vLLM overlaps batches (--enable-dbo)")
     return chosen
 
 

@@ -168,11 +168,13 @@ class Asked:
 
     def wrongly(self):
         """What refuses wrong options; the engine answers on."""
+        from vllm.exceptions import VLLMValidationError
+
         told = []
         for options in ({"flexmask_gamma": 2}, {"flexmask_gama": 0.5}, {"flexmask_read": [0.5, False]}):
             try:
                 told += [{"refused": "nothing", **self.generate([prompt(300)], chosen=[options])[0]}]
-            except ValueError as error:
+            except VLLMValidationError as error:
                 told += [{"refused": str(error)}]
         return [*told, *self.generate([prompt(300)])]
 

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from flexmask.integrations.serving.requests import RequestOptions
@@ -57,12 +58,12 @@ def test_equal_prefixes_have_equal_salts_where_options_are_equal(read):
 def test_only_a_server_with_our_backend_reads_them(read):
     other = read(config_of("FLASH_ATTN"), {"flexmask_gamma": 7})
     assert (other.sampling_params.extra_args, other.cache_salt) == ({"flexmask_gamma": 7}, None)
-    with pytest.raises(ValueError, match=r"flexmask_gamma must be in \(0, 1\]; got 7"):
+    with pytest.raises(VLLMValidationError, match=r"flexmask_gamma must be in \(0, 1\]; got 7"):
         read(config_of(), {"flexmask_gamma": 7})
 
 
 def test_batches_that_overlap_take_no_options(read):
-    with pytest.raises(ValueError, match="must be left out where vLLM overlaps batches"):
+    with pytest.raises(VLLMValidationError, match="must be left out where vLLM overlaps batches"):
         read(config_of(use_ubatching=True), {"flexmask_dense": True})
     assert read(config_of(use_ubatching=True), {"flexmask_dense": False}).cache_salt is None
 
