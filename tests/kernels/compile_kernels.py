@@ -1,11 +1,10 @@
 """Compile the kernels for GPUs that need not be there, and report their shared memory.
 
-``python -m tests.kernels.compile_kernels tight|wide|choice|all TARGET...``, without the interpreter. "choice" compiles every
-kernel for a few problems, "tight" and "wide" those that hold tiles of keys near their limits, "all" every head_dim, block size
-and dtype. Writes a line of JSON per kernel and set of constants.
+``python -m tests.kernels.compile_kernels tight|wide|choice TARGET...``, without the interpreter. "choice" compiles every kernel
+for a few problems, "tight" and "wide" those that hold tiles of keys near their limits. Writes a line of JSON per kernel and set
+of constants.
 """
 
-import itertools
 import json
 import sys
 from typing import Any, NamedTuple
@@ -72,21 +71,6 @@ CHOICE = [
     Problem(80, 128),
     *TIGHT,
     Problem(128, 256),
-]
-SIZES = [*itertools.product((256, 192, 128, 96, 64, 80), (128, 64, 256))]
-ALL = [
-    *(
-        Problem(*sizes, dtype, rich, row_stride=16 if rich else 8)
-        for dtype, sizes, rich in itertools.product((torch.bfloat16, torch.float32, torch.float16), SIZES, (False, True))
-    ),
-    *(
-        Problem(*sizes, dtype, row_stride=sizes[1] // 32)
-        for dtype, sizes in itertools.product((torch.bfloat16, torch.float32), SIZES)
-    ),
-    *(Problem(128, 128, groups=groups) for groups in (1, 4, 7, 8, 16)),
-    *(Problem(128, 128, dtype, rich, length=1001) for dtype in (torch.bfloat16, torch.float32) for rich in (False, True)),
-    *(Problem(128, block_size, rich=rich, row_stride=16) for block_size in (16, 32, 48, 96, 192, 240) for rich in (False, True)),
-    *(Problem(64, sizes, rich=rich, map_size=size) for sizes in (64, 128, 256) for rich in (False, True) for size in MAPS),
 ]
 
 
@@ -157,7 +141,7 @@ def main(targets: list[str], which: str) -> None:
     for target in targets:
         torch.version.hip = "6.4" if target.startswith("gfx") else None
         done = set()
-        for problem in {"tight": TIGHT, "wide": WIDE, "choice": CHOICE, "all": ALL}[which]:
+        for problem in {"tight": TIGHT, "wide": WIDE, "choice": CHOICE}[which]:
             for name, variant in launched(problem).items():
                 kernel = variant.kernel.fn.__name__
                 if name in done or (which in ("tight", "wide") and kernel not in WITH_TILES):

@@ -64,10 +64,3 @@ def test_tiles_of_wide_heads_fit_into_the_least_shared_memory_of_nvidia(tmp_path
 @pytest.mark.parametrize("target", LIMITS)
 def test_every_kernel_compiles(target, tmp_path):
     assert len(compiled(tmp_path, "choice", target)) == 19
-
-
-# minutes a target: a thousand compilations
-@pytest.mark.slow
-@pytest.mark.parametrize("target", LIMITS)
-def test_every_kernel_compiles_for_every_shape(target, tmp_path):
-    assert len(compiled(tmp_path, "all", target)) == 19
