@@ -1,4 +1,4 @@
-"""Settings for all tests: hypothesis, GPU tests, random numbers, and the table of transformers' models from all workers."""
+"""Settings for all tests: hypothesis, GPU tests and random numbers."""
 
 import contextlib
 import os
@@ -26,52 +26,6 @@ settings.register_profile(
     "flexmask", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("flexmask")
-
-_CELLS = pytest.StashKey[dict]()
-_CELL = "cell of the table of transformers' models"
-
-
-def pytest_addoption(parser):
-    parser.addoption("--all-cells", action="store_true", help="every cell of the table of transformers' models, not a choice")
-
-
-def pytest_configure(config):
-    config.stash[_CELLS] = {}
-    config.pluginmanager.register(_Cells(config), "cells")
-
-
-class _Cells:
-    """Collects results of cells that passed, and writes the table once there is one of every cell."""
-
-    def __init__(self, config):
-        self.config = config
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" and report.passed:
-            self.config.stash[_CELLS].update(
-                (tuple(cell), result) for name, (cell, result) in report.user_properties if name == _CELL
-            )
-
-    def pytest_sessionfinish(self, session):
-        results = self.config.stash[_CELLS]
-        if not (results and session.config.getoption("all_cells")):
-            return
-        from tests.integrations import cells, support
-
-        if results.keys() == set(cells.ALL_CELLS):
-            table = {cells.Cell(*cell): support.Result(*result) for cell, result in results.items()}
-            support.PATH.write_text(support.support_table(table), encoding="utf-8")
-
-
-@pytest.fixture
-def keep_result(request, cell):
-    """Note the result of the cell under test; it counts if the test passes."""
-
-    def keep(result):
-        # travels from a worker to the process that collects
-        request.node.user_properties.append((_CELL, (list(cell), list(result))))
-
-    return keep
 
 
 def pytest_collection_modifyitems(items):

@@ -41,31 +41,16 @@ CHOICES = (
 ALL_CELLS = tuple(itertools.starmap(Cell, itertools.product(*CHOICES)))
 
 
-def _fewer_cells() -> tuple[Cell, ...]:
-    """Cells with every pair of choices, and of every family those that need the same few kernels."""
-    chosen = []
-    for family in FAMILIES.values():
-        chosen += [
-            Cell(family.name, "dynamic", "unpadded", "one-shot", "forward"),
-            Cell(family.name, "dynamic", "left", "one-shot", "generate"),
-            Cell(family.name, "dynamic", "right", "one-shot", "forward"),
-            Cell(family.name, "static", "unpadded", "one-shot", "generate"),
-            # the cache of a window keeps other keys for a second chunk
-            Cell(family.name, "dynamic" if family.sliding_layers() else "static", "unpadded", "chunked", "generate"),
-        ]
-    missing = set(itertools.chain(*map(_pairs, ALL_CELLS))).difference(*map(_pairs, chosen))
-    while missing:
-        best = max(ALL_CELLS, key=lambda cell: len(missing & _pairs(cell)))
-        chosen.append(best)
-        missing -= _pairs(best)
-    return tuple(cell for cell in ALL_CELLS if cell in chosen)
-
-
-def _pairs(cell: Cell) -> set[tuple[str, str]]:
-    return set(itertools.combinations(cell, 2))
-
-
-FEWER_CELLS = _fewer_cells()
+# of every family those that need the same few kernels; the cache of a window keeps other keys for a second chunk
+FEWER_CELLS = tuple(
+    Cell(family.name, *ways)
+    for family in FAMILIES.values()
+    for ways in (
+        ("dynamic", "left", "one-shot", "generate"),
+        ("static", "right", "one-shot", "forward"),
+        ("dynamic" if family.sliding_layers() else "static", "unpadded", "chunked", "generate"),
+    )
+)
 
 
 def refusal(cell: Cell) -> tuple[str, type[Exception], str] | None:

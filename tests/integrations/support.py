@@ -1,14 +1,20 @@
-"""The committed support table, from the results of all cells."""
+"""Run a cell of the support table; ``python -m tests.integrations.support`` runs every cell and writes the table."""
 
+import functools
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
+from torch import Tensor
 
-from tests.integrations.cells import BATCH, CHOICES, CHUNK, LENGTH, Cell
+from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
+from tests.integrations.cells import ALL_CELLS, BATCH, CHOICES, CHUNK, LENGTH, Cell, refusal, run_cell
+from tests.integrations.common import KEEP_ALL
 from tests.integrations.families import FAMILIES
+from tests.integrations.written_out import written_out
 from tests.repository import ROOT
 
 PATH = ROOT / "integrations" / "huggingface" / "SUPPORT.md"
@@ -23,11 +29,70 @@ class Result(NamedTuple):
     under_its_masks: float = 0.0
 
 
+TOLERANCE = 1e-4
+SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.4, "tau": 0.13}
+# few blocks lie in a window
+SPARSE_IN_WINDOWS: dict[str, Any] = {"tau": 0.17}
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    model = FAMILIES[family].make()
+    model.set_attn_implementation(FAMILIES[family].dense)
+    return model
+
+
+def run_dense(cell: Cell) -> tuple[Tensor, Tensor | None]:
+    return run_cell(model_of(cell.family), cell)
+
+
+def run_sparse(cell: Cell, **settings: Any) -> tuple[Tensor, Tensor | None, PrefillRun]:
+    model = model_of(cell.family)
+    with sparse_prefill(model, **settings, collect_masks=True) as run:
+        return *run_cell(model, cell), run
+
+
+def difference(logits: Tensor, expected: Tensor) -> float:
+    assert logits.shape == expected.shape
+    return float((logits - expected).abs().max())
+
+
+def result_of(cell: Cell) -> Result:
+    """Assert that a cell is refused, or equals dense attention at gamma 1, and attention under its masks below."""
+    refused = refusal(cell)
+    if refused:
+        reason, error, message = refused
+        with pytest.raises(error, match=message):
+            run_dense(cell)
+        return Result(reason)
+    dense, chosen = run_dense(cell)
+    logits, tokens, run = run_sparse(cell, **KEEP_ALL)
+    at_gamma_one = difference(logits, dense)
+    assert at_gamma_one < TOLERANCE
+    assert tokens is None or (chosen is not None and torch.equal(tokens, chosen))
+    assert not any(stats.dense for calls in run.stats.values() for stats in calls)
+
+    layers = dict.fromkeys(FAMILIES[cell.family].sliding_layers(), SPARSE_IN_WINDOWS)
+    logits, tokens, run = run_sparse(cell, **SPARSE, layers=layers)
+    every = [stats for calls in run.stats.values() for stats in calls]
+    query_aware = torch.stack([stats.is_query_aware for stats in every])
+    assert torch.stack([stats.density for stats in every]).mean() < 0.7
+    assert query_aware.any()
+    assert not query_aware.all()
+    assert difference(logits, dense) > 100 * TOLERANCE
+    with written_out(model_of(cell.family), run.masks):
+        expected, chosen = run_cell(model_of(cell.family), cell)
+    under_its_masks = difference(logits, expected)
+    assert under_its_masks < TOLERANCE
+    assert tokens is None or (chosen is not None and torch.equal(tokens, chosen))
+    return Result(None, at_gamma_one, under_its_masks)
+
+
 _TEXT = """# Supported models
 
-Written by `make test-all`, with transformers {transformers} and torch {torch}, in float32 on a CPU: {number} cells, {refused} of
-them refused. A cell is a family with a cache, padding, a prefill ({prefills}) and a way to call the model
-({calls}); **ok** stands for all prefills and calls.
+Written by `python -m tests.integrations.support`, with transformers {transformers} and torch {torch}, in
+float32 on a CPU: {number} cells, {refused} of them refused. A cell is a family with a cache, padding, a prefill
+({prefills}) and a way to call the model ({calls}); **ok** stands for all prefills and calls.
 
 Each cell runs a tiny random model on {batch} prompts of {length} tokens, in chunks of {chunk} if any, and on a few tokens more.
 Logits are compared with those of
@@ -80,3 +145,7 @@ def _text(ways: list[Result], reasons: list[str]) -> str:
         return "ok"
     notes = ", ".join(f"({reasons.index(reason) + 1})" for reason in dict.fromkeys(refused))
     return f"{len(ways) - len(refused)} ok, {len(refused)} refused {notes}"
+
+
+if __name__ == "__main__":
+    PATH.write_text(support_table({cell: result_of(cell) for cell in ALL_CELLS}), encoding="utf-8")
