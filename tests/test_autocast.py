@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-import flexmask
-from flexmask import METHODS, SelectionStats, flexprefill_mask, sparse_attention, sparse_attention_varlen, warmup
-from flexmask.block_masks import causal_mask
+from flexmask import SelectionStats, flexprefill_mask, sparse_attention, sparse_attention_varlen, warmup
 from flexmask.integrations.serving.attend import attend
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.settings import PrefillSettings
@@ -92,15 +90,6 @@ def assert_follows(call: Any, dtype: torch.dtype) -> None:
             assert_same(call(*given), expected)
 
 
-def test_every_public_function_is_called_here():
-    adapter = {"sparse_prefill", "tune"}  # in tests/integrations/test_autocast.py
-    others = {"METHODS", "SelectionStats", "warmup"}
-    assert set(flexmask.__all__) <= {*SPARSE_CALLS, *MASK_CALLS, *adapter, *others}
-    # other tests may have made methods of their own
-    ours = {name for name, method in METHODS.items() if method.choose.__module__.startswith("flexmask.")}
-    assert {f"{name}_mask" for name in ours} <= MASK_CALLS.keys()
-
-
 @lower
 @pytest.mark.parametrize("call", [*DENSE_CALLS.values(), *MASK_CALLS.values()], ids=[*DENSE_CALLS, *MASK_CALLS])
 def test_masks_and_dense_attention_follow_autocast(call, dtype):
@@ -175,21 +164,3 @@ def test_traced_calls_follow_autocast(outside):
         assert torch.equal(attend_dense(*given), dense)
     assert all(torch.equal(*pair) for pair in zip(found, lists, strict=True))
     assert counter.frame_count <= 2
-
-
-def test_a_method_has_no_autocast():
-    from flexmask.method import method
-
-    seen = []
-
-    @method
-    def probing_mask(problem):
-        query = problem.inputs.query
-        seen.append((query.dtype, (query.float() @ query.float().mT).dtype))
-
-    query = torch.randn(1, 1, 32, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        probing_mask(query, query.clone(), block_size=16)
-        causal_mask(query, query.clone(), block_size=16)
-    del METHODS["probing"]
-    assert seen == [(torch.bfloat16, torch.float32)]

@@ -83,13 +83,9 @@ def _by_name(module, query, key, value, attention_mask, **kwargs):
 
 class Wrapper:
     def __init__(self, function):
-        self.function, self.calls = function, 0
+        self.function = function
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
-        self.calls += 1
-        return self.run(module, query, key, value, attention_mask, **kwargs)
-
-    def run(self, module, query, key, value, attention_mask, **kwargs):
         return self.function(module, query, key, with_less_value(module, query, value), attention_mask, **kwargs)
 
 
@@ -99,11 +95,9 @@ def _given(function, module, query, key, value, *args, **kwargs):
 
 SHAPES = {
     "closure": closure,
-    "any arguments": of_any_arguments,
     "two": twice,
     "global": by_name,
     "object": Wrapper,
-    "method": lambda function: Wrapper(function).run,
     "partial": lambda function: functools.partial(_given, function),
 }
 
@@ -202,15 +196,6 @@ def test_a_wrapper_runs_in_a_compiled_forward(model, tokens):
     assert (found - expected).abs().max() < 1e-4
 
 
-def test_a_wrapper_runs_without_a_block(model, tokens):
-    in_models(closure)
-    set_shares(model)
-    expected = two_steps(model, tokens)
-    flexmask_hf.register(dense_below=1000)
-    model.set_attn_implementation("flexmask")
-    assert (two_steps(model, tokens) - expected).abs().max() < 1e-4
-
-
 def test_a_wrapper_runs_behind_another_name(model, tokens):
     model.set_attn_implementation("flex_attention")
     in_models(closure)
@@ -221,17 +206,6 @@ def test_a_wrapper_runs_behind_another_name(model, tokens):
     two_steps(model, tokens)
     assert run.settings.call_options.policy.dense_below == 2000
     assert CALLS == 2 * [(0, 40), (1, 40), (0, 1), (1, 1)]
-
-
-@pytest.mark.parametrize("wrapped", [of_any_arguments, closure])
-def test_settings_of_the_process_reach_a_wrapped_name(model, wrapped):
-    flexmask_hf.register(gamma=0.5)
-    around = wrapped(AttentionInterface()["flexmask"])
-    AttentionInterface.register("flexmask", around)
-    flexmask_hf.register(gamma=0.6)
-    with flexmask_hf.sparse_prefill(model) as run:
-        assert run.settings.options == {"gamma": 0.6}
-    assert ALL_ATTENTION_FUNCTIONS["flexmask"] is AttentionInterface()["flexmask"] is around
 
 
 def test_what_cannot_be_wrapped_around_is_named_once(model, tokens):

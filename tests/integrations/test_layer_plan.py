@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import BertConfig, LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
 
 from flexmask.integrations.huggingface.layer_plan import PlannedLayer, layer_plan
 from flexmask.integrations.huggingface.prefill import opened
@@ -79,3 +79,22 @@ def test_what_cannot_be_planned_says_why():
 def test_a_window_as_long_as_dense_below_is_sparse(window, plan):
     config = FAMILIES["Mistral"].make(sliding_window=window).config
     assert {each.plan for each in layer_plan(config, settings=KEPT, tokens=300)} == {plan}
+
+
+class NeedsNumbersConfig(LlamaConfig):
+    model_type = "needs_numbers"
+
+
+class NeedsNumbers(LlamaForCausalLM):
+    """Reads its weights in the forward."""
+
+    config_class = NeedsNumbersConfig
+
+    def forward(self, *arguments, **keywords):
+        return (float(self.lm_head.weight.sum()), super().forward(*arguments, **keywords))
+
+
+def test_code_that_needs_numbers_is_not_guessed_about():
+    AutoModelForCausalLM.register(NeedsNumbersConfig, NeedsNumbers, exist_ok=True)
+    with pytest.raises(RuntimeError, match="cannot follow NeedsNumbers without weights: "):
+        layer_plan(NeedsNumbersConfig(num_hidden_layers=2))
