@@ -11,8 +11,6 @@ from torch._dynamo.exc import Unsupported
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import _torch, flexprefill_mask, sparse_attention, sparse_attention_varlen
-from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import flexprefill_attention
 from tests.cases import mask_function
 from tests.comparisons import assert_same_stats
@@ -85,22 +83,6 @@ def test_attention_raises_where_compilation_is_switched_off(switch):
 
 
 # A bad call leaves no trace
-
-
-@pytest.mark.attention
-def test_refused_call_leaves_later_ones_as_they_were():
-    inputs = cut(200)
-    query, key, value = inputs
-    for wrong in ({"gamma": 2.0}, {"window": 0}, {"q_offset": 7}, {"attention_mask": torch.ones(2, 199)}):
-        with pytest.raises((ValueError, TypeError)):
-            flexprefill_attention(*inputs, **{**SPARSE, **wrong}, dense_below=0)
-    with pytest.raises(ValueError, match="value must have key's batch"):
-        flexprefill_attention(query, key, value[:, :, 1:], **SPARSE, dense_below=0)
-    mask = flexprefill_mask(query, key, **SPARSE)
-    with pytest.raises(Unsupported):  # flex_attention's own refusal, while it is traced
-        run_flex_attention(AttentionInputs(query, key[:, :, 1:], value[:, :, 1:], 0.25), mask, "cpu")
-    out = flexprefill_attention(*inputs, **SPARSE, dense_below=0)
-    torch.testing.assert_close(out, dense_under(mask, *inputs), atol=2e-5, rtol=0)
 
 
 def test_refused_call_inside_a_compilation_leaves_later_ones_as_they_were():

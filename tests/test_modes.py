@@ -103,6 +103,8 @@ FORMS = {
     "padded window": {"window": 100, "attention_mask": PADDING},
     "groups of heads": {"max_mask_bytes": 1},
     "sinks": {"sinks": torch.zeros(4)},
+    # whose values no check and no step reads
+    "numbers in tensors": {"gamma": torch.tensor([0.3, 0.5, 7.0, 1.0]), "q_offset": torch.tensor([10**6])},
     "another method": {"method": "streaming_llm"},
     "a user's method": {"method": users},
 }
