@@ -1,6 +1,5 @@
 """NumPy's numbers and arrays stand for Python's, and everything else is still refused by name."""
 
-import fractions
 import json
 
 import numpy as np
@@ -63,15 +62,6 @@ def test_settings_with_numpy_numbers_are_those_with_pythons_and_can_be_saved():
         layers={3: {"gamma": 0.75}}, dense_layers=(1, 2), gamma=[0.5, 1.0], block_size=32, dense_below=0
     ).to_dict()
     assert json.dumps(found.to_dict()) == json.dumps(written)
-
-
-@pytest.mark.parametrize(
-    ("value", "plain"),
-    [(np.int8(3), 3), (np.float32(0.5), 0.5), (fractions.Fraction(1, 4), 0.25), (True, True), ("3", "3"), (None, None)],
-)
-def test_a_number_becomes_pythons_and_anything_else_stays(value, plain):
-    found = plain_number(value)
-    assert found == plain and type(found) is type(plain)
 
 
 def test_what_is_no_number_stays_for_the_checks():
