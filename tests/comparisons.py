@@ -26,6 +26,12 @@ def assert_same_stats(found: object, expected: object) -> None:
         assert got.device == wanted.device and same_values(got, wanted), name
 
 
+def assert_equal_lists(found: Chosen, expected: Chosen) -> None:
+    """The same blocks of every head."""
+    for name in expected.lists._fields:
+        assert torch.equal(getattr(found.lists, name), getattr(expected.lists, name)), name
+
+
 def kept_by_lists(result: Chosen) -> tuple[Tensor, Tensor]:
     """Partial and full blocks as bool maps, from the index lists."""
     lists = result.lists

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import cases, sparse_cases
-from tests.comparisons import assert_honest, assert_same_stats
+from tests.comparisons import assert_equal_lists, assert_honest, assert_same_stats
 from tests.compile_support import assert_same_lists
 from tests.expected import by_block, visible_pairs
 
@@ -54,8 +54,7 @@ def test_tokens_that_do_not_count_have_no_say(case, seed):
     if "window" not in case.scores:  # keys out of every row's window still weigh in their block's mean
         case.key = torch.where(key_counts, case.key, float("nan"))
     after = case.search(query)
-    for name in before.lists._fields:
-        assert torch.equal(getattr(before.lists, name), getattr(after.lists, name)), name
+    assert_equal_lists(after, before)
 
 
 @settings(max_examples=40)
@@ -79,8 +78,7 @@ def test_same_inputs_give_the_same_bits(case):
     # as models pass it
     strided = case.search(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (case.query, case.key)))
     for other in (second, strided):
-        for name in first.lists._fields:
-            assert torch.equal(getattr(first.lists, name), getattr(other.lists, name)), name
+        assert_equal_lists(other, first)
         assert_same_stats(other.stats, first.stats)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from flexmask.precision import without_tf32
 from tests.attention_calls import flexprefill_attention
 from tests.cases import Case, Config, cases, hybrid_length, sparse_cases, structured_inputs
-from tests.comparisons import Drawn, Tally, assert_as_the_oracle, assert_same_blocks, assert_well_formed
+from tests.comparisons import Drawn, Tally, assert_as_the_oracle, assert_equal_lists, assert_same_blocks, assert_well_formed
 
 
 def gpu_cases(count, **fixed):
@@ -58,7 +58,7 @@ def test_compiled_search_equals_the_reference_on_cuda(cuda, fixed):
         expected = case.reference()
         result = case.to(cuda).search()
         again = case.to(cuda).search()
-        assert all(torch.equal(*pair) for pair in zip(result.lists, again.lists, strict=True))
+        assert_equal_lists(result, again)
         assert_as_the_oracle(result, expected, tally)
         drawn.add(expected)
     tally.check()

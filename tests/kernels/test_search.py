@@ -17,7 +17,7 @@ from flexmask.select import numbers_of
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import call, padding
 from tests.cases import Case, Config, by_kernels, configs, drawn_inputs, sparse_cases, structured_inputs
-from tests.comparisons import Drawn, Tally, assert_as_the_oracle, assert_same_blocks, assert_same_stats
+from tests.comparisons import Drawn, Tally, assert_as_the_oracle, assert_equal_lists, assert_same_blocks, assert_same_stats
 from tests.compile_support import assert_same_lists, traced
 from tests.drawn_options import attention_masks, q_offsets, score_options
 
@@ -95,7 +95,7 @@ def test_window_of_all_tokens_or_more_is_none(method, window):
         one, none = (
             Case(query, key, config, scores, mask, torch.tensor([20, 3])).search() for scores in ({"window": window}, {})
         )
-    assert all(torch.equal(*pair) for pair in zip(one.lists, none.lists, strict=True))
+    assert_equal_lists(one, none)
     assert_same_stats(one.stats, none.stats)
 
 
@@ -155,7 +155,7 @@ def assert_as_the_plain_steps(case):
         found = case.search()
     if case.query.dtype == torch.float32:
         assert_as_the_oracle(found, expected)
-        assert all(torch.equal(*pair) for pair in zip(found.lists, plain.lists, strict=True))
+        assert_equal_lists(found, plain)
     else:
         assert_same_blocks(found, expected)
     return found, expected
@@ -182,7 +182,7 @@ def test_strides_and_what_padding_holds_change_nothing(method, layout):
     case.query = LAYOUTS[layout](case.query)
     with by_kernels():
         found = case.search()
-    assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
+    assert_equal_lists(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of the interpreter
@@ -194,7 +194,7 @@ def test_a_head_with_nan_keeps_what_it_keeps_by_the_plain_steps(method):
     plain = case.search()
     with by_kernels():
         found = case.search()
-    assert all(torch.equal(*pair) for pair in zip(found.lists, plain.lists, strict=True))
+    assert_equal_lists(found, plain)
     assert torch.equal(found.stats.coverage.isnan(), plain.stats.coverage.isnan())
     assert found.stats.coverage.isnan().any()
 
@@ -205,7 +205,7 @@ def test_masks_are_the_same_as_they_are_stored_on_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with by_kernels():
         found = case.search()
-    assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
+    assert_equal_lists(found, expected)
 
 
 @functools.cache
@@ -232,7 +232,7 @@ def test_the_default_dtype_changes_nothing(method):
             found = case.search()
     finally:
         torch.set_default_dtype(before)
-    assert all(torch.equal(*pair) for pair in zip(found.lists, expected.lists, strict=True))
+    assert_equal_lists(found, expected)
     assert_same_stats(found.stats, expected.stats)
 
 
