@@ -111,6 +111,7 @@ CHUNK: dict[str, Any] = {
 }
 # a window at the edge of a block shows or fills another block with every key
 EDGES: dict[str, Any] = {"q_len": 91, "kv_len": 139, "heads": (2, 1), **QUERY_AWARE}
+MANY_BLOCKS: dict[str, Any] = {"method": "hybrid", "q_len": 40, "kv_len": 9000, "heads": (2, 1), "head_dims": (16, 16)}
 CALLS: dict[str, dict[str, Any]] = {
     "one row of one key": {"q_len": 1},
     "one row of a block of 256": {"q_len": 1, "kv_len": 33, "block_size": 256},
@@ -122,6 +123,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "by head, flatten": {**CHUNK, "tau": 0.6, "gamma": [0.31, 1.0, 0.91, 0.43]},
     "by head, per_query": {**CHUNK, "tau": 0.6, "query_aware": "per_query", "gamma": [1.0, 0.61, 0.31, 0.83]},
     **{f"window of {window}": {**EDGES, "scores": {"window": window}} for window in (47, 48, 49)},
+    **{
+        f"hybrid, window of {window}": {**EDGES, "method": "hybrid", "row_stride": 1, "scores": {"window": window}}
+        for window in (47, 48)
+    },
     "window of 49, padded": {**EDGES, "scores": {"window": 49}, "attention_mask": padding(139, ("holes", 7))},
     "a map of many columns": {"q_len": 140, "kv_len": 2300, "heads": (2, 1), **QUERY_AWARE},
     "blocks of 48": {"q_len": 200, "kv_len": 240, "block_size": 48, "head_dims": (24, 24), **QUERY_AWARE},
@@ -137,6 +142,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "hybrid, whole tiles": {
         "method": "hybrid", "q_len": 650, "kv_len": 700, "heads": (3, 1), "scores": {"window": 640, "softcap": 4.0},
     },
+    # more key blocks than a program reads at once
+    "hybrid, a floor of few halvings": {**MANY_BLOCKS, "gamma": (0.5, 0.98), "min_coverage": 0.2},
+    "hybrid, a floor of many halvings": {**MANY_BLOCKS, "gamma": (0.3, 0.9), "min_coverage": 0.7},
     "hybrid, padding far from every edge": {
         "method": "hybrid", "q_len": 640, "kv_len": 700, "heads": (2, 1), "attention_mask": padding(700, ("holes", 7)),
     },
