@@ -79,31 +79,30 @@ def _row_blocks_kernel(
         needed = tl.load(min_coverage).to(tl.float32) * tl.sum(b_evidence, 0)
         held = tl.sum(b_held, 0)
         if held < needed:
-            before = held
-            least_before = least_of_rows
-            least_now = least_of_rows
+            # Triton carries no variable over a loop that sets it to the value of another from before
+            least_now = least_of_rows * 1.0
             added = tl.sum(tl.zeros([COLUMNS], tl.int32), 0)
+            share = needed * 0.0
             halving = 0
             while (halving < HALVINGS) & (held < needed):
-                before = held
-                least_before = least_now
-                least_now = least_now * 0.25
                 b_held = tl.zeros([COLUMNS], tl.float32)
                 b_added = tl.zeros([COLUMNS], tl.int32)
                 for tile in tl.range(0, tiles):
                     o_kv = o_column + tile * COLUMNS
                     b_square = tl.load(p_squares + o_kv, mask=o_kv < end, other=0.0)
-                    m_reaches = (o_kv < end) & ((b_square < least_now) == 0)
+                    m_reaches = (o_kv < end) & ((b_square < 0.25 * least_now) == 0)
                     b_held += tl.where(m_reaches, tl.sqrt(b_square), 0.0)
-                    b_added += (m_reaches & (b_square < least_before)).to(tl.int32)
-                held = tl.sum(b_held, 0)
+                    b_added += (m_reaches & (b_square < least_now)).to(tl.int32)
+                more = tl.sum(b_held, 0)
+                share = (needed - held) / tl.where(more > held, more - held, 1.0)
                 added = tl.sum(b_added, 0)
+                held = more
+                least_now *= 0.25
                 halving += 1
             # of those that the last halving adds the nearest stay: key blocks ascend
-            share = (needed - before) / tl.where(held > before, held - before, 1.0)
             dropped = (added.to(tl.float32) - tl.ceil(added.to(tl.float32) * share - SLACK)).to(tl.int32)
             # beyond the last halving every block counts
-            least_before = tl.where(held < needed, 0.0, least_before)
+            least_before = tl.where(held < needed, 0.0, 4.0 * least_now)
             seen = tl.sum(tl.zeros([COLUMNS], tl.int32), 0)
             for tile in tl.range(0, tiles):
                 o_kv = o_column + tile * COLUMNS
