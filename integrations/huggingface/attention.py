@@ -63,8 +63,8 @@ def serve(
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
-        if inputs.needs_grad:
-            return _outside_the_graph(module, inputs, tokens, prefill)
+        if inputs.needs_grad or segments is not None:
+            return _outside_the_graph(module, inputs, tokens, prefill, segments)
         # field by field: torch.compile (2.8) cannot slice a NamedTuple
         tensors = (inputs.query, inputs.key, inputs.value)
         seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)

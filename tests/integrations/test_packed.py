@@ -154,3 +154,19 @@ def test_what_does_not_fit_a_pack_is_refused(model, tokens, changes, error, mess
 def test_a_cache_of_several_sequences_is_refused(model, tokens, form):
     with flexmask_hf.sparse_prefill(model), pytest.raises(NotImplementedError, match="packed sequences"):
         model(tokens[:1], **{**arguments(form), "use_cache": True})
+
+
+@pytest.mark.parametrize(("compiled", "form"), [("layers", "positions"), ("layers", "lists"), ("model", "lists")])
+def test_compiled_code_keeps_sequences_apart(model, tokens, compiled, form):
+    expected, given, run = one_by_one(model, tokens[:1]), arguments("positions"), model
+    if form == "lists":
+        longest = max(end - start for start, end in itertools.pairwise(BOUNDS))
+        given.update(cu_seq_lens_q=BOUNDS, cu_seq_lens_k=BOUNDS, max_length_q=longest, max_length_k=longest)
+    if compiled == "model":
+        run = torch.compile(model.forward, backend="eager")
+    else:
+        for layer in model.model.layers:
+            layer.self_attn.compile(backend="eager")
+    with flexmask_hf.sparse_prefill(model, **OPTIONS["gamma 1"]):
+        logits = run(tokens[:1], **given).logits
+    assert (logits - expected).abs().max() < 1e-4
