@@ -38,7 +38,6 @@ _AUTO_BLOCK_SIZE = 128
 _AUTO_HEAD_DIM = 192
 _AUTO_V_HEAD_DIM = 128
 _AUTO_MULTIPLE = 8  # of the head dims: rows of 16 bytes
-_AUTO_GRADIENTS = False
 
 
 def flash_runs_on(device: torch.device) -> bool:
@@ -99,7 +98,7 @@ def chosen_backend(
     needs_lse = return_lse or inputs.sinks is not None
     call = FlashCall.of(inputs, block_size, shared)
     if backend == "auto":
-        if capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call, needs_lse):
+        if capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call):
             return ChosenBackend("triton")
         outcome = verdict(call, device)
         if outcome is None or _reason(outcome, needs_lse):
@@ -139,8 +138,8 @@ def chosen_backend(
     return ChosenBackend("flash", 1.0 if outcome is None else outcome.lse_factor)
 
 
-def auto_checks(call: FlashCall, needs_lse: bool = False) -> bool:
-    """True if "auto" takes FLASH for such calls where its check finds them right."""
+def auto_checks(call: FlashCall) -> bool:
+    """True if "auto" takes FLASH for such calls where its check finds them right; for those with gradients it takes none."""
     return (
         call.dtype != torch.float32
         and call.block_size == _AUTO_BLOCK_SIZE
@@ -148,7 +147,7 @@ def auto_checks(call: FlashCall, needs_lse: bool = False) -> bool:
         and call.v_head_dim <= _AUTO_V_HEAD_DIM
         and call.head_dim % _AUTO_MULTIPLE == 0
         and call.v_head_dim % _AUTO_MULTIPLE == 0
-        and (not call.gradients or (_AUTO_GRADIENTS and not needs_lse))
+        and not call.gradients
     )
 
 

@@ -104,7 +104,7 @@ def attention_entry(
     process: PrefillSettings | None = None,  # noted by `register`
     **kwargs: Any,
 ) -> Any:
-    """`attention`, inside the wrappers that the model's own attention function has."""
+    """`attention` (attention.py), inside the wrappers that the model's own attention function has; most have none."""
     # masks of ours are made after a sweep
     config: Any = getattr(module, "config", None)
     if not is_traced() and not isinstance(attention_mask, PrefillMask) and _gives_back(config):
