@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask import METHODS, sparse_attention, sparse_attention_varlen, warmup
+from flexmask import block_masks, sparse_attention, sparse_attention_varlen, warmup
 from flexmask.block_masks import causal_mask
 from flexmask.integrations.serving.attend import attend
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
@@ -69,7 +69,7 @@ UNCOMPILED: dict[str, Callable[[], Any]] = {
     "dense, padded window": lambda: attention(dense_below=None, attention_mask=PADDING, window=100),
     "dense, log-sum-exp": lambda: attention(dense_below=None, return_lse=True),
     "packed, dense": lambda: varlen(torch.tensor(BOUNDS), dense_below=None),
-    **{f"mask of {name}": functools.partial(mask, name) for name in METHODS},
+    **{f"mask of {name}": functools.partial(mask, name.removesuffix("_mask")) for name in block_masks.__all__},
 }
 COMPILED: dict[str, Callable[[], Any]] = {
     "sparse": attention,
