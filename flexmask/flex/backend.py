@@ -33,10 +33,11 @@ BACKENDS = ("auto", "triton", "flash")
 _HOPPER = 9
 _BLACKWELL = (10, 11)
 _DENSE = "make the call dense by dense_below"
-# "auto" checks FLASH for calls within these, which flash-attn-4 4.0.0b9 takes on Hopper; others are checked by name only
+# "auto" checks FLASH for calls within these; others are checked by name only
 _AUTO_BLOCK_SIZE = 128
 _AUTO_HEAD_DIM = 192
 _AUTO_V_HEAD_DIM = 128
+_AUTO_WIDE = 256  # of query, key and value alike
 _AUTO_MULTIPLE = 8  # of the head dims: rows of 16 bytes
 
 
@@ -143,8 +144,10 @@ def auto_checks(call: FlashCall) -> bool:
     return (
         call.dtype != torch.float32
         and call.block_size == _AUTO_BLOCK_SIZE
-        and call.head_dim <= _AUTO_HEAD_DIM
-        and call.v_head_dim <= _AUTO_V_HEAD_DIM
+        and (
+            (call.head_dim <= _AUTO_HEAD_DIM and call.v_head_dim <= _AUTO_V_HEAD_DIM)
+            or call.head_dim == call.v_head_dim == _AUTO_WIDE
+        )
         and call.head_dim % _AUTO_MULTIPLE == 0
         and call.v_head_dim % _AUTO_MULTIPLE == 0
         and not call.gradients

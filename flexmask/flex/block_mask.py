@@ -176,7 +176,7 @@ def _unpickled(
 def block_mask_from_lists(
     lists: tuple[Tensor, Tensor, Tensor, Tensor],
     mask_mod: MaskMod,
-    block_size: int,
+    block_size: int | tuple[int, int],
     lengths: tuple[int, int],
     with_gradients: bool = False,
 ) -> BlockMask:

@@ -16,6 +16,7 @@ from flexmask.base.scores import capped
 from flexmask.compilation import compiled
 from flexmask.flex.block_mask import block_mask_from_lists, captured, captured_number
 from flexmask.flex.dense import sdpa
+from flexmask.flex.key_tiles import in_key_tiles
 
 
 def run_flex_attention(
@@ -35,8 +36,11 @@ def run_flex_attention(
         return _of_fakes(inputs, return_lse)
     scale, softcap = inputs.scale, inputs.softcap
     on_cpu, head_dim = backend == "cpu", query.shape[3]
+    for_inference_on_hopper = _is_on_hopper(query) and not inputs.needs_grad
+    if backend == "flash" and for_inference_on_hopper:
+        block_mask = in_key_tiles(block_mask, flash_key_tile(head_dim, value.shape[3]))
     sizes = (block_mask.BLOCK_SIZE[0], head_dim, value.shape[3])
-    options = kernel_options(backend, *sizes, query.dtype, _is_on_hopper(query) and not inputs.needs_grad)
+    options = kernel_options(backend, *sizes, query.dtype, for_inference_on_hopper)
     if sinks is not None and on_cpu:
         key, value, block_mask = with_sink_block(key, value, block_mask)
         sinks = captured(sinks.float())
@@ -128,6 +132,11 @@ def kernel_options(
     wide = 32 if row_bytes <= (1024 if has_hopper_tiles else 512) else 16
     tile = min(64 if row_bytes <= 256 else wide, largest)
     return {"BLOCK_M": tile, "BLOCK_N": tile} | ({"num_stages": 2} if row_bytes > 256 else {})
+
+
+def flash_key_tile(head_dim: int, v_head_dim: int) -> int:
+    """Keys that FLASH takes at a time on Hopper: its own tile, or, where no block is a multiple of that, 64."""
+    return 128 if head_dim <= 128 or (head_dim <= 192 and v_head_dim <= 128) else 64
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

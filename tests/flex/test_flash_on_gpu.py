@@ -49,6 +49,26 @@ def test_the_check_finds_flash_right(device, changes):
     assert found.lse_factor in LSE_FACTORS
 
 
+def test_wide_heads_run_where_the_kernel_takes_64_keys(cuda, device):
+    """flash-attn-4 4.0.0b36 does; 4.0.0b9 takes 80 at a time and says so."""
+    kind = PLAIN._replace(head_dim=256, v_head_dim=256, captures=True)
+    found = flash_verdict(kind, device)
+    assert found is not None and auto_checks(kind)
+    it = call(900, 2400, head_dims=(256, 256), dtype=torch.bfloat16, block_size=128, gamma=0.3, scores={"window": 800})
+    if found.reason:
+        assert "80" in found.reason
+        with pytest.raises(ValueError, match="80"):
+            it.attend(cuda, backend="flash")
+        return
+    out, lse = it.attend(cuda, backend="flash", return_lse=True)
+    keep = it.case.to(cuda).search().keep
+    expected, wanted = it.under(keep)
+    assert_same_attention(out, expected)
+    torch.testing.assert_close(lse.cpu().double(), wanted, atol=1e-3, rtol=0)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_attention(out, it.under(torch.ones_like(keep))[0])
+
+
 def test_the_check_sees_ignored_block_lists(device):
     def ignoring(inputs, mask, return_lse):
         rows = torch.arange(mask.kv_indices.shape[2], device=device)
