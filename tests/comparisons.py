@@ -194,8 +194,8 @@ def assert_honest(block_mask: BlockMask, lengths: Sequence[int]) -> None:
     assert torch.equal(partial, by_block(pairs, size) & ~full), "partial blocks are not those with pairs of both kinds"
     assert torch.equal(block_mask.to_dense().bool(), partial | full)
     kept = partial | full
-    # releases before torch 2.15 divide by all pairs
-    everything = kept.numel() * size**2 if RELEASE >= (2, 15) else batch * num_heads * math.prod(known)
+    # releases before torch 2.14 divide by all pairs
+    everything = kept.numel() * size**2 if RELEASE >= (2, 14) else batch * num_heads * math.prod(known)
     assert math.isclose(block_mask.sparsity(), 100 * (1 - int(kept.sum()) * size**2 / everything), abs_tol=1e-3)
 
 

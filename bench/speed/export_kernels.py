@@ -104,7 +104,7 @@ def by_flash_attn(tensors: Tensors, blocks: FlashBlocks) -> clock.Call:
     from bench.speed.cute_causal import causal
 
     query, key, value = (x.transpose(1, 2).contiguous() for x in tensors)
-    lists = BlockSparseTensorsTorch(*blocks)
+    lists = BlockSparseTensorsTorch(**blocks._asdict())
     run = functools.partial(
         _flash_attn_fwd, query, key, value, mask_mod=causal, block_sparse_tensors=lists, tile_mn=blocks.block_size, pack_gqa=False
     )

@@ -13,7 +13,7 @@ from flexmask.export.listed import kept_and_full, num_kv_blocks
 
 
 class FlashBlocks(NamedTuple):
-    """The fields of flash-attn-4's ``BlockSparseTensorsTorch``, in its order."""
+    """Fields of flash-attn-4's ``BlockSparseTensorsTorch``, whose order differs between its releases."""
 
     mask_block_cnt: Tensor  # (batch, num_heads, num_q_blocks) int32
     mask_block_idx: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks) int32
@@ -23,7 +23,7 @@ class FlashBlocks(NamedTuple):
 
 
 def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks:
-    """Lists for flash-attn-4: ``BlockSparseTensorsTorch(*to_flash_attn(mask))``.
+    """Lists for flash-attn-4: ``BlockSparseTensorsTorch(**to_flash_attn(mask)._asdict())``.
 
     ``_flash_attn_fwd(.., mask_mod=.., block_sparse_tensors=..)`` computes full blocks whole, and calls its mask_mod inside the
     others: the blocks that cut the diagonal, a window or padding, in ``mask_block_idx``. That mask_mod, a CuTe function, is yours
