@@ -45,7 +45,12 @@ class Attended(NamedTuple):
     selections: tuple[tuple[HeadGroup, Selection], ...] = ()  # with their maps of kept blocks
 
 
-def call_options(backend: str = "auto", dense_below: int | None = None, max_mask_bytes: int = MAX_MASK_BYTES) -> CallOptions:
+_Output = tuple[Tensor, Tensor | None]  # of heads, and their log-sum-exp
+
+
+def checked_call_options(
+    backend: str = "auto", dense_below: int | None = None, max_mask_bytes: int = MAX_MASK_BYTES
+) -> CallOptions:
     """Check the options and fill in their defaults."""
     check_word("backend", backend, BACKENDS)
     max_mask_bytes = plain_number(max_mask_bytes)
@@ -58,7 +63,7 @@ def call_options(backend: str = "auto", dense_below: int | None = None, max_mask
 def attend(
     inputs: AttentionInputs,
     selector: Selector,
-    options: CallOptions,
+    call_options: CallOptions,
     plan: DensePlan,
     return_lse: bool = False,
     statistics: tuple[str, ...] = (),
@@ -68,48 +73,61 @@ def attend(
 
     `statistics` are names of `flexmask.stats.STATISTICS`; `with_maps` also returns the selections with their maps of kept blocks.
     """
-    is_dense, block_size = all(plan.key_heads), selector.block_size
+    is_dense = all(plan.key_heads)
     with without_autocast(inputs.query.device):
         # a named backend that cannot run is refused at every length
-        backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense)
+        backend = chosen_backend(call_options.backend, inputs, selector.block_size, return_lse, is_dense)
         if is_dense:
             return Attended(*dense_attention(inputs, return_lse), dense_stats(inputs.query) if statistics else None)
-        computed = statistics
-        if plan.reason is not None:
-            selector, computed = causal_mask.method.checked(block_size, {}), ()
-        chooser = selector if isinstance(selector, CallSelector) else selector.for_inputs(inputs)
-        groups = chooser.groups(inputs, options.max_mask_bytes)
-        call = inputs.prepared()
+        if plan.reason is None:
+            call_selector = selector if isinstance(selector, CallSelector) else selector.for_inputs(inputs)
+            return _attend_by_group(inputs, call_selector, call_options, plan, backend, return_lse, statistics, with_maps)
+        every_block = causal_mask.method.checked(selector.block_size, {}).for_inputs(inputs)
+        attended = _attend_by_group(inputs, every_block, call_options, plan, backend, return_lse, (), with_maps)
+        return Attended(attended.out, attended.lse, dense_stats(inputs.query) if statistics else None, attended.selections)
 
-        out, lse, selections, dense = None, None, [], []
-        for group in groups:
-            part, key_heads, selection, kernel = call.of_heads(group), plan.key_heads[group.key], None, backend
-            if computed or with_maps or not all(key_heads):
-                selection = select_blocks(chooser, part, group.query, with_maps, computed)
-                selections.append(selection)
-                if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
-                    # FLASH then packs a key head's query heads into one tile
-                    kernel = chosen_backend(options.backend, inputs, block_size, return_lse, shared=True)
-                if selection.mask_mod is None:
-                    # all methods share the kernel without maps
-                    selection = selection.with_fields(keep=None, title=None)
-            part_out, part_lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, kernel, return_lse)
-            dense.append(key_heads)
-            if len(groups) == 1:
-                out, lse = part_out, part_lse
-                break
-            if out is None:
-                out = part_out.new_empty((*inputs.query.shape[:3], part_out.shape[3]))
-                lse = None if part_lse is None else part_lse.new_empty(inputs.query.shape[:3])
-            out[group.batch, group.query] = part_out
-            if lse is not None and part_lse is not None:
-                lse[group.batch, group.query] = part_lse
-        assert out is not None
-        stats = None
-        if statistics:
-            parts = [selection.stats for selection in selections]
-            stats = dense_stats(inputs.query) if plan.reason is not None else stats_of(parts, groups, dense)
-        return Attended(out, lse, stats, tuple(zip(groups, selections, strict=True)) if with_maps else ())
+
+def _attend_by_group(
+    inputs: AttentionInputs,
+    call_selector: CallSelector,
+    call_options: CallOptions,
+    plan: DensePlan,
+    backend: ChosenBackend,
+    return_lse: bool,
+    statistics: tuple[str, ...],
+    with_maps: bool,
+) -> Attended:
+    """Attention over the blocks that `call_selector` keeps, one group of heads after the other."""
+    groups = call_selector.groups(inputs, call_options.max_mask_bytes)
+    whole = inputs.prepared()
+    outputs, selections, dense = None, [], []
+    for group in groups:
+        part, key_heads, selection, kernel = whole.of_heads(group), plan.key_heads[group.key], None, backend
+        if statistics or with_maps or not all(key_heads):
+            selection = select_blocks(call_selector, part, group.query, with_maps, statistics)
+            selections.append(selection)
+            if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
+                # FLASH then packs a key head's query heads into one tile
+                kernel = chosen_backend(call_options.backend, inputs, call_selector.block_size, return_lse, shared=True)
+        out, lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, kernel, return_lse)
+        outputs = _with_group(outputs, (out, lse), group, inputs.query)
+        dense.append(key_heads)
+    assert outputs is not None
+    stats = stats_of([selection.stats for selection in selections], groups, dense) if statistics else None
+    return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else ())
+
+
+def _with_group(whole: _Output | None, part: _Output, group: HeadGroup, query: Tensor) -> _Output:
+    """The output of all heads after that of a group was written into it; a group of all heads as it is."""
+    (out, lse), shape = part, query.shape[:3]
+    if out.shape[:2] == shape[:2]:
+        return part
+    if whole is None:
+        whole = out.new_empty((*shape, out.shape[3])), None if lse is None else lse.new_empty(shape)
+    whole[0][group.batch, group.query] = out
+    if lse is not None and whole[1] is not None:
+        whole[1][group.batch, group.query] = lse
+    return whole
 
 
 def attend_heads(
@@ -132,15 +150,21 @@ def attend_heads(
         return *dense_attention(inputs, return_lse), [True] * len(dense)
     runs, per_key = _runs(dense), inputs.query.shape[1] // len(dense)
     heads = [slice(keys.start * per_key, keys.stop * per_key) for keys in runs]
-    selection = with_constant_numbers(selection, backend.name)
-    mask = block_mask(inputs, selection.without_heads(heads) if runs else selection)
-    with constant_floats(selection):
-        out, lse = run_flex_attention(inputs, mask, backend.name, return_lse, backend.lse_factor)
+    out, lse = _attend_to_blocks(inputs, selection.without_heads(heads) if runs else selection, backend, return_lse)
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
     for of_keys, keys in zip(heads, runs, strict=True):
         out[:, of_keys] = sdpa(query[:, of_keys], key[:, keys], value[:, keys], inputs.scale, is_causal=True)
     return out, lse, dense
+
+
+def _attend_to_blocks(inputs: SparseInputs, selection: Selection, backend: ChosenBackend, return_lse: bool) -> _Output:
+    if selection.mask_mod is None:
+        # all methods share the kernel without maps
+        selection = selection.with_fields(keep=None, title=None)
+    selection = with_constant_numbers(selection, backend.name)
+    with constant_floats(selection):
+        return run_flex_attention(inputs, block_mask(inputs, selection), backend.name, return_lse, backend.lse_factor)
 
 
 def _keeps_more(lists: BlockLists, num_kv_heads: int, share: float) -> list[bool]:

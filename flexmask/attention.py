@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from flexmask import block_masks as block_masks  # fills the table of methods
-from flexmask.attend import MAX_MASK_BYTES, attend, call_options
+from flexmask.attend import MAX_MASK_BYTES, attend, checked_call_options
 from flexmask.base.checks import check_shape
 from flexmask.base.inputs import attention_inputs
 from flexmask.dense_policy import notice_dense
@@ -168,15 +168,15 @@ def sparse_attention(
     torch.Size([1, 4, 512, 32])
     """
     selector = selector_of(method, block_size, options)
-    how = call_options(backend, dense_below, max_mask_bytes)
+    call_options = checked_call_options(backend, dense_below, max_mask_bytes)
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
     inputs = attention_inputs(
         query, key, value,
         scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, sinks=sinks,
     )  # fmt: skip
-    chooser = selector.for_inputs(inputs)
-    plan = how.policy.plan(inputs, chooser, return_lse)
+    call_selector = selector.for_inputs(inputs)
+    plan = call_options.policy.plan(inputs, call_selector, return_lse)
     notice_dense(plan.reason, query.shape[2])
-    attended = attend(inputs, chooser, how, plan, return_lse, STATISTICS if return_stats else ())
+    attended = attend(inputs, call_selector, call_options, plan, return_lse, STATISTICS if return_stats else ())
     extras = tuple(x for x in (attended.lse, attended.stats) if x is not None)
     return (attended.out, *extras) if extras else attended.out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.attend import MAX_MASK_BYTES, CallOptions, call_options
+from flexmask.attend import MAX_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, plain_number, plain_numbers
 from flexmask.base.options import pairs_by_head, shares_by_head
@@ -126,8 +126,8 @@ class PrefillSettings:
     @functools.cached_property
     def call_options(self) -> CallOptions:
         """Rows that do not fill a block run dense: selecting for them costs as much as attending."""
-        run = call_options(self.backend, self.dense_below, self.max_mask_bytes)
-        return run._replace(policy=run.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
+        checked = checked_call_options(self.backend, self.dense_below, self.max_mask_bytes)
+        return checked._replace(policy=checked.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
 
     def selector(self, layer: int | None = None) -> Selector:
         """The method with its options in one layer; None: in all layers."""

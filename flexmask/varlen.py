@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import is_fake, is_traced
-from flexmask.attend import MAX_MASK_BYTES, Attended, attend, call_options
+from flexmask.attend import MAX_MASK_BYTES, Attended, attend, checked_call_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
@@ -149,7 +149,7 @@ def sparse_attention_varlen(
     [False, True, True]
     """
     selector = selector_of(method, block_size, options)
-    how = call_options(backend, dense_below, max_mask_bytes)
+    call_options = checked_call_options(backend, dense_below, max_mask_bytes)
     for name, tensor, layout in (
         ("query", query, "(total_q, num_heads, head_dim)"),
         ("key", key, "(total_k, num_kv_heads, head_dim)"),
@@ -171,7 +171,7 @@ def sparse_attention_varlen(
     if backend != "auto":
         chosen_backend(backend, pack, block_size, return_lse)
 
-    policy, statistics = how.policy, STATISTICS if return_stats else ()
+    policy, statistics = call_options.policy, STATISTICS if return_stats else ()
     reasons = {n: policy.by_size(segments[n].q_len, segments[n].kv_len) for n in filled}
     short = [n for n, reason in reasons.items() if reason is not None]
     for number in short:
@@ -180,10 +180,10 @@ def sparse_attention_varlen(
     served = {n: Attended(*part) for n, part in zip(short, parts, strict=True)}
     for number in filled:
         if number not in served:
-            inputs, chooser = problems[number], selectors[number]
-            plan = policy.plan(inputs, chooser, return_lse)
+            inputs, call_selector = problems[number], selectors[number]
+            plan = policy.plan(inputs, call_selector, return_lse)
             notice_dense(plan.reason, segments[number].q_len)
-            served[number] = attend(inputs, chooser, how, plan, return_lse, statistics)
+            served[number] = attend(inputs, call_selector, call_options, plan, return_lse, statistics)
     outs, lses = [served[n].out for n in filled], [served[n].lse for n in filled]
     stats = []
     if return_stats:

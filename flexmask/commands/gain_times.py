@@ -141,12 +141,12 @@ def random_times(
     Times as many heads as share a mask, and take no longer than `_LONGEST` at `speed` FLOPs per second.
     """
     heads, kv_heads, head_dim, window = shape
-    options = settings.call_options
+    call_options = settings.call_options
     nothing = torch.zeros((), device=device, dtype=dtype)
     whole = attention_inputs(*(nothing.expand(1, n, tokens, head_dim) for n in (heads, kv_heads, kv_heads)), window=window)
     selector = settings.selector().for_inputs(whole)
     key_heads = int(_LONGEST * kv_heads * speed / (2 * tokens * tokens * head_dim * heads))
-    at_once = min(options.max_mask_bytes // selector.head_bytes, max(1, key_heads) * (heads // kv_heads))
+    at_once = min(call_options.max_mask_bytes // selector.head_bytes, max(1, key_heads) * (heads // kv_heads))
     group = head_groups(whole.query, whole.key, max(at_once, heads // kv_heads))[0]
     generator = torch.Generator(device=device).manual_seed(0)
     query, key, value = (
@@ -159,7 +159,8 @@ def random_times(
     sparse = []
     if densities:
         calls.append(lambda: block_mask(inputs, select_blocks(selector, inputs, group.query)))
-        backend, plan = chosen_backend(options.backend, inputs, selector.block_size), options.policy.plan(whole, selector)
+        backend = chosen_backend(call_options.backend, inputs, selector.block_size)
+        plan = call_options.policy.plan(whole, selector)
         for density in densities:
             selected, kept = _random_blocks(inputs, selector.block_size, density)
             calls.append(partial(attend_heads, inputs, selected, [False] * key.shape[1], plan.most_kept, backend))

@@ -50,8 +50,8 @@ class PrefillCall(NamedTuple):
         selector, plan = self.plan()
         if self.run is None:
             notice_dense(plan.reason, self.inputs.query.shape[2])
-        options = self.settings.call_options
-        return attend(self.inputs, selector, options, plan, statistics=statistics, with_maps=with_maps), plan.reason
+        call_options = self.settings.call_options
+        return attend(self.inputs, selector, call_options, plan, statistics=statistics, with_maps=with_maps), plan.reason
 
     def plan(self) -> tuple[Selector, DensePlan]:
         """The selector of these inputs, and the part of the call that runs dense."""
