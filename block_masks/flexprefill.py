@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flexmask.base.blocks import Blocks, Evidence, Mass
 from flexmask.base.checks import check_word
-from flexmask.base.inputs import AttentionInputs, plain_bytes
+from flexmask.base.head_groups import plain_bytes
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks

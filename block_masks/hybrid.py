@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flexmask.base.blocks import Blocks, Evidence, Mass
 from flexmask.base.checks import check_int
-from flexmask.base.inputs import AttentionInputs, plain_bytes
+from flexmask.base.head_groups import plain_bytes
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import blocks_of, check_budgets, check_share, check_shares
 from flexmask.base.selection import Choice
 from flexmask.base.thresholds import ThresholdRule, Thresholds

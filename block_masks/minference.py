@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from flexmask.base.checks import check_word
-from flexmask.base.inputs import AttentionInputs, map_bytes
+from flexmask.base.head_groups import map_bytes
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method

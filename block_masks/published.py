@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
-from flexmask.base.inputs import AttentionInputs, plain_bytes
+from flexmask.base.head_groups import plain_bytes
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
 from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs, map_bytes
+from flexmask.base.head_groups import map_bytes
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import check_count
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines

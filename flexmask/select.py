@@ -50,37 +50,37 @@ def select_blocks(
     `heads` are those of the call that `inputs` hold (default: all).
     """
     with torch.no_grad(), without_autocast(inputs.query.device):
-        query, numbers = inputs.query, numbers_of(selector, inputs.query, heads)
+        query, tensors = inputs.query, option_tensors(selector, inputs.query, heads)
         if selector.runs_kernels(query):
-            how = _as_one_operator if is_traced() else run_kernels
-            return how(selector, inputs, numbers, with_map, statistics)
+            run = _as_one_operator if is_traced() else run_kernels
+            return run(selector, inputs, tensors, with_map, statistics)
         if query.is_cuda and not is_traced():
-            for tensor in numbers.values():
+            for tensor in tensors.values():
                 keep_static(tensor)
         if selector.row_numbers:
             rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * selector.row_numbers * selector.block_size))
             rows *= selector.block_size
             if rows < query.shape[2]:
-                return _in_slices(selector, inputs, numbers, rows, with_map, statistics)
-        return run_plain(selector, inputs, numbers, with_map, statistics)
+                return _in_slices(selector, inputs, tensors, rows, with_map, statistics)
+        return run_plain(selector, inputs, tensors, with_map, statistics)
 
 
 def run_kernels(
-    selector: Selector, inputs: SparseInputs, numbers: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
+    selector: Selector, inputs: SparseInputs, tensors: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
 ) -> Selection:
-    """Run a method by kernels; `numbers` are its options that are tensors, for the heads of the inputs."""
-    fixed = {name: value for name, value in selector.options.items() if name not in numbers}
+    """Run a method by kernels; `tensors` are those of its options that are numbers (`option_tensors`)."""
+    fixed = {name: value for name, value in selector.options.items() if name not in tensors}
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
     # Triton launches on the current device
     with torch.cuda.device(inputs.query.device) if inputs.query.is_cuda else contextlib.nullcontext():
-        chosen = _chosen(inputs, selector.block_size, selector.method.choose, fixed, numbers, wants_map, statistics, True, None)
+        chosen = _chosen(inputs, selector.block_size, selector.method.choose, fixed, tensors, wants_map, statistics, True, None)
     return _selection(selector, chosen, with_map, statistics)
 
 
 def run_plain(
     selector: Selector,
     inputs: SparseInputs,
-    numbers: dict[str, Tensor],
+    tensors: dict[str, Tensor],
     with_map: bool,
     statistics: tuple[str, ...],
     end: Tensor | None = None,
@@ -90,15 +90,15 @@ def run_plain(
 
     For a slice of rows, `end` is the position after the whole's last row, (batch,) int32. `kept`: the map that the slices chose.
     """
-    fixed = {name: value for name, value in selector.options.items() if name not in numbers}
+    fixed = {name: value for name, value in selector.options.items() if name not in tensors}
     choose, variant = selector.method.choose, selector.method.name
     if kept is not None:
-        choose, variant, fixed, numbers = _as_given, "map", {}, {"kept": kept}
-    arguments = (selector.block_size, choose, fixed, numbers, True, statistics, False, end)
+        choose, variant, fixed, tensors = _as_given, "map", {}, {"kept": kept}
+    arguments = (selector.block_size, choose, fixed, tensors, True, statistics, False, end)
     if selector.method.is_users:
         chosen = _chosen(inputs, *arguments)
     else:
-        chosen = run_compiled(_chosen, (variant, tuple(fixed.items()), True, statistics), inputs, *arguments)
+        chosen = run_compiled(_chosen, (variant, tuple(fixed.items()), statistics), inputs, *arguments)
     return _selection(selector, chosen, with_map, statistics)
 
 
@@ -107,20 +107,19 @@ def _as_given(problem: BlockProblem, kept: Tensor) -> Tensor:
 
 
 def _in_slices(
-    selector: Selector, inputs: SparseInputs, numbers: dict[str, Tensor], rows: int, with_map: bool, statistics: tuple[str, ...]
+    selector: Selector, inputs: SparseInputs, tensors: dict[str, Tensor], rows: int, with_map: bool, statistics: tuple[str, ...]
 ) -> Selection:
     """As `run_plain`, of `rows` query rows at a time."""
-    batch, q_len = inputs.query.shape[0], inputs.query.shape[2]
-    first = inputs.offset
+    query, q_len, first = inputs.query, inputs.query.shape[2], inputs.offset
     if first is None:
-        first = torch.full((batch,), inputs.key.shape[2] - q_len, dtype=torch.int32, device=inputs.query.device)
+        first = torch.zeros(query.shape[0], dtype=torch.int32, device=query.device)
     maps = []
     for start in range(0, q_len, rows):
-        part = inputs.with_fields(query=inputs.query[:, :, start : start + rows], offset=first + start)
-        keep = run_plain(selector, part, numbers, True, (), first + q_len).keep
+        part = inputs.with_fields(query=query[:, :, start : start + rows], offset=first + start)
+        keep = run_plain(selector, part, tensors, True, (), first + q_len).keep
         assert keep is not None
         maps.append(keep)
-    return run_plain(selector, inputs, numbers, with_map, statistics, kept=torch.cat(maps, 2))
+    return run_plain(selector, inputs, tensors, with_map, statistics, kept=torch.cat(maps, 2))
 
 
 def _selection(selector: Selector, chosen: Chosen, with_map: bool, statistics: tuple[str, ...]) -> Selection:
@@ -136,7 +135,7 @@ def _chosen(
     block_size: int,
     choose: Callable[..., Choice | Tensor | None],
     fixed: dict[str, Any],
-    numbers: dict[str, Tensor],
+    tensors: dict[str, Tensor],
     with_map: bool,
     statistics: tuple[str, ...],
     by_kernels: bool,
@@ -144,7 +143,7 @@ def _chosen(
 ) -> Chosen:
     """Lists, map, statistics and mask_mod of a method's choice."""
     problem = cut_into_blocks(inputs, block_size, _KERNELS if by_kernels else _PLAIN, with_map, end)
-    choice = choose(problem, **fixed, **numbers)
+    choice = choose(problem, **fixed, **tensors)
     if not isinstance(choice, Choice):
         choice = from_map(problem, choice)
     stats = computed(choice, statistics, problem) if statistics else ()
@@ -159,24 +158,20 @@ def from_map(blocks: BlockProblem, kept: Tensor | None) -> Choice:
     return Choice(block_lists(limited, blocks.seen.full), None if kept is None else limited)
 
 
-def numbers_of(selector: CallSelector, query: Tensor, heads: slice | None) -> dict[str, Tensor]:
+def option_tensors(selector: CallSelector, query: Tensor, heads: slice | None) -> dict[str, Tensor]:
     """The options that are numbers, in `widest_float`: floats except 0 are 0-d, shares (num_heads,), pairs (.., 2).
 
     Those by head are for `heads` of the call.
     """
-    device, method, options = query.device, selector.method, selector.options
+    method, options = selector.method, selector.options
     if heads is not None:
         options = {**options, **{name: _of_heads(options[name], heads) for name in (*method.shares, *method.pairs)}}
-    tensors = {name: options[name] for name in method.shares if isinstance(options[name], Tensor)}
-    values: dict[str, Any] = {name: options[name] for name in method.floats if options[name] is not None and options[name] != 0}
-    for name in method.shares:
-        if name not in tensors:
-            values[name] = options[name]
+    floats = [name for name in method.floats if options[name] is not None and options[name] != 0]
     # torch 2.5 cannot trace |=
-    values = {**values, **{name: options[name] for name in method.pairs}}
-    heads_here = query.shape[1]
-    written = {name: _written(device, value, (heads_here,) if name in method.shares else ()) for name, value in values.items()}
-    tensors = {**tensors, **written}
+    tensors = {name: _written(query.device, options[name]) for name in (*floats, *method.pairs)}
+    for name in method.shares:
+        share = options[name]
+        tensors[name] = share if isinstance(share, Tensor) else _written(query.device, share, (query.shape[1],))
     return tensors
 
 
@@ -196,30 +191,30 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
 
 
 def _as_one_operator(
-    selector: Selector, inputs: SparseInputs, numbers: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
+    selector: Selector, inputs: SparseInputs, tensors: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
 ) -> Selection:
     """A selection by kernels as an operator that a surrounding compilation does not look into.
 
     Traced into one graph with flex_attention, our kernels gave wrong results (torch 2.11 apparently does not order its reads).
     """
-    fixed = {name: value for name, value in selector.options.items() if name not in numbers and value is not None}
+    fixed = {name: value for name, value in selector.options.items() if name not in tensors and value is not None}
     words = {name: value for name, value in fixed.items() if isinstance(value, str)}
     # floats that stayed numbers are 0
     integers = {name: int(value) for name, value in fixed.items() if name not in words}
-    tensors = selection_operator(
+    outputs = selection_operator(
         inputs.query, inputs.key, inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset,
-        selector.method.name, selector.block_size, list(numbers), list(numbers.values()), list(words), list(words.values()),
+        selector.method.name, selector.block_size, list(tensors), list(tensors.values()), list(words), list(words.values()),
         list(integers), list(integers.values()), with_map, list(statistics),
     )  # fmt: skip
-    stats, title = dict(zip(statistics, tensors[5:], strict=True)), selector.title if with_map else None
-    return Selection(BlockLists(*tensors[:4]), tensors[4] if with_map else None, stats, selector.block_size, title)
+    stats, title = dict(zip(statistics, outputs[5:], strict=True)), selector.title if with_map else None
+    return Selection(BlockLists(*outputs[:4]), outputs[4] if with_map else None, stats, selector.block_size, title)
 
 
 @torch.library.custom_op(
     "flexmask::select",
     mutates_args=(),
     schema="(Tensor query, Tensor key, float scale, float? softcap, SymInt? window, Tensor? attention_mask, Tensor? offset, "
-    "str method, SymInt block_size, str[] number_names, Tensor[] numbers, str[] word_names, str[] words, str[] integer_names, "
+    "str method, SymInt block_size, str[] tensor_names, Tensor[] tensors, str[] word_names, str[] words, str[] integer_names, "
     "SymInt[] integers, bool with_map, str[] statistics) -> Tensor[]",
 )
 def selection_operator(
@@ -232,8 +227,8 @@ def selection_operator(
     offset: Tensor | None,
     method: str,
     block_size: int,
-    number_names: list[str],
-    numbers: list[Tensor],
+    tensor_names: list[str],
+    tensors: list[Tensor],
     word_names: list[str],
     words: list[str],
     integer_names: list[str],
@@ -241,8 +236,8 @@ def selection_operator(
     with_map: bool,
     statistics: list[str],
 ) -> list[Tensor]:
-    """`run_kernels` as an operator; options that are not among the numbers, words and integers are None."""
-    by_name = dict(zip(number_names, numbers, strict=True))
+    """`run_kernels` as an operator; options that are not among the tensors, words and integers are None."""
+    by_name = dict(zip(tensor_names, tensors, strict=True))
     fixed = zip([*word_names, *integer_names], [*words, *integers], strict=True)
     options = {**dict.fromkeys(METHODS[method].defaults), **dict(fixed), **by_name}
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset).with_offset()

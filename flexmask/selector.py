@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
 from flexmask.base.checks import check_word, plain_number, plain_numbers
-from flexmask.base.inputs import AttentionInputs, HeadGroup, head_groups, map_bytes
+from flexmask.base.head_groups import head_groups, map_bytes
+from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
 from flexmask.base.selection import Choice
 from flexmask.users_mask import check_takes_keywords, users_choice

@@ -164,7 +164,7 @@ def kept_blocks(
         kept, kept if active is None else active, kept if codes is None else codes, edges.rows, edges.keys,
         edges.rows if last_rows is None else last_rows, partial_count, partial_indices, full_count, full_indices,
         full_count if keep is None else keep, *edges.strides, batch * num_heads * num_kv_blocks,
-        0 if last_rows is None or last_rows.shape[0] == 1 else 1 + block_size, *(min(blocks, MOST_BLOCKS) for blocks in nearest),
+        0 if last_rows is None or last_rows.shape[0] == 1 else 1 + block_size, *(min(number, MOST_BLOCKS) for number in nearest),
         num_heads, num_q_blocks, num_kv_blocks, kv_len, kv_len if window is None else min(window, kv_len),
         kv_len if window is None else window,
         BLOCK_SIZE=block_size, HAS_WINDOW=window is not None, HAS_CODES=codes is not None,

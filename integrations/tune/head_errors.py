@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs, SparseInputs, head_groups, without_autocast
+from flexmask.base.head_groups import head_groups
+from flexmask.base.inputs import AttentionInputs, SparseInputs, without_autocast
 from flexmask.base.scores import capped, widest_float
 from flexmask.base.visibility import block_visibility, token_validity, whole_blocks
 from flexmask.precision import without_tf32
