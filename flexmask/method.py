@@ -142,12 +142,14 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
         mask = block_mask(inputs, selection)
         return (mask, stats_of([selection.stats], [HeadGroup.of_all(inputs)])) if return_stats else mask
 
-    del generate.__wrapped__  # its signature is another
+    # its signature is another
+    del generate.__wrapped__
     common = [p for p in inspect.signature(generate).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     parameters = sorted([*common[:2], *own, *common[2:]], key=lambda p: p.kind)
     signature = inspect.Signature(parameters, return_annotation="BlockMask | tuple[BlockMask, SelectionStats]")
     function = cast(Any, generate)
-    function.__signature__ = signature  # which inspect and help() read
+    # inspect and help() read it
+    function.__signature__ = signature
     function.method = made
     METHODS[made.name] = made
     return function

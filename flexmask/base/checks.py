@@ -16,7 +16,8 @@ from flexmask._torch import is_fake_outside, is_traced, is_under_vmap
 
 # torch.compile traces no abstract class; NumPy's float64 is a float
 _PLAIN = (int, float, bool, str, bytes, type(None))
-_LARGEST = sys.float_info.max  # read here: torch 2.5.1 cannot trace it
+# read here: torch 2.5.1 cannot trace it
+_LARGEST = sys.float_info.max
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 513)  # of the selections and of FlexAttention's kernels
 GRADIENT_DIMS = 256  # the widest with gradients

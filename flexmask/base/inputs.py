@@ -137,7 +137,8 @@ def attention_inputs(
         query.shape[3] ** -0.5 if scale is None else float(scale),
         None if softcap is None else float(softcap),
         window,
-        None if attention_mask is None else attention_mask != 0,  # a copy: the mask outlives the call
+        # a copy: the mask outlives the call
+        None if attention_mask is None else attention_mask != 0,
         offset,
         sinks,
         needs_grad=value is not None and torch.is_grad_enabled() and any(x.requires_grad for x in differentiable),

@@ -120,7 +120,8 @@ def block_mask(inputs: SparseInputs, selection: Selection) -> BlockMask:
     mask = block_mask_from_lists(selection.lists, mask_mod, selection.block_size, lengths, inputs.needs_grad)
     if not is_traced():
         parts = (selection, lengths, inputs.window, inputs.attention_mask, inputs.offset)
-        # a cycle would keep dropped masks in memory until garbage collection
+        # on the object: a subclass is no BlockMask to pytrees, which go by class, and copyreg would change everybody's masks
+        # weak, or a cycle would keep dropped masks in memory until garbage collection
         owner = weakref.ref(mask)
         mask.__reduce_ex__ = functools.partial(_pickled, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
         mask.to = functools.partial(_moved, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone

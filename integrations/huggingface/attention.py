@@ -21,7 +21,7 @@ from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.flex.dense import attention_to_visible, dense_attention
 from flexmask.integrations.huggingface.call import PrefillCall, of_local_heads
 from flexmask.integrations.huggingface.compat import refusal
-from flexmask.integrations.huggingface.mask import Prefill
+from flexmask.integrations.huggingface.mask import PrefillPass
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.refusals import checked_call
@@ -57,7 +57,7 @@ def attention(
 
 
 def serve(
-    module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: Prefill | None = None, segments: Segments | None = None
+    module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None, segments: Segments | None = None
 ) -> Tensor:
     """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim); arguments as in `prefill_call`."""
     if is_traced():
@@ -75,7 +75,7 @@ def serve(
     return out.transpose(1, 2).contiguous()
 
 
-def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: Prefill | None = None) -> PrefillCall:
+def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
     """A module's call under the settings of the block that serves it, else of the process or the config.
 
     `tokens` and `prefill` are `PrefillMask.tokens` and `PrefillMask.prefill`.

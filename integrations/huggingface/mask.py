@@ -32,7 +32,7 @@ class MaskNotServed(NotImplementedError, AttributeError):
     """A model read more of its mask than `PrefillMask` has. An AttributeError for ``hasattr``."""
 
 
-class Prefill:
+class PrefillPass:
     """One mask-function call, shared by its masks, with the block that serves it."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Prefill:
         self._block: ReferenceType[OpenBlock] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Prefill, ()
+        return PrefillPass, ()
 
     def block(self, current: OpenBlock | None) -> OpenBlock | None:
         """`current`, the model's open block or None; in a backward, which runs checkpointed layers again, that of the forward."""
@@ -103,7 +103,7 @@ class PrefillMask(BlockMask):
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
         self.segments = segments
         # another object would recompile at every call
-        self.prefill = None if is_traced() else Prefill()
+        self.prefill = None if is_traced() else PrefillPass()
         self.packed, self.bounds = PackedCheck(), GivenBounds()
 
     @property

@@ -77,7 +77,8 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None,
     stand_ins = [x[..., :1].expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
     checked = attention_inputs(*stand_ins, **arguments)
     scale = query.shape[3] ** -0.5 if scores["scale"] is None else checked.scale
-    query, key, value = (x.to(checked.query.dtype) for x in (query, key, value))  # autocast may be on
+    # autocast may be on
+    query, key, value = (x.to(checked.query.dtype) for x in (query, key, value))
     return checked.with_fields(query=query, key=key, value=value, scale=scale)
 
 

@@ -1,4 +1,10 @@
-"""The functions behind the name "flexmask" in transformers: attention and masks, inside other libraries' wrappers."""
+"""The functions behind the name "flexmask" in transformers: attention and masks, inside other libraries' wrappers.
+
+The way in: `register` gives transformers `mask_entry` and `attention_entry`. A forward calls `mask_entry` -> `prefill_mask`
+(mask.py) for its kinds of layers, then each layer calls `attention_entry` -> `attention` (attention.py). Libraries that wrap a
+model's own attention function would be left out; `_attention_within` puts their wrappers around `attention`. After a model's last
+block both give way to its own functions.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +89,8 @@ def _register(name: str, settings: PrefillSettings | None) -> None:
         )
     elif not isinstance(ours, functools.partial):  # transformers'
         AttentionInterface.register(name, around(known, new) or new)
-    elif ours.keywords["process"] is not settings:  # another partial would recompile compiled forwards
+    elif ours.keywords["process"] is not settings:
+        # the same settings keep their partial: another would recompile compiled forwards
         if ours is known:
             AttentionInterface.register(name, new)
         else:
@@ -110,9 +117,9 @@ def attention_entry(
     if not is_traced() and not isinstance(attention_mask, PrefillMask) and _gives_back(config):
         function = _function_of(type(module), config._attn_implementation)
     elif MODULES_ARE_CONSTANTS or not is_traced():
-        function = _INSIDE[_in_wrappers(module)]
+        function = _attention_within(module)
     else:
-        if CLASSES_ARE_CONSTANTS and _in_wrappers_of_sdpa(type(module)) != 0:
+        if CLASSES_ARE_CONSTANTS and _number_within_sdpa(type(module)) != 0:
             # breaks the surrounding graph, where wrappers run
             raise NotImplementedError("torch before 2.13 compiles no graph around attention in another library's wrappers")
         function = attention
@@ -142,17 +149,22 @@ def _function_of(layer: type, name: str | None) -> Any:
     return functions.get(name, getattr(file, "eager_attention_forward", None))
 
 
-def _wrapped(module: nn.Module) -> int:
+def _attention_within(module: nn.Module) -> Any:
+    """`attention` inside the wrappers of the function that a module would call outside of blocks."""
+    return _WITHIN[_number_within(module)]
+
+
+def _of_module(module: nn.Module) -> int:
     config = getattr(module, "config", None)
     return _number(type(module), own_name(config), getattr(config, "_attn_implementation", None))
 
 
-def _wrapped_of_sdpa(layer: type) -> int:
+def _of_sdpa(layer: type) -> int:
     return _number(layer, "sdpa", NAME)
 
 
 def _number(layer: type, name: str | None, called_name: str | None) -> int:
-    """Number of `attention` in the wrappers of the function that the model would call outside of blocks, else of SDPA's.
+    """Number in `_WITHIN` of `attention` inside the wrappers of the function of that name, else of SDPA's.
 
     Leaves out wrappers that stand around the called function as well. Warns of what cannot be put around another function.
     """
@@ -169,20 +181,20 @@ def _number(layer: type, name: str | None, called_name: str | None) -> int:
                 entries[0], f"stands for {name!r} in transformers and cannot be put around flexmask's attention; it does not run"
             )
         number = 0 if inside is attention else next(_numbers)
-        _INSIDE[number] = inside
+        _WITHIN[number] = inside
         _found[key] = own, sdpa, called, number
     return _found[key][3]
 
 
+# torch.compile takes a number as a constant, and no function
+_number_within: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_of_module)
+_number_within_sdpa: Callable[[type], int] = torch.compiler.assume_constant_result(_of_sdpa)
 _STOCK = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-# `attention` inside the wrappers of a model's own attention function, by number; 0: without any
-_INSIDE: dict[int, Any] = {0: attention}
+# `attention` inside other libraries' wrappers, by number; 0: without any
+_WITHIN: dict[int, Any] = {0: attention}
 _numbers = itertools.count(1)
 # by ids, with what has them: they would come again
 _found: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}
-# a number: torch.compile takes no function
-_in_wrappers: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_wrapped)
-_in_wrappers_of_sdpa: Callable[[type], int] = torch.compiler.assume_constant_result(_wrapped_of_sdpa)
 
 
 def _check_mask_function(config: Any) -> None:

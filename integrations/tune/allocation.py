@@ -50,7 +50,8 @@ def allocate(heads: Sequence[Sequence[Choice]]) -> Allocation:
     """
     highest = tuple(_densest(choices) for choices in heads)
     steps = [step for head, choices in enumerate(heads) for step in _way_down(head, choices)]
-    steps.sort(key=lambda step: step.price)  # stable: keeps each head's order
+    # stable: keeps each head's order
+    steps.sort(key=lambda step: step.price)
     density, error = sum(choice.blocks for choice in highest), sum(choice.error for choice in highest)
     curve, now = [(density, error / len(highest))], list(highest)
     for step in steps:
