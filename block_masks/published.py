@@ -13,8 +13,8 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
 from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists
+from flexmask.block_masks.flexprefill.plain import estimated_attention
 from flexmask.method import BlockProblem, ByHead, method
-from flexmask.plain.pattern import estimated_attention
 from flexmask.plain.pooling import pooled_map
 from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines
 

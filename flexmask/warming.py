@@ -14,7 +14,7 @@ from flexmask.selector import selector_of
 
 # tokens: sizes that changed are symbolic in the second call; no multiples of a block
 _LENGTHS = (1100, 2300)
-# blocks, on CUDA: medium and large maps (flexmask.kernels.query_aware_top_p); chunks have half the square
+# blocks, on CUDA: medium and large maps (block_masks/flexprefill/map_top_p_kernels.py); chunks have half the square
 MANY_BLOCKS = (190, 370)
 
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexmask import METHODS, block_masks
-from flexmask.base import thresholds
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.block_masks import hybrid
+from flexmask.block_masks.hybrid import thresholds
 from flexmask.select import select_blocks
 from flexmask.selector import Selector, selector_of
 from flexmask.stats import STATISTICS

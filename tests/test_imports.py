@@ -20,7 +20,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"_torch", "base"},
     "flex": {"_torch", "base", "compilation"},
     "export": {"_torch", "base", "flex"},
-    "block_masks": {"base", "method", "plain", "selector"},
+    "block_masks": {"_torch", "base", "kernels", "method", "plain", "selector"},
     "plot": set(),
 }
 

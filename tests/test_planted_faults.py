@@ -1,7 +1,6 @@
 """The comparisons of other tests can fail: each catches a wrong block that is planted."""
 
 import functools
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -153,13 +152,13 @@ def other_constant(name, factor):
 
 def other_step(name, change):
     """A step with other arguments or another result."""
-    right = getattr(plain, name)
-    return lambda patch: patch.setattr(plain, name, lambda *arguments: change(right, *arguments))
+    steps = hybrid.plain if hasattr(hybrid.plain, name) else plain
+    right = getattr(steps, name)
+    return lambda patch: patch.setattr(steps, name, lambda *arguments: change(right, *arguments))
 
 
 def other_thresholds(change):
-    right = hybrid.thresholds
-    return lambda patch: patch.setattr(hybrid, "thresholds", lambda *arguments: change(right(*arguments)))
+    return other_step("thresholds", lambda right, *arguments: change(right(*arguments)))
 
 
 def mean_of_rows(right, problem, last, *rest):
@@ -185,8 +184,8 @@ RULE_FAULTS = {
     "no gate": other_step("row_blocks", lambda right, *rest: Blocks(right(*rest).chosen)),
     "no floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], 0)),
     "a lower floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], rest[-1] * 0.8)),
-    "a floor of whole halvings": lambda patch: patch.setattr(sys.modules["flexmask.plain.hybrid"], "SLACK", -1e6),
-    "no halvings": lambda patch: patch.setattr(sys.modules["flexmask.plain.hybrid"], "HALVINGS", 0),
+    "a floor of whole halvings": lambda patch: patch.setattr(hybrid.plain, "SLACK", -1e6),
+    "no halvings": lambda patch: patch.setattr(hybrid.plain, "HALVINGS", 0),
     "gate of the last rows too": other_step("kept_blocks", gate_everywhere),
     "nearest of all alike": other_step("kept_blocks", lambda right, *rest: right(*rest[:-1], (rest[-1][1], rest[-1][1]))),
     "N for n": other_thresholds(lambda least: least._replace(rows=least.rows[..., -1:].expand_as(least.rows))),

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar
 
 from flexmask.base.inputs import AttentionInputs, SparseInputs
 from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists
-from flexmask.base.thresholds import ThresholdRule, Thresholds
 from flexmask.base.visibility import (
     BlockVisibility,
     Tokens,
@@ -36,40 +33,21 @@ class Lines(NamedTuple):
         return self.kept.sum(-1)
 
 
-# what steps hand on, and only steps of the same module read
-Mass = TypeVar("Mass", default=Any)  # attention of the representative rows
-Evidence = TypeVar("Evidence", default=Any)  # attention of all rows to key means
-Blocks = TypeVar("Blocks", default=Any)  # blocks that rows choose
+# what steps hand on, and only steps of the same kind read
+Mass = Any  # attention of the representative rows
+Blocks = Any  # blocks that rows choose
 
 
-class Steps(Protocol[Mass, Evidence, Blocks]):
-    """The steps of selections, by name: the module `flexmask.plain` or `flexmask.kernels`.
+class Steps(Protocol):
+    """The steps that methods share, by name: the module `flexmask.plain` or `flexmask.kernels`.
 
-    A map of kept blocks is None where `BlockProblem.with_map` is False; then no statistic that reads it is computed.
+    A method's own stand in its folder, under one name in PyTorch and as kernels. A map of kept blocks is None where
+    `BlockProblem.with_map` is False; then no statistic that reads it is computed.
     """
 
     def edges_of(self, inputs: SparseInputs, block_size: int, /) -> Any: ...
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
     def representative_mass(self, problem: BlockProblem, which: str, /) -> Mass: ...
-    def pattern_and_lines(
-        self,
-        problem: BlockProblem,
-        pattern: Mass,
-        index: Mass,
-        key_means: Tensor,
-        shares: tuple[Tensor, Tensor | float],
-        budget: tuple[int, int | None],
-        /,
-    ) -> tuple[Tensor, Tensor, Lines]: ...
-    def query_aware_blocks(
-        self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /
-    ) -> Blocks: ...
-    def thresholds(self, problem: BlockProblem, gamma: Tensor, rule: ThresholdRule, /) -> Thresholds: ...
-    def last_rows_lines(self, problem: BlockProblem, last: Mass, thresholds: Tensor, near: int, /) -> Lines: ...
-    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Evidence: ...
-    def row_blocks(
-        self, problem: BlockProblem, evidence: Evidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0, /
-    ) -> Blocks: ...
     def kept_blocks(
         self,
         problem: BlockProblem,
@@ -80,11 +58,10 @@ class Steps(Protocol[Mass, Evidence, Blocks]):
         /,
     ) -> tuple[BlockLists, Tensor | None]: ...
     def coverage(self, problem: BlockProblem, mass: Mass, keep: Tensor, /) -> Tensor: ...
-    def row_coverage(self, problem: BlockProblem, evidence: Evidence, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
-class BlockProblem(Generic[Mass, Evidence, Blocks]):
+class BlockProblem:
     """One attention problem cut into blocks.
 
     Attributes
@@ -105,10 +82,14 @@ class BlockProblem(Generic[Mass, Evidence, Blocks]):
 
     inputs: SparseInputs
     block_size: int
-    steps: Steps[Mass, Evidence, Blocks]
+    steps: Steps
     with_map: bool = True
     edges: Any = None
     cut: tuple[Tokens, BlockVisibility] | None = None
+
+    @property
+    def by_kernels(self) -> bool:
+        return self.edges is not None
 
     @property
     def tokens(self) -> Tokens:
@@ -144,7 +125,7 @@ class BlockProblem(Generic[Mass, Evidence, Blocks]):
 
     def blocks_seen(self) -> tuple[Tensor, Tensor]:
         """How many key blocks each query block sees, (batch or 1, num_q_blocks) int, and the most of them, (batch or 1, 1)."""
-        if self.edges is not None:
+        if self.by_kernels:
             number: Tensor = self.edges.seen
             return number, number.amax(-1, keepdim=True)
         if self.tokens.padded or self.inputs.window is not None:
@@ -202,15 +183,6 @@ class BlockProblem(Generic[Mass, Evidence, Blocks]):
         limit = self.inputs.window
         limit = count if limit is None else min(count, limit)
         return block_visibility(self.tokens, self.block_size, limit).visible[:, None]
-
-    def mean_and_least(self, held: Tensor, has_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Evidence that kept blocks hold, (batch, num_heads, num_q_blocks), over the query blocks of `has_rows`."""
-        number = has_rows.sum(-1)
-        mean = torch.where(has_rows, held, 0.0).sum(-1) / number
-        # amin keeps NaN
-        least = torch.where(number > 0, torch.where(has_rows, held, math.inf).amin(-1), math.nan)
-        is_absent = ~self.tokens.row_valid.any(-1, keepdim=True)
-        return torch.where(is_absent, 0.0, mean), torch.where(is_absent, 0.0, least)
 
     def last_query_blocks(self, count: int) -> Tensor:
         """The last `count` query blocks up to the last valid row's, (batch or 1, 1, num_q_blocks, 1) bool."""

@@ -1,4 +1,4 @@
-"""Block means, the attention between them (the paper's avgpool), and the query-aware index: top-p over that map."""
+"""Block means, and the attention between them (the paper's avgpool)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.scores import capped, grouped_scores, masked_softmax, ranks, top_p
-from flexmask.base.visibility import BlockVisibility, Tokens, in_blocks, valid_keys, whole_blocks
-from flexmask.plain.vertical_slash import Blocks
+from flexmask.base.scores import capped, grouped_scores, masked_softmax
+from flexmask.base.visibility import BlockVisibility, Tokens, in_blocks, whole_blocks
 
 
 def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
@@ -50,24 +49,3 @@ def pooled_map(
     query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, block_size)
     scores = pooled_scores(query_means, key_means, key_counts, inputs.scale, inputs.softcap)
     return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
-
-
-def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, rule: str, max_blocks: int | None) -> Tensor:
-    """The fewest blocks that hold gamma of a head's map, or by the rule "per_query" of each row, capped per row; bool."""
-    if rule == "per_query":
-        kept = top_p(values, visible, gamma.unsqueeze(-1))
-    else:
-        kept = top_p(values.flatten(2), visible.flatten(2), gamma).unflatten(2, values.shape[2:])
-    if max_blocks is not None:
-        kept = kept & (ranks(values, kept) < max_blocks)
-    return kept
-
-
-def query_aware_blocks(
-    problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
-) -> Blocks:
-    """Step 3b: the blocks that query-aware heads keep of their pooled map."""
-    tokens, size, seen = problem.tokens, problem.block_size, problem.seen
-    values = pooled_map(problem.inputs, key_means, valid_keys(tokens, size), tokens, seen, size)
-    kept = top_p_blocks(values, seen.visible[:, None], gamma, rule, max_blocks)
-    return Blocks(kept & is_query_aware[..., None, None])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.scores import capped, grouped_scores, masked_softmax, ranks, top_p_count
+from flexmask.base.scores import capped, grouped_scores, masked_softmax
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.base.visibility import BlockVisibility, Tokens, visible_keys, whole_blocks
 
@@ -90,32 +90,6 @@ def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
     exists = (kv_block >= 0) & (kv_block < blocks)
     kv_block = kv_block.clamp(0, blocks - 1)[:, None].expand(sums.shape)
     return torch.where(exists[:, None], sums.gather(-1, kv_block), 0.0).sum(2)
-
-
-def line_counts(
-    values: Tensor, candidates: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
-) -> tuple[Tensor, Tensor]:
-    """Count the lines of one family that a vertical-slash head keeps, and a query-aware head (its floor), int64.
-
-    The floor comes last.
-    """
-    available = candidates.sum(-1)
-    count = top_p_count(values, candidates, gamma)
-    if max_blocks is not None:
-        count = count.clamp(max=max_blocks)
-    floor = available.clamp(max=min_blocks)
-    return torch.maximum(count, floor), floor
-
-
-def kept_lines(
-    mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
-) -> Lines:
-    """Key blocks and block diagonals to keep: top-p of each family, within floor and cap; query-aware heads keep the floor."""
-    lines = torch.stack([mass.vertical, mass.slash])
-    candidates = candidates.unsqueeze(2)
-    count, floor = line_counts(lines, candidates, gamma, min_blocks, max_blocks)
-    count = torch.where(is_query_aware, floor, count)
-    return Lines(ranks(lines, candidates) < count.unsqueeze(-1))
 
 
 def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Tensor:

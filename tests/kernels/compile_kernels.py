@@ -17,7 +17,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.kernels import query_aware_top_p
+from flexmask.block_masks.flexprefill import map_top_p_kernels
 from flexmask.select import _chosen
 from tests.cases import Config
 
@@ -98,7 +98,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
         found[f"{kernel.fn.__name__} {variant[1:]}"] = variant
 
     JITFunction.run = record
-    query_aware_top_p.SMALL_MAP, query_aware_top_p.MEDIUM_MAP = MAPS[problem.map_size]
+    map_top_p_kernels.SMALL_MAP, map_top_p_kernels.MEDIUM_MAP = MAPS[problem.map_size]
     head_dim, block_size, dtype, rich, _, groups, row_stride, q_len = problem
     kv_len = 2 * q_len if rich else q_len
     query, key = torch.empty(2, 2 * groups, q_len, head_dim, dtype=dtype), torch.empty(2, 2, kv_len, head_dim, dtype=dtype)

@@ -24,7 +24,8 @@ from tests.drawn_options import attention_masks, q_offsets, score_options
 pytest.importorskip("triton")
 
 from flexmask import kernels
-from flexmask.kernels import query_aware_top_p
+from flexmask.block_masks import flexprefill, hybrid
+from flexmask.block_masks.flexprefill import map_top_p_kernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
 
@@ -34,7 +35,7 @@ def _few_chunks(monkeypatch):
     """The interpreter would take seconds for 64 chunks of rows per pass."""
     # and some maps of each size
     for name, value in {"_MEDIUM": (5, 4), "_LARGE": (3, 4), "SMALL_MAP": 64, "MEDIUM_MAP": 144}.items():
-        monkeypatch.setattr(query_aware_top_p, name, value)
+        monkeypatch.setattr(map_top_p_kernels, name, value)
 
 
 @pytest.fixture
@@ -257,7 +258,8 @@ def test_the_default_dtype_changes_nothing(method):
 )
 def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
     case, expected, _ = case_of(method)
-    right = getattr(kernels, fault)
+    steps = next(module for module in (kernels, hybrid.kernels, flexprefill.kernels) if hasattr(module, fault))
+    right = getattr(steps, fault)
 
     def wrong(*arguments):
         result = right(*arguments)
@@ -272,7 +274,7 @@ def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
             lines.kept[1] = lines.kept[1].roll(1, -1)  # slashes off by one block
         return result
 
-    monkeypatch.setattr(kernels, fault, wrong)
+    monkeypatch.setattr(steps, fault, wrong)
     with by_kernels(), pytest.raises(AssertionError, match="blocks differ"):
         assert_same_blocks(case.search(), expected)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.repository import ROOT
 
-KERNELS = sorted((ROOT / "flexmask" / "kernels").glob("*.py"))
+KERNELS = sorted([*(ROOT / "flexmask" / "kernels").glob("*.py"), *(ROOT / "block_masks").glob("*/*kernel*.py")])
 WRONG = """
 @kernel
 def run(x):
@@ -42,7 +42,7 @@ def lost_in_loops(source: str) -> list[str]:
     return lost
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name} {path.stem}")
 def test_no_loop_sets_a_variable_to_another_from_before_it(path):
     assert not lost_in_loops(path.read_text(encoding="utf-8"))
 

@@ -1,7 +1,8 @@
-"""The steps of hybrid selection: thresholds, lines of the last rows, and evidence of all rows."""
+"""The steps of hybrid selection in PyTorch: thresholds, lines of the last rows, and evidence of all rows."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines
 from flexmask.base.scores import masked_softmax
-from flexmask.base.thresholds import HALVINGS, SLACK, ThresholdRule, Thresholds
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
+from flexmask.block_masks.hybrid.thresholds import HALVINGS, SLACK, ThresholdRule, Thresholds
 from flexmask.plain.pooling import pooled_scores
 from flexmask.plain.vertical_slash import Blocks, RepresentativeMass, RowMass, line_mass, row_mass
 
@@ -130,4 +131,14 @@ def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> 
     0 for a batch row without rows; NaN if it has some and none is sampled.
     """
     has_rows = evidence.mean.sum(-1) != 0
-    return problem.mean_and_least(torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)
+    return mean_and_least(problem, torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)
+
+
+def mean_and_least(problem: BlockProblem, held: Tensor, has_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and least of the evidence held, (batch, num_heads, num_q_blocks), over the query blocks of `has_rows`."""
+    number = has_rows.sum(-1)
+    mean = torch.where(has_rows, held, 0.0).sum(-1) / number
+    # amin keeps NaN
+    least = torch.where(number > 0, torch.where(has_rows, held, math.inf).amin(-1), math.nan)
+    is_absent = ~problem.tokens.row_valid.any(-1, keepdim=True)
+    return torch.where(is_absent, 0.0, mean), torch.where(is_absent, 0.0, least)

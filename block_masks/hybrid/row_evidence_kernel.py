@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
+from flexmask.block_masks.hybrid.plain import mean_and_least
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import split_key_means
 
@@ -223,10 +224,10 @@ def squares_of_shares(problem: BlockProblem, evidence: RowEvidence) -> tuple[Ten
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """As `flexmask.plain.hybrid.row_coverage`."""
+    """As `flexmask.block_masks.hybrid.plain.row_coverage`."""
     held = evidence.means.new_empty(keep.shape[:3], dtype=torch.float32)
     _launch(problem, evidence, keep=keep, held=held)
-    return problem.mean_and_least(held, held != -1)
+    return mean_and_least(problem, held, held != -1)
 
 
 def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> None:

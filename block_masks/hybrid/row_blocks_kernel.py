@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.thresholds import HALVINGS, SLACK
+from flexmask.block_masks.hybrid.row_evidence_kernel import RowEvidence, squares_of_shares
+from flexmask.block_masks.hybrid.thresholds import HALVINGS, SLACK
 from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.launch import kernel
-from flexmask.kernels.row_evidence import RowEvidence, squares_of_shares
 
 # key blocks at a time
 _COLUMNS = 512
@@ -117,7 +117,7 @@ def _row_blocks_kernel(
 def row_blocks(
     problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
 ) -> Blocks:
-    """As `flexmask.plain.hybrid.row_blocks`; codes without visible pairs may be unwritten."""
+    """As `flexmask.block_masks.hybrid.plain.row_blocks`; codes without visible pairs may be unwritten."""
     inputs, edges = problem.inputs, problem.edges
     squares, number = squares_of_shares(problem, evidence)
     codes = torch.empty_like(squares, dtype=torch.int8)

@@ -1,4 +1,7 @@
-"""Triton kernels for the pattern of each head: distance and top-p of either family of lines in one launch."""
+"""The steps of FlexPrefill as Triton kernels: the pattern of each head here, the blocks of query-aware heads beside.
+
+One launch gives the distance and top-p of either family of lines.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.block_masks.flexprefill.pooled_map_kernel import query_aware_blocks as query_aware_blocks
+from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
-from flexmask.kernels.top_p import keep_top_p
 from flexmask.kernels.vertical_slash import RepresentativeMass, line_mass
 
 
@@ -179,7 +183,7 @@ def pattern_and_lines(
     shares: tuple[Tensor, Tensor | float],
     budget: tuple[int, int | None],
 ) -> tuple[Tensor, Tensor, Lines]:
-    """Steps 2 and 3a in one launch, as `flexmask.plain.pattern.pattern_and_lines`."""
+    """Steps 2 and 3a in one launch, as `flexmask.block_masks.flexprefill.plain.pattern_and_lines`."""
     (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
     block_size, rows = problem.block_size, pattern.rows
     lines = line_mass(index, edges)

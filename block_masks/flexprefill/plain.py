@@ -1,4 +1,4 @@
-"""The pattern of each head: query-aware or vertical-slash (the paper's algorithm "Sparse Pattern Search")."""
+"""The steps of FlexPrefill in PyTorch: the pattern of each head, its lines, and the blocks of query-aware heads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.scores import masked_softmax
+from flexmask.base.scores import masked_softmax, ranks, top_p, top_p_count
 from flexmask.base.visibility import Tokens, blocks_seen_by_rows, candidate_lines, valid_keys
-from flexmask.plain.pooling import pooled_scores
-from flexmask.plain.vertical_slash import RepresentativeMass, RepresentativeRows, kept_lines, take_rows
+from flexmask.plain.pooling import pooled_map, pooled_scores
+from flexmask.plain.vertical_slash import Blocks, LineMass, RepresentativeMass, RepresentativeRows, take_rows
 
 
 def estimated_attention(
@@ -69,3 +69,50 @@ def pattern_and_lines(
     is_query_aware = (distance.to(gamma.dtype) < tau) & tokens.row_valid.any(-1, keepdim=True)
     candidates = candidate_lines(tokens, size, problem.inputs.window)
     return is_query_aware, distance, kept_lines(index.mass, candidates, is_query_aware, gamma, *budget)
+
+
+def line_counts(
+    values: Tensor, candidates: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
+) -> tuple[Tensor, Tensor]:
+    """Count the lines of one family that a vertical-slash head keeps, and a query-aware head (its floor), int64.
+
+    The floor comes last.
+    """
+    available = candidates.sum(-1)
+    count = top_p_count(values, candidates, gamma)
+    if max_blocks is not None:
+        count = count.clamp(max=max_blocks)
+    floor = available.clamp(max=min_blocks)
+    return torch.maximum(count, floor), floor
+
+
+def kept_lines(
+    mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
+) -> Lines:
+    """Key blocks and block diagonals to keep: top-p of each family, within floor and cap; query-aware heads keep the floor."""
+    lines = torch.stack([mass.vertical, mass.slash])
+    candidates = candidates.unsqueeze(2)
+    count, floor = line_counts(lines, candidates, gamma, min_blocks, max_blocks)
+    count = torch.where(is_query_aware, floor, count)
+    return Lines(ranks(lines, candidates) < count.unsqueeze(-1))
+
+
+def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, rule: str, max_blocks: int | None) -> Tensor:
+    """The fewest blocks that hold gamma of a head's map, or by the rule "per_query" of each row, capped per row; bool."""
+    if rule == "per_query":
+        kept = top_p(values, visible, gamma.unsqueeze(-1))
+    else:
+        kept = top_p(values.flatten(2), visible.flatten(2), gamma).unflatten(2, values.shape[2:])
+    if max_blocks is not None:
+        kept = kept & (ranks(values, kept) < max_blocks)
+    return kept
+
+
+def query_aware_blocks(
+    problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
+) -> Blocks:
+    """Step 3b: the blocks that query-aware heads keep of their pooled map."""
+    tokens, size, seen = problem.tokens, problem.block_size, problem.seen
+    values = pooled_map(problem.inputs, key_means, valid_keys(tokens, size), tokens, seen, size)
+    kept = top_p_blocks(values, seen.visible[:, None], gamma, rule, max_blocks)
+    return Blocks(kept & is_query_aware[..., None, None])

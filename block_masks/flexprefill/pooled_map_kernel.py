@@ -9,10 +9,10 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
+from flexmask.block_masks.flexprefill.map_top_p_kernels import top_p_map, top_p_rows
 from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import query_means
-from flexmask.kernels.query_aware_top_p import top_p_map, top_p_rows
 from flexmask.kernels.visibility import PackedEdges, row_edges, sees
 
 _ROWS = 16

@@ -1,4 +1,4 @@
-"""Triton kernels of hybrid selection: its thresholds, and the lines that it keeps of the representative rows."""
+"""The steps of hybrid selection as Triton kernels: thresholds and lines of the representative rows here, all rows beside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines
-from flexmask.base.thresholds import ThresholdRule, Thresholds
+from flexmask.block_masks.hybrid.row_blocks_kernel import row_blocks as row_blocks
+from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
+from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
+from flexmask.block_masks.hybrid.thresholds import ThresholdRule, Thresholds
 from flexmask.kernels.block_lists import MOST_BLOCKS
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.vertical_slash import (
@@ -88,7 +91,7 @@ def _thresholds_kernel(
 
 
 def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thresholds:
-    """As `flexmask.plain.hybrid.thresholds`."""
+    """As `flexmask.block_masks.hybrid.plain.thresholds`."""
     edges, num_heads = problem.edges, gamma.shape[0]
     _, batch, num_q_blocks = edges.rows.shape
     rows_stride, _, rows_stride_batch, _ = edges.strides
@@ -153,7 +156,7 @@ def _line_kernel(
 
 
 def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
-    """As `flexmask.plain.hybrid.last_rows_lines`."""
+    """As `flexmask.block_masks.hybrid.plain.last_rows_lines`."""
     batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
     edges, shared = problem.edges, thresholds.shape[1] == 1
     _, keys_stride, _, keys_stride_batch = edges.strides

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from flexmask.base.blocks import Blocks, Evidence, Mass
+from flexmask._torch import HAS_TRITON
+from flexmask.base.blocks import Blocks, Lines, Mass
 from flexmask.base.checks import check_word
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
+from flexmask.block_masks.flexprefill import plain
 from flexmask.method import BlockProblem, ByHead, method
+
+
+class Steps(Protocol):
+    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
+
+    def pattern_and_lines(
+        self,
+        problem: BlockProblem,
+        pattern: Mass,
+        index: Mass,
+        key_means: Tensor,
+        shares: tuple[Tensor, Tensor | float],
+        budget: tuple[int, int | None],
+        /,
+    ) -> tuple[Tensor, Tensor, Lines]: ...
+    def query_aware_blocks(
+        self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /
+    ) -> Blocks: ...
+
+
+_PLAIN: Steps = plain
+if HAS_TRITON:
+    from flexmask.block_masks.flexprefill import kernels
+
+    _KERNELS: Steps = kernels
 
 QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
@@ -52,7 +79,7 @@ def _head_bytes(
 
 @method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
 def flexprefill_mask(
-    problem: BlockProblem[Mass, Evidence, Blocks],
+    problem: BlockProblem,
     gamma: ByHead = 0.95,
     tau: float = 0.1,
     *,
@@ -148,6 +175,7 @@ def flexprefill_mask(
     (1, 4, 512, 512)
     """
     steps, gamma = problem.steps, problem.as_tensor(gamma)
+    own: Steps = _KERNELS if problem.by_kernels else _PLAIN
     floor, cap = blocks_of(min_budget, problem.block_size) or 0, blocks_of(max_budget, problem.block_size)
 
     # step 1: attention of the representative rows, and its mass by key block and by block diagonal
@@ -156,12 +184,12 @@ def flexprefill_mask(
 
     # step 2: does attention follow block means?  step 3a: the lines of either kind of head
     key_means = problem.key_means()
-    is_query_aware, distance, lines = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, tau), (floor, cap))
+    is_query_aware, distance, lines = own.pattern_and_lines(problem, pattern, index, key_means, (gamma, tau), (floor, cap))
 
     # step 3b: blocks of the pooled map
     blocks = None
     if isinstance(tau, Tensor):  # 0 stays a number
-        blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, query_aware, cap)
+        blocks = own.query_aware_blocks(problem, key_means, is_query_aware, gamma, query_aware, cap)
 
     # step 4: blocks kept always; step 5: lists
     lists, keep = steps.kept_blocks(problem, lines, blocks)

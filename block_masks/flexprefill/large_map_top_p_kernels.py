@@ -1,4 +1,4 @@
-"""Triton kernels for top-p over a pooled map too large for one program: one launch per digit (`flexmask.kernels.top_p`).
+"""Triton kernels for top-p over a pooled map too large for one program: one launch per digit (`top_p_kernel`).
 
 Each pass has many programs per head, one per chunk of rows; the next pass picks the digit from the chunks' sums: float32 within
 a group of rows and float64 beyond, in a fixed order, without atomics.
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.block_masks.flexprefill.top_p_kernel import BITS, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.launch import kernel
-from flexmask.kernels.top_p import BITS, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.visibility import PackedEdges
 
 TILE = 256

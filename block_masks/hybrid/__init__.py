@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from flexmask.base.blocks import Blocks, Evidence, Mass
+from flexmask._torch import HAS_TRITON
+from flexmask.base.blocks import Blocks, Lines, Mass
 from flexmask.base.checks import check_int
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import blocks_of, check_budgets, check_share, check_shares
 from flexmask.base.selection import Choice
-from flexmask.base.thresholds import ThresholdRule, Thresholds
 from flexmask.base.visibility import num_blocks
+from flexmask.block_masks.hybrid import plain
+from flexmask.block_masks.hybrid.thresholds import ThresholdRule, Thresholds
 from flexmask.method import BlockProblem, ByHead, method
+
+Evidence = Any  # attention of all rows to key means, as `Mass`
+
+
+class Steps(Protocol):
+    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
+
+    def thresholds(self, problem: BlockProblem, gamma: Tensor, rule: ThresholdRule, /) -> Thresholds: ...
+    def last_rows_lines(self, problem: BlockProblem, last: Mass, thresholds: Tensor, near: int, /) -> Lines: ...
+    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Evidence: ...
+    def row_blocks(
+        self, problem: BlockProblem, evidence: Evidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0, /
+    ) -> Blocks: ...
+    def row_coverage(self, problem: BlockProblem, evidence: Evidence, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
+_PLAIN: Steps = plain
+if HAS_TRITON:
+    from flexmask.block_masks.hybrid import kernels
+
+    _KERNELS: Steps = kernels
 
 # docs/design.md, "Why these constants", has how they were chosen.
 # prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
@@ -42,14 +65,6 @@ NEAREST = 8
 GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
 
-def thresholds(problem: BlockProblem, gamma: Tensor) -> Thresholds:
-    """Thresholds of each head's lines and query blocks."""
-    rule = ThresholdRule(
-        LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
-    )
-    return problem.steps.thresholds(problem, gamma, rule)
-
-
 def _check(*, block_size: int, gamma: Any, min_budget: int, row_stride: int, min_coverage: float) -> None:
     check_shares("gamma", gamma)
     check_budgets(min_budget)
@@ -73,7 +88,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
 
 @method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes, gammas=GAMMAS)
 def hybrid_mask(
-    problem: BlockProblem[Mass, Evidence, Blocks],
+    problem: BlockProblem,
     gamma: ByHead = 0.9,
     *,
     min_budget: int = 256,
@@ -135,22 +150,26 @@ def hybrid_mask(
     (1, 4, 512, 512)
     """
     steps, nearest = problem.steps, blocks_of(min_budget, problem.block_size) or 0
-    least = thresholds(problem, problem.as_tensor(gamma))
+    own: Steps = _KERNELS if problem.by_kernels else _PLAIN
+    rule = ThresholdRule(
+        LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
+    )
+    least = own.thresholds(problem, problem.as_tensor(gamma), rule)
 
     # the last rows: true attention, and the lines kept of it
     last = steps.representative_mass(problem, "last")
-    lines = steps.last_rows_lines(problem, last, least.lines, NEAREST * nearest)
+    lines = own.last_rows_lines(problem, last, least.lines, NEAREST * nearest)
 
     # all rows: attention to key means, and the blocks kept of it
-    evidence = steps.row_evidence(problem, row_stride)
-    blocks = steps.row_blocks(problem, evidence, least.rows, LINES, min_coverage)
+    evidence = own.row_evidence(problem, row_stride)
+    blocks = own.row_blocks(problem, evidence, least.rows, LINES, min_coverage)
 
     lists, keep = steps.kept_blocks(problem, lines, blocks, last, (nearest, NEAREST * nearest))
     covered: list[Tensor] = []
 
     def row_coverage(keep: Tensor, which: int) -> Tensor:
         if not covered:
-            covered.extend(steps.row_coverage(problem, evidence, keep))
+            covered.extend(own.row_coverage(problem, evidence, keep))
         return covered[which]
 
     return Choice(

@@ -1,6 +1,6 @@
-"""Triton kernels for top-p over the pooled map, of a head's whole map or of each row, without a sort (`flexmask.kernels.top_p`).
+"""Triton kernels for top-p over the pooled map, of a head's whole map or of each row, without a sort (`top_p_kernel`).
 
-One program per head holds a small map; a larger one takes the passes of `flexmask.kernels.query_aware_large_map`.
+One program per head holds a small map; a larger one takes the passes of `large_map_top_p_kernels`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.block_masks.flexprefill.large_map_top_p_kernels import TILE, large_map_top_p
+from flexmask.block_masks.flexprefill.top_p_kernel import BITS, keep_top_p, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.launch import kernel
-from flexmask.kernels.query_aware_large_map import TILE, large_map_top_p
-from flexmask.kernels.top_p import BITS, keep_top_p, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.visibility import PackedEdges
 
 # entries that fit one program: 16k tokens in blocks of 128
