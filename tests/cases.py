@@ -19,7 +19,6 @@ from flexmask import METHODS, block_masks
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.block_masks import hybrid
-from flexmask.block_masks.hybrid import thresholds
 from flexmask.select import select_blocks
 from flexmask.selector import Selector, selector_of
 from flexmask.stats import STATISTICS
@@ -132,7 +131,7 @@ def mask_function(method: str) -> Any:
 
 def hybrid_rule() -> Rule:
     """The present constants of hybrid selection."""
-    floor: dict[str, Any] = {"halvings": thresholds.HALVINGS, "slack": thresholds.SLACK}
+    floor: dict[str, Any] = {"halvings": hybrid.plain.HALVINGS, "slack": hybrid.plain.SLACK}
     return Rule(**{name: getattr(hybrid, name.upper()) for name in Rule._fields if name not in floor}, **floor)
 
 

@@ -15,7 +15,7 @@ from flexmask.base.options import blocks_of, check_budgets, check_share, check_s
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
-from flexmask.block_masks.hybrid.thresholds import ThresholdRule, Thresholds
+from flexmask.block_masks.hybrid.plain import ThresholdRule, Thresholds
 from flexmask.method import BlockProblem, ByHead, method
 
 Evidence = Any  # attention of all rows to key means, as `Mass`

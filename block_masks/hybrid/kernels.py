@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.block_masks.hybrid.plain import ThresholdRule, Thresholds
 from flexmask.block_masks.hybrid.row_blocks_kernel import row_blocks as row_blocks
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
-from flexmask.block_masks.hybrid.thresholds import ThresholdRule, Thresholds
 from flexmask.kernels.block_lists import MOST_BLOCKS
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.vertical_slash import (

@@ -11,9 +11,34 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem, Lines
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
-from flexmask.block_masks.hybrid.thresholds import HALVINGS, SLACK, ThresholdRule, Thresholds
 from flexmask.plain.pooling import pooled_scores
 from flexmask.plain.vertical_slash import Blocks, RepresentativeMass, RowMass, line_mass, row_mass
+
+# a query block whose blocks hold too little halves its threshold at most so often
+HALVINGS = 6
+# share of a block that may be missing: sums are rounded, and so many equal blocks hold exactly what is asked for
+SLACK = 1 / 64
+
+
+class ThresholdRule(NamedTuple):
+    """Constants of the method, under their names in its definition; `reference` is LENGTH in blocks."""
+
+    reference: float
+    gamma: float
+    longer: float
+    most_longer: float
+    key_block: float
+    diagonal: float
+    rows: float
+    earlier_rows: float
+    first_rows: float
+
+
+class Thresholds(NamedTuple):
+    """The least attention that keeps a block or a line, in `widest_float`."""
+
+    lines: Tensor  # (2, batch or 1, num_heads): of key blocks, then of block diagonals
+    rows: Tensor  # (batch or 1, num_heads, num_q_blocks)
 
 
 def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thresholds:

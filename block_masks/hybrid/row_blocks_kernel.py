@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
+from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK
 from flexmask.block_masks.hybrid.row_evidence_kernel import RowEvidence, squares_of_shares
-from flexmask.block_masks.hybrid.thresholds import HALVINGS, SLACK
 from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.launch import kernel
 
