@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.scores import widest_float
-from flexmask.integrations.record.summary import Calls, CallSize, HeadSums, LayerTotals, RecordedCall, calls_on_host
+from flexmask.integrations.record.calls import Calls, CallSize, HeadSums, LayerTotals, RecordedCall, calls_on_host
 from flexmask.settings import PrefillSettings
 from flexmask.stats import DTYPES, SelectionStats
 

@@ -12,16 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import is_fake, is_traced
 from flexmask.base.checks import check_int, plain_number
+from flexmask.integrations.record.calls import MOST_REASONS, CallSize, LayerTotals, RecordedCall, rows_of
 from flexmask.integrations.record.files import SavedRun, load_run, save_run
-from flexmask.integrations.record.summary import (
-    MOST_REASONS,
-    CallSize,
-    LayerTotals,
-    RecordedCall,
-    RunSummary,
-    rows_of,
-    summary_of,
-)
+from flexmask.integrations.record.summary import RunSummary, summary_of
 from flexmask.plot import plot_density
 from flexmask.settings import PrefillSettings
 from flexmask.stats import SelectionStats

@@ -1,166 +1,18 @@
-"""Recorded calls as rows per head and as sums per layer."""
+"""The summary of a run: per layer how it ran, what its masks keep, and which heads keep little."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from flexmask.integrations.record.calls import HeadSums, LayerTotals, on_host
 
-from flexmask.base.scores import widest_float
-from flexmask.stats import TENSORS, SelectionStats
-
-# per layer and per log line: a server's reasons name lengths
-MOST_REASONS = 8
-OTHER_REASONS = "other reasons"
 # heads whose kept blocks hold less of some rows' attention are named
 LOW_COVERAGE = 0.25
 # in the text
 MOST_LOW_HEADS = 8
-DENSE_HEAD = "dense attention is faster for the heads of its key head"
-
-
-class HeadSums(NamedTuple):
-    """Sums over the heads and batch rows of sparse calls."""
-
-    pairs: Any  # causal query-key pairs that are kept
-    coverage: Any
-    query_aware: Any  # heads; those without a pattern are neither
-    vertical_slash: Any
-    served_densely: Any
-
-
-class CallSize(NamedTuple):
-    """The sizes of one call, 0 where unknown."""
-
-    batch: int = 0
-    q_len: int = 0
-    kv_len: int = 0  # `PrefillMask.tokens`
-    sequence: int = 0  # in a pack
-
-
-class RecordedCall(NamedTuple):
-    stats: SelectionStats
-    reason: str | None  # for running dense
-    prefill: int  # from 0
-    size: CallSize
-
-
-Calls = Mapping[int, Sequence[RecordedCall]]
-
-
-def on_host(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Copies on the CPU, in their dtypes and shapes, by id; waits once per device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    copies: dict[int, Tensor] = {}
-    for tensor in tensors:
-        copies[id(tensor)] = tensor
-        if tensor.device.type != "cpu":
-            by_device.setdefault(tensor.device, []).append(tensor)
-    for device, group in by_device.items():
-        together = torch.cat([tensor.detach().flatten().to(widest_float(device)) for tensor in group]).cpu()
-        for tensor, copy in zip(group, together.split([tensor.numel() for tensor in group]), strict=True):
-            copies[id(tensor)] = copy.view(tensor.shape).to(tensor.dtype)
-    return copies
-
-
-def calls_on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
-    """The calls with their statistics on the CPU."""
-    copies = on_host(getattr(call.stats, name) for layer in calls.values() for call in layer for name in TENSORS)
-
-    def copied(stats: SelectionStats) -> SelectionStats:
-        tensors: dict[str, Any] = {name: copies[id(getattr(stats, name))] for name in TENSORS}
-        return replace(stats, **tensors)
-
-    return {layer: [call._replace(stats=copied(call.stats)) for call in recorded] for layer, recorded in calls.items()}
-
-
-def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
-    rows = []
-    for layer, recorded in sorted(calls_on_host(calls).items()):
-        for stats, reason, prefill, size in recorded:
-            numbers = {name: getattr(stats, name).tolist() for name in TENSORS}
-            for batch in range(stats.density.shape[0]):
-                for head in range(stats.density.shape[1]):
-                    statistics = {name: values[batch][head] for name, values in numbers.items()}
-                    is_dense, is_query_aware = statistics.pop("is_dense"), statistics.pop("is_query_aware")
-                    pattern = "query-aware" if is_query_aware else "vertical-slash"
-                    if stats.dense:
-                        pattern = "dense"
-                    elif statistics["js_distance"] != statistics["js_distance"]:  # NaN
-                        pattern = method
-                    place = {"layer": layer, "call": prefill, "sequence": size.sequence, "batch": batch, "head": head}
-                    lengths = {"q_len": size.q_len, "kv_len": size.kv_len}
-                    why = DENSE_HEAD if reason is None and is_dense else reason
-                    rows.append({**place, "pattern": pattern, **statistics, **lengths, "reason": why})
-    return rows
-
-
-@dataclass
-class LayerTotals:
-    """Sums over calls of one layer; those of sparse calls stay on their device until read.
-
-    `heads` counts heads of all batch rows in sparse calls, `pairs` causal query-key pairs; `sums` holds the fields of `HeadSums`.
-    """
-
-    calls: int = 0
-    dense_calls: int = 0
-    heads: int = 0
-    pairs: float = 0.0
-    dense_pairs: float = 0.0
-    reasons: dict[str, int] = field(default_factory=dict)
-    sums: Tensor | None = None
-    # by head, over calls, batch rows and query blocks: the least share of its rows' attention that was kept; inf if never known
-    held: Tensor | None = None
-
-    def add(self, calls: Sequence[RecordedCall]) -> None:
-        """Count `calls` of one layer without reading a tensor."""
-        sparse, held = [], [] if self.held is None else [self.held]
-        for call in calls:
-            pairs = float(call.stats.density.shape[0] * _pairs(call.size))
-            self.calls += 1
-            self.pairs += pairs
-            if call.stats.dense:
-                reason = call.reason or OTHER_REASONS
-                reason = reason if reason in self.reasons or len(self.reasons) < MOST_REASONS else OTHER_REASONS
-                self.reasons[reason] = self.reasons.get(reason, 0) + 1
-                self.dense_calls += 1
-                self.dense_pairs += pairs
-            else:
-                self.heads += call.stats.density.numel()
-                sparse.append(_sums(call.stats, pairs))
-                held.append(_held(call.stats))
-        if sparse:
-            sums = torch.stack(sparse).sum(0)
-            self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
-            self.held = torch.stack([x.to(sums.device) for x in held]).amin(0)
-
-    def with_calls(self, calls: Sequence[RecordedCall]) -> LayerTotals:
-        both = replace(self, reasons=dict(self.reasons))
-        both.add(calls)
-        return both
-
-
-def _pairs(size: CallSize) -> int:
-    """1 for unknown lengths."""
-    return max(1, size.q_len * size.kv_len - size.q_len * (size.q_len - 1) // 2)
-
-
-def _sums(stats: SelectionStats, pairs: float) -> Tensor:
-    has_pattern = ~stats.js_distance.isnan()
-    query_aware, vertical_slash = stats.is_query_aware & has_pattern, ~stats.is_query_aware & has_pattern
-    kept = stats.density * (pairs / stats.density.numel())
-    sums = HeadSums(kept, stats.coverage, query_aware, vertical_slash, stats.is_dense)
-    return torch.stack([x.to(widest_float(x.device)) for x in sums]).sum((1, 2))
-
-
-def _held(stats: SelectionStats) -> Tensor:
-    """The least share of its rows' attention per head, (num_heads,): of all rows by evidence, else of the last rows."""
-    held = torch.where(stats.least_row_coverage.isnan(), stats.coverage, stats.least_row_coverage)
-    return torch.where(stats.is_dense | held.isnan(), math.inf, held).amin(0)
 
 
 class LowHead(NamedTuple):

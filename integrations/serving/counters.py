@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flexmask.integrations.record.summary import CallSize, LayerTotals, RecordedCall, summary_of
+from flexmask.integrations.record.calls import CallSize, LayerTotals, RecordedCall
+from flexmask.integrations.record.summary import summary_of
 from flexmask.stats import SelectionStats
 
 IN_EVERY_STEP = ("density",)

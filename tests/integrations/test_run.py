@@ -11,8 +11,8 @@ from flexmask import SelectionStats
 
 pytest.importorskip("transformers")
 
+from flexmask.integrations.record.calls import MOST_REASONS, OTHER_REASONS, CallSize, RecordedCall, calls_on_host
 from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
-from flexmask.integrations.record.summary import MOST_REASONS, OTHER_REASONS, CallSize, RecordedCall, calls_on_host
 from flexmask.stats import TENSORS
 from tests.integrations.recorded_calls import HEADS, dense_stats, recorded, stats_of, without_nan
 

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from flexmask.integrations.record.calls import CallSize, LayerTotals
 from flexmask.integrations.record.run import PrefillRun
-from flexmask.integrations.record.summary import CallSize, LayerTotals
 from tests.integrations.recorded_calls import HEADS, recorded, stats_of, without_nan
 
 
