@@ -143,12 +143,14 @@ def test_each_call_runs_three_times_in_turns():
 
 
 def test_one_slow_run_gives_no_verdict(capsys):
+    from flexmask.commands.gain_document import with_first_tokens
+
     timed = {
         "rest_seconds": 1.0,
         "dense": {"kernel": "SDPA", "attention_seconds": [4.0, 4.1, 4.0]},
         "sparse": [{"density": 0.2, "selection_seconds": [0.5, 2.7, 0.5], "attention_seconds": [1.5, 1.5, 1.5]}],
     }
-    row = {"tokens": 4096, "layers": {"sparse": 1}, "reasons": {}} | command.with_first_tokens(timed)
+    row = {"tokens": 4096, "layers": {"sparse": 1}, "reasons": {}} | with_first_tokens(timed)
     (way,) = row["sparse"]
     assert (way["selection_seconds"], way["first_token_seconds"]) == (0.5, 3.0)
     assert way["first_token_ratios"] == pytest.approx([5.1 / 5.2, 5.0 / 3.0])
