@@ -174,25 +174,25 @@ def flexprefill_mask(
     >>> mask.shape
     (1, 4, 512, 512)
     """
-    steps, gamma = problem.steps, problem.as_tensor(gamma)
-    own: Steps = _KERNELS if problem.by_kernels else _PLAIN
+    shared, gamma = problem.steps, problem.as_tensor(gamma)
+    steps: Steps = _KERNELS if problem.by_kernels else _PLAIN
     floor, cap = blocks_of(min_budget, problem.block_size) or 0, blocks_of(max_budget, problem.block_size)
 
     # step 1: attention of the representative rows, and its mass by key block and by block diagonal
-    index = steps.representative_mass(problem, index_queries)
-    pattern = index if pattern_queries == index_queries else steps.representative_mass(problem, pattern_queries)
+    index = shared.representative_mass(problem, index_queries)
+    pattern = index if pattern_queries == index_queries else shared.representative_mass(problem, pattern_queries)
 
     # step 2: does attention follow block means?  step 3a: the lines of either kind of head
     key_means = problem.key_means()
-    is_query_aware, distance, lines = own.pattern_and_lines(problem, pattern, index, key_means, (gamma, tau), (floor, cap))
+    is_query_aware, distance, lines = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, tau), (floor, cap))
 
     # step 3b: blocks of the pooled map
     blocks = None
     if isinstance(tau, Tensor):  # 0 stays a number
-        blocks = own.query_aware_blocks(problem, key_means, is_query_aware, gamma, query_aware, cap)
+        blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, query_aware, cap)
 
     # step 4: blocks kept always; step 5: lists
-    lists, keep = steps.kept_blocks(problem, lines, blocks)
+    lists, keep = shared.kept_blocks(problem, lines, blocks)
     return Choice(
         lists,
         keep,
@@ -201,6 +201,6 @@ def flexprefill_mask(
             "js_distance": lambda _: distance,
             "num_vertical_blocks": lambda _: lines.number[0],
             "num_slash_blocks": lambda _: lines.number[1],
-            "coverage": lambda keep: steps.coverage(problem, index, keep),
+            "coverage": lambda keep: shared.coverage(problem, index, keep),
         },
     )

@@ -149,27 +149,27 @@ def hybrid_mask(
     >>> mask.shape
     (1, 4, 512, 512)
     """
-    steps, nearest = problem.steps, blocks_of(min_budget, problem.block_size) or 0
-    own: Steps = _KERNELS if problem.by_kernels else _PLAIN
+    shared, nearest = problem.steps, blocks_of(min_budget, problem.block_size) or 0
+    steps: Steps = _KERNELS if problem.by_kernels else _PLAIN
     rule = ThresholdRule(
         LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
     )
-    least = own.thresholds(problem, problem.as_tensor(gamma), rule)
+    least = steps.thresholds(problem, problem.as_tensor(gamma), rule)
 
     # the last rows: true attention, and the lines kept of it
-    last = steps.representative_mass(problem, "last")
-    lines = own.last_rows_lines(problem, last, least.lines, NEAREST * nearest)
+    last = shared.representative_mass(problem, "last")
+    lines = steps.last_rows_lines(problem, last, least.lines, NEAREST * nearest)
 
     # all rows: attention to key means, and the blocks kept of it
-    evidence = own.row_evidence(problem, row_stride)
-    blocks = own.row_blocks(problem, evidence, least.rows, LINES, min_coverage)
+    evidence = steps.row_evidence(problem, row_stride)
+    blocks = steps.row_blocks(problem, evidence, least.rows, LINES, min_coverage)
 
-    lists, keep = steps.kept_blocks(problem, lines, blocks, last, (nearest, NEAREST * nearest))
+    lists, keep = shared.kept_blocks(problem, lines, blocks, last, (nearest, NEAREST * nearest))
     covered: list[Tensor] = []
 
     def row_coverage(keep: Tensor, which: int) -> Tensor:
         if not covered:
-            covered.extend(own.row_coverage(problem, evidence, keep))
+            covered.extend(steps.row_coverage(problem, evidence, keep))
         return covered[which]
 
     return Choice(
@@ -178,7 +178,7 @@ def hybrid_mask(
         {
             "num_vertical_blocks": lambda _: lines.number[0],
             "num_slash_blocks": lambda _: lines.number[1],
-            "coverage": lambda keep: steps.coverage(problem, last, keep),
+            "coverage": lambda keep: shared.coverage(problem, last, keep),
             "row_coverage": lambda keep: row_coverage(keep, 0),
             "least_row_coverage": lambda keep: row_coverage(keep, 1),
         },
