@@ -94,7 +94,7 @@ def stopping_modes() -> list[str]:
     if not in_dispatch_mode():
         return []
     modes = _get_current_dispatch_mode_stack()
-    return [type(each).__name__ for each in modes if not (each.is_infra_mode() or _is_unseen(each))]
+    return [type(mode).__name__ for mode in modes if not (mode.is_infra_mode() or _is_unseen(mode))]
 
 
 def _is_unseen(mode: Any) -> bool:

@@ -154,7 +154,7 @@ def problems(device: torch.device | str) -> list[Problem]:
         problems.append(
             Problem("warning", f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10")
         )
-    return sorted(problems, key=lambda each: each.severity != "error")
+    return sorted(problems, key=lambda problem: problem.severity != "error")
 
 
 def _of_compilation(kind: str) -> list[Problem]:
@@ -210,5 +210,5 @@ def check_release(version: str) -> None:
     """Raise ImportError for a release that is not served."""
     release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= release <= NEWEST:
-        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+        oldest, newest = (".".join(map(str, served)) for served in (OLDEST, NEWEST))
         raise ImportError(f"flexmask serves transformers {oldest} to {newest}; got {version}")

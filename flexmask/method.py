@@ -88,16 +88,16 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     """
     if choose is None:
         return functools.partial(method, plans=plans, **fields)
-    own = list(inspect.signature(choose).parameters.values())[1:]
+    declared = list(inspect.signature(choose).parameters.values())[1:]
     kinds = {name: _kinds(hint) for name, hint in get_type_hints(choose, include_extras=True).items() if name != "return"}
-    for name in [p.name for p in own] if fields.get("has_kernels") else ():
+    for name in [p.name for p in declared] if fields.get("has_kernels") else ():
         if any(kind not in _PASSED for kind in kinds.get(name, (Any,))):
             raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
-    pairs = {p.name: (plans or {}).get(p.name) for p in own if PairsByHead in kinds.get(p.name, ())}
+    pairs = {p.name: (plans or {}).get(p.name) for p in declared if PairsByHead in kinds.get(p.name, ())}
     made = Method(
-        choose, {p.name: p.default for p in own}, choose.__name__.removesuffix("_mask"),
-        floats=tuple(p.name for p in own if float in kinds.get(p.name, ())),
-        shares=tuple(p.name for p in own if ByHead in kinds.get(p.name, ())),
+        choose, {p.name: p.default for p in declared}, choose.__name__.removesuffix("_mask"),
+        floats=tuple(p.name for p in declared if float in kinds.get(p.name, ())),
+        shares=tuple(p.name for p in declared if ByHead in kinds.get(p.name, ())),
         pairs=pairs, **fields,
     )  # fmt: skip
     known = METHODS.get(made.name)
@@ -106,7 +106,7 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
         raise ValueError(
             f"{choose.__name__} must have another name: method {made.name!r} is that of {'.'.join(_qualified_name(known.choose))}"
         )
-    positional = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
+    positional = [p.name for p in declared if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(choose, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def generate(
@@ -145,7 +145,7 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     # its signature is another
     del generate.__wrapped__
     common = [p for p in inspect.signature(generate).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    parameters = sorted([*common[:2], *own, *common[2:]], key=lambda p: p.kind)
+    parameters = sorted([*common[:2], *declared, *common[2:]], key=lambda p: p.kind)
     signature = inspect.Signature(parameters, return_annotation="BlockMask | tuple[BlockMask, SelectionStats]")
     function = cast(Any, generate)
     # inspect and help() read it

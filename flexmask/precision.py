@@ -63,7 +63,7 @@ def _settle(*opened: weakref.ref[_Block]) -> None:
     matmul = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")
     name, off = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
-    _blocks = tuple(each for each in (*_blocks, *opened) if (block := each()) is not None and block.is_open)
+    _blocks = tuple(known for known in (*_blocks, *opened) if (block := known()) is not None and block.is_open)
     if _blocks:
         if _restored is None:
             before = getattr(matmul, name)

@@ -187,7 +187,7 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
     if device.type == "cuda" and not is_traced() and not torch.cuda.is_current_stream_capturing():
         return torch.tensor(value, dtype=dtype).to(device, non_blocking=True)
     # a captured copy would read the host's memory again
-    return torch.stack([_written(device, each) for each in value])
+    return torch.stack([_written(device, part) for part in value])
 
 
 def _as_one_operator(

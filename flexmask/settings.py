@@ -113,8 +113,8 @@ class PrefillSettings:
     @property
     def keywords(self) -> dict[str, Any]:
         """Options that differ from the defaults, and the method's options."""
-        own = {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
-        return {**own, **self.options}
+        changed = {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
+        return {**changed, **self.options}
 
     def __repr__(self) -> str:
         return f"PrefillSettings({', '.join(f'{name}={value!r}' for name, value in self.keywords.items())})"

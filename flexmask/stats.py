@@ -69,8 +69,8 @@ class SelectionStats:
     dense: bool = False
 
 
-_FIELDS = {each.name: each.metadata for each in fields(SelectionStats) if each.metadata}
-DTYPES: dict[str, torch.dtype] = {name: each["dtype"] for name, each in _FIELDS.items()}
+_FIELDS = {statistic.name: statistic.metadata for statistic in fields(SelectionStats) if statistic.metadata}
+DTYPES: dict[str, torch.dtype] = {name: kind["dtype"] for name, kind in _FIELDS.items()}
 """Dtypes of the fields that are tensors, by name"""
 TENSORS = tuple(_FIELDS)
 """Names of the fields that are tensors"""
@@ -123,7 +123,7 @@ def stats_of(
 
 def dense_stats(query: Tensor) -> SelectionStats:
     heads = query.new_empty(query.shape[:2])
-    values = {name: torch.full_like(heads, each["dense"], dtype=each["dtype"]) for name, each in _FIELDS.items()}
+    values = {name: torch.full_like(heads, kind["dense"], dtype=kind["dtype"]) for name, kind in _FIELDS.items()}
     return SelectionStats(**values, dense=True)
 
 

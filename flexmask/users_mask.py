@@ -29,7 +29,7 @@ def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Choic
     def choose(problem: BlockProblem, **options: Any) -> Choice:
         inputs, block_size, visible = problem.inputs, problem.block_size, problem.seen.visible
         taken = inspect.signature(function).parameters
-        scores = {each: value for each, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if each in taken}
+        scores = {word: value for word, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if word in taken}
         where = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
         made: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **where, **options)
         _check(made, f"method {name} must give", inputs, block_size)

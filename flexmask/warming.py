@@ -89,8 +89,8 @@ def warmup(
             raise TypeError(f"{name} is not an option of warmup; see its arguments chunked and padded")
     options["dense_below"] = 0
     block_size, taken = options.get("block_size", 128), inspect.signature(sparse_attention).parameters
-    own = {name: value for name, value in options.items() if name not in taken}
-    selector = selector_of(options.get("method", RECOMMENDED), block_size, own)
+    of_method = {name: value for name, value in options.items() if name not in taken}
+    selector = selector_of(options.get("method", RECOMMENDED), block_size, of_method)
     block = block_size if selector.method.whole_blocks else 1
     lengths = [-(-length // block) * block for length in _LENGTHS]
     if torch.device(device).type == "cuda":

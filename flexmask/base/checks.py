@@ -227,4 +227,4 @@ def plain_numbers(value: Any) -> Any:
         return value
     if hasattr(value, "__array__") and hasattr(value, "tolist") and not isinstance(value, numbers.Number):
         value = value.tolist()
-    return tuple(plain_numbers(each) for each in value) if isinstance(value, Sequence) else plain_number(value)
+    return tuple(plain_numbers(part) for part in value) if isinstance(value, Sequence) else plain_number(value)

@@ -93,7 +93,7 @@ def layer_plan(
     number = getattr(text_config(model), "num_hidden_layers", 0)
     run = PrefillRun(model_settings(model, method, settings, **options), collect_stats=False)
     planner = _Planner(tokens, torch.zeros((), device=device, dtype=dtype))
-    planned = planner.found
+    planned = planner.layers
     error: Exception | None = None
     # most models need only shapes with a mask, some others without one
     for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
@@ -128,7 +128,7 @@ class _Planner:
 
     def __init__(self, tokens: int, stand_in: Tensor) -> None:
         self.tokens, self.stand_in = tokens, stand_in
-        self.found: dict[int, PlannedLayer] = {}
+        self.layers: dict[int, PlannedLayer] = {}
 
     def __call__(self, call: PrefillCall) -> Tensor:
         reason = call.reason_dense()
@@ -136,7 +136,7 @@ class _Planner:
         assert value is not None
         backend = "" if reason else chosen_backend(call.settings.backend, call.inputs, call.selector.block_size).name
         sizes = (query.shape[1], key.shape[1], query.shape[3], call.inputs.window)
-        self.found[call.layer] = PlannedLayer(call.layer, DENSE if reason else SPARSE, reason or "", *sizes, backend)
+        self.layers[call.layer] = PlannedLayer(call.layer, DENSE if reason else SPARSE, reason or "", *sizes, backend)
         return torch.empty((*query.shape[:3], value.shape[3]), device="meta", dtype=query.dtype)
 
 
@@ -159,7 +159,7 @@ def _attention(
         attention(module, given[0], given[1], given[2], mask, **arguments)
     except (NotImplementedError, ValueError) as error:
         layer = block.session.layer_of(module)
-        planner.found[layer] = PlannedLayer(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
+        planner.layers[layer] = PlannedLayer(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
     return torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), device="meta", dtype=query.dtype), None
 
 

@@ -33,10 +33,7 @@ _OWN: ContextVar[tuple[OpenBlock, ...]] = ContextVar("flexmask_own_blocks", defa
 
 
 class Session:
-    """The open blocks of one model in the order of opening, found from each of its modules. Copies of the model have none.
-
-    It stays on the model, since compiled forwards guard on it.
-    """
+    """The open blocks of one model in the order of opening, found from each of its modules. Copies of the model have none."""
 
     def __init__(self) -> None:
         self.blocks: tuple[OpenBlock, ...] = ()
@@ -53,11 +50,12 @@ class Session:
     @classmethod
     def of(cls, model: nn.Module) -> Session:
         """The session of a model and its parts; ValueError if several parts have blocks open."""
-        found = {id(each): each for module in model.modules() if (each := cls.on(module)) is not None}
-        used = [candidate for candidate in found.values() if candidate.blocks] or list(found.values())
+        known = {id(session): session for module in model.modules() if (session := cls.on(module)) is not None}
+        used = [session for session in known.values() if session.blocks] or list(known.values())
         if len(used) > 1 and used[0].blocks:
             raise ValueError("model must have no blocks open on several of its parts; close them first")
         session = used[0] if used else cls()
+        # for good: compiled forwards guard on it
         for module in model.modules():
             module.__dict__[SESSION] = session
         return session
@@ -196,8 +194,8 @@ def block_of(module: nn.Module) -> OpenBlock | None:
 
 def latest(blocks: Sequence[OpenBlock]) -> OpenBlock:
     """The block that the current thread or task opened last, else the last."""
-    own = _OWN.get()
-    return next((block for block in reversed(blocks) if block in own), blocks[-1])
+    opened_here = _OWN.get()
+    return next((block for block in reversed(blocks) if block in opened_here), blocks[-1])
 
 
 def _note_forward(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
@@ -241,15 +239,15 @@ class SwitchedConfig:
         if not self.holds_written():
             self.options = getattr(self.config, CONFIG_KEY, _ABSENT)
         runs = [block.run for block in self.blocks if text_config(block.model) is self.config]
-        found = next((run.settings.to_dict() for run in reversed(runs) if not callable(run.settings.method)), _ABSENT)
-        wanted = self.options if found is _ABSENT else found
+        options = next((run.settings.to_dict() for run in reversed(runs) if not callable(run.settings.method)), _ABSENT)
+        wanted = self.options if options is _ABSENT else options
         # noted before it is written
-        self.written = (*self.written, found)
+        self.written = (*self.written, options)
         if wanted is not _ABSENT:
             setattr(self.config, CONFIG_KEY, wanted)
         elif hasattr(self.config, CONFIG_KEY):
             delattr(self.config, CONFIG_KEY)
-        self.written = (found,)
+        self.written = (options,)
 
     def holds_written(self) -> bool:
         """True if the config holds options that a block wrote."""

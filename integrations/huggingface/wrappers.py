@@ -81,16 +81,16 @@ def _chain(entry: Any) -> Iterator[Any]:
 def _held(wrapper: Any, seen: set[int]) -> Held | None:
     """The parts of `wrapper` that are or lead to an attention function."""
     for values, rebuilt in _parts(wrapper):
-        found = {}
+        leading = {}
         for name, value in values.items():
             if is_attention(value):
-                found[name] = value
+                leading[name] = value
             elif callable(value) and id(value) not in seen and not isinstance(value, type):
                 seen.add(id(value))
                 if _held(value, seen) is not None:
-                    found[name] = value
-        if found:
-            return found, rebuilt
+                    leading[name] = value
+        if leading:
+            return leading, rebuilt
     return None
 
 
@@ -116,13 +116,13 @@ def _parts(wrapper: Any) -> Iterator[Held]:
 
 
 def _contents(function: types.FunctionType) -> dict[str, Any]:
-    found = {}
+    contents = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[name] = cell.cell_contents
+            contents[name] = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    return found
+    return contents
 
 
 def _globals(function: types.FunctionType) -> dict[str, Any]:

@@ -18,11 +18,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--settings")
     parser.add_argument("-b", "--batch_size", default="1")
-    own, sys.argv[1:] = parser.parse_known_args()
-    if own.batch_size != "1":
-        parser.error(f"--batch_size must be 1, as the harness pads log-likelihoods without a mask; got {own.batch_size}")
-    is_json = (own.settings or "").lstrip().startswith("{")
-    register(settings=PrefillSettings.parse(own.settings, "--settings") if is_json else own.settings)
+    given, sys.argv[1:] = parser.parse_known_args()
+    if given.batch_size != "1":
+        parser.error(f"--batch_size must be 1, as the harness pads log-likelihoods without a mask; got {given.batch_size}")
+    is_json = (given.settings or "").lstrip().startswith("{")
+    register(settings=PrefillSettings.parse(given.settings, "--settings") if is_json else given.settings)
     cli_evaluate()
 
 
