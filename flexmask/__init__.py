@@ -12,17 +12,6 @@ if TYPE_CHECKING:
     from flexmask.varlen import sparse_attention_varlen as sparse_attention_varlen
     from flexmask.warming import warmup as warmup
 
-__all__ = [
-    "METHODS",
-    "SelectionStats",
-    "flexprefill_mask",
-    "hybrid_mask",
-    "sparse_attention",
-    "sparse_attention_varlen",
-    "sparse_prefill",
-    "tune",
-    "warmup",
-]
 __version__ = "0.1.0"
 # Loaded when first asked for. torch takes seconds to load: the program says what it does before.
 _MODULES = {
@@ -36,6 +25,7 @@ _MODULES = {
     "tune": "integrations.huggingface",
     "warmup": "warming",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

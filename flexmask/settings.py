@@ -224,25 +224,6 @@ FIELDS = tuple(_DEFAULTS)
 """The keywords of PrefillSettings that are no options of a method"""
 
 
-def named_settings(
-    method: str | Callable[..., BlockMask] | None = None,
-    settings: PrefillSettings | str | Path | None = None,
-    **options: Any,
-) -> PrefillSettings | None:
-    """The settings that a caller names, by keywords, as a whole or by file; None without any."""
-    if settings is None:
-        given = options if method is None else {"method": method, **options}
-        return PrefillSettings(**given) if given else None
-    if method is not None or options:
-        also = sorted({*options, *([] if method is None else ["method"])})
-        raise ValueError(f"settings must come without a method and options beside them; got {also} too")
-    if isinstance(settings, (str, Path)):
-        return PrefillSettings.load(settings)
-    if not isinstance(settings, PrefillSettings):
-        raise TypeError(f"settings must be PrefillSettings or a file of them; got {type(settings).__name__}")
-    return settings
-
-
 def shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
     """Number of layers, and of heads (per layer where they differ)."""
     number, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))

@@ -11,7 +11,7 @@ INDEX = "flexmask"
 ORDER = (
     "_torch", "base", "plain", "kernels", "precision", "compilation", "flex", "export", "plot",
     "stats", "users_mask", "selector", "dense_policy", "select", "method", "block_masks", "attend",
-    INDEX, "attention", "varlen", "warming", "settings", "saved_settings", "environment",
+    INDEX, "attention", "varlen", "warming", "settings", "found_settings", "environment",
     "integrations", "self_test", "commands", "__main__",
 )  # fmt: skip
 # and these from no others

@@ -9,11 +9,11 @@ from typing import Any
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 
+from flexmask.found_settings import found_settings, named_settings
 from flexmask.integrations.huggingface.compat import NAME, text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
 from flexmask.integrations.huggingface.wrappers import attention_in
-from flexmask.saved_settings import found_settings
-from flexmask.settings import CONFIG_KEY, PrefillSettings, named_settings
+from flexmask.settings import CONFIG_KEY, PrefillSettings
 
 
 def process_settings() -> PrefillSettings | None:

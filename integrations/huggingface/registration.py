@@ -25,13 +25,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flexmask._torch import CLASSES_ARE_CONSTANTS, MODULES_ARE_CONSTANTS, is_traced
 from flexmask.base.checks import check_word
+from flexmask.found_settings import named_settings
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.compat import NAME, check_installed
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import process_settings
 from flexmask.integrations.huggingface.session import own_name, sweep
 from flexmask.integrations.huggingface.wrappers import around, attention_in, code_of, codes, home, is_attention
-from flexmask.settings import PrefillSettings, named_settings
+from flexmask.settings import PrefillSettings
 
 
 def register(

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmask._torch import is_traced
+from flexmask.found_settings import saved_settings
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.precision import locked
-from flexmask.saved_settings import saved_settings
 from flexmask.selector import Selector
 from flexmask.settings import CONFIG_KEY, PrefillSettings
 

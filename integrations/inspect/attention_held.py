@@ -12,7 +12,7 @@ from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.head_groups import head_groups
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.scores import capped
-from flexmask.base.visibility import in_blocks, num_blocks, token_validity
+from flexmask.base.visibility import in_blocks, num_blocks, token_validity, visible_keys
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.precision import without_tf32
 
@@ -59,14 +59,14 @@ def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int =
         query, key = inputs.query[0, 0].float(), inputs.key[0, 0].float()
         q_len, kv_len = query.shape[0], key.shape[0]
         tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, inputs.key)
-        first, row_valid, key_valid = int(tokens.offset[0]), tokens.row_valid[0], tokens.key_valid[0]
+        first, row_valid = int(tokens.offset[0]), tokens.row_valid[0]
         sums = torch.zeros((num_blocks(q_len, block_size), num_blocks(kv_len, block_size)), device=query.device)
         at_once = max(1, min(block_size, most_scores // kv_len))
         for block in range(sums.shape[0]):
             for start in range(block * block_size, min((block + 1) * block_size, q_len), at_once):
                 rows = slice(start, min(start + at_once, (block + 1) * block_size, q_len))
                 position = first + torch.arange(rows.start, rows.stop, device=query.device)
-                visible = _visible(position, key_valid[: first + rows.stop], inputs.window) & row_valid[rows, None]
+                visible = visible_keys(position, row_valid[rows], tokens, inputs.window)[0, :, : first + rows.stop]
                 scores = capped(query[rows] @ key[: first + rows.stop].mT * inputs.scale, inputs.softcap)
                 weights = _softmax(scores.masked_fill_(~visible, -torch.inf), inputs.sinks)
                 mass = in_blocks(weights.sum(0), block_size, 0.0).sum(-1)
@@ -86,8 +86,7 @@ def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows
         num_heads, q_len, _ = query.shape
         tokens = token_validity(q_len, key.shape[1], inputs.offset, inputs.attention_mask, inputs.key)
         taken = ((torch.arange(4 * rows, device=query.device) + 0.5) * q_len / (4 * rows)).long()
-        visible = _visible(tokens.offset[0] + taken, tokens.key_valid[0], inputs.window)
-        hidden = ~(visible & tokens.row_valid[0, taken, None])
+        hidden = ~visible_keys(tokens.offset[0] + taken, tokens.row_valid[0, taken], tokens, inputs.window)[0]
         group, held = num_heads // key.shape[0], []
         for head in range(num_heads):
             scores = capped(query[head, taken].float() @ key[head // group].mT * inputs.scale, inputs.softcap)
@@ -97,12 +96,6 @@ def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows
             valid = tokens.row_valid[0, taken]
             held.append(torch.where(valid, share, torch.nan).view(4, rows).nanmean(1))
         return torch.stack(held).cpu()
-
-
-def _visible(position: Tensor, key_valid: Tensor, window: int | None) -> Tensor:
-    column = torch.arange(key_valid.shape[0], device=position.device)
-    visible = key_valid & (column <= position[:, None])
-    return visible if window is None else visible & (column > position[:, None] - window)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

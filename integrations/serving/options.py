@@ -8,7 +8,7 @@ from typing import Any
 
 from flexmask.base.checks import check_int, check_real, check_word
 from flexmask.dense_policy import DensePolicy
-from flexmask.saved_settings import found_settings
+from flexmask.found_settings import found_settings
 from flexmask.settings import PrefillSettings
 
 _OWN = ("kernel", "file", "least_rows", "count_density", "log_every")

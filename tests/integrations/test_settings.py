@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.saved_settings import saved_settings
+from flexmask.found_settings import saved_settings
 from flexmask.settings import PrefillSettings
 from tests.integrations.common import MARKS, SPARSE, padded
 

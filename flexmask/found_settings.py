@@ -1,12 +1,34 @@
-"""The settings that a model's config holds, for the adapter and for servers."""
+"""Which settings hold: those that a caller names, those in a model's config, or the defaults."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch.nn.attention.flex_attention import BlockMask
+
 from flexmask.settings import CONFIG_KEY, PrefillSettings, shape_of
+
+
+def named_settings(
+    method: str | Callable[..., BlockMask] | None = None,
+    settings: PrefillSettings | str | Path | None = None,
+    **options: Any,
+) -> PrefillSettings | None:
+    """The settings that a caller names, by keywords, as a whole or by file; None without any."""
+    if settings is None:
+        given = options if method is None else {"method": method, **options}
+        return PrefillSettings(**given) if given else None
+    if method is not None or options:
+        also = sorted({*options, *([] if method is None else ["method"])})
+        raise ValueError(f"settings must come without a method and options beside them; got {also} too")
+    if isinstance(settings, (str, Path)):
+        return PrefillSettings.load(settings)
+    if not isinstance(settings, PrefillSettings):
+        raise TypeError(f"settings must be PrefillSettings or a file of them; got {type(settings).__name__}")
+    return settings
 
 
 class _Parsed(NamedTuple):
