@@ -10,8 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import block_masks, sparse_attention, sparse_attention_varlen, warmup
 from flexmask.block_masks import causal_mask
-from flexmask.integrations.serving.attend import attend
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend, role_of_shape
 from flexmask.integrations.serving.startup import warm_up
 from flexmask.settings import PrefillSettings
 from tests.cases import mask_function, structured_inputs

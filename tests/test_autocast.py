@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import SelectionStats, flexprefill_mask, sparse_attention, sparse_attention_varlen, warmup
-from flexmask.integrations.serving.attend import attend
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend, role_of_shape
 from flexmask.settings import PrefillSettings
 from tests.attention_calls import SINKS
 from tests.block_masks.gallery import MASKS, SPARSE

@@ -1,4 +1,4 @@
-"""A layer whose long prefills run sparse, on one rank."""
+"""A layer whose long prefills run sparse, on one rank, and its attention."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flexmask.attend import CallOptions
+from flexmask.attend import attend as attend_blocks
 from flexmask.base.checks import HEAD_DIMS
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.base.options import pairs_by_head
 from flexmask.dense_policy import by_head_dim
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, check_heads
+from flexmask.stats import SelectionStats
 
 # rows and tokens of a chunk that every method must serve
 _CHUNK = (400, 1000)
@@ -43,7 +46,7 @@ class LayerShape:
 class SparseLayer(LayerShape):
     number: int  # in the model
     selector: Selector
-    run: CallOptions  # sparse at any length
+    call_options: CallOptions  # sparse at any length
     dense_below: int  # tokens, for the plan of a step
 
     @property
@@ -81,21 +84,21 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     Engines give ranks equal shares of the query heads, in order; options per head follow. Raises TypeError or ValueError for
     options of another number of heads, and for a method that cannot serve the layer.
     """
-    run = settings.call_options
-    reason = _by_head_dim(shape.head_dim, shape.v_head_dim) or run.policy.by_layer(number, shape.window)
+    call_options = settings.call_options
+    reason = _by_head_dim(shape.head_dim, shape.v_head_dim) or call_options.policy.by_layer(number, shape.window)
     if reason is not None:
         return reason
     # only single heads run dense; the plan decides about lengths
-    always = run.policy._replace(dense_below=min(run.policy.dense_below, 1))
+    always = call_options.policy._replace(dense_below=min(call_options.policy.dense_below, 1))
     layer = SparseLayer(
         **vars(shape),
         number=number,
         selector=_of_rank(settings.selector(number), number, shape.num_heads, rank, ranks),
-        run=run._replace(policy=always),
-        dense_below=run.policy.dense_below,
+        call_options=call_options._replace(policy=always),
+        dense_below=call_options.policy.dense_below,
     )
     keeps_all = layer.selector.for_inputs(layer.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()).keeps_all
-    return run.policy.by_selection(keeps_all) or layer
+    return call_options.policy.by_selection(keeps_all) or layer
 
 
 def _of_rank(selector: Selector, number: int, num_heads: int, rank: int, ranks: int) -> Selector:
@@ -111,3 +114,47 @@ def _of_rank(selector: Selector, number: int, num_heads: int, rank: int, ranks: 
         pairs = pairs_by_head(name, value, every)
         options[name] = pairs[own] if len(pairs) > 1 else pairs
     return replace(selector, options=options)
+
+
+def attend(
+    layer: SparseLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
+    statistics: tuple[str, ...] = (),
+) -> tuple[Tensor, SelectionStats | None]:
+    """Causal attention of a chunk whose last row stands at the last key, at any length, and the statistics of these names.
+
+    `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
+    (num_heads,). Returns (rows, num_heads, v_head_dim).
+    """
+    # contiguous as in the warm-up: kernels are compiled for the memory layout
+    inputs = attention_inputs(
+        query.contiguous().transpose(0, 1)[None], key[None], value[None],
+        scale=layer.scale, softcap=layer.softcap, window=layer.window, sinks=sinks,
+    )  # fmt: skip
+    selector = layer.selector.for_inputs(inputs)
+    plan = layer.call_options.policy.plan(inputs, selector)
+    attended = attend_blocks(inputs, selector, layer.call_options, plan, statistics=statistics)
+    return attended.out[0].transpose(0, 1), attended.stats
+
+
+def after_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:
+    """A request's keys or values up to its chunk's end, (num_kv_heads, tokens, head_dim) and contiguous.
+
+    `cached` is (num_kv_heads, cached_len - skipped, head_dim), None for a first chunk; `chunk` is (rows, num_kv_heads, head_dim)
+    and copied as it is. An FP8 cache holds numbers divided by `scale`, one number or one per key head; products are rounded once.
+    The first `skipped` tokens, which the chunk does not see, are zero; `cached` begins behind them.
+    """
+    cached_len = skipped if cached is None else skipped + cached.shape[1]
+    out = chunk.new_empty((chunk.shape[1], cached_len + chunk.shape[0], chunk.shape[2]))
+    out[:, cached_len:] = chunk.transpose(0, 1)
+    out[:, :skipped] = 0
+    if cached is not None:
+        earlier = out[:, skipped:cached_len]
+        earlier.copy_(cached)
+        if scale is not None:
+            # with dimensions, in which a float32 scale is not rounded to the dtype of the rows
+            earlier.mul_(scale if isinstance(scale, float) else scale.view(-1, 1, 1))
+    return out

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.serving.requests import RequestOptions
+from flexmask.integrations.serving.options import RequestOptions
 
 
 class SparseRequest(NamedTuple):

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.serving.attend import after_cached, attend
 from flexmask.integrations.serving.counters import Counters
-from flexmask.integrations.serving.layers import SparseLayer
-from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.layers import SparseLayer, after_cached, attend
+from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import SparseRequest, StepPlan, plan_step
-from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.serving.startup import reserve, roles_line, served_roles, warm_up
 
 Scale = Tensor | float | None

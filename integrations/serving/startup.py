@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.serving.attend import attend
 from flexmask.integrations.serving.counters import IN_EVERY_STEP, IN_SOME_STEPS
-from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.integrations.serving.layers import SparseLayer, attend
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.warm_sizes import warm_sizes
 

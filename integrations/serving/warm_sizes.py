@@ -58,5 +58,5 @@ def _shorter(rows: int, tokens: int, block: int) -> Size:
 def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:
     """Query heads per mask."""
     inputs = layer.inputs_of(*size, device)
-    group = layer.selector.for_inputs(inputs).groups(inputs, layer.run.max_mask_bytes)[0]
+    group = layer.selector.for_inputs(inputs).groups(inputs, layer.call_options.max_mask_bytes)[0]
     return group.query.stop - group.query.start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexmask.integrations.serving.requests import PREFIX, RequestOptions, request_options
+from flexmask.integrations.serving.options import PREFIX, RequestOptions, request_options
 from flexmask.integrations.sglang.options import KERNELS, NAME, backends_of, resolved, serving_options
 
 # what the tokenizer process has read, among the parameters that SGLang hands on; a request that sends this name is refused

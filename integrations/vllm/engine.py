@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from flexmask.integrations.serving.layers import SparseLayer
-from flexmask.integrations.serving.options import ServingOptions, read_options
+from flexmask.integrations.serving.options import RequestOptions, ServingOptions, read_options
 from flexmask.integrations.serving.prefill import Prefill
-from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.vllm.layers import layer_number, role_of
 
 # vLLM shows only loggers below its own

@@ -6,7 +6,7 @@ import functools
 import os
 from typing import Any
 
-from flexmask.integrations.serving.requests import PREFIX, RequestOptions, request_options
+from flexmask.integrations.serving.options import PREFIX, RequestOptions, request_options
 from flexmask.integrations.serving.versions import wrong_arguments
 from flexmask.integrations.vllm.engine import CPU_VARIABLE, made_engine, serving_options
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from flexmask import sparse_attention
-from flexmask.integrations.serving.attend import attend
 from flexmask.integrations.serving.counters import IN_SOME_STEPS
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend, role_of_shape
 from flexmask.integrations.serving.startup import bytes_of, call_of_size, reserve, warm_up
 from flexmask.integrations.serving.warm_sizes import grouped_sizes, heads_together, warm_sizes
 from flexmask.settings import PrefillSettings

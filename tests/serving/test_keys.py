@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexmask.integrations.serving.attend import after_cached
+from flexmask.integrations.serving.layers import after_cached
 
 HEADS, DIM, BEFORE, ROWS = 3, 8, 40, 7
 

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving import options as options_module
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
-from flexmask.integrations.serving.options import read_options
+from flexmask.integrations.serving.options import RequestOptions, read_options
 from flexmask.integrations.serving.plan import SparseRequest, StockRun, plan_step
-from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.serving.startup import roles_line
 
 

@@ -9,9 +9,8 @@ import torch
 
 from flexmask.integrations.serving import prefill as module
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
-from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.prefill import Prefill
-from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.settings import PrefillSettings
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)

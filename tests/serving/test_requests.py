@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexmask.integrations.serving.requests import RequestOptions, request_options
+from flexmask.integrations.serving.options import RequestOptions, request_options
 from flexmask.settings import PrefillSettings
 
 HYBRID = PrefillSettings()

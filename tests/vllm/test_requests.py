@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
-from flexmask.integrations.serving.requests import RequestOptions
+from flexmask.integrations.serving.options import RequestOptions
 from flexmask.integrations.vllm import engine as engine_module
 from flexmask.integrations.vllm.requests import read_requests, tell_requests
 

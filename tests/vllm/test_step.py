@@ -13,9 +13,8 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from flexmask.integrations.serving import prefill as prefill_module
-from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.prefill import Prefill
-from flexmask.integrations.serving.requests import RequestOptions
 from flexmask.integrations.vllm import builder as builder_module
 from flexmask.integrations.vllm import impl as impl_module
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
