@@ -89,15 +89,15 @@ def published_mask(
     >>> published_mask(query, key, gamma=0.9, block_size=64, min_budget=128).shape
     (1, 4, 512, 512)
     """
-    size, tokens, inputs, seen = problem.block_size, problem.tokens, problem.inputs, problem.seen
+    size, seen = problem.block_size, problem.seen
     budget = (blocks_of(min_budget, size) or 0, blocks_of(max_budget, size))
     shares = (problem.as_tensor(gamma), problem.as_tensor(tau))
     last = plain.representative_mass(problem, "last")
     key_means = problem.key_means()
     # the published scores have no term for the number of keys
     counts = torch.ones_like(problem.key_counts())
-    estimated = estimated_attention(inputs, last.rows, key_means, counts, tokens, size)
-    pooled = pooled_map(inputs, key_means, counts, tokens, seen, size)
+    estimated = estimated_attention(problem, last.rows, key_means, counts)
+    pooled = pooled_map(problem, key_means, counts)
     chosen = _published_choice(last.attention, estimated, pooled, shares, budget)
     keep = extended_lines(chosen.vertical, chosen.slash, seen) | chosen.query_aware
     keep = (keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]

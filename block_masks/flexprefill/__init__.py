@@ -15,6 +15,7 @@ from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
+from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.method import BlockProblem, ByHead, method
 
 
@@ -22,14 +23,7 @@ class Steps(Protocol):
     """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
 
     def pattern_and_lines(
-        self,
-        problem: BlockProblem,
-        pattern: Mass,
-        index: Mass,
-        key_means: Tensor,
-        shares: tuple[Tensor, Tensor | float],
-        budget: tuple[int, int | None],
-        /,
+        self, problem: BlockProblem, pattern: Mass, index: Mass, means: Tensor, shares: Shares, budget: Budget, /
     ) -> tuple[Tensor, Tensor, Lines]: ...
     def query_aware_blocks(
         self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /

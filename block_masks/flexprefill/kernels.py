@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.block_masks.flexprefill.pooled_map_kernel import query_aware_blocks as query_aware_blocks
 from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
@@ -176,21 +177,16 @@ def _pattern_kernel(
 
 
 def pattern_and_lines(
-    problem: BlockProblem,
-    pattern: RepresentativeMass,
-    index: RepresentativeMass,
-    key_means: Tensor,
-    shares: tuple[Tensor, Tensor | float],
-    budget: tuple[int, int | None],
+    problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, means: Tensor, shares: Shares, budget: Budget
 ) -> tuple[Tensor, Tensor, Lines]:
-    """Steps 2 and 3a in one launch, as `flexmask.block_masks.flexprefill.plain.pattern_and_lines`."""
+    """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""
     (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
     block_size, rows = problem.block_size, pattern.rows
     lines = line_mass(index, edges)
     # the first half: V
     vertical = lines if pattern is index else line_mass(pattern, edges)
     _, keys_stride, _, keys_stride_batch = edges.strides
-    estimate = estimated_scores(problem, key_means, rows)
+    estimate = estimated_scores(problem, means, rows)
     _, batch, num_heads, blocks = lines.shape
     heads = batch * num_heads
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)

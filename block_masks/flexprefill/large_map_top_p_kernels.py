@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.flexprefill.top_p_kernel import BITS, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.launch import kernel
-from flexmask.kernels.visibility import PackedEdges
 
 TILE = 256
 
@@ -169,34 +169,27 @@ def _chosen_kernel(
 
 
 def large_map_top_p(
-    values: Tensor,
-    active: Tensor,
-    edges: PackedEdges,
-    gamma: Tensor,
-    chosen: Tensor,
-    block_size: int,
-    digit_bits: int,
-    chunks: int,
+    problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tensor, chosen: Tensor, digit_bits: int, chunks: int
 ) -> None:
     """Write `top_p_map`'s result into `chosen`, in passes of `digit_bits` bits over `chunks` chunks of rows."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads = batch * num_heads
-    sizes = (num_q_blocks if edges.rows.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
+    heads, rows, block_size = batch * num_heads, problem.edges.rows, problem.block_size
+    sizes = (num_q_blocks if rows.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
     passes, digits = BITS // digit_bits, 1 << digit_bits
     sums = gamma  # not read by the first pass
     for digit_pass in range(passes):
         new_sums = values.new_empty((heads, chunks + 1, digits), dtype=torch.float64)
         _digit_pass_kernel[(chunks, heads)](
-            values, active, edges.rows, gamma, sums, new_sums, digit_pass, *sizes,
+            values, active, rows, gamma, sums, new_sums, digit_pass, *sizes,
             BLOCK_SIZE=block_size, PASSES=passes, DIGIT_BITS=digit_bits, CHUNKS=chunks, ROWS=8, COLUMNS=128,
         )  # fmt: skip
         sums = new_sums
     choice = values.new_empty((heads, 2), dtype=torch.int32)
     ties = values.new_empty((heads, num_q_blocks), dtype=torch.int32)
     _ties_kernel[(chunks, heads)](
-        values, active, edges.rows, sums, gamma, choice, ties, *sizes,
+        values, active, rows, sums, gamma, choice, ties, *sizes,
         BLOCK_SIZE=block_size, DIGITS=digits, CHUNKS=chunks, TILE=TILE,
     )  # fmt: skip
     _chosen_kernel[(num_q_blocks, heads)](
-        values, active, edges.rows, choice, ties, chosen, *sizes, BLOCK_SIZE=block_size, TILE=TILE, num_warps=2
+        values, active, rows, choice, ties, chosen, *sizes, BLOCK_SIZE=block_size, TILE=TILE, num_warps=2
     )

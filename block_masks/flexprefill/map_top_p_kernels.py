@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.flexprefill.large_map_top_p_kernels import TILE, large_map_top_p
 from flexmask.block_masks.flexprefill.top_p_kernel import BITS, keep_top_p, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.launch import kernel
-from flexmask.kernels.visibility import PackedEdges
 
 # entries that fit one program: 16k tokens in blocks of 128
 SMALL_MAP = 128 * 128
@@ -92,23 +92,23 @@ def _small_map_kernel(
             )  # fmt: skip
 
 
-def top_p_map(values: Tensor, active: Tensor, edges: PackedEdges, gamma: Tensor, block_size: int) -> Tensor:
+def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tensor) -> Tensor:
     """Top-p over the whole map of each active head: its heaviest blocks up to gamma of the sum; of equal ones the first.
 
     `values` are from `pooled_map`. Returns int8 of their shape, written where they are.
     """
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads = batch * num_heads
-    sizes = (num_q_blocks if edges.rows.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
+    heads, rows = batch * num_heads, problem.edges.rows
+    sizes = (num_q_blocks if rows.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
     chosen = values.new_empty(values.shape, dtype=torch.int8)
     if num_q_blocks * num_kv_blocks <= SMALL_MAP:
         _small_map_kernel[(heads,)](
-            values, active, edges.rows, gamma, chosen, *sizes,
-            BLOCK_SIZE=block_size, PASSES=BITS // _SMALL, DIGIT_BITS=_SMALL, SIZE=SMALL_MAP, num_warps=16,
+            values, active, rows, gamma, chosen, *sizes,
+            BLOCK_SIZE=problem.block_size, PASSES=BITS // _SMALL, DIGIT_BITS=_SMALL, SIZE=SMALL_MAP, num_warps=16,
         )  # fmt: skip
         return chosen
     digit_bits, chunks = _MEDIUM if num_q_blocks * num_kv_blocks <= MEDIUM_MAP else _LARGE
-    large_map_top_p(values, active, edges, gamma, chosen, block_size, digit_bits, chunks)
+    large_map_top_p(problem, values, active, gamma, chosen, digit_bits, chunks)
     return chosen
 
 
@@ -135,15 +135,13 @@ def _rows_kernel(
         keep_top_p(values + o_map_row, chosen + o_map_row, end, tl.load(share + head % num_heads), cap, 0, TILE=TILE)
 
 
-def top_p_rows(
-    values: Tensor, active: Tensor, edges: PackedEdges, share: Tensor, max_blocks: int | None, block_size: int
-) -> Tensor:
+def top_p_rows(problem: BlockProblem, values: Tensor, active: Tensor, share: Tensor, max_blocks: int | None) -> Tensor:
     """`top_p_map` of each row, up to `share`, (num_heads,), of its sum, at most `max_blocks`."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    chosen = values.new_empty(values.shape, dtype=torch.int8)
+    chosen, rows = values.new_empty(values.shape, dtype=torch.int8), problem.edges.rows
     _rows_kernel[(num_q_blocks, batch * num_heads)](
-        values, active, edges.rows, share, chosen, num_q_blocks if edges.rows.shape[1] > 1 else 0, num_heads, num_q_blocks,
+        values, active, rows, share, chosen, num_q_blocks if rows.shape[1] > 1 else 0, num_heads, num_q_blocks,
         num_kv_blocks, num_kv_blocks + 1 if max_blocks is None else max_blocks,
-        BLOCK_SIZE=block_size, TILE=TILE,
+        BLOCK_SIZE=problem.block_size, TILE=TILE,
     )  # fmt: skip
     return chosen

@@ -6,28 +6,26 @@ import torch
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines
-from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import masked_softmax, ranks, top_p, top_p_count
-from flexmask.base.visibility import Tokens, blocks_seen_by_rows, candidate_lines, valid_keys
+from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines
 from flexmask.plain.pooling import pooled_map, pooled_scores
 from flexmask.plain.vertical_slash import Blocks, LineMass, RepresentativeMass, RepresentativeRows, take_rows
 
+# gamma, (num_heads,), and tau, 0-d or the number 0
+Shares = tuple[Tensor, Tensor | float]
+# floor and cap, in blocks or lines
+Budget = tuple[int, int | None]
 
-def estimated_attention(
-    inputs: AttentionInputs,
-    rows: RepresentativeRows,
-    key_means: Tensor,
-    key_counts: Tensor,
-    tokens: Tokens,
-    block_size: int,
-) -> Tensor:
+
+def estimated_attention(problem: BlockProblem, rows: RepresentativeRows, key_means: Tensor, key_counts: Tensor) -> Tensor:
     """Attention of the mean representative row to each key block's mean (the paper's a-bar), (batch, num_heads, num_kv_blocks).
 
     `key_counts` are the valid keys, (batch or 1, num_kv_blocks). 0 for key blocks of which no row sees anything.
     """
+    inputs = problem.inputs
     taken = rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
     query_mean = take_rows(inputs.query, rows).float().sum(2, keepdim=True) / taken
-    sees = blocks_seen_by_rows(rows.position, tokens, block_size, inputs.window)
+    sees = blocks_seen_by_rows(rows.position, problem.tokens, problem.block_size, inputs.window)
     sees = (sees & rows.taken.unsqueeze(-1)).any(-2)[:, None]
     scores = pooled_scores(query_mean, key_means, key_counts, inputs.scale, inputs.softcap)
     return torch.where(sees, masked_softmax(scores.squeeze(2), sees), 0.0)
@@ -50,50 +48,29 @@ def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
 
 
 def pattern_and_lines(
-    problem: BlockProblem,
-    pattern: RepresentativeMass,
-    index: RepresentativeMass,
-    key_means: Tensor,
-    shares: tuple[Tensor, Tensor | float],
-    budget: tuple[int, int | None],
+    problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, means: Tensor, shares: Shares, budget: Budget
 ) -> tuple[Tensor, Tensor, Lines]:
     """Steps 2 and 3a: whether each head is query-aware, its distance, and its lines; a query-aware head keeps the floor only.
 
-    `pattern` decides the kind, `index` the lines. `shares` are gamma, (num_heads,), and tau, 0-d or the number 0; `budget` the
-    floor and cap of either family, in lines.
+    `pattern` decides the kind, `index` the lines; `budget` is that of either family.
     """
     gamma, tau = shares
-    tokens, size = problem.tokens, problem.block_size
-    estimated = estimated_attention(problem.inputs, pattern.rows, key_means, valid_keys(tokens, size), tokens, size)
+    estimated = estimated_attention(problem, pattern.rows, means, problem.key_counts())
     distance = jensen_shannon_distance(estimated, pattern.mass.vertical)
-    is_query_aware = (distance.to(gamma.dtype) < tau) & tokens.row_valid.any(-1, keepdim=True)
-    candidates = candidate_lines(tokens, size, problem.inputs.window)
-    return is_query_aware, distance, kept_lines(index.mass, candidates, is_query_aware, gamma, *budget)
+    is_query_aware = (distance.to(gamma.dtype) < tau) & problem.tokens.row_valid.any(-1, keepdim=True)
+    candidates = candidate_lines(problem.tokens, problem.block_size, problem.inputs.window)
+    return is_query_aware, distance, kept_lines(index.mass, candidates, is_query_aware, gamma, budget)
 
 
-def line_counts(
-    values: Tensor, candidates: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
-) -> tuple[Tensor, Tensor]:
-    """Count the lines of one family that a vertical-slash head keeps, and a query-aware head (its floor), int64.
-
-    The floor comes last.
-    """
-    available = candidates.sum(-1)
-    count = top_p_count(values, candidates, gamma)
-    if max_blocks is not None:
-        count = count.clamp(max=max_blocks)
-    floor = available.clamp(max=min_blocks)
-    return torch.maximum(count, floor), floor
-
-
-def kept_lines(
-    mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, min_blocks: int, max_blocks: int | None
-) -> Lines:
-    """Key blocks and block diagonals to keep: top-p of each family, within floor and cap; query-aware heads keep the floor."""
-    lines = torch.stack([mass.vertical, mass.slash])
-    candidates = candidates.unsqueeze(2)
-    count, floor = line_counts(lines, candidates, gamma, min_blocks, max_blocks)
-    count = torch.where(is_query_aware, floor, count)
+def kept_lines(mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, budget: Budget) -> Lines:
+    """Key blocks and block diagonals to keep: top-p of each family, at most the cap, then at least the floor."""
+    floor, cap = budget
+    lines, candidates = torch.stack([mass.vertical, mass.slash]), candidates.unsqueeze(2)
+    least = candidates.sum(-1).clamp(max=floor)
+    count = top_p_count(lines, candidates, gamma)
+    if cap is not None:
+        count = count.clamp(max=cap)
+    count = torch.where(is_query_aware, least, torch.maximum(count, least))
     return Lines(ranks(lines, candidates) < count.unsqueeze(-1))
 
 
@@ -112,7 +89,6 @@ def query_aware_blocks(
     problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
 ) -> Blocks:
     """Step 3b: the blocks that query-aware heads keep of their pooled map."""
-    tokens, size, seen = problem.tokens, problem.block_size, problem.seen
-    values = pooled_map(problem.inputs, key_means, valid_keys(tokens, size), tokens, seen, size)
-    kept = top_p_blocks(values, seen.visible[:, None], gamma, rule, max_blocks)
+    values = pooled_map(problem, key_means, problem.key_counts())
+    kept = top_p_blocks(values, problem.visible, gamma, rule, max_blocks)
     return Blocks(kept & is_query_aware[..., None, None])

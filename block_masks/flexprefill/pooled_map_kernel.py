@@ -8,12 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill.map_top_p_kernels import top_p_map, top_p_rows
 from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import query_means
-from flexmask.kernels.visibility import PackedEdges, row_edges, sees
+from flexmask.kernels.visibility import row_edges, sees
 
 _ROWS = 16
 _COLUMNS = 64
@@ -126,28 +125,22 @@ def _pooled_map_kernel(
             )
 
 
-def pooled_map(
-    q_means: Tensor,
-    k_means: Tensor,
-    active: Tensor,
-    edges: PackedEdges,
-    inputs: AttentionInputs,
-    block_size: int,
-) -> Tensor:
+def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tensor:
     """Pooled attention of every query block to the key blocks it sees, for `active` heads, from float32 means.
 
     Returns float32, -1 where nothing is visible, NaN replaced by 0; unwritten in inactive heads, and in each row past the key
     block of the query block's last row.
     """
+    inputs, edges, means = problem.inputs, problem.edges, query_means(problem, active)
     kv_len, scale, softcap, window = inputs.key.shape[2], inputs.scale, inputs.softcap, inputs.window
-    batch, num_heads, num_q_blocks, head_dim = q_means.shape
-    num_kv_heads, num_kv_blocks = k_means.shape[1], k_means.shape[2]
-    values = q_means.new_empty((batch, num_heads, num_q_blocks, num_kv_blocks))
+    batch, num_heads, num_q_blocks, head_dim = means.shape
+    num_kv_heads, num_kv_blocks = key_means.shape[1], key_means.shape[2]
+    values = means.new_empty((batch, num_heads, num_q_blocks, num_kv_blocks))
     padded_dim = max(16, next_power_of_2(head_dim))
     _pooled_map_kernel[(cdiv(num_q_blocks, _ROWS), batch * num_heads)](
-        q_means, k_means, active, edges.rows, edges.keys, values, *edges.strides, num_heads, num_q_blocks, num_kv_blocks, kv_len,
+        means, key_means, active, edges.rows, edges.keys, values, *edges.strides, num_heads, num_q_blocks, num_kv_blocks, kv_len,
         kv_len if window is None else min(window, kv_len), scale, 1.0 if softcap is None else softcap,
-        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, GROUPS=num_heads // num_kv_heads, ROWS=_ROWS,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=problem.block_size, GROUPS=num_heads // num_kv_heads, ROWS=_ROWS,
         COLUMNS=_COLUMNS if padded_dim <= 256 else _COLUMNS // 4, HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None, num_warps=4,
@@ -161,12 +154,11 @@ def query_aware_blocks(
     problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
 ) -> Blocks:
     """Step 3b: the blocks that query-aware heads keep of their pooled map; unwritten in other heads."""
-    inputs, edges, size = problem.inputs, problem.edges, problem.block_size
-    values = pooled_map(query_means(problem, is_query_aware), key_means, is_query_aware, edges, inputs, size)
+    values = pooled_map(problem, key_means, is_query_aware)
     if rule == "per_query":
-        return Blocks(top_p_rows(values, is_query_aware, edges, gamma, max_blocks, size), is_query_aware)
-    blocks = top_p_map(values, is_query_aware, edges, gamma, size)
+        return Blocks(top_p_rows(problem, values, is_query_aware, gamma, max_blocks), is_query_aware)
+    blocks = top_p_map(problem, values, is_query_aware, gamma)
     if max_blocks is not None:
         within = torch.where(blocks != 0, values, -1.0)
-        blocks = top_p_rows(within, is_query_aware, edges, torch.ones_like(gamma), max_blocks, size)
+        blocks = top_p_rows(problem, within, is_query_aware, torch.ones_like(gamma), max_blocks)
     return Blocks(blocks, is_query_aware)

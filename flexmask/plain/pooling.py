@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped, grouped_scores, masked_softmax
-from flexmask.base.visibility import BlockVisibility, Tokens, in_blocks, whole_blocks
+from flexmask.base.visibility import in_blocks, whole_blocks
 
 
 def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
@@ -42,10 +41,8 @@ def pooled_scores(query_means: Tensor, key_means: Tensor, key_counts: Tensor, sc
     return scores + key_counts.float().log()[:, None, None, :]
 
 
-def pooled_map(
-    inputs: AttentionInputs, key_means: Tensor, key_counts: Tensor, tokens: Tokens, seen: BlockVisibility, block_size: int
-) -> Tensor:
+def pooled_map(problem: BlockProblem, key_means: Tensor, key_counts: Tensor) -> Tensor:
     """Attention of each query block's mean to the key blocks it sees, shaped as the map of blocks."""
-    query_means = block_means(inputs.query, tokens.row_valid if tokens.padded else None, block_size)
-    scores = pooled_scores(query_means, key_means, key_counts, inputs.scale, inputs.softcap)
-    return torch.where(seen.visible[:, None], masked_softmax(scores, seen.visible[:, None]), 0.0)
+    inputs = problem.inputs
+    scores = pooled_scores(problem.query_means(), key_means, key_counts, inputs.scale, inputs.softcap)
+    return torch.where(problem.visible, masked_softmax(scores, problem.visible), 0.0)
