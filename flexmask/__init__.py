@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flexmask.warming import warmup as warmup
 
 __version__ = "0.1.0"
-# Loaded when first asked for. torch takes seconds to load: the program says what it does before.
+# loaded on first use: torch takes seconds to load, and the program writes its first line before
 _MODULES = {
     "METHODS": "block_masks",
     "SelectionStats": "stats",

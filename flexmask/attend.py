@@ -1,7 +1,7 @@
 """Attention of a checked call: dense where the policy says so, else one group of heads after the other.
 
-A group's mask has all its heads, since every number of heads would be another compilation. Dense heads have empty lists, which
-the sparse kernel skips; SDPA fills their outputs.
+A group's mask has all its heads: another number of heads is another compilation. Dense heads have empty lists, which the sparse
+kernel skips; SDPA fills their outputs.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _log = logging.getLogger("flexmask")
 def compiled(function: Callable[..., Any], numbers: tuple[Hashable, ...], *variant: Hashable) -> Callable[..., Any]:
     """`function`, which can be traced whole, compiled with fullgraph, once per `numbers` and `variant`, what its calls share.
 
-    Every variant and `ambient_state` has its own code object, since torch counts recompilations by code object. `numbers` stay
+    Every variant and `ambient_state` has its own code object, by which torch counts recompilations. `numbers` stay
     constants; another size or number that changes between calls is compiled again once, as symbolic. Running out of these raises
     RuntimeError. Inside a surrounding ``torch.compile`` it is the plain function.
     """

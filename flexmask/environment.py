@@ -18,7 +18,7 @@ from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, 
 from flexmask.flex.flash_problem import FlashCall
 from flexmask.flex.flash_verdicts import flash_verdict
 
-# besides plain calls of head_dim 128 in bfloat16
+# changes from plain calls of head_dim 128 in bfloat16
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "plain calls": {},
     "windows and chunks": {"captures": True},

@@ -43,7 +43,7 @@ class SelfTest(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True if the outputs agree, and would not without the mask."""
+        """True if the outputs agree under the mask, and differ without it."""
         return (
             self.difference is not None
             and self.skipped is not None

@@ -87,7 +87,7 @@ def computed(choice: Choice, names: Iterable[str], problem: BlockProblem) -> tup
     for name in names:
         compute, evidence = _FIELDS[name]["compute"], choice.evidence.get(name)
         if evidence is not None:
-            # `select` asks for the map wherever it is read
+            # `select` has the map made wherever it is read
             assert choice.keep is not None
             value = evidence(choice.keep)
         elif compute is not None:

@@ -1,4 +1,4 @@
-"""The steps of FlexPrefill as Triton kernels: the pattern of each head here, the blocks of query-aware heads beside.
+"""The steps of FlexPrefill as Triton kernels. This file has the pattern and lines, `pooled_map_kernel` the query-aware blocks.
 
 One launch gives the distance and top-p of either family of lines.
 """

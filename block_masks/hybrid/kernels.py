@@ -1,4 +1,4 @@
-"""The steps of hybrid selection as Triton kernels: thresholds and lines of the representative rows here, all rows beside."""
+"""The steps of hybrid selection as Triton kernels: thresholds and lines here, the evidence of all rows in the ``row_`` files."""
 
 from __future__ import annotations
 

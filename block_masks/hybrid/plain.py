@@ -16,7 +16,7 @@ from flexmask.plain.vertical_slash import Blocks, RepresentativeMass, RowMass, l
 
 # a query block whose blocks hold too little halves its threshold at most so often
 HALVINGS = 6
-# share of a block that may be missing: sums are rounded, and so many equal blocks hold exactly what is asked for
+# share of a block that may be missing: sums are rounded, and some number of equal blocks holds exactly the share needed
 SLACK = 1 / 64
 
 

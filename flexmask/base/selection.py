@@ -1,4 +1,4 @@
-"""What a method chooses, and the selection made of it: index lists, the map of kept blocks, and statistics."""
+"""A method's choice, and the selection made of it: index lists, the map of kept blocks, and statistics."""
 
 from __future__ import annotations
 

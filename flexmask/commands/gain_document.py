@@ -1,4 +1,4 @@
-"""What ``flexmask gain`` measures, as one document: random blocks for a config, or one prompt."""
+"""The measurements of ``flexmask gain`` as one document: of random blocks for a config, or of one prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures a model for ``flexmask gain``: the work besides attention, and one prompt."""
+"""Measures a model for ``flexmask gain``: the work without attention, and one prompt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def weights_per_token(config: Any) -> int:
 def prompt_gain(
     model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, progress: Callable[[int, int], None]
 ) -> tuple[RunSummary, dict[str, Any], dict[str, float] | None]:
-    """What one prompt kept, times of all attention layers by round, and the error; none of both if every layer runs dense.
+    """The summary of one prompt, times of all attention layers by round, and the error; neither if every layer runs dense.
 
     Three prefills: sparse, dense, and one that times each layer both ways.
     """

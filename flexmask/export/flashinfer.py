@@ -22,7 +22,7 @@ class FlashInferBlocks(NamedTuple):
 
 
 def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None, merge_heads: bool = False) -> FlashInferBlocks:
-    """Blocks for FlashInfer's variable block-sparse prefill, whose kernel knows causality and nothing else inside a block.
+    """Blocks for FlashInfer's variable block-sparse prefill, whose kernel applies causality inside a block and nothing else.
 
     ``causal=True`` lets row t of r rows see all but the last ``r - 1 - t`` of the keys that its block keeps. That is causality
     inside the diagonal block iff these end with the block's own positions. So columns end where query blocks end: a chunk that

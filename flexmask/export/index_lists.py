@@ -60,14 +60,14 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     The block that cuts the diagonal is the last of its row (the last two, where a chunk does not begin at a block); the kernel
     must apply causality inside it, and windows and padding inside the blocks that they cut.
 
-    Reads no value on the host, so lists have room for every block; cut them at ``counts.max()`` if the kernel wants short ones.
+    Reads no value on the host, so lists have room for every block; cut them at ``counts.max()`` if the kernel takes short ones.
 
     Parameters
     ----------
     mask
         A BlockMask, of flexmask or not.
     fill
-        What stands past the count.
+        The value past the count.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What a BlockMask says, as maps and numbers."""
+"""A BlockMask as maps and numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexmask.flex.block_mask import parts_of
 
 
 class Geometry(NamedTuple):
-    """Where the rows of a flexmask mask stand, and what hides pairs besides causality."""
+    """Positions of a flexmask mask's rows, and the rules that hide pairs in addition to causality."""
 
     lengths: tuple[int, int]
     block_size: int
@@ -59,7 +59,7 @@ def num_kv_blocks(mask: BlockMask, tile: int | None = None) -> int:
 
 
 def geometry(mask: BlockMask, target: str) -> Geometry:
-    """The geometry of a mask that flexmask made; another's mask_mod tells nothing."""
+    """The geometry of a mask that flexmask made; from another's mask_mod it cannot be read."""
     parts = parts_of(checked(mask))
     if parts is None:
         raise NotImplementedError(

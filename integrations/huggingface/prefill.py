@@ -30,7 +30,7 @@ _log = logging.getLogger("flexmask")
 class _Exit:
     """``__exit__`` as one ``with`` statement or ExitStack looks it up, before it enters. A block is over when its exit is gone.
 
-    Nothing else tells of an interrupt before the first line of an ``__exit__``: the program may keep the `sparse_prefill`.
+    An interrupt before the first line of an ``__exit__`` shows in nothing else: the program may keep the `sparse_prefill`.
     """
 
     def __init__(self, context: sparse_prefill | None = None) -> None:

@@ -167,7 +167,7 @@ def _of_sdpa(layer: type) -> int:
 def _number(layer: type, name: str | None, called_name: str | None) -> int:
     """Number in `_WITHIN` of `attention` inside the wrappers of the function of that name, else of SDPA's.
 
-    Leaves out wrappers that stand around the called function as well. Warns of what cannot be put around another function.
+    Leaves out wrappers that stand around the called function too. Warns of what cannot be put around another function.
     """
     called, own, sdpa = (_function_of(layer, wanted) for wanted in (called_name, name, "sdpa"))
     key = (id(own), id(sdpa), id(called))

@@ -75,7 +75,7 @@ class OpenBlock:
     configs: list[Any]
     holder: ref[Any]  # what keeps the block open, as a `with` statement's exit
     closed: bool = False
-    undo: list[Callable[[], None]] = field(default_factory=list)  # what a block's work changed besides; may run twice
+    undo: list[Callable[[], None]] = field(default_factory=list)  # undoes other changes of a block's work; may run twice
     # by layer and number of its heads in this process, as `prefill_call` made them
     selectors: dict[tuple[int, int], Selector] = field(default_factory=dict)
 

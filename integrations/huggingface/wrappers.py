@@ -150,7 +150,7 @@ def _with_contents(function: types.FunctionType, new: dict[str, Any]) -> Functio
 
 
 def _with_globals(function: types.FunctionType, new: dict[str, Any]) -> Function:
-    # made anew for every call: the globals may change
+    # made in every call: the globals may change
     def call(*args: Any, **kwargs: Any) -> Any:
         return _function(function, {**function.__globals__, **new}, function.__closure__)(*args, **kwargs)
 

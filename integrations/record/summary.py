@@ -41,7 +41,7 @@ class LayerSummary:
     lowest
         The least share of some rows' attention that a head keeps, over sparse calls, batch rows and heads that were not
         served densely. Rows are those of each query block, by hybrid's evidence (`least_row_coverage`), else the representative
-        ones. None if no mask tells.
+        ones. None without a mask that has them.
     patterns
         Share of the heads of sparse calls by pattern, or by the method's name if it has none.
     served_densely
