@@ -19,7 +19,7 @@ from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.method import BlockProblem, ByHead, method
 
 
-class Steps(Protocol):
+class FlexPrefillSteps(Protocol):
     """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
 
     def pattern_and_lines(
@@ -30,11 +30,11 @@ class Steps(Protocol):
     ) -> Blocks: ...
 
 
-_PLAIN: Steps = plain
+_PLAIN: FlexPrefillSteps = plain
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels
 
-    _KERNELS: Steps = kernels
+    _KERNELS: FlexPrefillSteps = kernels
 
 QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
@@ -169,7 +169,7 @@ def flexprefill_mask(
     (1, 4, 512, 512)
     """
     shared, gamma = problem.steps, problem.as_tensor(gamma)
-    steps: Steps = _KERNELS if problem.by_kernels else _PLAIN
+    steps: FlexPrefillSteps = _KERNELS if problem.by_kernels else _PLAIN
     floor, cap = blocks_of(min_budget, problem.block_size) or 0, blocks_of(max_budget, problem.block_size)
 
     # step 1: attention of the representative rows, and its mass by key block and by block diagonal

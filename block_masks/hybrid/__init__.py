@@ -21,7 +21,7 @@ from flexmask.method import BlockProblem, ByHead, method
 Evidence = Any  # attention of all rows to key means, as `Mass`
 
 
-class Steps(Protocol):
+class HybridSteps(Protocol):
     """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
 
     def thresholds(self, problem: BlockProblem, gamma: Tensor, rule: ThresholdRule, /) -> Thresholds: ...
@@ -33,11 +33,11 @@ class Steps(Protocol):
     def row_coverage(self, problem: BlockProblem, evidence: Evidence, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
-_PLAIN: Steps = plain
+_PLAIN: HybridSteps = plain
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
 
-    _KERNELS: Steps = kernels
+    _KERNELS: HybridSteps = kernels
 
 # docs/design.md, "Why these constants", has how they were chosen.
 # prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
@@ -150,7 +150,7 @@ def hybrid_mask(
     (1, 4, 512, 512)
     """
     shared, nearest = problem.steps, blocks_of(min_budget, problem.block_size) or 0
-    steps: Steps = _KERNELS if problem.by_kernels else _PLAIN
+    steps: HybridSteps = _KERNELS if problem.by_kernels else _PLAIN
     rule = ThresholdRule(
         LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
     )
