@@ -8,23 +8,27 @@ from typing import NamedTuple
 _ROUNDING = 1e-9  # of sums of shares
 
 
-class Choice(NamedTuple):
+class AtGamma(NamedTuple):
+    """A head at one gamma."""
+
     gamma: float
     blocks: float  # kept, as a share of the blocks of all heads
     error: float
 
 
-class Step(NamedTuple):
+class Lowering(NamedTuple):
+    """A head's next lower gamma."""
+
     price: float  # error per block saved
     head: int
-    choice: Choice
+    choice: AtGamma
 
 
 class Allocation(NamedTuple):
     """The whole way from the highest gammas to the lowest."""
 
-    highest: tuple[Choice, ...]  # by head
-    steps: tuple[Step, ...]  # cheapest first
+    highest: tuple[AtGamma, ...]  # by head
+    steps: tuple[Lowering, ...]  # cheapest first
     curve: tuple[tuple[float, float], ...]  # density and mean error, before the first step and after each
 
     def steps_to_density(self, density: float) -> int | None:
@@ -36,14 +40,14 @@ class Allocation(NamedTuple):
         within = [number for number, (_, mean) in enumerate(self.curve) if mean <= error]
         return within[-1] if within else None
 
-    def after(self, steps: int) -> list[Choice]:
+    def after(self, steps: int) -> list[AtGamma]:
         chosen = list(self.highest)
         for step in self.steps[:steps]:
             chosen[step.head] = step.choice
         return chosen
 
 
-def allocate(heads: Sequence[Sequence[Choice]]) -> Allocation:
+def allocate(heads: Sequence[Sequence[AtGamma]]) -> Allocation:
     """Lower the heads' gammas greedily, each time where dropping a block costs least error.
 
     A head's steps skip gammas that cost more than lower ones: its prices never fall, and one sort by price orders all steps.
@@ -62,18 +66,18 @@ def allocate(heads: Sequence[Sequence[Choice]]) -> Allocation:
     return Allocation(highest, tuple(steps), tuple(curve))
 
 
-def _densest(choices: Sequence[Choice]) -> Choice:
+def _densest(choices: Sequence[AtGamma]) -> AtGamma:
     # the most exact gamma with the most blocks
     return max(choices, key=lambda choice: (choice.blocks, -choice.error, choice.gamma))
 
 
-def _way_down(head: int, choices: Sequence[Choice]) -> list[Step]:
+def _way_down(head: int, choices: Sequence[AtGamma]) -> list[Lowering]:
     """A head's lower convex hull of error over blocks."""
     current = _densest(choices)
-    steps: list[Step] = []
+    steps: list[Lowering] = []
     while True:
         below = [
-            Step((choice.error - current.error) / (current.blocks - choice.blocks), head, choice)
+            Lowering((choice.error - current.error) / (current.blocks - choice.blocks), head, choice)
             for choice in choices
             if choice.blocks < current.blocks
         ]

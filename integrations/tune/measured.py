@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flexmask.integrations.record.files import write_json
-from flexmask.integrations.tune.allocation import Choice
+from flexmask.integrations.tune.allocation import AtGamma
 from flexmask.integrations.tune.head_errors import HeadErrors
 
 _FORMAT = "flexmask tune 1"
@@ -59,12 +59,12 @@ class MeasuredErrors:
         saved = {"format": _FORMAT, "made_of": self.made_of, "complete": self.complete, "dense": self.dense, "errors": errors}
         write_json(self.path, saved)
 
-    def choices(self) -> dict[tuple[int, int], list[Choice]]:
+    def choices(self) -> dict[tuple[int, int], list[AtGamma]]:
         """By layer and head: share of all blocks and error at each gamma, means over prompts."""
         prompts = list(zip(self.by_prompt, self._all_blocks(), strict=True))
         return {
             (layer, head): [
-                Choice(
+                AtGamma(
                     gamma,
                     sum(errors[layer].density[head][i] * errors[layer].visible / blocks for errors, blocks in prompts)
                     / len(prompts),

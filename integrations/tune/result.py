@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexmask.base.checks import check_real
-from flexmask.integrations.tune.allocation import Choice, allocate
+from flexmask.integrations.tune.allocation import AtGamma, allocate
 from flexmask.integrations.tune.measured import MeasuredErrors
 from flexmask.settings import PrefillSettings
 
@@ -37,7 +37,7 @@ class TuneResult:
     curve: tuple[tuple[float, float], ...] = field(repr=False)
     uniform: tuple[tuple[float, float, float], ...] = field(repr=False)
     dense: dict[int, str] = field(repr=False)
-    _chosen: tuple[Choice, ...] = field(repr=False)
+    _chosen: tuple[AtGamma, ...] = field(repr=False)
     _measured: MeasuredErrors = field(repr=False)
 
     def rows(self, every_gamma: bool = False) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import torch
 
 from flexmask import block_masks
 from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.tune.allocation import Choice, allocate
+from flexmask.integrations.tune.allocation import AtGamma, allocate
 from flexmask.integrations.tune.head_errors import errors_of_key_head, head_errors
 from flexmask.selector import selector_of
 from tests.cases import structured_inputs
@@ -110,7 +110,7 @@ def test_greedy_equals_brute_force(seed):
         kept = torch.rand(len(GAMMAS), generator=generator).sort().values.tolist()
         lost = torch.rand(len(GAMMAS), generator=generator).sort(descending=True).values.tolist()
         kept[-1], lost[-1] = 1.0, 0.0
-        heads.append([Choice(*each) for each in zip(GAMMAS, [x / number for x in kept], lost, strict=True)])
+        heads.append([AtGamma(*each) for each in zip(GAMMAS, [x / number for x in kept], lost, strict=True)])
     way = allocate(heads)
     assert way.curve[0] == (pytest.approx(1.0), 0.0)
     for density in (0.9, 0.7, 0.5, 0.3):
@@ -129,7 +129,12 @@ def test_greedy_equals_brute_force(seed):
 
 
 def test_of_gammas_that_keep_the_same_the_most_exact_is_where_it_starts():
-    head = [Choice(0.5, 0.2, 0.3), Choice(0.9, 1.0, 0.1), Choice(0.95, 1.0, 0.0), Choice(1.0, 1.0, 0.0)]
+    head = [
+        AtGamma(0.5, 0.2, 0.3),
+        AtGamma(0.9, 1.0, 0.1),
+        AtGamma(0.95, 1.0, 0.0),
+        AtGamma(1.0, 1.0, 0.0),
+    ]
     way = allocate([head])
     assert way.highest == (head[3],)
     assert way.steps == ((pytest.approx(0.375), 0, head[0]),)
