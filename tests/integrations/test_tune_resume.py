@@ -11,35 +11,30 @@ pytest.importorskip("transformers")
 from transformers.utils import logging
 
 import flexmask.integrations.huggingface as flexmask_hf
-import flexmask.integrations.tune.probe as head_probe
-from flexmask.integrations.tune.head_errors import head_errors
 from tests.integrations.common import MARKS, make_model
 from tests.integrations.tune_calls import OPTIONS, tuned
 
 pytestmark = MARKS
 
 
-def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, monkeypatch):
-    expected = tuned(model, tokens)
-    path, measured = tmp_path / "tune.json", []
+def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path):
+    path, told = tmp_path / "tune.json", []
 
-    def counted(*arguments):
-        if len(measured) == 3:
+    def interrupting(*step):
+        if step == (3, 4):
             raise KeyboardInterrupt
-        measured.append(arguments)
-        return head_errors(*arguments)
 
-    monkeypatch.setattr(head_probe, "head_errors", counted)
     with pytest.raises(KeyboardInterrupt):
-        tuned(model, tokens, resume=path)
+        tuned(model, tokens, resume=path, progress=interrupting)
     assert json.loads(path.read_text())["complete"] == [True, False]
-    monkeypatch.setattr(head_probe, "head_errors", lambda *arguments: measured.append(arguments) or head_errors(*arguments))
-    result = tuned(model, tokens, resume=str(path))
-    assert len(measured) == 4
+    result = tuned(model, tokens, resume=str(path), progress=lambda *step: told.append(step))
+    assert told == [(3, 4), (4, 4)]
+    expected = tuned(model, tokens, progress=lambda *step: told.append(step))
+    assert told[2:] == [(done, 4) for done in range(5)]
     # layer 1 of the second prompt follows a layer 0 by another kernel
     assert torch.tensor(result.curve) == pytest.approx(torch.tensor(expected.curve), abs=1e-5)
-    again = tuned(model, tokens, resume=path, density=0.7)
-    assert len(measured) == 4
+    again = tuned(model, tokens, resume=path, density=0.7, progress=lambda *step: told.append(step))
+    assert told[7:] == [(4, 4)]
     assert again.curve == result.curve
     assert not (tmp_path / "tune.json.part").exists()
 
@@ -71,18 +66,8 @@ def test_another_file_is_not_overwritten(model, tokens, tmp_path, text):
     assert path.read_text() == text
 
 
-def test_progress_is_told_to_a_function(model, tokens, tmp_path):
-    told = []
-    options = {"progress": lambda *step: told.append(step), "gammas": (0.5, 1.0), "resume": tmp_path / "measured.json"}
-    tuned(model, tokens, density=1.0, **options)
-    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
-    tuned(model, tokens, density=1.0, **options)
-    assert told[5:] == [(4, 4)]
-
-
-def test_the_bar_shows_without_a_terminal(model, tokens, capsys, monkeypatch):
-    # which commands switch off
-    monkeypatch.setattr(logging, "_tqdm_active", True)
+def test_the_bar_shows_without_a_terminal(model, tokens, capsys):
+    logging.enable_progress_bar()  # which commands switch off
     tuned(model, tokens[:1], density=1.0, gammas=(0.5, 1.0), progress=True)
     assert "tune: layers" in capsys.readouterr().err
     tuned(model, tokens[:1], density=1.0, gammas=(0.5, 1.0), progress=False)
