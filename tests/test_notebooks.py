@@ -38,11 +38,12 @@ def checkout(tmp_path, monkeypatch):
 
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "docs/notebooks").mkdir(parents=True)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = list(sys.path)
     monkeypatch.chdir(tmp_path / "docs/notebooks")
     plt.switch_backend("agg")
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
         yield tmp_path
+    sys.path[:] = path
     plt.close("all")
     torch._dynamo.reset()
 

@@ -146,15 +146,20 @@ def hybrid_case():
     return Case(query, key, Config(0.7, block_size=BLOCK, min_budget=BLOCK, min_coverage=0.8, method="hybrid", row_stride=4))
 
 
+# the constants, with values under which all decide something; the others are those of the floor
+SENSITIVE = dict(zip(Rule._fields[:-2], (320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4), strict=True))
+
+
 def other_constant(name, factor):
-    return lambda patch: patch.setattr(hybrid, name, type(getattr(hybrid, name))(getattr(hybrid, name) * factor))
+    value = SENSITIVE[name.lower()]
+    return hybrid, name, type(value)(value * factor)
 
 
 def other_step(name, change):
     """A step with other arguments or another result."""
     steps = hybrid.plain if hasattr(hybrid.plain, name) else plain
     right = getattr(steps, name)
-    return lambda patch: patch.setattr(steps, name, lambda *arguments: change(right, *arguments))
+    return steps, name, lambda *arguments: change(right, *arguments)
 
 
 def other_thresholds(change):
@@ -171,6 +176,7 @@ def gate_everywhere(right, problem, lines, blocks, *rest):
     return right(problem, Lines(torch.zeros_like(lines.kept)), Blocks(blocks.chosen | (on_lines & blocks.lines)), *rest)
 
 
+# by name: what is replaced, by which name of its module, and by what
 RULE_FAULTS = {
     **{
         name: other_constant(name, 1.5)
@@ -184,8 +190,8 @@ RULE_FAULTS = {
     "no gate": other_step("row_blocks", lambda right, *rest: Blocks(right(*rest).chosen)),
     "no floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], 0)),
     "a lower floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], rest[-1] * 0.8)),
-    "a floor of whole halvings": lambda patch: patch.setattr(hybrid.plain, "SLACK", -1e6),
-    "no halvings": lambda patch: patch.setattr(hybrid.plain, "HALVINGS", 0),
+    "a floor of whole halvings": (hybrid.plain, "SLACK", -1e6),
+    "no halvings": (hybrid.plain, "HALVINGS", 0),
     "gate of the last rows too": other_step("kept_blocks", gate_everywhere),
     "nearest of all alike": other_step("kept_blocks", lambda right, *rest: right(*rest[:-1], (rest[-1][1], rest[-1][1]))),
     "N for n": other_thresholds(lambda least: least._replace(rows=least.rows[..., -1:].expand_as(least.rows))),
@@ -201,9 +207,7 @@ def hybrid_expected():
 @pytest.fixture
 def _sensitive(monkeypatch):
     """Constants that all decide something."""
-    values = (320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4)
-    # the others are those of the floor
-    for name, value in zip(Rule._fields[:-2], values, strict=True):
+    for name, value in SENSITIVE.items():
         monkeypatch.setattr(hybrid, name.upper(), value)
 
 
@@ -216,6 +220,6 @@ def test_the_rule_is_that_of_the_oracle():
 @pytest.mark.parametrize("fault", RULE_FAULTS.values(), ids=RULE_FAULTS)
 def test_comparison_with_the_oracle_catches_another_rule(fault, monkeypatch):
     case, expected = hybrid_case(), hybrid_expected()
-    fault(monkeypatch)
+    monkeypatch.setattr(*fault)
     with pytest.raises(AssertionError, match="differ"):
         assert_same_blocks(case.search(), expected)

@@ -100,9 +100,10 @@ def test_what_flash_serves_is_listed(flexmask, monkeypatch):
         kinds.append(call)
         return verdicts[min(len(kinds) - 1, 2)] if call.block_size == 128 else Verdict()
 
-    for name in ("flash_available", "flash_runs_on"):
-        monkeypatch.setattr(environment, name, lambda *device: True)
-    monkeypatch.setattr(environment, "flash_verdict", verdict)
+    fakes = dict.fromkeys(("environment.flash_available", "environment.flash_runs_on"), lambda *device: True)
+    fakes |= {"environment.flash_verdict": verdict, "self_test.self_test": lambda device: iter(())}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"flexmask.{name}", fake)
     found = environment.flash_features("cpu")
     assert kinds[:2] == [PLAIN := FlashCall(torch.bfloat16, 128, 128), PLAIN._replace(captures=True)]
     assert [each.feature for each in found] == list(environment.FLASH_FEATURES)
@@ -112,7 +113,6 @@ def test_what_flash_serves_is_listed(flexmask, monkeypatch):
     assert found[2] == ("padding", "no", None, refused.reason, 0.3)
     assert [each.served for each in found if each.feature == "blocks of 64"] == ["by name"]
     kinds.clear()
-    monkeypatch.setattr("flexmask.self_test.self_test", lambda device: iter(()))
     shown = flexmask("doctor", "--device", "cpu").stdout
     assert re.search(r"plain calls +auto +times 1\.443 +12 s *\n", shown)
     assert re.search(r"padding +no +0 s +its check here raised ValueError: tile_n\n", shown)

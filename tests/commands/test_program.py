@@ -1,7 +1,7 @@
 """The program: entry point, exit codes, errors in one line."""
 
-import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -55,14 +55,12 @@ def test_without_typer_one_line_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == "flexmask: the command line needs typer: pip install 'flexmask[cli]'\n"
 
 
-def test_characters_that_stdout_lacks_are_escaped(monkeypatch):
-    out = io.BytesIO()
-    monkeypatch.setattr(sys, "argv", ["flexmask", "--version"])
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
-    with pytest.raises(SystemExit):
-        main.main()
-    print("|Δ|", flush=True)
-    assert b"|\\u0394|" in out.getvalue()
+def test_characters_that_stdout_lacks_are_escaped():
+    code = "import atexit, flexmask.commands.main as program; atexit.register(print, '|\u0394|'); program.main()"
+    command = [sys.executable, "-c", code, "--version"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.endswith("\n|\\u0394|\n")
 
 
 @pytest.mark.parametrize(
@@ -106,21 +104,22 @@ def test_one_gamma_does_not_override_gammas_per_head(flexmask, tmp_path):
     assert f"'--gamma': {path} sets gamma of layer 3, which one gamma cannot override" in said
 
 
-def test_errors_of_the_library_are_one_line(flexmask, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (RuntimeError("out of luck"), commands.PROBLEM, "RuntimeError: out of luck"),
+        (KeyboardInterrupt(), commands.INTERRUPTED, "interrupted"),
+    ],
+    ids=["error", "interrupt"],
+)
+def test_errors_of_the_library_and_interrupts_are_one_line(flexmask, monkeypatch, error, code, said):
     def fails(device):
-        raise RuntimeError("out of luck")
+        raise error
 
     monkeypatch.setattr("flexmask.environment.problems", fails)
-    result = flexmask("doctor", "--json", code=commands.PROBLEM)
-    assert result.stderr == "flexmask: RuntimeError: out of luck\n"
+    result = flexmask("doctor", "--json", code=code)
+    assert result.stderr == f"flexmask: {said}\n"
     assert result.stdout == ""
-    assert "Traceback" in flexmask("--traceback", "doctor", code=commands.PROBLEM).stderr
-    assert "Traceback" in flexmask("doctor", code=commands.PROBLEM, env={"FLEXMASK_TRACEBACK": "1"}).stderr
-
-
-def test_interruption_has_its_own_exit_code(flexmask, monkeypatch):
-    def interrupted(device):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("flexmask.environment.problems", interrupted)
-    assert flexmask("doctor", code=commands.INTERRUPTED).stderr.endswith("flexmask: interrupted\n")
+    if code == commands.PROBLEM:
+        assert "Traceback" in flexmask("--traceback", "doctor", code=code).stderr
+        assert "Traceback" in flexmask("doctor", code=code, env={"FLEXMASK_TRACEBACK": "1"}).stderr

@@ -1,4 +1,4 @@
-"""Everyday use: generate, batch, pipelines, threads, compiled decoding, offloading."""
+"""Everyday use: ragged batches, layers on other devices."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.cells import static_cache
 from tests.integrations.common import KEEP_ALL, LENGTH, MARKS, SPARSE, padded
 
 pytestmark = MARKS
@@ -42,28 +41,3 @@ def test_layers_on_other_devices(model, tokens, tmp_path):
     with flexmask_hf.sparse_prefill(spread, **SPARSE) as run:
         assert torch.equal(spread.generate(tokens, **options), expected)
     assert run.stats[1][0].density.max() < 1
-
-
-@pytest.mark.slow
-@pytest.mark.attention
-@pytest.mark.parametrize("way", ["padding mask", "static cache"])
-def test_sparse_prefill_compiles_whole(way, model, tokens):
-    """One graph of the whole model, sparse in it."""
-    dense = model(tokens).logits
-
-    def prefill(**given):
-        return model(tokens, **given).logits
-
-    # a cache made in the graph fails (torch 2.13)
-    given = [{"past_key_values": static_cache(model, LENGTH + 8)} for _ in range(2)]
-    if way == "padding mask":
-        given = [{"attention_mask": torch.ones_like(tokens), "use_cache": False}] * 2
-    with flexmask_hf.sparse_prefill(model, **SPARSE) as run:
-        expected = prefill(**given[0])
-        logits = torch.compile(prefill, fullgraph=True)(**given[1])
-    for calls in run.stats.values():
-        uncompiled, compiled = (stats.density for stats in calls)
-        assert compiled.max() < 0.9
-        torch.testing.assert_close(compiled, uncompiled, atol=0.02, rtol=0)
-    near, far = ((each - expected).abs().mean() for each in (logits, dense))
-    assert near < far / 10, (near, far)

@@ -1,9 +1,8 @@
-"""A model of fake tensors in a block gives shapes, as it does without one; modes that see every operator."""
+"""A model of fake tensors in a block gives shapes, as it does without one."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
@@ -54,19 +53,3 @@ def test_what_needs_values_refuses_a_model_of_fake_tensors(fake, prompt):
             flexmask_hf.inspect_prefill(model, prompt)
         with pytest.raises(ValueError, match=r"tune needs a model with values; got one of fake tensors"):
             flexmask_hf.tune(model, [prompt], density=0.5)
-
-
-@pytest.mark.attention
-def test_a_dispatch_mode_sees_dense_prefills_and_is_named_by_sparse_ones(model, tokens):
-    def flops(in_block, **options):
-        with FlopCounterMode(display=False) as counter:
-            if in_block:
-                with flexmask_hf.sparse_prefill(model, **options):
-                    model(tokens)
-            else:
-                model(tokens)
-        return counter.get_total_flops()
-
-    assert flops(True) == flops(False) > 0
-    with pytest.raises(RuntimeError, match=r"torch\.compile does not run under the mode _?FlopCounterMode, .* leave the mode"):
-        flops(True, **SPARSE)

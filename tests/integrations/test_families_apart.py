@@ -1,4 +1,4 @@
-"""Models that call attention in other ways: twice per layer, by cycles, with other head sizes."""
+"""Models that call attention in other ways: twice per layer, by cycles, without an index."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import MARKS, padded, switchable
+from tests.integrations.common import MARKS, switchable
 from tests.integrations.families import SIZES
 
 pytestmark = MARKS
@@ -47,20 +47,6 @@ def test_layers_without_an_index_are_told_apart(model, tokens):
         model(tokens, use_cache=False)
     assert sorted(run.stats) == [0, 1]
     assert run.reasons == {0: ["in dense_layers"], 1: ["in dense_layers"]}
-
-
-@pytest.mark.parametrize("padding", [False, True])
-def test_heads_of_other_sizes_run_dense(tokens, padding):
-    model = made("Llama", head_dim=8)
-    mask = padded(tokens) if padding else torch.ones_like(tokens)
-    expected = model(tokens, attention_mask=mask).logits
-    step = torch.nn.functional.pad(mask, (0, 1), value=1)
-    with flexmask_hf.sparse_prefill(model, dense_below=0) as run:
-        out = model(tokens, attention_mask=mask)
-        model(tokens[:, :1], attention_mask=step, past_key_values=out.past_key_values)
-    assert (out.logits - expected)[mask != 0].abs().max() < 1e-4
-    assert run.reasons[1] == ["head_dim 8 outside 16 to 512"]
-    assert run.stats[1][0].dense
 
 
 def test_layers_that_share_keys_run_on_the_rows_asked_for(tokens):

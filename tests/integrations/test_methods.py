@@ -60,19 +60,6 @@ def test_method_options_reach_the_method_and_are_saved(model, tokens):
     torch.testing.assert_close(model(tokens).logits, logits)
 
 
-@pytest.mark.usefixtures("without_kernel")  # the masks of the first layer do not depend on attention
-@pytest.mark.parametrize("method", ["streaming_llm", "xattention", "infllm"])
-def test_masks_of_head_groups_are_those_of_all_heads(model, tokens, method):
-    options = {"method": method, "block_size": 32, "dense_below": 0, "collect_masks": True}
-    masks = []
-    for most_bytes in (2**30, 1):
-        with flexmask_hf.sparse_prefill(model, **options, max_mask_bytes=most_bytes) as run:
-            model(tokens)
-        masks.append(run.masks[0][0])
-    assert masks[0].shape == masks[1].shape
-    assert torch.equal(masks[0].to_dense(), masks[1].to_dense())
-
-
 def test_function_cannot_be_saved(model):
     with pytest.raises(ValueError, match="method must be a name"):
         flexmask_hf.configure(model, method=causal_mask)

@@ -16,7 +16,6 @@ pytestmark = MARKS
 
 FORWARD_REFUSALS = {
     "4-D": lambda model, tokens: {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
-    "packed sequences .position_ids": lambda model, tokens: {"position_ids": torch.arange(LENGTH)[None] % 265},
     "read_index": lambda model, tokens: {"read_index": [torch.arange(LENGTH)]},
     "block_indices": lambda model, tokens: {"block_indices": torch.zeros(1, dtype=torch.int64)},
     "indices": lambda model, tokens: {"indices": torch.zeros(1, dtype=torch.int64)},

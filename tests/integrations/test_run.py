@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 
 from flexmask.integrations.record.calls import MOST_REASONS, OTHER_REASONS, CallSize, RecordedCall, calls_on_host
 from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
-from flexmask.stats import TENSORS
 from tests.integrations.recorded_calls import HEADS, dense_stats, recorded, stats_of, without_nan
 
 
@@ -70,15 +69,6 @@ def test_summary_is_short_and_prints_a_line_a_layer():
     assert lines[5].startswith("heads that keep less than 25% of some rows' attention: layer ")
     assert len(repr(run)) < 100
     assert "2 of 3 layers sparse" in repr(run)
-
-
-def test_hybrid_heads_are_named():
-    run = PrefillRun()
-    stats = stats_of(0, hybrid=True)
-    assert stats.is_query_aware.any()  # which means nothing there
-    run.record(0, stats, None, None, 0, CallSize(1, 100, 100))
-    assert run.summary().layers[0].patterns == {"hybrid": 1.0}
-    assert {row["pattern"] for row in run.rows()} == {"hybrid"}
 
 
 def test_heads_that_keep_little_of_some_rows_are_named_in_one_line():
@@ -140,22 +130,25 @@ def test_a_cap_that_is_none_is_refused(max_calls, error):
         PrefillRun(max_calls=max_calls)
 
 
-def test_several_calls_of_a_prefill_count_their_tokens_once():
-    run = PrefillRun()
-    for prefill in (5, 5, 6):
-        run.record(0, stats_of(prefill), None, None, prefill, CallSize(1, 100, 100))
-    assert [call.prefill for call in run.calls[0]] == [0, 0, 1]
-    assert (run.summary().prefills, run.summary().sequences, run.summary().tokens) == (2, 2, 200)
-    assert repr(run.summary()).startswith("<RunSummary: 2 prefills, 200 tokens in all, ")
+PACK = [(5, CallSize(1, tokens, tokens, sequence)) for sequence, tokens in enumerate((100, 50, 20))]
 
 
-def test_rows_of_a_batch_are_named_beside_their_prefill():
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        # a layer may call attention twice
+        ([(prefill, CallSize(1, 100, 100)) for prefill in (5, 5, 6)], "2 prefills, 200 tokens"),
+        ([(5, CallSize(2, 100, 100))], "1 prefill of 2 sequences, 200 tokens"),
+        ([*PACK, *PACK], "1 prefill of 3 sequences, 170 tokens"),
+    ],
+    ids=["prompts", "a batch", "a pack"],
+)
+def test_tokens_of_a_prefill_count_once(calls, said):
     run = PrefillRun()
-    stats = stats_of(0)
-    both = replace(stats, **{name: torch.cat([getattr(stats, name)] * 2) for name in TENSORS})
-    run.record(0, both, None, None, 5, CallSize(2, 100, 100))
-    assert (run.summary().prefills, run.summary().sequences, run.summary().tokens) == (1, 2, 200)
-    assert str(run.summary()).startswith("1 prefill of 2 sequences, 200 tokens in all, ")
+    for prefill, size in calls:
+        run.record(0, stats_of(prefill, size.batch), None, None, prefill, size)
+    assert [call.prefill for call in run.calls[0]] == [prefill - 5 for prefill, _ in calls]
+    assert repr(run.summary()).startswith(f"<RunSummary: {said} in all, ")
 
 
 def test_a_layer_whose_mean_rounds_to_everything_shows_its_lowest_head():
@@ -172,16 +165,6 @@ def test_a_layer_whose_mean_rounds_to_everything_shows_its_lowest_head():
     assert dense.lowest is None
     lines = [line.split() for line in str(run.summary()).splitlines()[1:]]
     assert [line[3:5] for line in lines] == [["coverage", "lowest"], ["100.0%", "88.0%"], ["100.0%", "100.0%"], ["-", "-"]]
-
-
-def test_sequences_of_a_pack_count_their_tokens_each():
-    """Also where a layer calls attention twice."""
-    run = PrefillRun()
-    for _ in range(2):
-        for sequence, tokens in enumerate((100, 50, 20)):
-            run.record(0, stats_of(sequence), None, None, 5, CallSize(1, tokens, tokens, sequence))
-    assert [call.prefill for call in run.calls[0]] == [0] * 6
-    assert (run.summary().prefills, run.summary().sequences, run.summary().tokens) == (1, 3, 170)
 
 
 def test_reset_forgets_all_calls():
@@ -215,15 +198,6 @@ def test_missing_pandas_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"to_pandas needs pandas: pip install pandas; rows\(\) gives"):
         recorded(1).to_pandas()
-
-
-def test_plot_shows_the_rows():
-    pytest.importorskip("matplotlib").use("Agg")
-    import matplotlib.pyplot as plt
-
-    run = recorded(1)
-    assert run.plot().get_images()[0].get_array()[0].tolist() == pytest.approx(run.stats[0][0].density[0].tolist())
-    plt.close("all")
 
 
 class Counted(torch.Tensor):

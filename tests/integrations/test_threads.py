@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.held_open import HELD, STRICT_EXPORT, held_open
+from tests.held_open import HELD, held_open
 from tests.integrations.common import MARKS, make_model, padded
 from tests.integrations.test_packed import arguments
 
@@ -68,10 +68,3 @@ def test_every_call_of_a_model_runs_while_another_thread_compiles(served, tokens
         found = results()
     for got, wanted in zip(found, expected, strict=True):
         assert_same(got, wanted)
-
-
-def test_dense_prefills_run_during_a_strict_export(served, tokens):
-    expected = logits(served, tokens, {})
-    with held_open(STRICT_EXPORT):
-        found = logits(served, tokens, {})
-    assert_same(found, expected)

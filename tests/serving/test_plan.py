@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.serving import options as options_module
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
-from flexmask.integrations.serving.options import RequestOptions, read_options
+from flexmask.integrations.serving.options import LEAST_ROWS, RequestOptions, read_options
 from flexmask.integrations.serving.plan import SparseRequest, StockRun, plan_step
 from flexmask.integrations.serving.startup import roles_line
 
@@ -37,11 +36,8 @@ def test_a_request_s_own_gamma_and_dense_attention_are_planned():
     assert (plan.sparse_tokens, plan.dense_tokens) == (900, 300)
 
 
-@pytest.mark.parametrize(
-    ("given", "least_rows"), [({}, 200), ({"block_size": 256}, 256), ({"dense_below": 0}, 128), ({"least_rows": 1000}, 1000)]
-)
-def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, least_rows, monkeypatch):
-    monkeypatch.setattr(options_module, "LEAST_ROWS", 200)
+@pytest.mark.parametrize(("given", "least_rows"), [({}, LEAST_ROWS), ({"dense_below": 0}, 128), ({"least_rows": 1000}, 1000)])
+def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, least_rows):
     options = read_options(given, "options", "here", ("",), "")
     assert options.policy.least_rows == least_rows
     role = role_of_shape(LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2), 0, options.settings)

@@ -2,12 +2,10 @@
 
 import logging
 from itertools import accumulate
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flexmask.integrations.serving import prefill as module
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.prefill import Prefill
@@ -113,27 +111,22 @@ def test_the_first_sparse_layer_counts_for_all():
     assert (ours.counters.steps, ours.counters.sparse_tokens) == (1, 300)
 
 
-@pytest.fixture
-def started(monkeypatch):
-    """Start an engine of three layers, one of them dense; gives the warm-ups and the calls that were measured."""
-    done = SimpleNamespace(warm=[], measured=[])
-    monkeypatch.setattr(module, "warm_up", lambda layers, *rest: done.warm.append((len(layers), *rest)) or 0.0)
-    monkeypatch.setattr(module, "reserve", lambda layers, *rest: done.measured.append((len(layers), *rest)))
-
-    def start(largest=(1024, 32768), **options):
-        ours = Plain(layers=3, dense_layers=[0], **options)
-        ours.start(largest, CPU, torch.float32, "STOCK", measure=lambda call: call())
-        return ours, done
-
-    return start
+def started(largest, **options):
+    """An engine of three layers, one of them dense, and the calls that it wants measured."""
+    ours, measured = Plain(layers=3, dense_layers=[0], **options), []
+    with torch.inference_mode():
+        ours.start(largest, CPU, torch.float32, "STOCK", measure=measured.append)
+    return ours, measured
 
 
-def test_start_compiles_and_makes_the_largest_call(started, caplog):
-    caplog.set_level("INFO")
-    _, done = started()
-    assert done.warm == done.measured == [(2, (1024, 32768), CPU, torch.float32, True)]
-    assert "2 of 3 attention layers prefill sparse" in caplog.messages[0] and "STOCK serves all else" in caplog.messages[0]
-    assert caplog.messages[1] == "flexmask: kernels compiled in 0.0 s"
+@pytest.mark.attention
+def test_start_compiles_and_measures_the_largest_call(caplog):
+    caplog.set_level("INFO", "flexmask.tests")
+    _, measured = started((130, 400), gamma=0.7, block_size=32, min_budget=0, min_coverage=0.0, dense_below=0)
+    roles, compiled = (record.getMessage() for record in caplog.records if record.name == "flexmask.tests")
+    assert "2 of 3 attention layers prefill sparse" in roles and "STOCK serves all else" in roles
+    assert compiled.startswith("flexmask: kernels compiled in ")
+    assert len(measured) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,9 +137,9 @@ def test_start_compiles_and_makes_the_largest_call(started, caplog):
         ((512, 20000), {}, "512 rows < 1024"),
     ],
 )
-def test_nothing_is_compiled_if_the_largest_call_is_dense(largest, options, reason, started, caplog):
+def test_nothing_is_compiled_if_the_largest_call_is_dense(largest, options, reason, caplog):
     caplog.set_level("INFO")
-    ours, done = started(largest, **options)
-    assert (done.warm, done.measured, ours.sparse_layers) == ([], [], [])
+    ours, measured = started(largest, **options)
+    assert (measured, ours.sparse_layers) == ([], [])
     assert f"2 layers (the largest call: {reason})" in caplog.text and len(caplog.messages) == 1
     assert not any(isinstance(role, SparseLayer) for role in ours.roles.values())

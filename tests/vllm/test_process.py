@@ -1,15 +1,15 @@
 """State that the layers of one engine process share, and the steps before the first request."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flexmask.integrations.serving import prefill as shared
+from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.plan import StepPlan
-from flexmask.integrations.vllm import engine as module
 from flexmask.integrations.vllm.engine import Engine, engine_of
 
 GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "kv_cache_dtype": "auto"}
@@ -29,10 +29,16 @@ def config_of(options=None, layers=3, **parallel):
 
 
 @pytest.fixture(autouse=True)
-def ranks(monkeypatch):
-    found = [0, 1]
-    monkeypatch.setattr(module, "_tensor_parallel_rank", lambda: tuple(found))
-    return found
+def place(monkeypatch):
+    """Where this process stands among vLLM's."""
+    place = SimpleNamespace(rank=0, ranks=1, is_first_stage=True)
+    distributed = SimpleNamespace(
+        get_tensor_model_parallel_rank=lambda: place.rank,
+        get_tensor_model_parallel_world_size=lambda: place.ranks,
+        get_pp_group=lambda: SimpleNamespace(is_first_rank=place.is_first_stage),
+    )
+    monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
+    return place
 
 
 @pytest.mark.parametrize(
@@ -49,13 +55,13 @@ def test_what_cannot_be_served_is_refused_by_name(options, parallel, error, mess
         Engine(config_of(options, **parallel))
 
 
-def test_gammas_by_head_are_of_all_ranks_heads(ranks):
-    ranks[:] = [1, 2]
+def test_gammas_by_head_are_of_all_ranks_heads(place):
+    place.rank, place.ranks = 1, 2
     engine = Engine(config_of({"gamma": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}))
     role = engine.role_of("model.layers.0.attn", "a", GIVEN, {})
     assert isinstance(role, SparseLayer)
     assert role.selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
-    ranks[:] = [0, 1]
+    place.rank, place.ranks = 0, 1
     with pytest.raises(ValueError, match="layer 1: gamma must hold one number for each of query's 4 heads; got 8"):
         engine.role_of("model.layers.1.attn", "a", GIVEN, {})
 
@@ -90,46 +96,56 @@ class OwnBuilder:
 OwnBuilder.flexmask_own = OwnBuilder
 
 
-def engine_with_layers(monkeypatch, options, first_stage=True, builders=(OwnBuilder,) * 3, is_latent=False):
-    """Three layers, the first dense; and what happens before the first request."""
-    config, done = config_of({"dense_layers": [0], **options}), []
-    engine = Engine(config)
-    monkeypatch.setattr(shared, "warm_up", lambda layers, *rest: done.append(("warm up", len(layers), *rest)) or 0.0)
-    monkeypatch.setattr(shared, "reserve", lambda layers, size, *rest: done.append(("reserve", len(layers), size)))
-    monkeypatch.setattr(shared, "roles_line", lambda roles, options, *rest: done.append(("roles", len(roles), *rest)))
-    monkeypatch.setattr(module, "Finalize", lambda *arguments, **options: done.append(("at exit", arguments[1])))
-    monkeypatch.setattr(engine.counters, "log_to", lambda log, seconds: done.append(("log", seconds)))
-    monkeypatch.setattr(engine.counters, "export", lambda: done.append(("export",)))
-    monkeypatch.setattr(module, "is_first_stage", lambda: first_stage)
+class NotedCounters(Counters):
+    exported = 0
+
+    def export(self):
+        self.exported += 1
+
+
+class NotedEngine(Engine):
+    """Notes what it starts with, and compiles nothing."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.started, self.counters = [], NotedCounters()
+
+    def start(self, largest, device, dtype, kernel, policy, is_first, measure):
+        self.started.append((largest, dtype, kernel, policy.least_rows, is_first, measure is not None))
+
+
+def engine_with_layers(options, builders=(OwnBuilder,) * 3, is_latent=False):
+    """Three layers, the first dense."""
+    config = config_of({"dense_layers": [0], **options})
+    engine = NotedEngine(config)
     for number, builder in enumerate(builders):
         name = f"model.layers.{number}.attn"
         impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, "a", GIVEN, {}))
         backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda builder=builder: builder)
         config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
     config.compilation_config.static_forward_context["another"] = SimpleNamespace()
-    return engine, done
+    return engine
 
 
-def test_everything_before_the_first_request_happens_once(monkeypatch):
-    engine, done = engine_with_layers(monkeypatch, {"log_every": 7})
-    for in_profile in (True, False, True):
-        engine.prepare(torch.device("cpu"), in_profile)
-    assert [each[0] for each in done] == ["roles", "warm up", "log", "export", "at exit"]
-    assert (done[2], done[4]) == (("log", 7), ("at exit", engine.counters.log))
-    assert done[1][2] == (1024, 32768)  # the largest call
-    assert done[0] == ("roles", 3, "STOCK", 1024)
-    assert done[1][1] == 2
+@pytest.mark.parametrize(("device", "in_profile"), [("cpu", True), ("cuda", False), ("cuda", True)])
+def test_everything_before_the_first_request_happens_once(device, in_profile):
+    engine = engine_with_layers({})
+    for again in (in_profile, False, True):
+        engine.prepare(torch.device(device), again)
+    # the last 1,024 rows of 32,768 tokens, which are measured on a GPU while vLLM measures memory
+    assert engine.started == [((1024, 32768), torch.float32, "STOCK", 1024, True, (device, in_profile) == ("cuda", True))]
+    assert engine.counters.exported == 1
+    assert len(engine.sparse_layers) == 2
     assert counting_layer(engine) == "model.layers.1.attn"
 
 
-def test_layers_whose_builder_vllm_derived_are_dense(monkeypatch):
+def test_layers_whose_builder_vllm_derived_are_dense():
     """As those with chunked local attention (Llama 4); the first layer that plans counts."""
     derived = type("Derived", (OwnBuilder,), {})
-    engine, done = engine_with_layers(monkeypatch, {"dense_layers": []}, builders=(derived, OwnBuilder, derived))
+    engine = engine_with_layers({"dense_layers": []}, builders=(derived, OwnBuilder, derived))
     engine.prepare(torch.device("cpu"), False)
     dense = {name: role for name, role in engine.roles.items() if isinstance(role, str)}
     assert dense == {f"model.layers.{each}.attn": "its backend shows layers other requests" for each in (0, 2)}
-    assert done[1][:2] == ("warm up", 1)
     assert counting_layer(engine) == "model.layers.1.attn"
 
 
@@ -173,32 +189,20 @@ def latent_builder(decoded, support):
         (1, "SINGLE_ONLY", 200, 128),
     ],
 )
-def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support, guessed, least, monkeypatch):
-    engine, done = engine_with_layers(
-        monkeypatch, {"least_rows": 1}, builders=[latent_builder(decoded, support)] * 3, is_latent=True
-    )
+def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support, guessed, least):
+    engine = engine_with_layers({"least_rows": 1}, builders=[latent_builder(decoded, support)] * 3, is_latent=True)
     engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
-    assert done[0] == ("roles", 3, "STOCK", least)
+    assert [least_rows for _, _, _, least_rows, *_ in engine.started] == [least]
 
 
-@pytest.mark.parametrize("in_profile", [True, False])
-def test_the_largest_call_is_made_while_memory_is_measured(monkeypatch, in_profile):
-    engine, done = engine_with_layers(monkeypatch, {})
-    engine.prepare(torch.device("cuda"), in_profile)
-    # the last 1,024 rows of 32,768 tokens
-    assert [each[2] for each in done if each[0] == "reserve"] == ([(1024, 32768)] if in_profile else [])
-
-
-def test_one_stage_exports_the_counters(monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "is_first"), [({"is_first_stage": False}, True), ({"rank": 1, "ranks": 2}, False)], ids=["stage", "rank"]
+)
+def test_one_stage_exports_the_counters_and_one_rank_logs(place, changes, is_first):
     """Metrics of processes are added up."""
-    engine, done = engine_with_layers(monkeypatch, {}, first_stage=False)
+    vars(place).update(changes)
+    engine = engine_with_layers({})
     engine.prepare(torch.device("cpu"), False)
-    assert [each[0] for each in done] == ["roles", "warm up", "log", "at exit"]
-
-
-def test_one_rank_logs(monkeypatch, ranks):
-    ranks[:] = [1, 2]
-    engine, done = engine_with_layers(monkeypatch, {})
-    engine.prepare(torch.device("cpu"), True)
-    assert [each[0] for each in done] == ["warm up"]
+    assert [first for *_, first, _ in engine.started] == [is_first]
+    assert engine.counters.exported == 0
