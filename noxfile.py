@@ -39,7 +39,6 @@ NEEDS = {
 NOT_ABOUT_TORCH = (
     "tests/integrations",
     "tests/kernels",
-    "tests/test_demo.py",
     "tests/test_documents.py",
     "tests/test_import_effects.py",
     "tests/test_imports.py",

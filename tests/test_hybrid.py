@@ -194,57 +194,6 @@ def test_statistics_tell_key_blocks_from_diagonals(method, gamma, diagonals):
     assert (stats.num_vertical_blocks.item(), stats.num_slash_blocks.item()) == (4, diagonals)
 
 
-def test_last_chunk_on_a_boundary_equals_the_whole(case):
-    with hybrid_length(128):
-        whole = case.search()
-        for first in (1, 7, 24):
-            chunk = Case(case.query[:, :, first * 16 :], case.key, case.config).search()
-            assert torch.equal(chunk.keep, whole.keep[:, :, first:])
-
-
-# Heads whose attention has a closed form
-
-BLOCK = 128
-GAMMAS = (0.8, 0.9, 0.93, 0.95, 0.98)
-# what every row gives to each key block that it sees, up to a factor, by the block's number
-KINDS = {
-    "even": lambda block: torch.ones(len(block)),
-    "two-level": lambda block: torch.where(block % 2 == 0, 4.0, 1.0),
-    "spiky": lambda block: torch.where(block == 3, float(len(block)), 1.0),  # the last rows give half to one block
-}
-
-
-def kept_by_gamma(kind: str, tokens: int, **options: Any) -> dict[float, tuple[float, float, float]]:
-    """Density, the rows' attention that is kept, and the last row's, by gamma."""
-    weights = KINDS[kind](torch.arange(tokens // BLOCK)).double()
-    query, key = torch.zeros(1, len(GAMMAS), tokens, 16), torch.zeros(1, 1, tokens, 16)
-    query[..., 0], key[..., 0] = 4, weights.log().float().repeat_interleave(BLOCK)
-    mask, stats = hybrid_mask(query, key, gamma=GAMMAS, **options, return_stats=True)
-    last = mask.to_dense()[0, :, -1].double() @ (weights / weights.sum())
-    found = (x.tolist() for x in (stats.density[0], stats.row_coverage[0], last))
-    return dict(zip(GAMMAS, zip(*found, strict=True), strict=True))
-
-
-def test_an_even_head_loses_nearly_everything_at_one_gamma_and_nothing_at_the_next():
-    """The cliff without a floor, at 32k tokens: it ends between gamma 0.93 and 0.95."""
-    kept = kept_by_gamma("even", 32768, min_coverage=0.0)
-    assert kept[0.9] == pytest.approx((0.0447, 0.1068, 0.0664), abs=5e-4)
-    assert kept[0.95] == pytest.approx((1, 1, 1), abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["even", "two-level"])
-@pytest.mark.parametrize("tokens", [16384, 32768])
-def test_by_default_every_head_holds_half_and_has_no_cliff(kind, tokens):
-    kept = kept_by_gamma(kind, tokens)
-    assert min(share for _, share, _ in kept.values()) > 0.5 and min(last for *_, last in kept.values()) > 0.5 - 1e-3
-    assert kept[0.93][1] - kept[0.9][1] < 0.3
-
-
-@pytest.mark.parametrize("tokens", [4096, 16384])
-def test_a_spike_is_never_lost(tokens):
-    assert min(min(shares) for _, *shares in kept_by_gamma("spiky", tokens, min_coverage=0.0).values()) > 0.5
-
-
 @pytest.mark.parametrize("share", [0.25, 0.75])
 def test_of_equal_blocks_the_nearest_hold_the_floor(share):
     """64 blocks in a query block whose threshold is 25 times their share."""

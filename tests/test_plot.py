@@ -84,14 +84,6 @@ def test_kinds_of_a_sparse_mask():
         assert (kinds == LEFT_OUT).any()
 
 
-def test_default_device_changes_nothing():
-    mask = causal_mask(70, 150)
-    expected = block_kinds(mask, 1)
-    with torch.device("meta"):
-        found = block_kinds(mask, 1)
-    assert torch.equal(found, expected)
-
-
 def test_kinds_without_full_blocks_and_with_leftovers_in_the_lists():
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
     indices = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)

@@ -1,12 +1,10 @@
 """The fast path against the reference, and the guarantees of the selection in float64."""
 
 import pytest
-import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.attention_calls import call
-from tests.cases import Case, cases, sparse_cases
+from tests.cases import cases, sparse_cases
 from tests.comparisons import Drawn, Tally, assert_as_the_oracle
 
 # float64 sums of the reference's shares against float32 decisions
@@ -49,36 +47,6 @@ def test_every_window_around_the_edges_of_blocks_equals_the_reference(method):
     for window in range(30, 52):
         case = call(q_len=91, kv_len=139, heads=(2, 1), scores={"window": window}, method=method, tau=0.5, row_stride=4).case
         assert_as_the_oracle(case.search(), case.reference())
-
-
-def test_last_chunk_on_a_boundary_equals_the_whole():
-    tally, dropped = Tally(), []
-
-    @settings(max_examples=40)
-    @given(
-        sparse_cases(
-            chunked=False,
-            windowed=False,
-            query_aware="per_query",
-            pattern_queries="last",
-            index_queries="last",
-        ),
-        st.data(),
-    )
-    def run(case, data):
-        size, length = case.config.block_size, case.query.shape[2]
-        first = data.draw(st.integers(1, length // size - 1), label="first block of the chunk")
-        expected = case.reference()
-        tally.add_decisions(expected)
-        chunk = Case(case.query[:, :, first * size :], case.key, case.config, case.scores, case.attention_mask).search()
-        clear = expected.margin > ROUNDING
-        assert torch.equal(chunk.keep[clear], expected.keep[:, :, first:][clear])
-        assert torch.equal(chunk.stats.is_query_aware[clear], expected.is_query_aware[clear])
-        dropped.append(bool((chunk.stats.density < 1).any()))
-
-    run()
-    tally.check()
-    assert any(dropped)
 
 
 # What gamma promises

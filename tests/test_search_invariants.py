@@ -8,35 +8,7 @@ from hypothesis import strategies as st
 from tests.cases import cases, sparse_cases
 from tests.comparisons import assert_equal_lists, assert_honest, assert_same_stats
 from tests.compile_support import assert_same_lists
-from tests.expected import by_block, visible_pairs
-
-# What is kept at all
-
-
-@settings(max_examples=50)
-@given(cases(gamma=1.0, max_budget=None))
-def test_gamma_one_keeps_every_visible_block(case):
-    keep = case.search().keep
-    assert torch.equal(keep, by_block(visible_pairs(case), case.config.block_size)[:, None].expand_as(keep))
-
-
-def test_larger_gamma_keeps_more():
-    grew = []
-
-    @settings(max_examples=60)
-    @given(cases(), st.integers(1, 100), st.integers(1, 100))
-    def run(case, percent, other):
-        low, high = sorted((percent, other))
-        fewer = case.with_config(gamma=low / 100).search().keep
-        more = case.with_config(gamma=high / 100).search().keep
-        assert not (fewer & ~more).any()
-        grew.append(bool((more & ~fewer).any()))
-
-    run()
-    assert any(grew)
-
-
-# What must not matter
+from tests.expected import visible_pairs
 
 
 def spoiled(x, generator):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from flexmask._torch import is_exporting, is_traced
 from tests.held_open import HELD, STRICT_EXPORT, held_open
 from tests.public_calls import COMPILED, UNCOMPILED, attention, tensors_of
 
@@ -41,33 +40,6 @@ def test_calls_that_need_no_kernel_run_during_a_strict_export():
     with held_open(STRICT_EXPORT):
         found = results(UNCOMPILED)
     assert_same_results(found, expected)
-
-
-@pytest.mark.parametrize("work", [*HELD.values(), STRICT_EXPORT], ids=[*HELD, "torch.export, strict"])
-def test_only_the_thread_that_compiles_is_traced(work):
-    with held_open(work):
-        assert not is_traced()
-        assert not is_exporting()
-
-
-class Asks(torch.nn.Module):
-    """Notes what it is told while it is traced."""
-
-    def forward(self, x):
-        return x + 10 * int(is_traced()) + 100 * int(is_exporting())
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_the_thread_that_exports_is_traced(strict):
-    program = torch.export.export(Asks(), (torch.zeros(1),), strict=strict)
-    assert program.module()(torch.zeros(1)).item() == 110
-
-
-def test_the_thread_that_compiles_is_traced_and_does_not_export():
-    compiled = torch.compile(Asks(), backend="eager")
-    with held_open(HELD["torch.export"]), torch.compiler.set_stance("default"):
-        assert compiled(torch.zeros(1)).item() == 10
-    assert Asks()(torch.zeros(1)).item() == 0
 
 
 @pytest.mark.attention

@@ -88,19 +88,6 @@ def test_tune_writes_settings_that_are_read_back(flexmask, folder, prompt, tmp_p
     assert [each["plan"] for each in plan["layers"]] == ["sparse", "sparse"]
 
 
-def test_tune_shows_densities_as_percentages(capsys):
-    import flexmask.commands.tune as command
-    from flexmask.commands.output import Output
-
-    heads = [{"layer": 0, "gamma": gamma, "density": gamma - 0.5, "error": 0.25} for gamma in (0.6, 0.7, 0.8)]
-    found = {"uniform": [{"gamma": 1.0, "density": 1.0, "error": 0.0}], "density": 0.2345, "error": 0.5, "heads": heads}
-    command._show(Output(), {**found, "gradient": False, "dense_layers": {}, "out": "x.json"})
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["gamma", "1", "for", "all", "heads", "100.0%", "0"] in lines
-    assert ["gamma", "per", "head,", "tuned", "23.4%", "0.5"] in lines
-    assert ["0", "0.6", "0.7", "0.8", "20.0%", "0.25"] in lines
-
-
 def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeypatch):
     import flexmask.integrations.tune.probe as module
 

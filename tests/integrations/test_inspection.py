@@ -201,13 +201,6 @@ def test_attention_that_is_not_finite_is_null_and_no_warning(inspected):
     assert [each["attention_kept"] for each in again["shown"]] == [None, None]
 
 
-def test_dense_prompt_shows_no_head():
-    model, prompt = make_model(), torch.arange(1, 60)
-    found = inspect_prefill(model, prompt)
-    assert [layer.ran for layer in found.summary.layers] == ["dense", "dense"]
-    assert found.heads == ()
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -11,7 +11,7 @@ from flexmask import SelectionStats
 
 pytest.importorskip("transformers")
 
-from flexmask.integrations.record.calls import MOST_REASONS, OTHER_REASONS, CallSize, RecordedCall, calls_on_host
+from flexmask.integrations.record.calls import MOST_REASONS, OTHER_REASONS, CallSize
 from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
 from tests.integrations.recorded_calls import HEADS, dense_stats, recorded, stats_of, without_nan
 
@@ -198,43 +198,6 @@ def test_missing_pandas_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"to_pandas needs pandas: pip install pandas; rows\(\) gives"):
         recorded(1).to_pandas()
-
-
-class Counted(torch.Tensor):
-    """A tensor that claims to be on a GPU and counts its copies to the host."""
-
-    copies: list[int] = []  # noqa: RUF012  # shared by all
-
-    @property
-    def device(self):
-        return torch.device("cuda")
-
-    def cpu(self):
-        Counted.copies.append(self.numel())
-        return self.as_subclass(torch.Tensor).clone()
-
-    def tolist(self):
-        raise AssertionError("read without a copy")
-
-
-def test_statistics_are_copied_once():
-    names = [name for name in vars(stats_of(0)) if name != "dense"]
-    calls = {}
-    for layer in range(3):
-        calls[layer] = []
-        for call in range(4):
-            stats = stats_of(10 * layer + call, hybrid=call == 3)
-            away = {name: getattr(stats, name).as_subclass(Counted) for name in names}
-            calls[layer].append((stats, RecordedCall(SelectionStats(**away), None, call, CallSize(1, 1, 1))))
-    Counted.copies.clear()
-    found = calls_on_host({layer: [each for _, each in pairs] for layer, pairs in calls.items()})
-    assert Counted.copies == [3 * 4 * len(names) * HEADS]
-    for layer, pairs in calls.items():
-        for (expected, _), copied in zip(pairs, found[layer], strict=True):
-            for name in names:
-                ours, theirs = getattr(copied.stats, name), getattr(expected, name)
-                assert ours.dtype == theirs.dtype
-                assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1))
 
 
 @pytest.mark.gpu

@@ -54,12 +54,6 @@ def test_heads_wider_than_those_tried_stay_stock(head_dim, reason):
     assert (role if isinstance(role, str) else None) == reason
 
 
-@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_wrong_least_rows_are_refused(value, error):
-    with pytest.raises(error, match="least_rows must be"):
-        read_options({"least_rows": value}, "options", "here", ("",), "")
-
-
 @given(
     requests=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400), st.booleans()), min_size=1, max_size=12),
     least_rows=st.sampled_from([2, 16, 64]),

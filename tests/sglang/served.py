@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
 class Served:
     """One layer's cache, a backend over it, and requests in steps."""
 
-    def __init__(self, settings=None, count_density=True, cache=torch.float32, kernel="torch_native", **layer):
+    def __init__(self, settings=None, cache=torch.float32, kernel="torch_native", stock=TorchNativeAttnBackend, **layer):
         torch.manual_seed(0)
         self.model = Model(**layer)
         self.pool = MHATokenToKVPool(SLOTS, 1, cache, KV_HEADS, DIM, 1, "cpu", False)
@@ -41,16 +41,19 @@ class Served:
             token_to_kv_pool=self.pool,
             req_to_token_pool=self.requests,
         )
-        self.backend = TorchNativeAttnBackend(self.runner)
+        self.backend = stock(self.runner)
         if settings is not None:
-            self.prefill = SGLangPrefill(self.runner, ServingOptions(settings, kernel, count_density=count_density))
+            self.prefill = SGLangPrefill(self.runner, ServingOptions(settings, kernel))
             self.backend = sparse(self.backend, self.runner, self.prefill)
         # slots of requests are mixed in the cache
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
         self.requests.req_to_token[:8, :512] = order.view(8, 512).int()
 
-    def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, is_written=False, **others):
-        """Attention of one step; `chunks` are (request, tokens before, rows). `is_written`: another kernel filled the cache."""
+    def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, writer="layer", options=None, **others):
+        """Attention of one step; `chunks` are (request, tokens before, rows). `options` are those of the layer's call.
+
+        Another `writer` than the layer fills the cache: "another kernel", or "nobody".
+        """
         places, before, rows = (list(each) for each in zip(*chunks, strict=True))
         slots = [self.requests.req_to_token[p, b : b + r] for p, b, r in chunks]
         query, key, value = (
@@ -79,9 +82,9 @@ class Served:
             setattr(batch, name, each)
         self.backend.init_forward_metadata(batch)
         key, value = (x.view(-1, KV_HEADS, DIM) for x in (key, value))
-        if is_written:
+        if writer == "another kernel":
             self.pool.set_kv_buffer(self.model.attn, batch.out_cache_loc, key, value)
-        return self.backend.forward(query, key, value, self.model.attn, batch, not is_written)
+        return self.backend.forward(query, key, value, self.model.attn, batch, writer == "layer", **(options or {}))
 
     @staticmethod
     def data(kind, request):

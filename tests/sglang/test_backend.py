@@ -14,7 +14,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from flexmask.integrations.serving import prefill as prefill_module
+from flexmask.integrations.serving.plan import plan_step
 from flexmask.integrations.sglang import step as step_module
+from flexmask.integrations.sglang.step import slots_of
 from tests.sglang.served import DIM, HEADS, KEEP_ALL, KV_HEADS, OPTIONS, SPARSE, STEPS, Served, outputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -32,22 +34,15 @@ def test_gamma_one_gives_the_stock_backend_s_outputs_and_cache():
     assert counters.density == pytest.approx(1)
 
 
-def test_a_cache_that_another_kernel_wrote_is_only_read(monkeypatch):
+def test_a_cache_that_another_kernel_wrote_is_only_read():
     """As qwen3_moe's rotary embedding does on CUDA."""
     stock, ours = Served(), Served(KEEP_ALL)
-    wanted, written = outputs(stock), []
-    write = ours.pool.set_kv_buffer
-
-    def counting(layer, loc, *rest):
-        written.append(len(loc))
-        write(layer, loc, *rest)
-
-    monkeypatch.setattr(ours.pool, "set_kv_buffer", counting)
-    for out, right in zip(outputs(ours, is_written=True), wanted, strict=True):
+    for out, right in zip(outputs(ours, writer="another kernel"), outputs(stock), strict=True):
         torch.testing.assert_close(out, right)
-    # once, of the whole step
-    assert written == [sum(rows for *_, rows in chunks) for chunks in STEPS]
     assert ours.prefill.counters.sparse_tokens == 200 + 207 + 164 + 150
+    unwritten = Served(KEEP_ALL)
+    torch.testing.assert_close(unwritten.step([(0, 0, 200)], writer="nobody"), stock.step([(0, 0, 200)]))
+    assert not unwritten.pool.get_key_buffer(0).any()
 
 
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -122,38 +117,41 @@ def test_an_output_that_sglang_gives_is_written_into():
     assert out.data_ptr() == given.data_ptr() and not given.isnan().any()
 
 
-def test_steps_in_cuda_graphs_and_of_decoding_run_stock(monkeypatch):
-    ours = Served(SPARSE)
+class OnlyNamed(TorchNativeAttnBackend):
+    def forward_extend(self, *arguments, **options):
+        return "stock"
+
+
+def test_steps_in_cuda_graphs_and_of_decoding_run_stock():
+    ours = Served(SPARSE, stock=OnlyNamed)
     ours.step([(0, 0, 200)])
     assert ours.backend.flexmask_step is not None
     ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
     assert ours.backend.flexmask_step is None
     # nor is a plan used for another kind of step
     ours.step([(0, 0, 200)])
-    monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *arguments, **options: "stock")
     batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
     assert ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch) == "stock"
 
 
-@pytest.mark.parametrize("fault", ["another_request", "one_token_off"])
+def slots_with_one_of_another_request(table, indices, request, tokens):
+    slots = slots_of(table, indices, request, tokens)
+    if slots is not None:
+        slots[3] = table[(indices[request] + 1) % 8, 3]
+    return slots
+
+
+def plan_one_token_off(starts, lengths, *rest):
+    chunks = zip(starts, starts[1:], lengths, strict=False)
+    return plan_step(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [(step_module, "slots_of", slots_with_one_of_another_request), (prefill_module, "plan_step", plan_one_token_off)],
+    ids=lambda fault: fault[1],
+)
 def test_a_planted_fault_is_caught(fault, monkeypatch):
-    if fault == "another_request":
-        right = step_module.slots_of
-
-        def wrong(table, indices, request, tokens):
-            slots = right(table, indices, request, tokens)
-            if slots is not None:
-                slots[3] = table[(indices[request] + 1) % 8, 3]
-            return slots
-
-        monkeypatch.setattr(step_module, "slots_of", wrong)
-    else:
-        right_plan = prefill_module.plan_step
-
-        def wrong_plan(starts, lengths, *rest):
-            chunks = zip(starts, starts[1:], lengths, strict=False)
-            return right_plan(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
-
-        monkeypatch.setattr(prefill_module, "plan_step", wrong_plan)
+    monkeypatch.setattr(*fault)
     far = [float((out - wanted).abs().max()) for out, wanted in zip(outputs(Served(KEEP_ALL)), outputs(Served()), strict=True)]
     assert far[0] < 1e-4 and max(far) > 0.05

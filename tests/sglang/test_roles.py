@@ -14,7 +14,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from flexmask.integrations.sglang import backend as module
 from flexmask.integrations.sglang.prefill import SGLangPrefill
 from tests.sglang.served import KEEP_ALL, SPARSE, Served, outputs
 
@@ -60,23 +59,30 @@ def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():
         assert torch.equal(out, wanted)
 
 
-def test_what_runs_stock_is_logged_once(monkeypatch, caplog):
-    ours, seen = Served(SPARSE), []
+class Noting(TorchNativeAttnBackend):
+    """Notes the options of its calls."""
+
+    def __init__(self, runner):
+        super().__init__(runner)
+        self.calls = []
+
+    def forward_extend(self, *arguments, **options):
+        self.calls.append(options)
+
+
+def test_what_runs_stock_is_logged_once(caplog):
+    ours = Served(SPARSE, stock=Noting)
     ours.prefill.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
-    monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *arguments, **options: seen.append(options))
     for _ in range(2):
         ours.step([(0, 0, 200)])
-    assert seen == []
-    monkeypatch.setattr(module, "attend_by_plan", None)
-    step = ours.backend.flexmask_step
+    assert ours.backend.calls == []
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, extend_seq_lens_cpu=[200], extend_prefix_lens_cpu=[0])
     for _ in range(2):
         ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch, sinks=torch.ones(4))
     ours.backend.forward_extend(None, None, None, ours.model.attn, batch)
     batch.extend_prefix_lens_cpu = [200]
     ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch)
-    assert len(seen) == 4 and step is not None
-    monkeypatch.undo()
+    assert len(ours.backend.calls) == 4
     for _ in range(2):
         ours.step([(0, 0, 200)], spec_info=object())
     assert [each for each in caplog.messages if "compiling" not in each and "flexmask" in each] == [
@@ -92,13 +98,11 @@ def test_what_runs_stock_is_logged_once(monkeypatch, caplog):
     assert (ours.prefill.counters.steps, ours.prefill.counters.dense_tokens) == (2, 4 * 200 + 400)
 
 
-def test_a_step_that_its_layers_run_stock_counts_as_dense(monkeypatch):
-    ours = Served(SPARSE)
-    monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *arguments, **options: None)
-    forward = ours.backend.forward
-    monkeypatch.setattr(ours.backend, "forward", lambda *arguments: forward(*arguments, sinks=torch.ones(4)))
+def test_a_step_that_its_layers_run_stock_counts_as_dense():
+    ours = Served(SPARSE, stock=Noting)
     for _ in range(2):
-        ours.step([(0, 0, 200), (1, 0, 20)])
+        ours.step([(0, 0, 200), (1, 0, 20)], options={"sinks": torch.ones(4)})
+    assert len(ours.backend.calls) == 2
     counters = ours.prefill.counters
     assert (counters.steps, counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, 440, None)
 

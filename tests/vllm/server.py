@@ -20,7 +20,7 @@ _SECONDS = 400  # to start, on a machine that does other things
 class Server:
     """``with Server(log, options) as server``: an OpenAI server of the retriever."""
 
-    def __init__(self, log, options, *arguments):
+    def __init__(self, log, options):
         self.log = log
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -29,7 +29,7 @@ class Server:
         given |= {"port": self.port, "host": "127.0.0.1", "max-logprobs": 8, "max-num-seqs": 8}
         self.command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--enforce-eager"]
         self.command += [str(part) for name, value in given.items() for part in (f"--{name}", value)]
-        self.command += ["--additional-config", json.dumps({"flexmask": options}), *arguments]
+        self.command += ["--additional-config", json.dumps({"flexmask": options})]
         self.process: Any = None
 
     def start(self):
@@ -79,14 +79,3 @@ class Server:
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             told = json.load(reply)["choices"][0]["logprobs"]
         return [int(token.removeprefix("token_id:")) for token in told["tokens"]], told["token_logprobs"]
-
-    def drop(self, tokens, after):
-        """Ask for a stream and hang up after so many seconds."""
-        asked = {"model": MODEL, "prompt": tokens, "max_tokens": 50, "temperature": 0, "ignore_eos": True, "stream": True}
-        body = json.dumps(asked).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
-            connection.sendall(head.encode() + b"\r\n\r\n" + body)
-            time.sleep(after)

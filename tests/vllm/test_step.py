@@ -12,7 +12,6 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from flexmask.integrations.serving import prefill as prefill_module
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.vllm import builder as builder_module
@@ -84,18 +83,22 @@ def written_out(query, keys, values, scale, sinks=None):
 
 
 class OneLayer(Prefill):
-    """An engine whose layer has the role of its implementation's arguments."""
+    """An engine whose layer has the role of its implementation's arguments; notes the keys of its sparse requests."""
 
     chosen: Sequence[RequestOptions | None] = ()
 
     def __init__(self, options, log):
         super().__init__(options, log)
-        self.settings, self.prepared = options.settings, []
+        self.settings, self.prepared, self.keys = options.settings, [], []
         self.roles = {"stock": "in dense_layers"}
         self.role_of(LAYER.layer_name, "", {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "scale": 0.2}, {})
 
     def prepare(self, device, in_profile):
         self.prepared.append((device.type, in_profile))
+
+    def attend_to(self, role, request, query, key, *rest):
+        self.keys.append(key)
+        return super().attend_to(role, request, query, key, *rest)
 
     def role_of(self, name, model, given, defaults):
         self.roles[name] = role_of(0, given, {}, self.settings, torch.float32)
@@ -105,8 +108,8 @@ class OneLayer(Prefill):
 @pytest.fixture
 def engine(monkeypatch):
     made = OneLayer(ServingOptions(KEEP_ALL), logging.getLogger("vllm.tests"))
-    monkeypatch.setattr(builder_module, "engine_of", lambda config: made)
-    monkeypatch.setattr(impl_module, "engine_of", lambda config: made)
+    for module in (builder_module, impl_module):
+        monkeypatch.setattr(module, "engine_of", lambda config: made)
     config = SimpleNamespace(model_config=SimpleNamespace(model="a"))
     monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: config)
     return made
@@ -177,40 +180,6 @@ def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
     assert all(each.is_fast for each in impl.calls[:-1] if sparse)
 
 
-@pytest.mark.attention
-def test_requests_of_one_step_have_options_of_their_own(parts, engine):
-    builder, _ = parts
-    engine.settings = PrefillSettings(gamma=0.2, min_budget=0, min_coverage=0, block_size=32, dense_below=0)
-    impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS)
-    engine.chosen = [None, RequestOptions(gamma=1.0), RequestOptions(dense=True)]
-    common, (query, key, value, cache) = step_of([(320, 0), (96, 230), (96, 230)])
-    with torch.inference_mode():
-        output, expected = torch.empty_like(query), torch.empty_like(query)
-        impl.forward(LAYER, query, key, value, cache, builder.build(0, common), output)
-        assert len(impl.calls) == 1
-        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
-    torch.testing.assert_close(output[320:], expected[320:], rtol=1e-4, atol=1e-5)
-    assert (output - expected)[:320].abs().max() > 0.05
-    assert (engine.counters.sparse_tokens, engine.counters.dense_tokens) == (416, 96)
-
-
-@pytest.mark.attention
-def test_sinks_reach_both_kernels(parts):
-    builder, impl = parts
-    sinks = torch.nn.Parameter(torch.randn(HEADS) + 2, requires_grad=False)
-    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, sinks=sinks)
-    common, (query, key, value, cache) = step_of([(1, 40), (70, 33)])
-    with torch.inference_mode():
-        output, expected = torch.empty_like(query), torch.empty_like(query)
-        impl.forward(LAYER, query, key, value, cache, builder.build(0, common), output)
-        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
-        impl.sinks = None
-        without = torch.empty_like(query)
-        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), without)
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-    assert (without - expected).abs().amax((1, 2)).min() > 1e-2
-
-
 class WindowedImpl(StockImpl):
     def __init__(self, num_heads, head_size, scale, num_kv_heads, sliding_window):
         super().__init__(num_heads, head_size, scale, num_kv_heads)
@@ -218,19 +187,13 @@ class WindowedImpl(StockImpl):
 
 @pytest.mark.attention
 @pytest.mark.parametrize("junk", [float("nan"), -50.0])
-def test_pages_before_the_window_are_not_read(junk, parts, engine, monkeypatch):
+def test_pages_before_the_window_are_not_read(junk, parts, engine):
     """They are free: empty, or those of another request."""
     builder, _ = parts
     engine.settings = PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0)
     impl = type("Impl", (SparsePrefillImpl, WindowedImpl), {})(HEADS, DIM, 0.2, KV_HEADS, 150)
     common, (query, key, value, cache) = step_of([(96, 230), (64, 40)])
-    metadata, outputs, selected_from, attend = builder.build(0, common), [], [], prefill_module.attend
-
-    def attend_and_note(role, query, key, *rest):
-        selected_from.append(key)
-        return attend(role, query, key, *rest)
-
-    monkeypatch.setattr(prefill_module, "attend", attend_and_note)
+    metadata, outputs = builder.build(0, common), []
     with torch.inference_mode():
         for _ in range(2):
             outputs.append(impl.forward(LAYER, query, key, value, cache, metadata, torch.empty_like(query)))
@@ -239,7 +202,7 @@ def test_pages_before_the_window_are_not_read(junk, parts, engine, monkeypatch):
     assert engine.counters.density is not None and engine.counters.density < 0.9
     assert torch.equal(*outputs)
     # masks too
-    assert all(map(torch.equal, selected_from[:2], selected_from[2:]))
+    assert len(engine.keys) == 4 and all(map(torch.equal, engine.keys[:2], engine.keys[2:]))
 
 
 @pytest.mark.attention
@@ -266,28 +229,6 @@ def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
     # FP8 rounds what neither of them reads
     for read in (numbers, cache):
         assert (later - written_out(exact[:70], *rows_of(read, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
-
-
-def test_only_the_rows_of_a_sparse_request_are_no_longer_quantized(parts, monkeypatch):
-    """Decoding rows and short chunks stay in FP8, in the stock kernel."""
-    builder, impl = parts
-    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
-    scales = {f"_{name}_scale": torch.tensor(0.5) for name in "qkv"}
-    common, (query, key, value, cache) = step_of([(1, 40), (70, 33), (5, 60), (64, 0)])
-    seen = []
-
-    def attend(role, query, *rest):
-        seen.append((query.dtype, len(query)))
-        return torch.zeros(query.shape), None
-
-    monkeypatch.setattr(StockImpl, "forward", lambda self, layer, query, *rest: seen.append((query.dtype, len(query))))
-    monkeypatch.setattr(prefill_module, "attend", attend)
-    with torch.inference_mode():
-        layer = SimpleNamespace(layer_name=LAYER.layer_name, **scales)
-        output, stored = torch.empty_like(query), cache.to(torch.float8_e4m3fn).view(torch.uint8)
-        quantized = query.to(torch.float8_e4m3fn)
-        impl.forward(layer, quantized, key, value, stored, builder.build(0, common), output)
-    assert seen == [(quantized.dtype, 1), (quantized.dtype, 5), (torch.float32, 70), (torch.float32, 64)]
 
 
 def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, engine, caplog):

@@ -1,0 +1,125 @@
+"""The options of the engines' plug-ins: vLLM's additional_config and SGLang's environment variable."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.sglang.options import VARIABLE
+from flexmask.integrations.sglang.options import serving_options as options_of_sglang
+from flexmask.integrations.vllm.engine import serving_options as options_of_vllm
+
+MODEL = SimpleNamespace(flexmask_config={"gamma": 0.8, "layers": {"2": {"gamma": [0.5, 1.0]}}})
+# by engine: a kernel, the default one, and where options are given
+ENGINES = {"vllm": ("TRITON_ATTN", "FLASH_ATTN", "additional_config"), "sglang": ("fa3", "triton", VARIABLE)}
+
+
+@pytest.fixture
+def of_variable(monkeypatch):
+    def read(text, model=None):
+        monkeypatch.setenv(VARIABLE, text)
+        return options_of_sglang("triton", model)
+
+    return read
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return request.param
+
+
+@pytest.fixture
+def of(engine, of_variable):
+    """From keywords to the options of an engine."""
+    if engine == "vllm":
+        return lambda **options: options_of_vllm({"flexmask": options})
+    return lambda **options: of_variable(json.dumps(options))
+
+
+def test_settings_and_own_options_stand_side_by_side(of, engine):
+    kernel, default, source = ENGINES[engine]
+    given = {"method": "flexprefill", "gamma": 0.9, "block_size": 64, "dense_below": 0, "dense_layers": [0]}
+    options = of(**given, kernel=kernel, count_density=False, log_every=5)
+    assert (options.settings.method, options.settings.options) == ("flexprefill", {"gamma": 0.9})
+    assert (options.settings.dense_layers, options.policy) == ((0,), DensePolicy(0, 64, (0,)))
+    assert (options.kernel, options.count_density, options.log_every, options.source) == (kernel, False, 5, source)
+    assert of(gamma=0.9).kernel == default
+
+
+def test_gammas_by_head_and_layer_come_from_json(of):
+    options = of(**json.loads('{"gamma": [0.9, 1.0], "layers": {"3": {"gamma": [0.5, 0.6]}}}'))
+    assert options.settings.selector(0).options["gamma"] == (0.9, 1.0)
+    assert options.settings.selector(3).options["gamma"] == (0.5, 0.6)
+
+
+def test_the_model_s_config_counts_where_nothing_else_is_given():
+    for additional in ({}, {"flexmask": {}}, {"flexmask": {"kernel": "FLASH_ATTN"}}, {"other": 1}, object()):
+        options = options_of_vllm(additional, MODEL)
+        assert (options.settings.options["gamma"], options.source) == (0.8, "the model's config.json")
+        assert options.settings.selector(2).options["gamma"] == (0.5, 1.0)
+    nested = SimpleNamespace(get_text_config=lambda: MODEL)
+    assert options_of_vllm({}, nested).settings.options["gamma"] == 0.8
+    assert options_of_vllm({"flexmask": {"gamma": 0.7}}, MODEL).settings.options["gamma"] == 0.7
+    assert options_of_vllm({}, SimpleNamespace()).source == "defaults"
+
+
+def test_a_file_holds_what_tune_saves(of, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(of(gamma=0.7, dense_layers=[1]).settings.to_dict()), encoding="utf-8")
+    options = of(file=str(path))
+    assert (options.settings.options["gamma"], options.settings.dense_layers, options.source) == (0.7, (1,), str(path))
+    with pytest.raises(ValueError, match="file must come without settings of its own; got \\['gamma'\\] too"):
+        of(file=str(path), gamma=0.9)
+    path.write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"settings.json: must be a JSON object of options; got list"):
+        of(file=str(path))
+
+
+def test_the_variable_may_name_a_file(of_variable, tmp_path):
+    path = tmp_path / "options.json"
+    path.write_text('{"gamma": 0.7, "count_density": false}', encoding="utf-8")
+    options = of_variable(str(path))
+    assert (options.settings.options["gamma"], options.count_density) == (0.7, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"gama": 0.9}, ValueError, "method 'hybrid' takes .* got 'gama'; .* kernel, file, least_rows, count_density, log_every"),
+        ({"tau": 0.1}, ValueError, "got 'tau', an option of flexprefill"),
+        ({"gamma": 2}, ValueError, "gamma must be in"),
+        ({"kernel": "FLASHINFER"}, ValueError, "kernel must be"),
+        ({"count_density": 1}, TypeError, "count_density must be true or false; got 1"),
+        ({"least_rows": -1}, ValueError, "least_rows must be"),
+        ({"least_rows": 1.5}, TypeError, "least_rows must be"),
+        ({"log_every": 0}, ValueError, "log_every must be > 0 seconds; got 0"),
+        ({"file": 3}, TypeError, "file must be a path; got int"),
+        ({"layers": {"1": {"tau": 0.1}}}, ValueError, r"layers\[1\]: method 'hybrid' takes"),
+        ({"method": "no_such"}, ValueError, "method must be"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(of, options, error, message):
+    with pytest.raises(error, match=message):
+        of(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ('{"gama": 0.9}', ValueError, "^FLEXMASK_SGLANG: "),
+        ("[1]", TypeError, "FLEXMASK_SGLANG must be a dict of options; got list"),
+        ("{gamma: 1}", ValueError, "FLEXMASK_SGLANG must be a JSON object or the path of a file with one: Expecting"),
+        ("/no/such/file", ValueError, "the path of a file with one; got '/no/such/file'"),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_name(of_variable, text, error, message):
+    with pytest.raises(error, match=message):
+        of_variable(text)
+
+
+def test_additional_config_is_refused_by_name():
+    with pytest.raises(TypeError, match="must be a dict of options; got list"):
+        options_of_vllm({"flexmask": [1]})
+    with pytest.raises(ValueError, match=r"^additional_config\['flexmask'\]: method 'hybrid' takes"):
+        options_of_vllm({"flexmask": {"gama": 0.9}})
