@@ -10,8 +10,6 @@ from importlib import metadata
 import pytest
 import torch
 
-pytest.importorskip("typer")
-
 import flexmask.environment as environment
 import flexmask.self_test as self_test
 from flexmask import commands

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 import flexmask.commands.gain as command

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-pytest.importorskip("typer")
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 from flexmask import commands

@@ -2,11 +2,6 @@
 
 import json
 
-import pytest
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from flexmask.commands.output import Output
 
 ODD = "a:package:b [bold]c[/x] é"

@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("typer")
-
 import flexmask as package
 from flexmask import commands
 from flexmask.commands import main

@@ -5,9 +5,6 @@ import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 

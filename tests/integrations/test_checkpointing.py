@@ -6,9 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("transformers")
-
-
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.mask import PrefillMask
 from tests.integrations.common import make_model

@@ -5,8 +5,6 @@ import logging
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import dense_policy, sparse_attention, sparse_attention_varlen
 from tests.integrations.common import MARKS

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-pytest.importorskip("transformers")
-
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.common import MARKS, SPARSE, make_model, padded
 

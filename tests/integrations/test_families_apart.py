@@ -4,9 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf

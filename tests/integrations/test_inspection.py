@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from flexmask.base.inputs import AttentionInputs
 from flexmask.integrations.huggingface import PrefillSettings, sparse_prefill
 from flexmask.integrations.inspect import inspect_prefill

@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from flexmask.integrations.huggingface import PrefillSettings

@@ -6,8 +6,6 @@ import gc
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
 
 from flexmask.integrations.huggingface.layer_plan import PlannedLayer, layer_plan

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from flexmask.integrations.huggingface import sparse_prefill
 from tests.integrations.cells import FEWER_CELLS
 from tests.integrations.common import KEEP_ALL, make_model

@@ -5,8 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.block_masks.causal import causal_mask
 from tests.integrations.common import LENGTH, MARKS, make_model, padded

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.cells import static_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model, padded

@@ -6,9 +6,6 @@ import threading
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf

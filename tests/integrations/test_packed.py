@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.common import KEEP_ALL, LENGTH, MARKS, SPARSE
 

@@ -7,8 +7,6 @@ import pytest
 
 from tests.repository import ROOT
 
-pytest.importorskip("transformers")
-
 TOKENS = 32768
 
 # Its own process; only Linux lets a process reset its peak.

@@ -5,9 +5,6 @@ import warnings
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.mask import PrefillMask

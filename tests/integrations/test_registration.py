@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("transformers")
-
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.environment import check_release
 from tests.integrations.common import MARKS

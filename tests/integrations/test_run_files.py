@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from flexmask.integrations.record.calls import CallSize, LayerTotals
 from flexmask.integrations.record.run import PrefillRun
 from tests.integrations.recorded_calls import HEADS, recorded, stats_of, without_nan

@@ -5,9 +5,6 @@ import os
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf

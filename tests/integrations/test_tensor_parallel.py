@@ -5,10 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 import torch
-
-pytest.importorskip("transformers")
 
 from flexmask.integrations.huggingface import sparse_prefill
 from tests.integrations.families import FAMILIES

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.held_open import HELD, held_open
 from tests.integrations.common import MARKS, make_model, padded

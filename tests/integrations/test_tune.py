@@ -6,9 +6,6 @@ import itertools
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
-
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.common import MARKS, make_model, padded
 from tests.integrations.tune_calls import GAMMAS, OPTIONS, tuned

@@ -3,9 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("transformers")
-
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf

@@ -5,9 +5,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers.utils import logging
 
 import flexmask.integrations.huggingface as flexmask_hf

@@ -7,9 +7,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers")
-
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
