@@ -111,7 +111,7 @@ def line(method: str, each: Measured, dense: Measured, right: Tensor) -> str:
     answers = (
         f"the same {total} answers" if same == total else f"{correct} of {total} answers right, {same} as with dense attention"
     )
-    return f"{name}   {speed}, {answers}, {each.density:.0%} of the blocks"
+    return f"{name}   {speed}, {answers}, density {each.density:.0%}"
 
 
 def python() -> str:

@@ -137,7 +137,7 @@ def test_frontier_lines_are_the_methods_by_density(pyplot):
     axes = plot_frontier({"a": [(0.3, 0.02), (0.2, 0.05)], "b": [(0.4, 0.01)]}, error="loss")
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines == {"a": [[0.2, 0.05], [0.3, 0.02]], "b": [[0.4, 0.01]]}
-    assert (axes.get_xlabel(), axes.xaxis.get_major_formatter()(0.3)) == ("blocks kept, %", "30")
+    assert (axes.get_xlabel(), axes.xaxis.get_major_formatter()(0.3)) == ("density, %", "30")
     assert axes.get_ylabel() == "loss"
     styles = {(line.get_marker(), line.get_linestyle()) for line in axes.get_lines()}
     assert len(styles) == 2

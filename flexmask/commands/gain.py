@@ -44,7 +44,7 @@ def gain(
     new_tokens: Annotated[int, typer.Option(min=0, help="Also continue the prompt by so many tokens, dense and sparse.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     tokens: Annotated[str | None, typer.Option(help=f"Prompt lengths. Default: {_LENGTHS}; on a CPU {_LENGTHS_ON_CPUS}.")] = None,
-    density: Annotated[str, typer.Option(help="Without a prompt: shares of the blocks to keep.")] = "0.1,0.2,0.4",
+    density: Annotated[str, typer.Option(help="Without a prompt: densities, the shares of the blocks to keep.")] = "0.1,0.2,0.4",
     device: Device = None,
     dtype: DType = None,
     method: Method = None,
@@ -106,13 +106,13 @@ def verdict(row: dict[str, Any]) -> str:
     if worth:
         least, most = (f(way["first_token_ratio"] for way in worth) for f in (min, max))
         times = f"{most:.2f}" if len(worth) == 1 else f"{least:.2f} to {most:.2f}"
-        return f"{start}the first token comes {times} times as fast at {_percents(worth)} of the blocks"
+        return f"{start}the first token comes {times} times as fast at density {_percents(worth)}"
     unclear = [way for way in row["sparse"] if way["first_token_ratios"][1] >= LEAST_GAIN]
     if unclear:
         ratios = [ratio for way in unclear for ratio in way["first_token_ratios"]]
-        times = f"{min(ratios):.2f} to {max(ratios):.2f} times as fast at {_percents(unclear)} of the blocks"
+        times = f"{min(ratios):.2f} to {max(ratios):.2f} times as fast at density {_percents(unclear)}"
         return f"{start}no verdict; the first token comes {times}, from run to run. Repeat it on a quiet machine"
-    return f"{start}nothing to gain; the first token comes less than 5% sooner at {_percents(row['sparse'])} of the blocks"
+    return f"{start}nothing to gain; the first token comes less than 5% sooner at density {_percents(row['sparse'])}"
 
 
 def _percents(ways: Sequence[dict[str, Any]]) -> str:
@@ -161,7 +161,7 @@ def _show_times(output: Output, rows: Sequence[dict[str, Any]]) -> None:
             ratios = " to ".join(f"{ratio:.2f}" for ratio in way["first_token_ratios"])
             first = [_time(way["first_token_seconds"]), f"{way['first_token_ratio']:.2f}x", ratios]
             lines.append(["", "flexmask", f"{way['density']:.1%}", *parts, *first])
-    names = "tokens, attention by, blocks kept, selection, attention, faster, first token, sooner, from run to run"
+    names = "tokens, attention by, density, selection, attention, faster, first token, sooner, from run to run"
     output.table(names.split(", "), lines, "Seconds of all attention layers, and the expected time to first token")
 
 

@@ -62,7 +62,7 @@ def plot_frontier(
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}")
-    axes.set_xlabel("blocks kept, %")
+    axes.set_xlabel("density, %")
     axes.set_ylabel(error)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -117,13 +117,13 @@ def row_of(*ways):
 @pytest.mark.parametrize(
     ("ratios", "said"),
     [
-        ([(0.1, 0.7), (0.4, 1.04)], "nothing to gain; the first token comes less than 5% sooner at 10% to 40% of the blocks"),
-        ([(0.1, 2.0), (0.2, 1.5), (0.4, 1.0)], "the first token comes 1.50 to 2.00 times as fast at 10% to 20% of the blocks"),
-        ([(0.173, 1.25)], "the first token comes 1.25 times as fast at 17% of the blocks"),
-        ([(0.173, 1.6, [1.06, 2.1])], "the first token comes 1.60 times as fast at 17% of the blocks"),
+        ([(0.1, 0.7), (0.4, 1.04)], "nothing to gain; the first token comes less than 5% sooner at density 10% to 40%"),
+        ([(0.1, 2.0), (0.2, 1.5), (0.4, 1.0)], "the first token comes 1.50 to 2.00 times as fast at density 10% to 20%"),
+        ([(0.173, 1.25)], "the first token comes 1.25 times as fast at density 17%"),
+        ([(0.173, 1.6, [1.06, 2.1])], "the first token comes 1.60 times as fast at density 17%"),
         (
             [(0.1, 1.6, [0.9, 2.1]), (0.2, 1.0, [0.9, 1.01])],
-            "no verdict; the first token comes 0.90 to 2.10 times as fast at 10% of the blocks, from run to run. "
+            "no verdict; the first token comes 0.90 to 2.10 times as fast at density 10%, from run to run. "
             "Repeat it on a quiet machine",
         ),
     ],
