@@ -1,7 +1,7 @@
 """Write the reports: ``python -m bench.report``, or ``make bench-report``.
 
-In the documents of `FILLED` it replaces the lines between ``<!-- table: NAME -->`` and ``<!-- end -->``, and draws the figures of
-README.md into ``bench/results/``.
+In the documents of `FILLED` it replaces the lines between ``<!-- table: NAME -->`` and ``<!-- end -->``, and draws the figures
+into ``bench/results/``.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.report import fidelity, leaderboard, should_i_use_it, speed
+from bench.report import fidelity, first_token, leaderboard, should_i_use_it, speed
 from bench.report.rows import FOLDER
 
 ROOT = Path(__file__).parents[2]
 FILLED = (
     "README.md",
     "docs/options.md",
+    "docs/performance.md",
     "bench/FIDELITY.md",
     "bench/REPORT.md",
     "bench/LEADERBOARD.md",
@@ -28,8 +29,13 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     **speed.TABLES,
     **leaderboard.TABLES,
     **should_i_use_it.TABLES,
+    **first_token.TABLES,
 }
-FIGURES = {"fidelity-by-density": fidelity.draw_by_density, "speed-calls": speed.draw_calls}
+FIGURES = {
+    "fidelity-by-density": fidelity.draw_by_density,
+    "speed-calls": speed.draw_calls,
+    "speed-first-token": first_token.draw,
+}
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

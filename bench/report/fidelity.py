@@ -1,4 +1,4 @@
-"""Tables of FIDELITY.md, and the table and a figure of README.md."""
+"""Tables of FIDELITY.md, of docs/options.md and of equal error, and a figure."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _against_others(label: str, named: dict[str, tuple[int, str]], folder: Path)
         errors = [number(curves.error_at(other, own["density"].mean())) for other in OTHERS]
         figures = [_mean_of(own, "abs_d", ".2f"), _mean_of(own, "d_loss", "+.3f"), *errors]
         cells.append([name, percent(own["density"].mean()), *figures])
-    others = [f"{other}'s {ERROR} at as many blocks" for other in OTHERS]
-    return markdown_table([label, "blocks kept", ERROR, "change of the loss", *others], cells)
+    others = [f"{other}'s {ERROR} at this density" for other in OTHERS]
+    return markdown_table([label, "density", ERROR, "change of the loss", *others], cells)
 
 
 def settings(folder: Path = FOLDER) -> list[str]:
@@ -61,7 +61,7 @@ def by_length(folder: Path = FOLDER) -> list[str]:
 
 
 def gammas(folder: Path = FOLDER) -> list[str]:
-    """Blocks kept and error of hybrid by length and gamma."""
+    """Density and error of hybrid by length and gamma."""
     cells = []
     for length in LENGTHS:
         rows = language_model(length, folder)
@@ -72,7 +72,7 @@ def gammas(folder: Path = FOLDER) -> list[str]:
 
 
 def gains(folder: Path = FOLDER) -> list[str]:
-    """README's table: hybrid's default setting, and flexprefill at the same error."""
+    """Calls at equal error: hybrid's default setting, and flexprefill at the error that it has."""
     cells, calls = [], call_rows(folder)
     for length in LENGTHS[2:]:
         rows, at_length = language_model(length, folder), calls[calls["tokens"] == length]
@@ -81,7 +81,7 @@ def gains(folder: Path = FOLDER) -> list[str]:
         for method, at, density in (("hybrid", "gamma 0.9", own["density"]), ("flexprefill", "at the same error", others)):
             ratio = speed_up(at_length[at_length["method"] == method], density)
             cells.append([f"{length:,}", f"`{method}`, {at}", percent(density), times(ratio), number(own["abs_d"])])
-    return markdown_table(["tokens", "method", "blocks kept", "speed-up", ERROR], cells)
+    return markdown_table(["tokens", "method", "density", "speed-up", ERROR], cells)
 
 
 def draw_by_density(axes: Any, folder: Path = FOLDER) -> None:
@@ -97,7 +97,7 @@ def draw_by_density(axes: Any, folder: Path = FOLDER) -> None:
     axes.plot(100 * density, error, "o", color="black", markersize=11, fillstyle="none")
     at = {"textcoords": "offset points", "ha": "right", "va": "top"}
     axes.annotate("hybrid (ours)\nring: gamma 0.9", (100 * density, error), (-12, -16), **at)
-    names = {"xlabel": "blocks kept, %", "ylabel": "|Δ log p|: mean change of a token's log-probability"}
+    names = {"xlabel": "density, %", "ylabel": "|Δ log p|: mean change of a token's log-probability"}
     axes.set(**names, xlim=(0, 60), yscale="log")
     axes.minorticks_off()
     ticks = [0.1, 0.2, 0.3, 0.4, 0.6, 0.8]

@@ -22,9 +22,9 @@ HEAD = [
     *(f"{ERROR} at {density:.0%} of the blocks" for density in DENSITIES),
     "fewest blocks that find every needle",
     "RULER: points against dense",
-    "RULER: blocks kept",
+    "RULER: density",
     "mask at 128k, ms",
-    "mask: blocks kept",
+    "mask: density",
 ]
 
 

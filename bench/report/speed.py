@@ -102,7 +102,7 @@ def draw_calls(axes: Any, folder: Path = FOLDER) -> None:
         style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 5}
         axes.plot(100 * own["density"], 1 / own["share"], label=f"{thousands(tokens)} tokens, hybrid", **style)
     axes.axhline(1, color="#444444", linewidth=0.8)
-    axes.set(xlabel="blocks kept, %", ylabel="speed-up over the fastest dense kernel", yscale="log")
+    axes.set(xlabel="density, %", ylabel="speed-up over the fastest dense kernel", yscale="log")
     axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=9)
