@@ -63,8 +63,7 @@ def doctor(
     """
     output = Output(as_json)
     model = None if named is None and model is None else model_named(named, model)
-    with output.progress("loading torch") as advance:
-        advance(0, 1)
+    with output.progress("loading torch"):
         from flexmask.environment import backends, device_name, problems, versions
     # of a model over several devices: the first
     where = chosen_device(None if device == "auto" else device)
@@ -120,8 +119,7 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
     from flexmask.self_test import self_test
 
     # the time on two CPU cores
-    with output.progress("self-test, which compiles attention: half a minute the first time (--skip-self-test: none)") as advance:
-        advance(0, 1)
+    with output.progress("self-test, which compiles attention: half a minute the first time (--skip-self-test: none)"):
         tests = list(self_test(device))
     rows = []
     for test in tests:

@@ -82,10 +82,11 @@ class Output:
 
 
 class _Lines:
-    """Progress in a log: a line at first, and for each tenth that is done."""
+    """Progress in a log: a line at the start, and for each tenth that is done."""
 
     def __init__(self, output: Output, what: str) -> None:
-        self._output, self._what, self._tenths = output, what, -1
+        self._output, self._what, self._tenths = output, what, 0
+        output.remark(what)
 
     def __call__(self, done: int, total: int) -> None:
         tenths = 10 * done // max(total, 1)

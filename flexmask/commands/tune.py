@@ -79,7 +79,7 @@ def tune(
     flags = ("--density", "--error", "--method", "--min-budget", "--dense-below", "--resume")
     try:
         with (
-            output.progress(f"measuring {len(prompts)} texts") as advance,
+            output.progress("measuring one text" if len(prompts) == 1 else f"measuring {len(prompts)} texts") as advance,
             option_errors(*flags, otherwise="--option" if option else None, input_ids="--text"),
         ):
             how: dict[str, Any] = {"density": density, "error": error, "gradient": gradient, **options}

@@ -41,8 +41,10 @@ def test_progress_in_a_log_is_a_line_for_each_tenth(capsys):
         for done in range(41):
             advance(done, 40)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == ["measuring 2 texts: 0 of 40", "measuring 2 texts: 4 of 40"]
+    assert lines[:2] == ["measuring 2 texts", "measuring 2 texts: 4 of 40"]
     assert len(lines) == 11
+    with Output().progress("drawing"):
+        assert capsys.readouterr().err == "drawing\n"
     with Output(as_json=True).progress("measuring 2 texts") as advance:
         advance(1, 2)
     assert capsys.readouterr() == ("", "")
