@@ -59,7 +59,7 @@ def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():
         assert torch.equal(out, wanted)
 
 
-class Noting(TorchNativeAttnBackend):
+class Noting(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang has no types here
     """Notes the options of its calls."""
 
     def __init__(self, runner):
