@@ -11,7 +11,7 @@ from flexmask.base.options import check_count
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines
 from flexmask.method import BlockProblem, method
-from flexmask.plain.vertical_slash import extended_lines, line_mass, representative_attention, representative_rows, row_mass
+from flexmask.plain.vertical_slash import extended_lines, representative_mass
 
 
 def _check(vertical_size: int, slash_size: int, **_: object) -> None:
@@ -61,10 +61,8 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
     tensor([[1, 0, 0, 0, 1, 0, 0, 0],
             [1, 0, 0, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
-    inputs, size = problem.inputs, problem.block_size
-    rows = representative_rows("last", problem.tokens, size)
-    mass = line_mass(row_mass(representative_attention(inputs, rows, problem.tokens), rows, size), rows, size)
-    candidates = candidate_lines(problem.tokens, size, inputs.window).unsqueeze(2)
+    size, mass = problem.block_size, representative_mass(problem, "last").mass
+    candidates = candidate_lines(problem.tokens, size, problem.inputs.window).unsqueeze(2)
     first, main = problem.sinks(1)[:, 0], problem.kv_block == 0
     lines = torch.stack([mass.vertical.masked_fill(first, float("inf")), mass.slash.masked_fill(main, float("inf"))])
     rank = ranks(lines, candidates)
