@@ -1,0 +1,102 @@
+"""The rows of a prompt over two processes, by the code of docs/context-parallel.md, keep the blocks of the same chunks in one."""
+
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache
+
+from flexmask.integrations.huggingface import sparse_prefill
+from tests.integrations.families import FAMILIES
+from tests.repository import ROOT
+
+OPTIONS: dict[str, Any] = {"block_size": 32, "min_budget": 0, "min_coverage": 0.0, "dense_below": 0}
+# a multiple of the block, and a stretch that is longer than the other
+BOUND = 320
+
+
+@pytest.fixture
+def code():
+    """The page's blocks of code, without the one that starts processes."""
+    text = (ROOT / "docs/context-parallel.md").read_text(encoding="utf-8")
+    first, _, last = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return SimpleNamespace(prefill=first, bounds=last.partition("\n\n\nmodel =")[0])
+
+
+@pytest.fixture
+def model():
+    return FAMILIES["Llama"].make()
+
+
+@pytest.fixture
+def two(tmp_path, model, tokens, code):
+    """What both processes found, by gamma."""
+    bounds = [0, BOUND, tokens.shape[1]]
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "page.py").write_text(code.prefill, encoding="utf-8")
+    torch.save({"tokens": tokens, "bounds": bounds, "options": OPTIONS}, tmp_path / "asked.pt")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*command, str(ROOT / "tests/integrations/rows_over_ranks.py"), str(tmp_path)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+
+
+@torch.no_grad()
+def in_chunks(model, parts, gamma):
+    """Logits and densities of the last layer, chunk by chunk, and the next token."""
+    cache = DynamicCache(config=model.config)
+    with sparse_prefill(model, gamma=gamma, **OPTIONS) as run:
+        logits = [model(part, past_key_values=cache).logits for part in parts]
+    following = logits[-1][:, -1:].argmax(-1)
+    after = model(following, past_key_values=cache).logits
+    return logits, [stats.density for stats in run.stats[1]], after
+
+
+def test_each_rank_s_rows_are_a_chunk_of_the_prompt(model, tokens, two):
+    parts = tokens.tensor_split([BOUND], 1)
+    whole = in_chunks(model, [tokens], 1.0)[0][0]
+    assert torch.cat([each["gamma 1.0"]["logits"] for each in two], 1).sub(whole).abs().max() < 1e-4
+
+    logits, densities, after = in_chunks(model, parts, 0.5)
+    for rank, each in enumerate(two):
+        found = each["gamma 0.5"]
+        assert (found["logits"] - logits[rank]).abs().max() < 1e-4
+        assert torch.equal(found["density"], densities[rank])
+        # decoding, over the keys of all ranks
+        assert (found["after"] - after).abs().max() < 1e-4
+        assert found["density"].max() < 1
+
+    # the first rows' blocks are chosen by other last rows than those of the prompt
+    sparse = in_chunks(model, [tokens], 0.5)[0][0]
+    assert (two[0]["gamma 0.5"]["logits"] - sparse[:, :BOUND]).abs().max() > 1e-2
+
+
+def test_bounds_share_kept_blocks_and_not_rows(code):
+    names: dict[str, Any] = {"torch": torch}
+    exec(code.bounds, names)
+    causal = torch.arange(1, 101)
+    assert names["bounds_of"](causal, 2, 64, 6390) == [0, 71 * 64, 6390]
+    assert names["bounds_of"](causal, 3, 64, 6390) == [0, 58 * 64, 82 * 64, 6390]
+    assert names["bounds_of"](torch.ones(100), 2, 64, 6400) == [0, 50 * 64, 6400]
+    mask = SimpleNamespace(kv_num_blocks=torch.ones(1, 2, 3), full_kv_num_blocks=torch.arange(3).expand(1, 2, 3))
+    assert names["kept_blocks"](SimpleNamespace(masks={0: [mask, None], 1: [mask]})).tolist() == [4, 8, 12]
