@@ -52,7 +52,7 @@ def lengths(folder: Path = FOLDER) -> list[str]:
         gain = speed_up(calls[(calls["tokens"] == length) & (calls["method"] == "hybrid")], kept)
         shown = "not timed" if pd.isna(gain) else f"[{times(gain)}]({_CALLS})"
         rows.append([thousands(length), percent(kept), shown, f"[{number(error)}]({_ERROR})"])
-    return markdown_table(["prompt", "density, SmolLM2", "attention alone, one H200", f"error ({ERROR}), SmolLM2"], rows)
+    return markdown_table(["prompt", "density, SmolLM2", "attention only, one H200", f"error ({ERROR}), SmolLM2"], rows)
 
 
 TABLES = {"use-models": models, "use-lengths": lengths}
