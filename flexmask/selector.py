@@ -15,6 +15,7 @@ from flexmask.base.head_groups import head_groups, map_bytes
 from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
 from flexmask.base.selection import Choice
+from flexmask.flex.key_tiles import tiled_list_bytes
 from flexmask.users_mask import check_takes_keywords, users_choice
 
 # types of options in methods' signatures, by which `flexmask.method` finds them
@@ -139,6 +140,7 @@ class Selector:
             needed = map_bytes(inputs, self.block_size) + 4 * self.block_size * row_numbers
         else:
             needed = method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **filled)
+        needed = max(needed, tiled_list_bytes(inputs, self.block_size))
         return CallSelector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), needed, row_numbers)
 
     def runs_kernels(self, query: Tensor) -> bool:
@@ -159,7 +161,7 @@ class CallSelector(Selector):
     """A selector for one call: its options by head fit the heads."""
 
     keeps_all: list[bool]  # by query head
-    head_bytes: int  # of one head's mask in one batch row while it is made
+    head_bytes: int  # of one head's mask in one batch row while it is made, or listed for FLASH
     row_numbers: int  # `Method.row_numbers`, at least 1 of a method that has it, else 0
 
     def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:

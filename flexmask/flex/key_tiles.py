@@ -1,4 +1,4 @@
-"""A BlockMask in narrower blocks of keys, for kernels that take fewer keys at a time than a block holds."""
+"""A BlockMask in narrower blocks of keys, for FLASH, which takes fewer keys at a time of wide heads than a block holds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,26 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import num_blocks
 from flexmask.flex.block_mask import block_mask_from_lists
+
+
+def flash_key_tile(head_dim: int, v_head_dim: int) -> int:
+    """Keys that FLASH takes at a time on Hopper: its own tile, or, where no block is a multiple of that, 64."""
+    return 128 if head_dim <= 128 or (head_dim <= 192 and v_head_dim <= 128) else 64
+
+
+def tiled_list_bytes(inputs: AttentionInputs, block_size: int) -> int:
+    """Bytes of one head's lists by block and by tile in one batch row; 0 where FLASH takes the blocks as they are."""
+    query, value = inputs.query, inputs.value
+    if value is None or not query.is_cuda:
+        return 0
+    tile = flash_key_tile(query.shape[3], value.shape[3])
+    if block_size <= tile or block_size % tile:
+        return 0
+    pairs = num_blocks(query.shape[2], block_size) * num_blocks(inputs.key.shape[2], block_size)
+    return 8 * pairs * (1 + block_size // tile)
 
 
 def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:
@@ -32,8 +50,9 @@ def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:
 def _narrow(counts: Tensor, indices: Tensor, parts: int, existing: int) -> tuple[Tensor, Tensor]:
     """Counts and indices of the parts of each listed block; `existing` parts exist."""
     entry = torch.arange(existing, device=indices.device)
-    listed = indices.index_select(-1, entry // parts) * parts + (entry % parts).to(indices.dtype)
-    listed = listed.clamp(max=existing - 1)  # behind the count
+    # in place: lists are large
+    listed = indices.index_select(-1, entry // parts).mul_(parts).add_((entry % parts).to(indices.dtype))
+    listed.clamp_(max=existing - 1)  # behind the count
     last = indices.gather(-1, (counts - 1).clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
     lacking = ((last + 1) * parts - existing).clamp(min=0).to(counts.dtype)
     return torch.where(counts > 0, counts * parts - lacking, 0).to(counts.dtype), listed

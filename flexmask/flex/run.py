@@ -16,7 +16,7 @@ from flexmask.base.scores import capped
 from flexmask.compilation import compiled
 from flexmask.flex.block_mask import block_mask_from_lists, captured, captured_number
 from flexmask.flex.dense import sdpa
-from flexmask.flex.key_tiles import in_key_tiles
+from flexmask.flex.key_tiles import flash_key_tile, in_key_tiles
 
 
 def run_flex_attention(
@@ -132,11 +132,6 @@ def kernel_options(
     wide = 32 if row_bytes <= (1024 if has_hopper_tiles else 512) else 16
     tile = min(64 if row_bytes <= 256 else wide, largest)
     return {"BLOCK_M": tile, "BLOCK_N": tile} | ({"num_stages": 2} if row_bytes > 256 else {})
-
-
-def flash_key_tile(head_dim: int, v_head_dim: int) -> int:
-    """Keys that FLASH takes at a time on Hopper: its own tile, or, where no block is a multiple of that, 64."""
-    return 128 if head_dim <= 128 or (head_dim <= 192 and v_head_dim <= 128) else 64
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

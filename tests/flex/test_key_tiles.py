@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.flex.block_mask import block_mask_from_lists
-from flexmask.flex.key_tiles import in_key_tiles
+from flexmask.flex.key_tiles import in_key_tiles, tiled_list_bytes
 from tests.comparisons import dense_map
 
 
@@ -49,3 +51,12 @@ def test_other_sizes_stay():
     assert in_key_tiles(mask, 128) is mask
     assert in_key_tiles(mask, 80) is mask
     assert in_key_tiles(mask, 256) is mask
+
+
+@pytest.mark.parametrize(("head_dims", "block_size", "lists"), [((256, 256), 128, 3), ((192, 128), 128, 0), ((256, 256), 64, 0)])
+def test_memory_counts_the_lists_of_tiles(head_dims, block_size, lists):
+    with FakeTensorMode():
+        query, key, value = (torch.empty(1, 2, 1000, head_dims[i], device="cuda") for i in (0, 0, 1))
+        inputs = attention_inputs(query, key, value)
+    assert tiled_list_bytes(inputs, block_size) == lists * 8 * (-(-1000 // block_size)) ** 2
+    assert tiled_list_bytes(attention_inputs(torch.empty(1, 2, 9, 256), torch.empty(1, 2, 9, 256)), 128) == 0
