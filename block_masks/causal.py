@@ -12,22 +12,13 @@ def causal_mask(problem: BlockProblem) -> None:
     Row t stands at position ``q_offset + t`` and sees the valid keys with ``0 <= position - k < window``. Every other mask is a
     subset.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read. All heads share one mask.
+
     Parameters
     ----------
-    query, key, block_size, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`; values are not read.
     scale, softcap
         Checked, not used. Default None.
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, 1, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

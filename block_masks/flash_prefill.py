@@ -41,10 +41,10 @@ def flash_prefill_mask(
     no mask and is left out. Means are rounded to the input's dtype as in the published code. In a chunk the last query blocks are
     those of the chunk.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
     alpha
         Share of the heaviest block's score at which a block is kept. Range [0, 1]; 0 keeps every visible block. Default 0.1
         (second version).
@@ -54,16 +54,6 @@ def flash_prefill_mask(
         Blocks, >= 1, the row's own included. Default 4 (published code).
     last_blocks
         Query blocks, >= 0, that keep every visible block. Default 2 (first version; 8 in the second).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, num_heads, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

@@ -39,10 +39,10 @@ def hip_mask(
     Differs from the paper: its descent goes on to chunks of two keys; here k whole blocks are kept. All representative keys are
     scored at once, at a cost of rows times blocks instead of n log n.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
     topk_blocks
         Blocks, >= 1, that the descent ends with per row. Default 16 (2048 tokens in blocks of 128: the second version's last
         stage).
@@ -52,16 +52,6 @@ def hip_mask(
         Blocks, >= 1, the row's own included. Default 4 (512 tokens, second version).
     query_stride
         Rows, >= 1, a divisor of block_size: every query_stride-th row is scored. Default 2 (published code).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, num_heads, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

@@ -32,10 +32,10 @@ def infllm_mask(
     Differs from the paper: InfLLM gives all keys outside the window one distance, which a mask cannot; the lookup compares
     rotated queries and keys. A unit is represented by its mean key instead of the four keys with the most local attention.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`. All heads share one mask.
+
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
     topk_blocks
         Blocks, >= 0, that a group looks up. Default 16 (published setting for Llama-3).
     sink_blocks
@@ -44,16 +44,6 @@ def infllm_mask(
         Tokens, >= 1: reach of the window. Default 4096 (as above).
     execution_blocks
         Query blocks, >= 1, per group. Default 4 (512 tokens, as above).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, 1, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

@@ -24,10 +24,11 @@ def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_token
     Differs from the paper: the distance ceiling, which scores far keys as if `local_tokens` away, is no mask and is left out, so
     beyond the pretrained length a model sees unseen distances. Blocks on the border are kept whole.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read. All heads share one mask.
+
     Parameters
     ----------
-    query, key, block_size, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`; values are not read.
     scale, softcap
         Checked, not used. Default None.
     global_tokens
@@ -35,16 +36,6 @@ def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_token
     local_tokens
         Tokens, >= 1: reach of the window, the row's own position included (the paper's L_pretrain). Default 4096 (published code
         for Llama-2).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, 1, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

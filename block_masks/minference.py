@@ -49,25 +49,15 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
     for both block diagonals that they cross; "covering" is a superset, nearly dense where columns scatter. The paper's other
     patterns are `tri_shape_mask` and `streaming_llm_mask` (A-shape). Short prompts do not run dense.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
     plan
         Tokens (V, S), each >= 0: a pair for all heads, or one per query head, as the offline search writes them for a layer. V is
         at least 30 and S at least 50, as in the published code. Default (1000, 6096), the published code's without a plan.
     lines
         ``"pooled"`` (default) or ``"covering"``; both are ours.
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, num_heads, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

@@ -32,10 +32,10 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks
     Differs from the paper: plans are calibrated per model and published for a few; the default is ours (`STAND_IN_PLAN`) and says
     nothing about MoA. Spans and sinks are in blocks of block_size, in the published code of 64.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`. Only the shapes of query and key are read.
+
     Parameters
     ----------
-    query, key, block_size, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`; values are not read.
     scale, softcap
         Checked, not used. Default None.
     plan
@@ -43,16 +43,6 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks
         Default None: `stand_in_plan`.
     sink_blocks
         Blocks, >= 0, that every row keeps. Default 1 (published code).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, num_heads, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

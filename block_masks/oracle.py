@@ -29,23 +29,13 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
 
     Source: none; the mass that the other methods estimate.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
     gamma
         Share of the attention that the kept blocks of every row hold. Range (0, 1]; 1 keeps every visible block. Default 0.95
         (flexprefill's).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, num_heads, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

@@ -45,10 +45,10 @@ def sparge_mask(
     as query blocks (published: 64 keys to 128 rows). Each row's own block is kept. The mean key is that of all filled keys, hence
     another in each chunk.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
     similarity_threshold
         Mean cosine above which a block is self-similar. Range [-1, 1]; -1: all are. Default 0.6 (published interface with
         cdf_threshold; -0.1 in that with topk).
@@ -57,16 +57,6 @@ def sparge_mask(
     topk
         Share of all key blocks, later ones included, that each query block keeps, instead of `cdf_threshold`. Range (0, 1], or
         None (default); 0.5 in the published interface that its authors recommend.
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, num_heads, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

@@ -26,10 +26,11 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_block
     Differs from the paper: whole blocks, where the paper has 4 sink tokens; positions are not re-counted within the cache, which
     a mask cannot do.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read. All heads share one mask.
+
     Parameters
     ----------
-    query, key, block_size, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`; values are not read.
     scale, softcap
         Checked, not used. Default None.
     sink_blocks
@@ -37,16 +38,6 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_block
         paper).
     window_blocks
         Blocks, >= 1, the row's own included. Default 64 (8192 tokens, as above; 8000 in the paper).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, 1, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

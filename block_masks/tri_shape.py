@@ -28,10 +28,11 @@ def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: i
     that the paper leaves dense (0 to 15 of Llama-3.1-8B in its code) go into the adapter's ``dense_layers``. In a
     chunk the last rows are those of the chunk.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read. All heads share one mask.
+
     Parameters
     ----------
-    query, key, block_size, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`; values are not read.
     scale, softcap
         Checked, not used. Default None.
     sink_blocks
@@ -40,16 +41,6 @@ def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: i
         Blocks, >= 1, the row's own included. Default 4 (512 tokens in blocks of 128, published code).
     last_blocks
         Query blocks, >= 0, that keep every visible block. Default 1 (the published 100 rows, rounded up).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, 1, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

@@ -36,22 +36,12 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
     Differs from the paper: a slash counts for both block diagonals that it crosses, in the published code for the nearer only;
     short prompts do not run dense.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
     vertical_size, slash_size
         Tokens, >= 0, of key blocks and of block diagonals. Default 8192 (published code).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, num_heads, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

@@ -39,26 +39,16 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
     Differs from the paper: the mean is over existing pairs, where the published code divides by s; its per-head thresholds for
     one model are left out. The sink is key column 0, as in the paper; the published flag forces query row 0.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`.
     stride
         Tokens, >= 1, a divisor of block_size: 1 / stride of the score map is computed. Default 8 (the paper's for accuracy; 16
         for speed).
     threshold
         Share of the estimated attention that the kept blocks hold. Range (0, 1]; 1 keeps every visible block. Default 0.9 (the
         paper's).
-
-    Returns
-    -------
-    BlockMask
-        Of shape (batch, num_heads, q_len, kv_len).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------
