@@ -171,7 +171,7 @@ def _number(layer: type, name: str | None, called_name: str | None) -> int:
     """
     called, own, sdpa = (_function_of(layer, wanted) for wanted in (called_name, name, "sdpa"))
     key = (id(own), id(sdpa), id(called))
-    if key not in _found:
+    if key not in _numbered:
         is_ours = isinstance(attention_in(own), functools.partial)
         # libraries wrap what is registered, and a model's own eager attention is not
         entries = [sdpa] if own is None or is_ours or (name == "eager" and is_attention(own)) else [own, sdpa]
@@ -181,10 +181,10 @@ def _number(layer: type, name: str | None, called_name: str | None) -> int:
             _warn(
                 entries[0], f"stands for {name!r} in transformers and cannot be put around flexmask's attention; it does not run"
             )
-        number = 0 if inside is attention else next(_numbers)
+        number = 0 if inside is attention else next(_new_numbers)
         _WITHIN[number] = inside
-        _found[key] = own, sdpa, called, number
-    return _found[key][3]
+        _numbered[key] = own, sdpa, called, number
+    return _numbered[key][3]
 
 
 # torch.compile takes a number as a constant, and no function
@@ -193,9 +193,9 @@ _number_within_sdpa: Callable[[type], int] = torch.compiler.assume_constant_resu
 _STOCK = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # `attention` inside other libraries' wrappers, by number; 0: without any
 _WITHIN: dict[int, Any] = {0: attention}
-_numbers = itertools.count(1)
-# by ids, with what has them: they would come again
-_found: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}
+_new_numbers = itertools.count(1)
+# by the ids of functions, which are kept here: a freed id would come again
+_numbered: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}
 
 
 def _check_mask_function(config: Any) -> None:
