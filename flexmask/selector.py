@@ -58,7 +58,7 @@ class Method:
     keeps_all
         From one head's options to True if it keeps all its blocks. None: never.
     has_kernels
-        True if `flexmask.kernels` has its steps too.
+        True if kernels serve it on CUDA.
     head_bytes
         From the inputs, block_size, whether kernels serve it, and the options to the bytes of one head's mask while it is made.
     row_numbers

@@ -41,7 +41,7 @@ Blocks = Any  # blocks that rows choose
 class Steps(Protocol):
     """The steps that methods share, by name: the module `flexmask.plain` or `flexmask.kernels`.
 
-    A method's own stand in its folder, under one name in PyTorch and as kernels. A map of kept blocks is None where
+    A method's own stand in its folder. A map of kept blocks is None where
     `BlockProblem.with_map` is False; then no statistic that reads it is computed.
     """
 
@@ -71,7 +71,7 @@ class BlockProblem:
     block_size
         Tokens per block.
     steps
-        Those that serve it.
+        The shared steps, plain or kernels.
     with_map
         True if the map of kept blocks is needed.
     edges

@@ -1,4 +1,4 @@
-"""The vertical-slash index: mass by key block and by block diagonal, and which of them are kept (paper, section 3.3).
+"""Lines: their mass, by key block and by block diagonal, and the blocks on those that are kept (paper, section 3.3).
 
 The paper sums the representative attention ``p[i, k]`` along vertical lines (keys) and slash lines (offsets
 ``position(i) - k``). Selection by block needs two pooled sums: ``V[j]``, the attention to key block j, and ``S[c]``, where a
