@@ -39,10 +39,9 @@ Blocks = Any  # blocks that rows choose
 
 
 class Steps(Protocol):
-    """The steps that methods share, by name: the module `flexmask.plain` or `flexmask.kernels`.
+    """The steps that methods share: the module `flexmask.plain` or `flexmask.kernels`. A method's own stand in its folder.
 
-    A method's own stand in its folder. A map of kept blocks is None where
-    `BlockProblem.with_map` is False; then no statistic that reads it is computed.
+    A map of kept blocks is None where `BlockProblem.with_map` is False; then no statistic that reads it is computed.
     """
 
     def edges_of(self, inputs: SparseInputs, block_size: int, /) -> Any: ...
