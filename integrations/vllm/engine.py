@@ -110,12 +110,20 @@ class Engine(Prefill):
             settle = getattr(getattr(layer, "impl", None), "flexmask_role", None)
             if settle is not None:
                 builder = layer.attn_backend.get_builder_cls()
+                if not isinstance(layer, self.calling_layers()):
+                    self.roles[name] = f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself"
                 # vLLM derives a builder for chunked local attention (Llama 4), which plans nothing
-                if builder.flexmask_own is not builder:
+                elif builder.flexmask_own is not builder:
                     self.roles[name] = DERIVED
                 settle(name)
                 kernel = layer.impl.flexmask_kernel
         return kernel
+
+    def calling_layers(self) -> tuple[type, ...]:
+        """Types of layers that call their implementation; those of a model's own file (Kimi Linear since 0.29) may not."""
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+        return Attention, MLAAttention
 
 
 def _decoded_rows(builder: Any, vllm_config: Any) -> int:

@@ -1,7 +1,7 @@
 """The adapter for transformers with the prompts and chunks of `engine_run`: ``python -m tests.vllm.adapter_run [WORD ...] OUT``.
 
-Without words it runs the retriever in float32 on a CPU. ``cuda`` is a GPU in bfloat16, ``bfloat16`` that dtype on a CPU, and
-``latent`` the model of `random_models.deepseek`.
+Without words it runs the retriever in float32 on a CPU. ``cuda`` is a GPU in bfloat16, ``bfloat16`` that dtype on a CPU,
+``latent`` the model of `random_models.deepseek`, and a name in `engines.MIXTURES` its model.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from flexmask import sparse_prefill
 from tests.vllm import random_models
-from tests.vllm.engine_run import latent_chunk, prompt
-from tests.vllm.engines import ENGINES, MODEL
+from tests.vllm.engine_run import MIXTURE_CHUNK, MIXTURE_PAGE, latent_chunk, prompt
+from tests.vllm.engines import ENGINES, HALF, MIXTURES, MODEL
 
 # as `engine_run` asks: the prompt's length and seed, and its chunks
 QUESTIONS = {"whole": (3001, 0, 3001), "chunks": (5000, 2, 2048), "odd_chunks": (3000, 3, 777)}
@@ -38,8 +38,23 @@ def log_probabilities(model, tokens, chunk, options, least_rows=2):
     return {"prompt_logprobs": every[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist(), "token": int(every[-1].argmax())}
 
 
+def of_mixture(name, folder):
+    """Of the first prompt of `Asked.of_mixture`, dense and at gamma 0.5."""
+    model, arguments = MIXTURES[name]
+    dtype = getattr(torch, arguments.get("dtype", "float32"))
+    made = AutoModelForCausalLM.from_pretrained(model(folder), dtype=dtype).eval()
+    # chunks end at pages, whose states are kept
+    chunk = MIXTURE_PAGE if arguments["enable_prefix_caching"] else MIXTURE_CHUNK
+    tokens = random_models.prompt(1800)[:1700]
+    dense = log_probabilities(made, tokens, chunk, HALF, least_rows=len(tokens) + 1)
+    return {"dense": dense, "half": log_probabilities(made, tokens, chunk, HALF)}
+
+
 def main(*words_and_out):
     *words, out = words_and_out
+    if words and words[0] in MIXTURES:
+        Path(out).write_text(json.dumps(of_mixture(words[0], Path(out).with_suffix(".model"))), encoding="utf-8")
+        return
     device = "cuda" if "cuda" in words else "cpu"
     path = random_models.deepseek(Path(out).with_suffix(".model")) if "latent" in words else MODEL
     dtype = torch.bfloat16 if {"cuda", "bfloat16"} & set(words) else torch.float32

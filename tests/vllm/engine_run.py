@@ -11,6 +11,10 @@ from pathlib import Path
 from tests.vllm import random_models
 from tests.vllm.engines import ENGINES, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
 
+# rows, between one page of a mixture and two
+MIXTURE_CHUNK = 777
+# tokens, of which attention takes no fewer bytes than a state
+MIXTURE_PAGE = 544
 SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
 
 
@@ -108,6 +112,34 @@ class Asked:
         self.scheduler.scheduler_config.enable_chunked_prefill = True
         self.budget(latent_chunk(self.llm.llm_engine.vllm_config.device_config.device_type))
         return {"whole": whole, "odd_chunks": self.generate(prompts[:3], tokens=6, prompt_logprobs=0, detokenize=False)}
+
+    def of_mixture(self):
+        """Chunks of two prompts and a short one, a prompt whose beginning may be cached, and chunks that read other pages."""
+        tokens = random_models.prompt(1800)
+        self.budget(MIXTURE_CHUNK)
+        options = {"tokens": 6, "detokenize": False}
+        chunks = self.generate([tokens[:1700], tokens[:700], tokens[5:45]], prompt_logprobs=0, **options)
+        longer = self.generate([tokens], **options)
+        faults = {"pages_swapped": self.with_swapped_pages([tokens[:1700]], prompt_logprobs=0, **options)}
+        pages = {
+            layer.kv_cache.shape[2]
+            for layer in self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+            if hasattr(layer, "impl")
+        }
+        return {"chunks": chunks, "longer": longer, "faults": faults, "page_sizes": sorted(pages)}
+
+    def with_swapped_pages(self, *arguments, **options):
+        """A fault: later chunks read the first two pages in the other order."""
+        import torch
+
+        from flexmask.integrations.vllm import builder
+
+        right = builder.PageTable
+        builder.PageTable = lambda table, tokens: right(torch.cat([table[[1, 0]], table[2:]]), tokens)
+        try:
+            return self.generate(*arguments, **options)
+        finally:
+            builder.PageTable = right
 
     def budget(self, tokens):
         """Most rows of a step, which vLLM reads in every step."""

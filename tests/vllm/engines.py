@@ -54,6 +54,20 @@ def _latent(options, **others):
     return Engine(options, "of_latent_model", random_models.deepseek, arguments=_NATIVE_ROPE, **others)
 
 
+# Mamba 2 on CPUs keeps no states between those of a prompt's ends, which cached prefixes need; delta nets take bfloat16 only
+MIXTURES: dict[str, tuple[Callable[[Path], str], dict[str, Any]]] = {
+    "nemotron": (random_models.nemotron_h, {"enable_prefix_caching": False}),
+    "granite": (random_models.granite, {"enable_prefix_caching": False}),
+    "qwen3_next": (random_models.qwen3_next, {"enable_prefix_caching": True, "dtype": "bfloat16"}),
+}
+
+
+def _of_mixtures():
+    for name, (model, arguments) in MIXTURES.items():
+        for suffix, options in (("_stock", None), ("", KEEP_ALL), ("_half", HALF)):
+            yield f"{name}{suffix}", Engine(options, "of_mixture", model, arguments=arguments)
+
+
 ENGINES = {
     "stock": Engine(None),
     "keep_all": Engine(KEEP_ALL, "all_and_faults"),
@@ -94,6 +108,7 @@ ENGINES = {
     "latent": _latent(KEEP_ALL),
     "latent_sparse": _latent(SPARSE),
     "latent_half": _latent(HALF),
+    **dict(_of_mixtures()),
     # on a GPU
     "latent_triton_stock": _latent(None, kernel="TRITON_MLA"),
     "latent_triton": _latent({**KEEP_ALL, "kernel": "TRITON_ATTN"}),

@@ -1,4 +1,4 @@
-"""Small random models with windows, soft caps, sinks or latent attention."""
+"""Small random models with windows, soft caps, sinks, latent attention, or layers that keep a state beside those of attention."""
 
 import json
 import random
@@ -87,4 +87,60 @@ def deepseek(folder):
     dense = {"first_k_dense_replace": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
     torch.manual_seed(0)
     DeepseekV2ForCausalLM(DeepseekV2Config(**_SHAPE, **heads, **ranks, **dense, initializer_range=0.1)).save_pretrained(folder)
+    return str(folder)
+
+
+# states of 538 kB in float32, of 270 kB in bfloat16: vLLM gives pages of attention as many bytes, 544 tokens
+_MAMBA_HEADS = {"mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 1, "conv_kernel": 4}
+
+
+def nemotron_h(folder):
+    """Layers of Mamba 2 and of attention, in turns."""
+    import torch
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    shape = {name: each for name, each in _SHAPE.items() if name != "num_hidden_layers"}
+    kinds = {"layers_block_type": ["mamba", "attention"] * 2, "expand": 16, "chunk_size": 128, **_MAMBA_HEADS}
+    torch.manual_seed(0)
+    config = NemotronHConfig(**shape, **_HEADS, **kinds, head_dim=64, intermediate_size=96, initializer_range=0.2)
+    NemotronHForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def granite(folder):
+    """Layers of Mamba 2 and of attention in turns, each before a dense one; no positions but the states'."""
+    import torch
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    kinds = {"layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "nope", "num_local_experts": 0}
+    kinds |= {"num_experts_per_tok": 0, "intermediate_size": 96, "shared_intermediate_size": 96}
+    states = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_expand": 2}
+    torch.manual_seed(0)
+    config = GraniteMoeHybridConfig(**{**_SHAPE, "hidden_size": 256}, **_HEADS, **kinds, **states, initializer_range=0.2)
+    GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def qwen3_next(folder):
+    """Gated delta nets and gated attention, in turns, as in Qwen3.5; attention takes a good part of the output."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 64, "intermediate_size": 96}
+    states = {"linear_num_value_heads": 16, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    # vLLM needs a layer with experts
+    experts = {"mlp_only_layers": [0, 1, 2], "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    experts |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(**_SHAPE, **_HEADS, **kinds, **states, **experts, initializer_range=0.1)
+    model = Qwen3NextForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.fill_(0.5)
+            elif name.endswith("o_proj.weight"):
+                parameter.mul_(4)
+            elif name.endswith(("out_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.3)
+    model.save_pretrained(folder)
     return str(folder)

@@ -153,6 +153,38 @@ def test_latent_attention_at_gamma_below_one_is_the_adapter_s(name, least, asked
     assert distance(stock[asked], ours[asked]) > least
 
 
+# of two stock engines' log-probabilities in bfloat16
+MIXTURES = [("nemotron", NEAR), pytest.param("granite", 2 * NEAR, marks=pytest.mark.slow), ("qwen3_next", 0.5)]
+
+
+@pytest.mark.parametrize(("name", "near"), MIXTURES)
+def test_a_mixture_s_attention_is_the_stock_backend_s(name, near, written):
+    """Its pages hold 544 tokens, which no block and no chunk divides."""
+    stock, ours = written("engine_run", f"{name}_stock"), written("engine_run", name)
+    assert ours["page_sizes"] == [544]
+    for asked in ("chunks", "longer"):
+        assert [each["tokens"] for each in stock[asked]] == [each["tokens"] for each in ours[asked]]
+        assert distance(stock[asked], ours[asked]) < near
+    assert [ours[asked][0]["cached"] for asked in ("chunks", "longer")] == [0, 1632 if name == "qwen3_next" else 0]
+    assert "2 of 2 attention layers prefill sparse" in ours["log"]
+    assert ours["counters"]["sparse"] > 1700 and ours["counters"]["density"] == pytest.approx(1)
+    assert distance(stock["chunks"][:1], ours["faults"]["pages_swapped"]) > 3 * near
+
+
+@pytest.mark.parametrize(("name", "near"), MIXTURES)
+def test_a_mixture_at_gamma_below_one_is_the_adapter_s(name, near, written):
+    stock, ours = (written("engine_run", f"{name}{kind}")["chunks"][0]["prompt_logprobs"] for kind in ("_stock", "_half"))
+    theirs = {kind: written("adapter_run", name)[kind]["prompt_logprobs"] for kind in ("dense", "half")}
+
+    def mean(one, other):
+        return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+    # two programs of the same model differ by rounding, and sparse ones by blocks near a threshold too
+    assert mean(stock, theirs["dense"]) < 0.05
+    assert mean(ours, theirs["half"]) < mean(ours, theirs["dense"]) / 3
+    assert mean(ours, theirs["half"]) < 5 * mean(stock, theirs["dense"])
+
+
 def test_gammas_by_head_are_those_of_the_adapter(adapter, written):
     one = written("engine_run", "by_head")["whole"]
     differences = [

@@ -110,6 +110,9 @@ class NotedEngine(Engine):
         super().__init__(config)
         self.started, self.counters = [], NotedCounters()
 
+    def calling_layers(self):
+        return (SimpleNamespace,)
+
     def start(self, largest, device, dtype, kernel, policy, is_first, measure):
         self.started.append((largest, dtype, kernel, policy.least_rows, is_first, measure is not None))
 
@@ -147,6 +150,17 @@ def test_layers_whose_builder_vllm_derived_are_dense():
     dense = {name: role for name, role in engine.roles.items() if isinstance(role, str)}
     assert dense == {f"model.layers.{each}.attn": "its backend shows layers other requests" for each in (0, 2)}
     assert counting_layer(engine) == "model.layers.1.attn"
+
+
+def test_layers_that_call_the_engine_s_kernels_themselves_are_dense():
+    """As those of Kimi Linear, whose log line would promise what no call keeps."""
+    engine = engine_with_layers({})
+    own = type("LatentAttention", (), vars(engine.layers["model.layers.1.attn"]))
+    engine.layers["model.layers.1.attn"] = own()
+    engine.prepare(torch.device("cpu"), False)
+    assert engine.roles["model.layers.1.attn"] == "a layer of type LatentAttention, which calls the engine's kernels itself"
+    assert len(engine.sparse_layers) == 1
+    assert counting_layer(engine) == "model.layers.2.attn"
 
 
 def counting_layer(engine):
