@@ -11,6 +11,8 @@ from flexmask.settings import PrefillSettings
 
 # pools of keys and values that are written and read row by row
 POOLS = ("MHATokenToKVPool",)
+# a pool of the attention layers, of such a kind, beside those that keep a state
+MIXTURES = ("HybridLinearKVPool",)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -39,6 +41,8 @@ def role_of_layer(
 
 
 def _reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
+    if type(pool).__name__ in MIXTURES:
+        pool = pool.full_kv_pool
     if layer.attn_type.value != "decoder":
         return f"attention of type {layer.attn_type.value}"
     if layer.is_cross_attention:

@@ -36,6 +36,9 @@ _FUNCTIONS = {
     "tokenizer._create_tokenized_object": ("obj",),
     "pool.get_key_buffer": ("layer_id",),
     "pool.get_value_buffer": ("layer_id",),
+    "mixture.set_kv_buffer": ("layer", None, "cache_k", "cache_v", "k_scale", "v_scale"),
+    "mixture.get_key_buffer": ("layer_id",),
+    "mixture.get_value_buffer": ("layer_id",),
 }
 
 
@@ -43,11 +46,12 @@ def interface_faults(stock: Any) -> list[str]:
     """Differences of the installed SGLang from the interfaces that the plug-in needs, for one of its backends; [] if none."""
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.server_args import ServerArgs
 
-    holders = {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager, "pool": MHATokenToKVPool}
+    holders = {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager}
+    holders |= {"pool": MHATokenToKVPool, "mixture": HybridLinearKVPool}
     faults = []
     for name, wanted in _FUNCTIONS.items():
         owner, _, attribute = name.partition(".")

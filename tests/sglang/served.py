@@ -4,9 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from flexmask.integrations.serving.options import ServingOptions
@@ -21,9 +23,9 @@ SPARSE = PrefillSettings(**OPTIONS)
 
 
 class Model(torch.nn.Module):
-    def __init__(self, **others):
+    def __init__(self, number=0, **others):
         super().__init__()
-        self.attn = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 0, **others)
+        self.attn = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, number, **others)
 
 
 class Served:
@@ -32,13 +34,15 @@ class Served:
     def __init__(self, settings=None, cache=torch.float32, kernel="torch_native", stock=TorchNativeAttnBackend, **layer):
         torch.manual_seed(0)
         self.model = Model(**layer)
-        self.pool = MHATokenToKVPool(SLOTS, 1, cache, KV_HEADS, DIM, 1, "cpu", False)
+        self.pool = self.make_pool(cache)
         self.requests = ReqToTokenPool(8, 2048, "cpu", False)
         self.runner = SimpleNamespace(
             device="cpu",
             dtype=torch.float32,
             model=self.model,
             token_to_kv_pool=self.pool,
+            kv_cache_dtype=cache,
+            server_args=SimpleNamespace(speculative_attention_mode="prefill"),
             req_to_token_pool=self.requests,
         )
         self.backend = stock(self.runner)
@@ -48,6 +52,9 @@ class Served:
         # slots of requests are mixed in the cache
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
         self.requests.req_to_token[:8, :512] = order.view(8, 512).int()
+
+    def make_pool(self, cache):
+        return MHATokenToKVPool(SLOTS, 1, cache, KV_HEADS, DIM, 1, "cpu", False)
 
     def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, writer="layer", options=None, **others):
         """Attention of one step; `chunks` are (request, tokens before, rows). `options` are those of the layer's call.
@@ -91,6 +98,29 @@ class Served:
         heads = HEADS if kind == "query" else KV_HEADS
         seed = torch.Generator().manual_seed(request + 100 * ["query", "key", "value"].index(kind))
         return torch.randn(512, heads * DIM, generator=seed) * (2 if kind == "query" else 1)
+
+
+class ServedMixture(Served):
+    """The attention layer of a model whose other layers keep a state, by SGLang's own wrappers; `linear` is theirs."""
+
+    def __init__(self, settings=None, **others):
+        super().__init__(settings, number=3, **others)
+        decoding = TorchNativeAttnBackend(self.runner)
+        self.linear = LinearBackend()
+        split = HybridAttnBackend(self.runner, prefill_backend=self.backend, decode_backend=decoding)
+        self.backend = HybridLinearAttnBackend(split, self.linear, [3])
+
+    def make_pool(self, cache):
+        return HybridLinearKVPool(SLOTS, cache, 1, KV_HEADS, DIM, [1, 3], "cpu", mamba_pool=None)
+
+
+class LinearBackend:
+    """Counts the steps that it prepares."""
+
+    needs_cpu_seq_lens, steps = False, 0
+
+    def init_forward_metadata(self, forward_batch):
+        self.steps += 1
 
 
 # long and short prompts, later chunks among them, and decoding rows at the end

@@ -17,7 +17,7 @@ from flexmask.integrations.serving import prefill as prefill_module
 from flexmask.integrations.serving.plan import plan_step
 from flexmask.integrations.sglang import step as step_module
 from flexmask.integrations.sglang.step import slots_of
-from tests.sglang.served import DIM, HEADS, KEEP_ALL, KV_HEADS, OPTIONS, SPARSE, STEPS, Served, outputs
+from tests.sglang.served import DIM, HEADS, KEEP_ALL, KV_HEADS, OPTIONS, SPARSE, STEPS, Served, ServedMixture, outputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -32,6 +32,24 @@ def test_gamma_one_gives_the_stock_backend_s_outputs_and_cache():
     counters = ours.prefill.counters
     assert (counters.sparse_tokens, counters.dense_tokens) == (200 + 207 + 164 + 150, 20 + 15)
     assert counters.density == pytest.approx(1)
+
+
+def test_the_attention_layers_of_a_mixture_are_served_through_sglang_s_wrappers():
+    """As in Qwen3.5 and Nemotron-H: their pool counts attention layers, the model all."""
+    stock, ours, sparse = ServedMixture(), ServedMixture(KEEP_ALL), ServedMixture(SPARSE)
+    wanted = outputs(stock)
+    for out, each in zip(outputs(ours), wanted, strict=True):
+        torch.testing.assert_close(out, each)
+    for read in ("get_key_buffer", "get_value_buffer"):
+        assert torch.equal(getattr(ours.pool, read)(3), getattr(stock.pool, read)(3))
+        assert not torch.count_nonzero(getattr(ours.pool, read)(1))
+    assert ours.prefill.counters.sparse_tokens == 200 + 207 + 164 + 150
+    assert ours.linear.steps == stock.linear.steps == len(STEPS)
+    # as without the wrappers
+    found = outputs(sparse)
+    for out, each in zip(found, outputs(Served(SPARSE)), strict=True):
+        torch.testing.assert_close(out, each)
+    assert max((out - each).abs().max() for out, each in zip(found, wanted, strict=True)) > 1
 
 
 def test_a_cache_that_another_kernel_wrote_is_only_read():

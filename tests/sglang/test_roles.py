@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from flexmask.integrations.sglang.prefill import SGLangPrefill
-from tests.sglang.served import KEEP_ALL, SPARSE, Served, outputs
+from tests.sglang.served import KEEP_ALL, SPARSE, Served, ServedMixture, outputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -50,6 +50,13 @@ def test_caches_that_are_not_served_have_a_reason(changes, reason):
         setattr(served.pool, name, value)
     made = SGLangPrefill(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
     assert list(made.roles.values()) == [reason]
+
+
+def test_the_attention_s_pool_of_a_mixture_decides():
+    served = ServedMixture()
+    served.pool.full_kv_pool.use_hnd = True
+    made = SGLangPrefill(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
+    assert list(made.roles.values()) == ["a cache with heads before tokens"]
 
 
 def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():
