@@ -1,6 +1,5 @@
 """`flexmask gain` on a tiny random model; never the times."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -11,9 +10,7 @@ pytest.importorskip("transformers")
 
 import flexmask.commands.gain as command
 from flexmask.commands.output import Output
-from tests.integrations.common import MARKS
 
-pytestmark = MARKS[0]
 SPARSE = ("--dense-below", "0", "--option", "block_size=32", "--min-budget", "0", "--device", "cpu")
 
 
@@ -132,15 +129,6 @@ def test_verdict_is_nothing_where_the_first_token_comes_hardly_sooner(ratios, sa
     assert command.verdict(row_of(*ratios)) == f"4,096 tokens: {said}"
 
 
-def test_each_call_runs_three_times_in_turns():
-    from flexmask.commands.gain_times import seconds_in_turns
-
-    ran = []
-    found = seconds_in_turns([functools.partial(ran.append, name) for name in "ab"], torch.device("cpu"))
-    assert ran == [*"ab"] * 4  # the first round warms up
-    assert [len(each) for each in found] == [3, 3]
-
-
 def test_one_slow_run_gives_no_verdict(capsys):
     from flexmask.commands.gain_document import with_first_tokens
 
@@ -157,14 +145,6 @@ def test_one_slow_run_gives_no_verdict(capsys):
     about = dict.fromkeys(("model", "type", "dtype", "torch", "device"), "x") | {"settings": {"method": "hybrid"}}
     command._show(Output(), {**about, "source": "prompt", "lengths": [row], "verdict": [], "gains": False})
     assert "0.98 to 1.67" in capsys.readouterr().out
-
-
-def test_the_error_is_the_change_of_log_probability(capsys):
-    error = {"tokens": 1000, "log_prob_change": 0.1234, "loss_dense": 2.0, "loss_sparse": 2.25}
-    about = dict.fromkeys(("model", "type", "dtype", "torch", "device"), "x") | {"settings": {"method": "hybrid"}}
-    command._show(Output(), {**about, "lengths": [], "error": error, "verdict": [], "gains": False})
-    said = "Error on this prompt, over 1,000 tokens: |Δ log p| 0.123, loss 2.000 -> 2.250 (+0.250)"
-    assert said in capsys.readouterr().out.splitlines()
 
 
 def test_answers_are_compared_up_to_the_first_different_token():

@@ -8,9 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from tests.integrations.common import MARKS
 
-pytestmark = MARKS[0]
 SPARSE = ("--dense-below", 0, "--option", "block_size=32")
 
 

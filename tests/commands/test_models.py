@@ -6,10 +6,8 @@ pytest.importorskip("transformers")
 
 from flexmask import commands
 from flexmask.integrations.huggingface import PrefillSettings
-from tests.integrations.common import MARKS
 from tests.repository import ROOT
 
-pytestmark = MARKS[0]
 QUICK = ("--option", "block_size=32", "--tokens", "100")
 TUNE = ("--option", "block_size=32", "--min-budget", "0", "--json")
 

@@ -8,16 +8,6 @@ import torch
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.families import FAMILIES
 
-# for pytestmark: transformers calls torch's create_block_mask in a way that torch deprecates, and that compiles with a warning of
-# torch's own
-MARKS = [
-    pytest.mark.filterwarnings(
-        "ignore:_compile flag on create_block_mask:DeprecationWarning",
-        "ignore:.*torch.autograd.function.Function.*should not be instantiated:DeprecationWarning",
-    ),
-    pytest.mark.usefixtures("no_gradients"),
-]
-
 # one shape: each further one costs a compilation
 BATCH, LENGTH = 2, 530
 KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}

@@ -28,7 +28,7 @@ def prompt(tokens):
     return tokens[:1]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_gradients():
     with torch.no_grad():
         yield

@@ -9,11 +9,9 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import KEEP_ALL, MARKS, SPARSE, make_model
+from tests.integrations.common import KEEP_ALL, SPARSE, make_model
 from tests.integrations.families import FAMILIES, SIZES, VOCABULARY
 from tests.integrations.tune_calls import tuned
-
-pytestmark = MARKS
 
 DENSE = {"dense_below": 10**6}
 
@@ -92,20 +90,6 @@ def test_head_sizes_without_a_mask_are_served(head_dim, prompt):
     for use_cache in (True, False):
         found, plain = assert_within_autocast(model, prompt, torch.float16, KEEP_ALL, use_cache=use_cache)
         assert torch.equal(found, plain)
-
-
-def test_dense_prompts_have_the_gradients_of_the_model(prompt):
-    def gradients(block):
-        model = make_model()
-        with torch.enable_grad(), flexmask_hf.sparse_prefill(model, **DENSE) if block else contextlib.nullcontext():
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(prompt, labels=prompt, use_cache=False).loss
-            loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    for found, expected in zip(gradients(True), gradients(False), strict=True):
-        assert found.dtype == torch.float32
-        assert torch.equal(found, expected)
 
 
 @pytest.mark.attention

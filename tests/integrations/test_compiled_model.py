@@ -7,9 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.cells import static_cache
-from tests.integrations.common import MARKS, make_model
+from tests.integrations.common import make_model
 
-pytestmark = [*MARKS, pytest.mark.attention]
+pytestmark = pytest.mark.attention
 
 OPTIONS = {"gamma": 0.5, "block_size": 32, "min_budget": 0, "dense_below": 0}
 LENGTH = 130

@@ -7,9 +7,7 @@ import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import dense_policy, sparse_attention, sparse_attention_varlen
-from tests.integrations.common import MARKS
 
-pytestmark = MARKS
 SHORT = "flexmask: attention ran dense: {} tokens < dense_below 16384 (logged once per process and reason)"
 
 

@@ -7,9 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import KEEP_ALL, LENGTH, MARKS, SPARSE, padded
-
-pytestmark = MARKS
+from tests.integrations.common import KEEP_ALL, LENGTH, SPARSE, padded
 
 
 def test_ragged_batch_is_its_prompts_one_by_one(model, tokens):

@@ -5,9 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import MARKS, SPARSE, make_model, padded
-
-pytestmark = MARKS
+from tests.integrations.common import SPARSE, make_model, padded
 
 FORMS = {
     "a prompt": lambda tokens: {},

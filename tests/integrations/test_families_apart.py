@@ -7,10 +7,8 @@ import torch
 import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import MARKS, switchable
+from tests.integrations.common import switchable
 from tests.integrations.families import SIZES
-
-pytestmark = MARKS
 
 
 def made(name: str, **options: Any) -> Any:

@@ -11,9 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.cells import dynamic_cache
-from tests.integrations.common import KEEP_ALL, MARKS, SPARSE
+from tests.integrations.common import KEEP_ALL, SPARSE
 
-pytestmark = [*MARKS, pytest.mark.usefixtures("_fresh_process")]
+pytestmark = pytest.mark.usefixtures("_fresh_process")
 
 CALLS: list[tuple[int, int]] = []  # layer and rows
 _original: Any = None

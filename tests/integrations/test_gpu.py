@@ -13,7 +13,7 @@ from tests.integrations import common
 from tests.integrations.families import FAMILIES, SIZES, VOCABULARY
 from tests.integrations.written_out import written_out
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_gradients")]
+pytestmark = pytest.mark.gpu
 KEEP_ALL: dict[str, Any] = {**common.KEEP_ALL, "block_size": 64}
 SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.4, "tau": 0.13}
 TOLERANCE = 1e-3  # of logits below 1, in float32

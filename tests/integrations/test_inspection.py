@@ -13,10 +13,8 @@ from flexmask.integrations.huggingface import PrefillSettings, sparse_prefill
 from flexmask.integrations.inspect import inspect_prefill
 from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
 from flexmask.integrations.inspect.inspection import NAMED, heads_by_rule, named_heads
-from tests.integrations.common import LENGTH, MARKS, SPARSE, make_model
+from tests.integrations.common import LENGTH, SPARSE, make_model
 from tests.integrations.families import VOCABULARY
-
-pytestmark = MARKS
 
 
 def dense_block_map(query, key, visible, scale, block_size, softcap=None, sink=None):

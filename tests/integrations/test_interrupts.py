@@ -10,11 +10,8 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.tune.loss_gradient import backward_through_loss
-from tests.integrations.common import MARKS
 from tests.integrations.test_overlapping_blocks import is_untouched
 from tests.interrupts import in_another_thread, interrupted
-
-pytestmark = MARKS
 
 # of what enters and leaves, without the forward and the checks of options
 FILES = ("session.py", "prefill.py", "registration.py", "precision.py", "loss_gradient.py")

@@ -8,10 +8,8 @@ from flexmask.integrations.huggingface.layer_plan import PlannedLayer, layer_pla
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.settings import PrefillSettings
-from tests.integrations.common import MARKS
 from tests.integrations.families import FAMILIES
 
-pytestmark = MARKS
 KEPT = PrefillSettings(block_size=16, min_budget=0, dense_below=150)
 
 

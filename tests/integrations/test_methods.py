@@ -7,10 +7,8 @@ import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.block_masks.causal import causal_mask
-from tests.integrations.common import LENGTH, MARKS, make_model, padded
+from tests.integrations.common import LENGTH, make_model, padded
 from tests.integrations.families import FAMILIES
-
-pytestmark = MARKS
 
 
 @pytest.mark.parametrize("method", ["causal", causal_mask])

@@ -6,10 +6,9 @@ import transformers
 
 from flexmask.integrations.huggingface import sparse_prefill
 from flexmask.integrations.huggingface.compat import group_function
-from tests.integrations.common import LENGTH, MARKS, SPARSE, padded
+from tests.integrations.common import LENGTH, SPARSE, padded
 
 pytestmark = [
-    *MARKS,
     pytest.mark.attention,
     pytest.mark.skipif(group_function is None, reason="this release marks images by other functions"),
 ]

@@ -5,9 +5,7 @@ import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.cells import static_cache
-from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model, padded
-
-pytestmark = MARKS
+from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, make_model, padded
 
 
 def options_on(device, options):

@@ -6,13 +6,9 @@ import threading
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.session import SWITCHED, Session
-from tests.integrations.common import MARKS, make_model
-
-pytestmark = MARKS
 
 # all dense: the reason of a call shows whose options it ran with
 BELOW = (1000, 2000, 3000)
@@ -115,26 +111,6 @@ def test_threads_run_with_their_own_blocks(model, tokens, shares_object):
     assert [ran_in(runs[number]) for number in (0, 1)] == [[0] * 20, [0 if shares_object else 1] * 21]
     assert names == {1: "flexmask"}
     assert is_untouched(model)
-
-
-def test_many_threads_open_and_close_at_random(tokens):
-    """Eight threads on two models that share one config."""
-    first = make_model()
-    models = [first, LlamaForCausalLM(first.config).eval()]
-
-    def work(seed):
-        generator = torch.Generator().manual_seed(seed)
-        number = seed % 3
-        for _ in range(10):
-            model = models[int(torch.randint(2, (), generator=generator))]
-            calls = int(torch.randint(1, 4, (), generator=generator))
-            with block(model, number) as run:
-                for _ in range(calls):
-                    model(tokens[:, :40])
-            assert ran_in(run) == [number] * calls
-
-    in_threads(work, 8)
-    assert all(is_untouched(model) for model in models)
 
 
 def test_tasks_run_with_their_own_blocks(model, tokens):

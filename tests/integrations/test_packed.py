@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import KEEP_ALL, LENGTH, MARKS, SPARSE
+from tests.integrations.common import KEEP_ALL, LENGTH, SPARSE
 
-pytestmark = [*MARKS, pytest.mark.attention]
+pytestmark = pytest.mark.attention
 
 BOUNDS = [0, 200, 201, 240, LENGTH]  # two that get a mask, a single token and a short one
 # those with fewer tokens run dense

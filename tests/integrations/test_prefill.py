@@ -7,9 +7,7 @@ from transformers import AttentionInterface
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import flexprefill_mask
-from tests.integrations.common import MARKS, SPARSE
-
-pytestmark = MARKS
+from tests.integrations.common import SPARSE
 
 
 def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):

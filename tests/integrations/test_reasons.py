@@ -9,10 +9,8 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.cells import static_cache
-from tests.integrations.common import MARKS, SPARSE, switchable
+from tests.integrations.common import SPARSE, switchable
 from tests.integrations.families import VOCABULARY
-
-pytestmark = MARKS
 
 
 @pytest.fixture

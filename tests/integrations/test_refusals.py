@@ -7,10 +7,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.mask import PrefillMask
 from tests.integrations.cells import RELEASE, dynamic_cache
-from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, MARKS, make_model
-
-pytestmark = MARKS
-
+from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, make_model
 
 FORWARD_REFUSALS = {
     "4-D": lambda model, tokens: {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},

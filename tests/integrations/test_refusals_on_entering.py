@@ -8,10 +8,8 @@ import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.session import SWITCHED, Session
-from tests.integrations.common import MARKS, make_model
+from tests.integrations.common import make_model
 from tests.integrations.families import VOCABULARY
-
-pytestmark = MARKS
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 WHISPER: dict[str, Any] = {

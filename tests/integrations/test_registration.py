@@ -7,9 +7,6 @@ import pytest
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.environment import check_release
-from tests.integrations.common import MARKS
-
-pytestmark = MARKS
 
 
 def test_import_registers_nothing():

@@ -10,9 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.found_settings import saved_settings
 from flexmask.settings import PrefillSettings
-from tests.integrations.common import MARKS, SPARSE, padded
-
-pytestmark = MARKS
+from tests.integrations.common import SPARSE, padded
 
 
 def enter(block):

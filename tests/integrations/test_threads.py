@@ -5,10 +5,8 @@ import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.held_open import HELD, held_open
-from tests.integrations.common import MARKS, make_model, padded
+from tests.integrations.common import make_model, padded
 from tests.integrations.test_packed import arguments
-
-pytestmark = MARKS
 
 # a selection that rounding does not change: torch may take another of its compiled versions
 SPARSE = {"method": "streaming_llm", "block_size": 32, "sink_blocks": 1, "window_blocks": 2, "dense_below": 100}

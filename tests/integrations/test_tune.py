@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import MARKS, make_model, padded
+from tests.integrations.common import make_model, padded
 from tests.integrations.tune_calls import GAMMAS, OPTIONS, tuned
-
-pytestmark = MARKS
 
 
 @pytest.mark.attention

@@ -11,10 +11,7 @@ from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.tune.loss_gradient import MOST_SCORED, backward_through_loss
 from tests.integrations import tune_calls
-from tests.integrations.common import MARKS
 from tests.integrations.families import VOCABULARY
-
-pytestmark = MARKS
 
 OPTIONS = {**tune_calls.OPTIONS, "density": 1.0}
 

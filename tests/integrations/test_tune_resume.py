@@ -8,10 +8,8 @@ import torch
 from transformers.utils import logging
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import MARKS, make_model
+from tests.integrations.common import make_model
 from tests.integrations.tune_calls import OPTIONS, tuned
-
-pytestmark = MARKS
 
 
 def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path):

@@ -11,12 +11,20 @@ from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.settings import PrefillSettings
-from tests.integrations.common import MARKS, SPARSE
-
-pytestmark = MARKS
+from tests.integrations.common import SPARSE
 
 
-class Tuner(nn.Module):
+class Holder(nn.Module):
+    """Passes on what it does not have to the module that it holds."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(next(self.children()), name)
+
+
+class Tuner(Holder):
     """As PEFT's LoraModel: it calls the forward of the model that it holds."""
 
     def __init__(self, model):
@@ -26,14 +34,8 @@ class Tuner(nn.Module):
     def forward(self, *args, **kwargs):
         return self.model.forward(*args, **kwargs)
 
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.model, name)
 
-
-class Wrapped(nn.Module):
+class Wrapped(Holder):
     """As PeftModelForCausalLM."""
 
     def __init__(self, model):
@@ -45,12 +47,6 @@ class Wrapped(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.base_model(*args, **kwargs)
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.base_model, name)
 
 
 def pipe(model):

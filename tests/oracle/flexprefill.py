@@ -4,10 +4,10 @@ Source: arXiv 2502.20766, section 3, algorithms "Sparse Attention", "Sparse Patt
 "Query Aware Index Search".
 """
 
-import math
+from typing import Any
 
 from tests.oracle.margins import head_margins, line_margins, map_margin, pattern_margin
-from tests.oracle.result import Decision, Head, head_mask, no_map
+from tests.oracle.result import ReferenceResult, head_mask
 from tests.oracle.steps import (
     AttentionHead,
     Options,
@@ -38,7 +38,7 @@ def flexprefill_selection(
     query_aware: str = "flatten",
     pattern_queries: str = "last",
     index_queries: str = "last",
-) -> Head:
+) -> ReferenceResult:
     """Decide one head: the algorithm "Sparse Attention", up to the attention itself.
 
     Differs from the paper: vertical and slash lines are chosen by block, each slash split over the two block diagonals it
@@ -72,5 +72,12 @@ def flexprefill_selection(
         map_margin(pooled, seen, options),
         is_query_aware,
     )
-    decision = Decision(is_query_aware, js_distance, *mass, pooled, no_map(seen), math.nan, len(key_blocks), len(diagonals))
-    return Head(head_mask(kept, attention, index_rows, seen), decision, margins)
+    numbers = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
+    decided: dict[str, Any] = {
+        "is_query_aware": is_query_aware,
+        "js_distance": js_distance,
+        **mass._asdict(),
+        "pooled": pooled,
+        **numbers,
+    }
+    return head_mask(kept, attention, index_rows, seen)._replace(**decided, **margins)

@@ -23,13 +23,13 @@ Here ``g = 1 - gamma``; with gamma above rule.gamma and N above n0
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.oracle.margins import COARSE
-from tests.oracle.result import Decision, Head, Margins, head_mask, no_map
+from tests.oracle.result import ReferenceResult, head_mask
 from tests.oracle.steps import (
     AttentionHead,
     KeyMeans,
@@ -82,7 +82,7 @@ def hybrid_selection(
     row_stride: int = 8,
     min_coverage: float = 0.0,
     rule: Rule,
-) -> Head:
+) -> ReferenceResult:
     """Decide one head."""
     least, min_blocks = thresholds(seen, gamma, rule), math.ceil(min_budget / seen.block_size)
     last_rows = representative_rows("last", seen)
@@ -116,10 +116,10 @@ def hybrid_selection(
     covered = sum(sampled) / len(sampled) if sampled else math.nan
     least_covered = min(sampled, default=math.nan)
     gated = {(r, j) for r, j in on_lines - always if r not in deciding}
-    margins = _margins(mass, evidence, gated, least, rule.lines, doubts, seen)
-    numbers = len(key_blocks), len(diagonals)
-    decision = Decision(False, math.nan, *mass, no_map(seen), evidence, covered, *numbers, least_covered)
-    return Head(mask, decision, margins if gamma < 1 else Margins(*[math.inf] * 6))
+    margins = _margins(mass, evidence, gated, least, rule.lines, doubts, seen) if gamma < 1 else {}
+    numbers: dict[str, Any] = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
+    coverages: dict[str, Any] = {"row_coverage": covered, "least_row_coverage": least_covered}
+    return mask._replace(**mass._asdict(), row_evidence=evidence, **numbers, **coverages, **margins)
 
 
 def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
@@ -212,15 +212,16 @@ def _margins(
     of_lines: float,
     doubts: list[float],
     seen: Visibility,
-) -> Margins:
+) -> dict[str, Any]:
     """Distances from the thresholds; `gated` blocks depend on that of the lines too."""
     by_key, by_diagonal = line_candidates(mass, seen)
     vertical = [_from(share, least.key_block) for share in by_key.values()]
     slash = [_from(share, least.diagonal, COARSE) for share in by_diagonal.values()]
     rows = [_from(float(evidence[r, j]), least.rows[r]) for r, j in seen.visible_blocks]
     rows += [_from(float(evidence[r, j]), of_lines * least.rows[r]) for r, j in gated] + doubts
-    each = [min(values, default=math.inf) for values in (vertical, slash, rows)]
-    return Margins(math.inf, each[0], each[1], math.inf, each[2], min(each))
+    of_lines_and_rows = {"vertical_margin": vertical, "slash_margin": slash, "row_margin": rows}
+    margins = {name: min(values, default=math.inf) for name, values in of_lines_and_rows.items()}
+    return {**margins, "margin": min(margins.values())}
 
 
 def _from(value: float, threshold: float, coarse: float = 0.0) -> float:

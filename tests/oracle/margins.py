@@ -5,10 +5,10 @@ Float32 code must decide alike where a margin is wide; where it is tiny, either 
 
 import math
 from itertools import accumulate
+from typing import Any
 
 from torch import Tensor
 
-from tests.oracle.result import Margins
 from tests.oracle.steps import (
     Budget,
     Candidate,
@@ -88,9 +88,8 @@ def map_margin(pooled: Tensor, seen: Visibility, options: Options) -> float:
     return min(margins)
 
 
-def head_margins(pattern: float, lines: tuple[float, float], query_aware: float, is_query_aware: bool) -> Margins:
+def head_margins(pattern: float, lines: tuple[float, float], query_aware: float, is_query_aware: bool) -> dict[str, Any]:
     """All margins of a head, and the smallest of those that its mask depends on."""
-    matters = [pattern, *lines]
-    if is_query_aware:
-        matters.append(query_aware)
-    return Margins(pattern, *lines, query_aware, math.inf, min(matters))
+    margins = {"pattern_margin": pattern, "vertical_margin": lines[0], "slash_margin": lines[1]}
+    least = min([*margins.values(), *([query_aware] if is_query_aware else [])])
+    return {**margins, "query_aware_margin": query_aware, "margin": least}

@@ -12,13 +12,13 @@ Source: github.com/bytedance/FlexPrefill. Differs from the default selection:
 
 import math
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.oracle.margins import gap, head_margins, pattern_margin, relative, top_p_margin
-from tests.oracle.result import Decision, Head, head_mask, no_map
+from tests.oracle.result import ReferenceResult, head_mask
 from tests.oracle.steps import (
     AttentionHead,
     Budget,
@@ -41,7 +41,7 @@ from tests.oracle.visibility import Block, Visibility
 
 def published_selection(
     head: AttentionHead, seen: Visibility, *, gamma: float, tau: float, min_budget: int, max_budget: int | None = None
-) -> Head:
+) -> ReferenceResult:
     """Decide one head as the published code does."""
     options = Options.of_tokens(gamma, min_budget, max_budget, seen.block_size)
     rows = representative_rows("last", seen)
@@ -70,9 +70,15 @@ def published_selection(
         pattern = 0.0
     in_map = blocks_within_margin(map_values, gamma, seen.num_kv_blocks)
     margins = head_margins(pattern, (key_blocks.margin, diagonals.margin), in_map, is_query_aware)
-    numbers = key_blocks.num_lines, diagonals.num_lines
-    decision = Decision(is_query_aware, js_distance, vertical, slash, pooled, no_map(seen), math.nan, *numbers)
-    return Head(head_mask(kept, attention, rows, seen), decision, margins)
+    numbers: dict[str, Any] = {"num_vertical_blocks": key_blocks.num_lines, "num_slash_blocks": diagonals.num_lines}
+    decided: dict[str, Any] = {
+        "is_query_aware": is_query_aware,
+        "js_distance": js_distance,
+        "vertical": vertical,
+        "slash": slash,
+        **numbers,
+    }
+    return head_mask(kept, attention, rows, seen)._replace(pooled=pooled, **decided, **margins)
 
 
 def distance_with_nan(estimated: Tensor, true: Tensor) -> float:

@@ -15,11 +15,11 @@ from torch import Tensor
 from tests.oracle.flexprefill import flexprefill_selection
 from tests.oracle.hybrid import hybrid_selection
 from tests.oracle.published import published_selection
-from tests.oracle.result import Head, ReferenceResult, empty_head, stacked
+from tests.oracle.result import ReferenceResult, stacked, undecided
 from tests.oracle.steps import AttentionHead
 from tests.oracle.visibility import query_offsets, visibility
 
-SELECTIONS: dict[str, Callable[..., Head]] = {
+SELECTIONS: dict[str, Callable[..., ReferenceResult]] = {
     "flexprefill": flexprefill_selection,
     "hybrid": hybrid_selection,
     "published": published_selection,
@@ -53,7 +53,8 @@ def reference(
         seen = visibility(q_len, offset, is_token, window, block_size)
         for h in range(num_heads):
             if not seen.valid_rows:
-                heads.append(empty_head(seen, 0.0 if method == "hybrid" else math.nan))
+                covered = 0.0 if method == "hybrid" else math.nan
+                heads.append(undecided(seen)._replace(js_distance=0.0, row_coverage=covered, least_row_coverage=covered))
                 continue
             query_head = query[b, h].detach().cpu().double()
             key_head = key[b, h // (num_heads // num_kv_heads)].detach().cpu().double()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.repository import ROOT
+from tests.serving.programs import refusals
 from tests.vllm.engine_run import prompt
 from tests.vllm.engines import BY_HEAD, KEEP_ALL, MODEL, SPARSE
 
@@ -157,14 +158,7 @@ class Asked:
         return [self.generate([prompt(2500, seed=5)], start=-1, chosen=[each])[0] for each in options]
 
     def wrongly(self):
-        """What refuses wrong options; the engine answers on."""
-        told = []
-        for options in ({"flexmask_gamma": 2}, {"flexmask_gama": 0.5}, {"flexmask_read": [0.5, False]}):
-            try:
-                told += [{"refused": "nothing", **self.generate([prompt(300)], chosen=[options])[0]}]
-            except ValueError as error:
-                told += [{"refused": str(error)}]
-        return [*told, *self.generate([prompt(300)])]
+        return refusals(self.generate, prompt(300), ValueError)
 
 
 def answer(output):

@@ -66,7 +66,7 @@ def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():
         assert torch.equal(out, wanted)
 
 
-class Noting(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang has no types here
+class Noting(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang is not there where types are checked
     """Notes the options of its calls."""
 
     def __init__(self, runner):

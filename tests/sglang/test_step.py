@@ -9,7 +9,7 @@ import torch
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.sglang.prefill import SGLangPrefill
-from flexmask.integrations.sglang.step import STOCK_FIELDS, gathered, slots_of, stock_reason
+from flexmask.integrations.sglang.step import STOCK_FIELDS, stock_reason
 from flexmask.settings import PrefillSettings
 
 SETTINGS = PrefillSettings(dense_below=100, block_size=32)
@@ -71,14 +71,6 @@ def test_long_chunks_run_sparse_and_all_else_stock():
     assert (plan.sparse_tokens, plan.dense_tokens) == (240, 37)
 
 
-def test_a_request_s_own_options_are_planned():
-    model = Model()
-    model.chosen = {"request 1": RequestOptions(gamma=0.5), "request 3": RequestOptions(dense=True)}
-    plan = plan_of(batch_of(), model)
-    assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(1, 0.5)]
-    assert (plan.sparse_tokens, plan.dense_tokens) == (200, 77)
-
-
 @pytest.mark.parametrize("mode", ["DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "SPLIT_PREFILL", "DLLM_EXTEND"])
 def test_other_steps_have_no_plan(mode):
     assert plan_of(batch_of(mode=mode)) is None
@@ -127,19 +119,3 @@ def test_one_run_of_stock_requests_is_a_view():
     step = Model().step(batch)
     assert step.stock_rows == slice(200, 216)
     assert step.stock_batch.out_cache_loc.data_ptr() == batch.out_cache_loc[200:].data_ptr()
-
-
-def test_a_step_of_long_prompts_only_has_no_rest():
-    batch = batch_of([200, 300], [0, 0])
-    step = Model().step(batch)
-    assert (step.stock_rows, step.stock_batch, step.rows) == (None, None, 500)
-
-
-def test_keys_are_gathered_from_the_request_s_slots():
-    table = torch.arange(4 * 10, dtype=torch.int32).view(4, 10)
-    slots = slots_of(table, torch.tensor([2, 0, 3]), 2, 5)
-    assert slots.tolist() == [30, 31, 32, 33, 34]
-    assert slots_of(table, torch.tensor([2, 0, 3]), 2, 0) is None
-    for dtype in (torch.float32, torch.float8_e4m3fn):
-        buffer = torch.randn(40, 2, 8).to(dtype)
-        assert torch.equal(gathered(buffer, slots).float(), buffer.float()[30:35].transpose(0, 1))

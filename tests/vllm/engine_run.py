@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from tests.serving.programs import refusals
 from tests.vllm import random_models
 from tests.vllm.engines import ENGINES, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
 
@@ -199,16 +200,9 @@ class Asked:
         return [self.generate([prompt(2500, seed=5)], chosen=[each])[0] for each in options]
 
     def wrongly(self):
-        """What refuses wrong options; the engine answers on."""
         from vllm.exceptions import VLLMValidationError
 
-        told = []
-        for options in ({"flexmask_gamma": 2}, {"flexmask_gama": 0.5}, {"flexmask_read": [0.5, False]}):
-            try:
-                told += [{"refused": "nothing", **self.generate([prompt(300)], chosen=[options])[0]}]
-            except VLLMValidationError as error:
-                told += [{"refused": str(error)}]
-        return [*told, *self.generate([prompt(300)])]
+        return refusals(self.generate, prompt(300), VLLMValidationError)
 
     def whole(self):
         """Two whole prompts in one step."""
