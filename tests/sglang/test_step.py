@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexmask.integrations.serving.options import RequestOptions, ServingOptions
+from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.sglang.prefill import SGLangPrefill
 from flexmask.integrations.sglang.step import STOCK_FIELDS, stock_reason
