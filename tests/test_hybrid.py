@@ -194,6 +194,16 @@ def test_statistics_tell_key_blocks_from_diagonals(method, gamma, diagonals):
     assert (stats.num_vertical_blocks.item(), stats.num_slash_blocks.item()) == (4, diagonals)
 
 
+@pytest.mark.parametrize("tokens", [16384, 32768])
+def test_by_default_even_heads_hold_half_and_have_no_cliff(tokens):
+    gammas = (0.8, 0.9, 0.93, 0.95, 0.98)
+    query, key = torch.zeros(1, len(gammas), tokens, 16), torch.zeros(1, 1, tokens, 16)
+    _, stats = hybrid_mask(query, key, gammas, return_stats=True)
+    kept = dict(zip(gammas, stats.row_coverage[0].tolist(), strict=True))
+    assert min(kept.values()) > 0.5
+    assert kept[0.93] - kept[0.9] < 0.3
+
+
 @pytest.mark.parametrize("share", [0.25, 0.75])
 def test_of_equal_blocks_the_nearest_hold_the_floor(share):
     """64 blocks in a query block whose threshold is 25 times their share."""

@@ -128,6 +128,12 @@ def test_fake_tensors_give_shapes_of_packed_sequences_between_bounds_of_ints():
             sparse_attention_varlen(*packed, bounds, **OPTIONS)
 
 
+def test_a_mode_that_takes_real_tensors_gives_shapes():
+    given = inputs()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        assert sparse_attention(*given, **OPTIONS, dense_below=0).shape == (1, 4, 256, 16)
+
+
 def test_fake_tensors_outside_of_their_mode_are_refused():
     query, key, value = faked(FakeTensorMode(), *inputs())
     for call in (

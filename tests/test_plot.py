@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexmask import flexprefill_mask
 from flexmask.plot import (
@@ -82,6 +82,21 @@ def test_kinds_of_a_sparse_mask():
         assert torch.equal(kinds > HIDDEN, causal)
         assert torch.equal(kinds == PARTIAL, torch.eye(10).bool())
         assert (kinds == LEFT_OUT).any()
+
+
+def test_default_device_changes_nothing():
+    mask = causal_mask(70, 150)
+    expected = block_kinds(mask, 1)
+    with torch.device("meta"):
+        found = block_kinds(mask, 1)
+    assert torch.equal(found, expected)
+
+
+def test_kinds_without_full_blocks_and_with_leftovers_in_the_lists():
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=32)
+    assert block_kinds(mask, 0).tolist() == [[PARTIAL, HIDDEN], [PARTIAL, PARTIAL]]
 
 
 def test_block_mask_shows_its_kinds_and_both_colours(pyplot, tmp_path):

@@ -116,6 +116,14 @@ def test_windows_and_lengths_share_the_compilations_of_a_selection(counting, req
 
 
 @pytest.mark.usefixtures("as_on_accelerators")
+@pytest.mark.parametrize("window", [60, 4096])
+def test_prompts_shorter_than_a_window_are_not_compiled_each(counting, window):
+    for length in (200, 300, 400, 50):
+        mask_of("hybrid", length, window=window)
+    assert counting.frame_count == 1
+
+
+@pytest.mark.usefixtures("as_on_accelerators")
 def test_values_of_a_float_share_a_compilation_and_constants_do_not(counting):
     for threshold in (0.3, 0.5, 1, 0.9):
         mask_of("xattention", 300, threshold=threshold)

@@ -293,6 +293,13 @@ def test_a_captured_number_may_change_with_the_length(make, kind):
 
 
 @pytest.mark.attention
+def test_captured_numbers_have_no_limit_of_recompilations():
+    with recompilations(2):
+        for reach in (41, 42.5, 43):  # which no other test captures
+            attend_near(in_closure, reach)
+
+
+@pytest.mark.attention
 def test_a_captured_number_that_stays_costs_no_compilation_per_length():
     with recompilations(2):
         for length in (60, 75, 90):

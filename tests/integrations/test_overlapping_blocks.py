@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.session import SWITCHED, Session
@@ -111,6 +112,19 @@ def test_threads_run_with_their_own_blocks(model, tokens, shares_object):
     assert [ran_in(runs[number]) for number in (0, 1)] == [[0] * 20, [0 if shares_object else 1] * 21]
     assert names == {1: "flexmask"}
     assert is_untouched(model)
+
+
+def test_models_that_share_a_config_have_blocks_of_their_own(model, tokens):
+    other = LlamaForCausalLM(model.config).eval()
+    first, second = block(model, 0), block(other, 1)
+    runs = [first.__enter__(), second.__enter__()]
+    for each in (model, other):
+        each(tokens[:, :50])
+    first.__exit__(None, None, None)
+    other(tokens[:, :50])
+    second.__exit__(None, None, None)
+    assert [ran_in(run) for run in runs] == [[0], [1, 1]]
+    assert is_untouched(model) and is_untouched(other)
 
 
 def test_tasks_run_with_their_own_blocks(model, tokens):

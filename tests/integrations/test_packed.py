@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import KEEP_ALL, LENGTH, SPARSE
+from tests.integrations.common import KEEP_ALL, LENGTH, SPARSE, make_model
 
 pytestmark = pytest.mark.attention
 
@@ -102,6 +102,15 @@ def test_rows_of_a_batch_are_packed_each(model, tokens):
         assert (logits[:1] - one_by_one(model, tokens[:1])).abs().max() < 1e-4
         assert (logits[1:] - model(tokens[1:], use_cache=False).logits).abs().max() < 1e-4
     assert [row["sequence"] for row in run.rows() if row["layer"] == row["head"] == 0 and row["call"] == 0] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2"])
+def test_windows_and_soft_caps_count_within_a_sequence(family, tokens):
+    model = make_model(family)
+    dense = one_by_one(model, tokens[:1])
+    with flexmask_hf.sparse_prefill(model, **OPTIONS["everything kept"]):
+        assert (model(tokens[:1], **arguments("positions")).logits - dense).abs().max() < 1e-4
 
 
 def test_collator_of_transformers_makes_what_is_served(model, tokens):

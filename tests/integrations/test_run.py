@@ -68,6 +68,15 @@ def test_summary_is_short_and_prints_a_line_a_layer():
     assert "2 of 3 layers sparse" in repr(run)
 
 
+def test_hybrid_heads_are_named():
+    run = PrefillRun()
+    stats = stats_of(0, hybrid=True)
+    assert stats.is_query_aware.any()  # which means nothing there
+    run.record(0, stats, None, None, 0, CallSize(1, 100, 100))
+    assert run.summary().layers[0].patterns == {"hybrid": 1.0}
+    assert {row["pattern"] for row in run.rows()} == {"hybrid"}
+
+
 def test_heads_that_keep_little_of_some_rows_are_named_in_one_line():
     run = PrefillRun()
     for layer, held in ((0, [0.9, 0.12, 0.3, 0.9]), (1, [0.9, 0.9, 0.9, 0.06]), (2, [0.9, 0.9, 0.9, 0.9])):
@@ -195,6 +204,15 @@ def test_missing_pandas_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"to_pandas needs pandas: pip install pandas; rows\(\) gives"):
         recorded(1).to_pandas()
+
+
+def test_plot_shows_the_rows():
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    run = recorded(1)
+    assert run.plot().get_images()[0].get_array()[0].tolist() == pytest.approx(run.stats[0][0].density[0].tolist())
+    plt.close("all")
 
 
 @pytest.mark.gpu

@@ -84,3 +84,10 @@ def test_an_extra_installs_the_releases_that_are_served(engine, versions, too_ne
             assert not specifier.contains(version)
         else:
             assert specifier.contains(version)
+
+
+@pytest.mark.parametrize(("group", "engine"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")])
+def test_entry_points_name_the_registration(group, engine):
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"][group] == {"flexmask": f"flexmask.integrations.{engine}.registration:register"}

@@ -41,6 +41,20 @@ def read(monkeypatch):
     return lambda config, *rest: InputProcessor.process_inputs(SimpleNamespace(vllm_config=config), *rest)
 
 
+def test_equal_prefixes_have_equal_salts_where_options_are_equal(read):
+    given = [
+        ({"flexmask_gamma": 0.5},),
+        ({"flexmask_dense": True},),
+        ({"flexmask_gamma": 0.5}, "mine"),
+        ({"a": 1}, "mine"),
+        (None,),
+    ]
+    salts = [read(config_of(), *each).cache_salt for each in given]
+    assert salts == [read(config_of(), *each).cache_salt for each in given]
+    assert len(set(salts)) == 5
+    assert salts[3:] == ["mine", None]
+
+
 def test_batches_that_overlap_take_no_options(read):
     with pytest.raises(VLLMValidationError, match="must be left out where vLLM overlaps batches"):
         read(config_of(use_ubatching=True), {"flexmask_dense": True})

@@ -1,15 +1,15 @@
-"""Interfaces that are compared before a vLLM starts; the entry point."""
+"""Interfaces that are compared before a vLLM starts."""
 
 import pytest
 
+pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as Stock
+
 from flexmask.integrations.vllm.versions import interface_faults
-from tests.repository import ROOT
 
 
 def test_interfaces_that_are_others_are_named(monkeypatch):
-    pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as Stock
-
     assert interface_faults(Stock) == []
     builder, impl = Stock.get_builder_cls(), Stock.get_impl_cls()
 
@@ -47,9 +47,6 @@ def test_interfaces_that_are_others_are_named(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(2, 3, 16, 2, 64), (3, 16, 2, 128), ()])
 def test_a_cache_of_another_shape_is_named(shape):
-    pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as Stock
-
     class Other(Stock):
         @staticmethod
         def get_kv_cache_shape(pages, page_size, heads, head_dim):
@@ -60,12 +57,11 @@ def test_a_cache_of_another_shape_is_named(shape):
 
 
 def test_interfaces_of_latent_attention(monkeypatch):
-    pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
-    from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend as Stock
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend as Latent
 
     # its own arguments come as keywords, which it passes on
-    assert interface_faults(Stock) == []
-    impl = Stock.get_impl_cls()
+    assert interface_faults(Latent) == []
+    impl = Latent.get_impl_cls()
 
     class OtherImpl(impl):
         def __init__(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype):
@@ -74,7 +70,7 @@ def test_interfaces_of_latent_attention(monkeypatch):
         def forward_mha(self, q, kv_c_normed, k_pe, kv_cache):
             """With fewer arguments."""
 
-    class Other(Stock):
+    class Other(Latent):
         @staticmethod
         def get_impl_cls():
             return OtherImpl
@@ -87,12 +83,6 @@ def test_interfaces_of_latent_attention(monkeypatch):
 
     monkeypatch.setattr(mla_attention.MLAAttention, "forward_impl", lambda self, q, kv: None)
     monkeypatch.delattr(base.MLAPrefillBackend, "clone")
-    told = "; ".join(interface_faults(Stock))
+    told = "; ".join(interface_faults(Latent))
     for fault in ("MLAAttention.forward_impl must take q, k_c_normed", "MLAPrefillBackend must have clone"):
         assert fault in told
-
-
-def test_entry_point_names_the_registration():
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["entry-points"]["vllm.general_plugins"] == {"flexmask": "flexmask.integrations.vllm.registration:register"}
