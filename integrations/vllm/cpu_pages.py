@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable
 
-# of the element numbers: base 8 is exact in every cache dtype, and 8**6 exceeds the elements of a page
-_BASE, _DIGITS = 8, 6
+# of the element numbers, whose digits are exact in every cache dtype
+_BASE = 8
 # of keys and values, (tokens, 1, head_dim) each, into a cache of one page
 Write = Callable[[Tensor, Tensor, Tensor], None]
 
@@ -65,13 +65,15 @@ def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Wri
     size = page_size * head_dim
     number = torch.arange(size)
     found = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
-    for digit in range(_DIGITS):
-        digits = (number // _BASE**digit) % _BASE
+    place = 1
+    while place < size:
+        digits = (number // place) % _BASE
         rows = digits.to(dtype).view(page_size, 1, head_dim)
         cache = torch.zeros(1, 1, page_size, 2 * head_dim, dtype=dtype)
         write(rows, rows.clone(), cache)
         for half, total in zip(halves(cache), found, strict=True):
-            total += half.reshape(size).to(torch.int64) * _BASE**digit
+            total += half.reshape(size).to(torch.int64) * place
+        place *= _BASE
     orders = []
     for total in found:
         if not torch.equal(total.sort().values, number):

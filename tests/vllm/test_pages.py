@@ -36,6 +36,23 @@ def test_pages_of_a_gpu_cache(order, tokens, rows):
             torch.testing.assert_close(made, expected[:, first:tokens], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("page_size", [1, 48, 528, 544])
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+def test_pages_of_any_size(page_size, order):
+    """Of a mixture they take as many bytes as a state; neither blocks nor chunks need divide them."""
+    tokens, dim = 1111, 8
+    order_of_pages = torch.randperm(-(-tokens // page_size) + 2, generator=torch.Generator().manual_seed(0))
+    number = torch.arange(len(order_of_pages) * HEADS * page_size * 2 * dim, dtype=torch.float32)
+    cache = number.view(len(order_of_pages), HEADS, page_size, 2 * dim)
+    if order == "tokens first":
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    rows = torch.stack([cache[order_of_pages[each // page_size], :, each % page_size] for each in range(tokens)], 1)
+    table = PageTable(order_of_pages.int(), tokens)
+    for first in (0, 527, 528, 1000):
+        for made, expected in zip(gathered(cache, table.since(first), dim), rows.split(dim, -1), strict=True):
+            assert torch.equal(made, expected[:, first:])
+
+
 @pytest.mark.parametrize("shape", [(PAGES, PAGE, HEADS, DIM), (2, PAGES, PAGE, HEADS, 2 * DIM)])
 def test_a_cache_of_another_shape_is_refused(shape):
     with pytest.raises(RuntimeError, match=r"vLLM's cache must be \(pages, num_kv_heads, tokens in a page, 64\); got shape"):
@@ -98,3 +115,12 @@ def test_a_cache_that_loses_elements_is_refused():
 
     with pytest.raises(RuntimeError, match="in an order that flexmask cannot read"):
         order_of_cache(PAGE, DIM, torch.float32, forgetful)
+
+
+def test_the_order_of_a_page_with_many_elements():
+    """A mixture's page of wide heads: more elements than six octal digits count."""
+    page_size, dim = 544, 512
+    keys, values = order_of_cache(page_size, dim, torch.float32, transposed)
+    element = torch.arange(page_size * dim).view(page_size, dim)
+    assert torch.equal(keys.view(page_size, dim), element.view(dim, page_size).T)
+    assert torch.equal(values.view(page_size, dim), element)
