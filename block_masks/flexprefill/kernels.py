@@ -22,11 +22,11 @@ from flexmask.kernels.vertical_slash import RepresentativeMass, line_mass
 def _estimate_kernel(
     query,
     key_means,  # float32
-    rows,
-    keys,
+    last_rows,
+    kv_edges,
     estimate,  # (batch, num_heads, num_kv_blocks) float32
-    rows_stride,
-    keys_stride_batch,
+    last_rows_stride_batch,
+    kv_edges_stride_batch,
     query_stride_batch,
     query_stride_head,
     query_stride_token,
@@ -46,13 +46,13 @@ def _estimate_kernel(
     o_dim = tl.arange(0, PADDED_DIM)
     p_query = query + batch * query_stride_batch + (head % num_heads) * query_stride_head
     o_kv = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    b_last_key = tl.load(keys + batch * keys_stride_batch + o_kv, mask=o_kv < num_kv_blocks, other=0)[:, None]
-    first_position = tl.load(rows + batch * rows_stride)
+    b_last_key = tl.load(kv_edges + batch * kv_edges_stride_batch + o_kv, mask=o_kv < num_kv_blocks, other=0)[:, None]
+    first_position = tl.load(last_rows + batch * last_rows_stride_batch)
     b_total = tl.zeros([PADDED_DIM], tl.float32)
     b_seen = tl.zeros([TILE], tl.int32)
     num_rows = 0
     for start in tl.static_range(0, BLOCK_SIZE, ROWS):
-        o_row = tl.load(rows + batch * rows_stride + 1 + start + tl.arange(0, ROWS))
+        o_row = tl.load(last_rows + batch * last_rows_stride_batch + 1 + start + tl.arange(0, ROWS))
         p_q = p_query + o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
         b_q = tl.load(p_q, mask=(o_row >= 0)[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
         b_total += tl.sum(b_q.to(tl.float32), 0)
@@ -70,7 +70,7 @@ def _estimate_kernel(
     tl.store(estimate + head * num_kv_blocks + o_kv, b_score, mask=o_kv < num_kv_blocks)
 
 
-def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> Tensor:
+def estimated_scores(problem: BlockProblem, key_means: Tensor, last_rows: Tensor) -> Tensor:
     """Unscaled scores of the mean representative row with `key_means`, (batch, num_heads, num_kv_blocks); -inf if unseen."""
     inputs, block_size, edges = problem.inputs, problem.block_size, problem.edges
     query, kv_len, window = inputs.query, inputs.key.shape[2], inputs.window
@@ -78,7 +78,7 @@ def estimated_scores(problem: BlockProblem, key_means: Tensor, rows: Tensor) -> 
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
     estimate = key_means.new_empty((batch, num_heads, blocks))
     _estimate_kernel[(cdiv(blocks, 32), batch * num_heads)](
-        query, key_means, rows, edges.keys, estimate, 1 + block_size if rows.shape[0] > 1 else 0, edges.strides[3],
+        query, key_means, last_rows, edges.kv_edges, estimate, 1 + block_size if last_rows.shape[0] > 1 else 0, edges.strides[3],
         *query.stride(), num_heads, blocks,
         kv_len if window is None else min(window, kv_len),
         HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
@@ -109,17 +109,17 @@ def _relative_entropy(p, q):
 def _pattern_kernel(
     estimate,  # from estimated_scores
     vertical,  # (batch, num_heads, num_kv_blocks) float32: V of the pattern rows; -1: no candidate
-    rows,
-    keys,
+    last_rows,
+    kv_edges,
     lines,  # float32; -1: no candidate
     gamma,
     tau,  # 0-d float64
     is_query_aware,
     distance,
     kept,
-    rows_stride,
-    keys_stride,
-    keys_stride_batch,
+    last_rows_stride_batch,
+    kv_edges_stride,
+    kv_edges_stride_batch,
     heads,  # batch * num_heads
     num_heads,
     num_kv_blocks,
@@ -139,10 +139,11 @@ def _pattern_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
     o_slot = tl.arange(0, PADDED_SIZE)
-    num_rows = tl.sum((tl.load(rows + batch * rows_stride + 1 + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) >= 0).to(tl.int32), 0)
+    b_row = tl.load(last_rows + batch * last_rows_stride_batch + 1 + o_slot, mask=o_slot < BLOCK_SIZE, other=-1)
+    num_rows = tl.sum((b_row >= 0).to(tl.int32), 0)
 
     p_scores = estimate + head * num_kv_blocks
-    p_count = keys + 2 * keys_stride + batch * keys_stride_batch
+    p_count = kv_edges + 2 * kv_edges_stride + batch * kv_edges_stride_batch
     o_lane = tl.arange(0, TILE)
     highest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -181,22 +182,22 @@ def pattern_and_lines(
 ) -> tuple[Tensor, Tensor, Lines]:
     """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""
     (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
-    block_size, rows = problem.block_size, pattern.rows
+    block_size, last_rows = problem.block_size, pattern.rows
     lines = line_mass(index, edges)
     # the first half: V
     vertical = lines if pattern is index else line_mass(pattern, edges)
-    _, keys_stride, _, keys_stride_batch = edges.strides
-    estimate = estimated_scores(problem, means, rows)
+    _, kv_edges_stride, _, kv_edges_stride_batch = edges.strides
+    estimate = estimated_scores(problem, means, last_rows)
     _, batch, num_heads, blocks = lines.shape
     heads = batch * num_heads
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)
     distance = lines.new_empty((batch, num_heads))
     kept = lines.new_empty(lines.shape, dtype=torch.int8)
     _pattern_kernel[(2, heads)](
-        estimate, vertical, rows, edges.keys, lines, gamma, tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]),
-        is_query_aware, distance, kept, 1 + block_size if rows.shape[0] > 1 else 0, keys_stride, keys_stride_batch,
-        heads, num_heads, blocks, blocks + 1 if cap is None else cap, floor, inputs.scale,
-        1.0 if inputs.softcap is None else inputs.softcap,
+        estimate, vertical, last_rows, edges.kv_edges, lines, gamma,
+        tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]), is_query_aware, distance, kept,
+        1 + block_size if last_rows.shape[0] > 1 else 0, kv_edges_stride, kv_edges_stride_batch, heads, num_heads, blocks,
+        blocks + 1 if cap is None else cap, floor, inputs.scale, 1.0 if inputs.softcap is None else inputs.softcap,
         HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=64,
         num_warps=8,
     )  # fmt: skip

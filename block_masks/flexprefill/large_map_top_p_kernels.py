@@ -39,13 +39,13 @@ def _chosen_digit(sums, share, head, step, is_first, DIGITS: tl.constexpr, CHUNK
 def _digit_pass_kernel(
     values,
     active,
-    rows,
+    q_edges,
     gamma,
     # (heads, CHUNKS + 1, DIGITS) float64: the previous pass's sums; then threshold, goal and sum above, before that pass
     sums,
     new_sums,
     digit_pass,  # no constant: all passes share one compilation
-    rows_stride_batch,
+    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -72,7 +72,7 @@ def _digit_pass_kernel(
                 tl.store(p_state + 2, above)
         o_digit = tl.arange(0, DIGITS)
         b_thresholds = low + o_digit * step
-        p_last_row = rows + (head // num_heads) * rows_stride_batch
+        p_last_row = q_edges + (head // num_heads) * q_edges_stride_batch
         b_totals = tl.zeros([DIGITS], tl.float64)
         for deal in range(0, tl.cdiv(tl.cdiv(num_q_blocks, ROWS), CHUNKS)):
             # groups of rows are dealt to and fro: all chunks have long and short ones
@@ -97,12 +97,12 @@ def _digit_pass_kernel(
 def _ties_kernel(
     values,
     active,
-    rows,
+    q_edges,
     sums,
     gamma,
     choice,  # (heads, 2) int32: the threshold, and the number of kept entries equal to it
     ties,  # (heads, num_q_blocks) int32: entries equal to it
-    rows_stride_batch,
+    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -119,7 +119,7 @@ def _ties_kernel(
         if chunk == 0:
             tl.store(choice + head * 2, low)
             tl.store(choice + head * 2 + 1, tl.maximum(missing_entries(low, goal - above), 1))
-        p_last_row = rows + (head // num_heads) * rows_stride_batch
+        p_last_row = q_edges + (head // num_heads) * q_edges_stride_batch
         for row in range(chunk, num_q_blocks, CHUNKS):
             end = tl.load(p_last_row + row) // BLOCK_SIZE + 1
             b_tied = tl.zeros([TILE], tl.int32)
@@ -134,11 +134,11 @@ def _ties_kernel(
 def _chosen_kernel(
     values,
     active,
-    rows,
+    q_edges,
     choice,
     ties,
     chosen,  # int8
-    rows_stride_batch,
+    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -155,7 +155,7 @@ def _chosen_kernel(
         for start in range(0, row, TILE):
             b_earlier += tl.load(ties + head * num_q_blocks + start + o_lane, mask=start + o_lane < row, other=0)
         tied_before = tl.sum(b_earlier, 0)
-        end = tl.load(rows + (head // num_heads) * rows_stride_batch + row) // BLOCK_SIZE + 1
+        end = tl.load(q_edges + (head // num_heads) * q_edges_stride_batch + row) // BLOCK_SIZE + 1
         o_map_row = (head * num_q_blocks + row) * num_kv_blocks
         for start in range(0, end, TILE):
             o_kv = start + o_lane
@@ -173,23 +173,23 @@ def large_map_top_p(
 ) -> None:
     """Write `top_p_map`'s result into `chosen`, in passes of `digit_bits` bits over `chunks` chunks of rows."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads, rows, block_size = batch * num_heads, problem.edges.rows, problem.block_size
-    sizes = (num_q_blocks if rows.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
+    heads, q_edges, block_size = batch * num_heads, problem.edges.q_edges, problem.block_size
+    sizes = (num_q_blocks if q_edges.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
     passes, digits = BITS // digit_bits, 1 << digit_bits
     sums = gamma  # not read by the first pass
     for digit_pass in range(passes):
         new_sums = values.new_empty((heads, chunks + 1, digits), dtype=torch.float64)
         _digit_pass_kernel[(chunks, heads)](
-            values, active, rows, gamma, sums, new_sums, digit_pass, *sizes,
+            values, active, q_edges, gamma, sums, new_sums, digit_pass, *sizes,
             BLOCK_SIZE=block_size, PASSES=passes, DIGIT_BITS=digit_bits, CHUNKS=chunks, ROWS=8, COLUMNS=128,
         )  # fmt: skip
         sums = new_sums
     choice = values.new_empty((heads, 2), dtype=torch.int32)
     ties = values.new_empty((heads, num_q_blocks), dtype=torch.int32)
     _ties_kernel[(chunks, heads)](
-        values, active, rows, sums, gamma, choice, ties, *sizes,
+        values, active, q_edges, sums, gamma, choice, ties, *sizes,
         BLOCK_SIZE=block_size, DIGITS=digits, CHUNKS=chunks, TILE=TILE,
     )  # fmt: skip
     _chosen_kernel[(num_q_blocks, heads)](
-        values, active, rows, choice, ties, chosen, *sizes, BLOCK_SIZE=block_size, TILE=TILE, num_warps=2
+        values, active, q_edges, choice, ties, chosen, *sizes, BLOCK_SIZE=block_size, TILE=TILE, num_warps=2
     )

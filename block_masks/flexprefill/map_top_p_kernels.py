@@ -61,10 +61,10 @@ def _small_map_top_p(
 def _small_map_kernel(
     values,  # float32
     active,
-    rows,
+    q_edges,
     gamma,
     chosen,  # int8
-    rows_stride_batch,
+    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -75,7 +75,7 @@ def _small_map_kernel(
 ):
     head = tl.program_id(0).to(tl.int64)
     if tl.load(active + head) != 0:
-        p_last_row = rows + (head // num_heads) * rows_stride_batch
+        p_last_row = q_edges + (head // num_heads) * q_edges_stride_batch
         size = num_q_blocks * num_kv_blocks
         share = tl.load(gamma + head % num_heads)
         p_values = values + head * size
@@ -98,12 +98,12 @@ def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tens
     `values` are from `pooled_map`. Returns int8 of their shape, written where they are.
     """
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads, rows = batch * num_heads, problem.edges.rows
-    sizes = (num_q_blocks if rows.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
+    heads, q_edges = batch * num_heads, problem.edges.q_edges
+    sizes = (num_q_blocks if q_edges.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
     chosen = values.new_empty(values.shape, dtype=torch.int8)
     if num_q_blocks * num_kv_blocks <= SMALL_MAP:
         _small_map_kernel[(heads,)](
-            values, active, rows, gamma, chosen, *sizes,
+            values, active, q_edges, gamma, chosen, *sizes,
             BLOCK_SIZE=problem.block_size, PASSES=BITS // _SMALL, DIGIT_BITS=_SMALL, SIZE=SMALL_MAP, num_warps=16,
         )  # fmt: skip
         return chosen
@@ -116,10 +116,10 @@ def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tens
 def _rows_kernel(
     values,
     active,
-    rows,
+    q_edges,
     share,
     chosen,
-    rows_stride_batch,
+    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -130,7 +130,7 @@ def _rows_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     if tl.load(active + head) != 0:
-        end = tl.load(rows + (head // num_heads) * rows_stride_batch + row) // BLOCK_SIZE + 1
+        end = tl.load(q_edges + (head // num_heads) * q_edges_stride_batch + row) // BLOCK_SIZE + 1
         o_map_row = (head * num_q_blocks + row) * num_kv_blocks
         keep_top_p(values + o_map_row, chosen + o_map_row, end, tl.load(share + head % num_heads), cap, 0, TILE=TILE)
 
@@ -138,9 +138,9 @@ def _rows_kernel(
 def top_p_rows(problem: BlockProblem, values: Tensor, active: Tensor, share: Tensor, max_blocks: int | None) -> Tensor:
     """`top_p_map` of each row, up to `share`, (num_heads,), of its sum, at most `max_blocks`."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    chosen, rows = values.new_empty(values.shape, dtype=torch.int8), problem.edges.rows
+    chosen, q_edges = values.new_empty(values.shape, dtype=torch.int8), problem.edges.q_edges
     _rows_kernel[(num_q_blocks, batch * num_heads)](
-        values, active, rows, share, chosen, num_q_blocks if rows.shape[1] > 1 else 0, num_heads, num_q_blocks,
+        values, active, q_edges, share, chosen, num_q_blocks if q_edges.shape[1] > 1 else 0, num_heads, num_q_blocks,
         num_kv_blocks, num_kv_blocks + 1 if max_blocks is None else max_blocks,
         BLOCK_SIZE=problem.block_size, TILE=TILE,
     )  # fmt: skip

@@ -20,8 +20,8 @@ _COLUMNS = 64
 
 @triton.jit
 def _scores(
-    b_q, k_means, o_kv, keys, keys_stride, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks, kv_len, max_distance,
-    scale, softcap,
+    b_q, k_means, o_kv, kv_edges, kv_edges_stride, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks, kv_len,
+    max_distance, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
     """Pooled scores of a tile in powers of two; -inf where nothing is visible."""
@@ -32,8 +32,8 @@ def _scores(
     b_score = tl.dot(b_q, b_k, input_precision="tf32x3" if HAS_TF32 else "ieee") * scale
     if HAS_SOFTCAP:
         b_score = soft_capped(b_score, softcap)
-    b_last_valid_key = tl.load(keys + o_kv, mask=m_kv, other=0)[None, :]
-    b_count = tl.load(keys + 2 * keys_stride + o_kv, mask=m_kv, other=0)
+    b_last_valid_key = tl.load(kv_edges + o_kv, mask=m_kv, other=0)[None, :]
+    b_count = tl.load(kv_edges + 2 * kv_edges_stride + o_kv, mask=m_kv, other=0)
     b_score = b_score * 1.4426950408889634 + tl.log2(tl.maximum(b_count, 1).to(tl.float32))[None, :]
     b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len)[None, :] - 1
     m_visible = sees(o_kv[None, :], b_own_first, b_own_last, b_first_valid_row, b_last_valid_key, b_last_key, max_distance)
@@ -45,13 +45,13 @@ def _pooled_map_kernel(
     q_means,
     k_means,
     active,
-    rows,
-    keys,
+    q_edges,
+    kv_edges,
     values,  # float32
-    rows_stride,
-    keys_stride,
-    rows_stride_batch,
-    keys_stride_batch,
+    q_edges_stride,
+    kv_edges_stride,
+    q_edges_stride_batch,
+    kv_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -79,13 +79,13 @@ def _pooled_map_kernel(
         o_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
         m_q = o_q < num_q_blocks
         b_last_row, _, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(
-            rows + batch * rows_stride_batch, rows_stride, o_q, m_q
+            q_edges + batch * q_edges_stride_batch, q_edges_stride, o_q, m_q
         )
         b_first_valid_row, b_own_first, b_own_last = b_first_valid_row[:, None], b_own_first[:, None], b_own_last[:, None]
         b_end = b_last_row // BLOCK_SIZE + 1
         b_end = tl.where(m_q, b_end, 0)
         end = tl.max(b_end, 0)
-        p_keys = keys + batch * keys_stride_batch
+        p_kv_edges = kv_edges + batch * kv_edges_stride_batch
         key_head = batch * (num_heads // GROUPS) + (head % num_heads) // GROUPS
         p_k_means = k_means + key_head * num_kv_blocks * HEAD_DIM
         b_q = tl.load(
@@ -98,8 +98,8 @@ def _pooled_map_kernel(
         for start in range(0, end, COLUMNS):
             o_kv = start + tl.arange(0, COLUMNS)
             b_score = _scores(
-                b_q, p_k_means, o_kv, p_keys, keys_stride, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks,
-                kv_len, max_distance, scale, softcap,
+                b_q, p_k_means, o_kv, p_kv_edges, kv_edges_stride, b_own_first, b_own_last, b_first_valid_row, o_dim,
+                num_kv_blocks, kv_len, max_distance, scale, softcap,
                 HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
@@ -112,8 +112,8 @@ def _pooled_map_kernel(
         for start in range(0, end, COLUMNS):
             o_kv = start + tl.arange(0, COLUMNS)
             b_score = _scores(
-                b_q, p_k_means, o_kv, p_keys, keys_stride, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks,
-                kv_len, max_distance, scale, softcap,
+                b_q, p_k_means, o_kv, p_kv_edges, kv_edges_stride, b_own_first, b_own_last, b_first_valid_row, o_dim,
+                num_kv_blocks, kv_len, max_distance, scale, softcap,
                 HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             b_p = tl.exp2(b_score - b_base[:, None]) * b_factor[:, None]
@@ -138,8 +138,8 @@ def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tens
     values = means.new_empty((batch, num_heads, num_q_blocks, num_kv_blocks))
     padded_dim = max(16, next_power_of_2(head_dim))
     _pooled_map_kernel[(cdiv(num_q_blocks, _ROWS), batch * num_heads)](
-        means, key_means, active, edges.rows, edges.keys, values, *edges.strides, num_heads, num_q_blocks, num_kv_blocks, kv_len,
-        kv_len if window is None else min(window, kv_len), scale, 1.0 if softcap is None else softcap,
+        means, key_means, active, edges.q_edges, edges.kv_edges, values, *edges.strides, num_heads, num_q_blocks, num_kv_blocks,
+        kv_len, kv_len if window is None else min(window, kv_len), scale, 1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=problem.block_size, GROUPS=num_heads // num_kv_heads, ROWS=_ROWS,
         COLUMNS=_COLUMNS if padded_dim <= 256 else _COLUMNS // 4, HAS_SOFTCAP=softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD

@@ -33,11 +33,11 @@ def _power(base, exponent):
 @kernel
 def _thresholds_kernel(
     gamma,
-    rows,
+    q_edges,
     of_lines,  # (2, batch or 1, num_heads) float64
     of_rows,  # (batch or 1, num_heads, num_q_blocks) float64
-    rows_stride,
-    rows_stride_batch,
+    q_edges_stride,
+    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     REFERENCE: tl.constexpr,
@@ -58,7 +58,7 @@ def _thresholds_kernel(
     one = tl.full([], 1.0, tl.float64)
     reference = tl.full([], REFERENCE, tl.float64)
     of_default = one - tl.full([], GAMMA, tl.float64)
-    p_seen = rows + 6 * rows_stride + batch * rows_stride_batch
+    p_seen = q_edges + 6 * q_edges_stride + batch * q_edges_stride_batch
     b_most = tl.zeros([TILE], tl.int32)
     for start in range(0, num_q_blocks, TILE):
         o_q = start + tl.arange(0, TILE)
@@ -93,11 +93,11 @@ def _thresholds_kernel(
 def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thresholds:
     """As `flexmask.block_masks.hybrid.plain.thresholds`."""
     edges, num_heads = problem.edges, gamma.shape[0]
-    _, batch, num_q_blocks = edges.rows.shape
-    rows_stride, _, rows_stride_batch, _ = edges.strides
+    _, batch, num_q_blocks = edges.q_edges.shape
+    q_edges_stride, _, q_edges_stride_batch, _ = edges.strides
     lines, rows = gamma.new_empty((2, batch, num_heads)), gamma.new_empty((batch, num_heads, num_q_blocks))
     _thresholds_kernel[(cdiv(num_q_blocks, _Q_BLOCKS), num_heads, batch)](
-        gamma, edges.rows, lines, rows, rows_stride, rows_stride_batch, num_heads, num_q_blocks, *rule,
+        gamma, edges.q_edges, lines, rows, q_edges_stride, q_edges_stride_batch, num_heads, num_q_blocks, *rule,
         TILE=_Q_BLOCKS, num_warps=2,
     )  # fmt: skip
     return Thresholds(lines, rows)
@@ -108,13 +108,13 @@ def _line_kernel(
     sums,
     base,
     factor,
-    rows,
-    keys,
+    last_rows,
+    kv_edges,
     thresholds,  # (2, batch or 1, num_heads)
     kept,  # int8; the key blocks are read where OF_DIAGONALS
-    rows_stride,
-    keys_stride,
-    keys_stride_batch,
+    last_rows_stride_batch,
+    kv_edges_stride,
+    kv_edges_stride_batch,
     thresholds_stride,
     thresholds_stride_batch,
     kept_stride,
@@ -130,12 +130,14 @@ def _line_kernel(
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     p_threshold = thresholds + batch * thresholds_stride_batch + head % num_heads
-    p_candidates = keys + 3 * keys_stride + batch * keys_stride_batch + o_line
+    p_candidates = kv_edges + 3 * kv_edges_stride + batch * kv_edges_stride_batch + o_line
     if OF_DIAGONALS:
         p_threshold += thresholds_stride
-        p_candidates += keys_stride
+        p_candidates += kv_edges_stride
     threshold = tl.load(p_threshold).to(tl.float32)
-    b_base, b_factor, b_own, num_rows = load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE, PADDED_SIZE)
+    b_base, b_factor, b_own, num_rows = load_rows(
+        base, factor, last_rows, head, batch, last_rows_stride_batch, BLOCK_SIZE, PADDED_SIZE
+    )
     if OF_DIAGONALS:
         b_total = diagonal_sums(
             sums, kept, b_base, b_factor, b_own, head, o_line[:, None], near, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
@@ -159,13 +161,14 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
     """As `flexmask.block_masks.hybrid.plain.last_rows_lines`."""
     batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
     edges, shared = problem.edges, thresholds.shape[1] == 1
-    _, keys_stride, _, keys_stride_batch = edges.strides
+    _, kv_edges_stride, _, kv_edges_stride_batch = edges.strides
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family in range(2):
         _line_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-            last.sums.blocks, last.norms.base, last.norms.factor, last.rows, edges.keys, thresholds, kept,
-            1 + block_size if last.rows.shape[0] > 1 else 0, keys_stride, keys_stride_batch, thresholds.shape[1] * num_heads,
-            0 if shared else num_heads, batch * num_heads * blocks, num_heads, blocks, min(near, MOST_BLOCKS),
+            last.sums.blocks, last.norms.base, last.norms.factor, last.rows, edges.kv_edges, thresholds, kept,
+            1 + block_size if last.rows.shape[0] > 1 else 0, kv_edges_stride, kv_edges_stride_batch,
+            thresholds.shape[1] * num_heads, 0 if shared else num_heads, batch * num_heads * blocks, num_heads, blocks,
+            min(near, MOST_BLOCKS),
             OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size),
             TILE=LINES_PER_PROGRAM,
         )  # fmt: skip

@@ -23,12 +23,12 @@ _COLUMNS = 512
 def _row_blocks_kernel(
     squares,  # from squares_of_shares
     number,
-    rows,
+    q_edges,
     thresholds,  # (batch or 1, num_heads, num_q_blocks)
     codes,  # int8
     min_coverage,  # float64, read if HAS_FLOOR
-    rows_stride,
-    rows_stride_batch,
+    q_edges_stride,
+    q_edges_stride_batch,
     thresholds_stride_batch,
     num_heads,
     num_q_blocks,
@@ -46,9 +46,9 @@ def _row_blocks_kernel(
     batch_head = tl.program_id(1).to(tl.int64)
     batch = batch_head // num_heads
     line = batch_head * num_q_blocks + q_block
-    p_rows = rows + batch * rows_stride_batch + q_block
-    end = tl.load(p_rows) // BLOCK_SIZE + 1
-    begin = tl.maximum(tl.load(p_rows + rows_stride) - max_distance, 0) // BLOCK_SIZE
+    p_q_edges = q_edges + batch * q_edges_stride_batch + q_block
+    end = tl.load(p_q_edges) // BLOCK_SIZE + 1
+    begin = tl.maximum(tl.load(p_q_edges + q_edges_stride) - max_distance, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.maximum(end - begin, 0), COLUMNS)
     p_squares = squares + line * num_kv_blocks
     p_codes = codes + line * num_kv_blocks
@@ -125,7 +125,7 @@ def row_blocks(
     kv_len = inputs.key.shape[2]
     has_floor = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
-        squares, number, edges.rows, thresholds, codes, min_coverage if has_floor else number, *edges.strides[::2],
+        squares, number, edges.q_edges, thresholds, codes, min_coverage if has_floor else number, *edges.strides[::2],
         num_heads * num_q_blocks if thresholds.shape[0] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks,
         kv_len if inputs.window is None else min(inputs.window, kv_len), of_lines,
         BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=has_floor, HALVINGS=HALVINGS, SLACK=SLACK,

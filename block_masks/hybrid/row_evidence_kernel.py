@@ -67,8 +67,8 @@ def _evidence_kernel(
     query,
     means,  # from split_key_means
     mask,  # (batch, kv_len) bool, read if PADDED
-    rows,
-    keys,
+    q_edges,
+    kv_edges,
     squares,  # map, float32, written unless MEASURE: sums over sampled rows, in blocks that one of a program's rows may see
     number,  # (batch, num_heads, num_q_blocks) int32, written unless MEASURE: sampled rows
     keep,  # bool, read if MEASURE
@@ -77,10 +77,10 @@ def _evidence_kernel(
     query_stride_head,
     query_stride_token,
     query_stride_dim,
-    rows_stride,
-    keys_stride,
-    rows_stride_batch,
-    keys_stride_batch,
+    q_edges_stride,
+    kv_edges_stride,
+    q_edges_stride_batch,
+    kv_edges_stride_batch,
     num_kv_heads,
     q_len,
     kv_len,
@@ -116,8 +116,8 @@ def _evidence_kernel(
     key_head = (tl.program_id(1) // PARTS).to(tl.int64)
     first_group_head = (tl.program_id(1) % PARTS) * HEADS
     batch = key_head // num_kv_heads
-    p_rows = rows + batch * rows_stride_batch
-    p_keys = keys + batch * keys_stride_batch
+    p_q_edges = q_edges + batch * q_edges_stride_batch
+    p_kv_edges = kv_edges + batch * kv_edges_stride_batch
     p_means = means + key_head * num_kv_blocks * HALVES * HEAD_DIM
 
     # rows: query blocks, heads, sampled rows
@@ -128,7 +128,7 @@ def _evidence_kernel(
     o_slot = (o_lane % ROWS) * ROW_STRIDE
     o_row = o_q_of_row * BLOCK_SIZE + o_slot
     m_row = (o_slot < BLOCK_SIZE) & (o_row < q_len) & (o_head_of_row < GROUPS)
-    b_position = tl.load(p_rows + rows_stride + o_q_of_row, mask=m_row, other=0) + o_slot
+    b_position = tl.load(p_q_edges + q_edges_stride + o_q_of_row, mask=m_row, other=0) + o_slot
     if PADDED:
         m_row = m_row & (tl.load(mask + batch * kv_len + b_position, mask=m_row, other=0) != 0)
     p_query = query + batch * query_stride_batch
@@ -142,9 +142,9 @@ def _evidence_kernel(
     o_head = first_group_head + o_line % HEADS
     m_line = (o_q < num_q_blocks) & (o_head < GROUPS)
     b_number = tl.sum(tl.reshape(m_row.to(tl.int32), (LINES, ROWS)), 1)
-    b_end = tl.where(m_line, tl.load(p_rows + o_q, mask=m_line, other=0) // BLOCK_SIZE + 1, 0)
+    b_end = tl.where(m_line, tl.load(p_q_edges + o_q, mask=m_line, other=0) // BLOCK_SIZE + 1, 0)
     o_held = (key_head * GROUPS + o_head) * num_q_blocks + o_q
-    first_row = tl.load(p_rows + rows_stride + first_q_block)
+    first_row = tl.load(p_q_edges + q_edges_stride + first_q_block)
     last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
     begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.max(b_end, 0) - begin, COLUMNS)
@@ -162,9 +162,9 @@ def _evidence_kernel(
         for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
             index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
             b_score, o_kv = _scores(
-                b_q, p_means, begin + index * COLUMNS, p_keys, p_keys + 2 * keys_stride, b_position, m_row, o_dim, num_kv_blocks,
-                max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM, PADDED_DIM=PADDED_DIM,
-                BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
+                b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * kv_edges_stride, b_position, m_row, o_dim,
+                num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
+                PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
             b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher * to_log2)
@@ -181,9 +181,9 @@ def _evidence_kernel(
         for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
             index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
             b_score, o_kv = _scores(
-                b_q, p_means, begin + index * COLUMNS, p_keys, p_keys + 2 * keys_stride, b_position, m_row, o_dim, num_kv_blocks,
-                max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM, PADDED_DIM=PADDED_DIM,
-                BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
+                b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * kv_edges_stride, b_position, m_row, o_dim,
+                num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
+                PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])
             b_by_line = tl.sum(tl.reshape(b_p, (LINES, ROWS, COLUMNS)), 1)
@@ -217,7 +217,7 @@ def squares_of_shares(problem: BlockProblem, evidence: RowEvidence) -> tuple[Ten
     Blocks beyond them are unwritten.
     """
     batch, num_heads, _, _ = problem.inputs.query.shape
-    number = evidence.means.new_empty((batch, num_heads, problem.edges.rows.shape[2]), dtype=torch.int32)
+    number = evidence.means.new_empty((batch, num_heads, problem.edges.q_edges.shape[2]), dtype=torch.int32)
     squares = evidence.means.new_empty((*number.shape, evidence.means.shape[2]), dtype=torch.float32)
     _launch(problem, evidence, squares=squares, number=number)
     return squares, number
@@ -235,7 +235,7 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> 
     query, mask, window, softcap = inputs.query, inputs.attention_mask, inputs.window, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, num_kv_blocks = means.shape[1:3]
-    num_q_blocks, groups = edges.rows.shape[2], num_heads // num_kv_heads
+    num_q_blocks, groups = edges.q_edges.shape[2], num_heads // num_kv_heads
     kv_len = inputs.key.shape[2]
     samples = next_power_of_2(block_size // evidence.row_stride)
     padded_dim = max(16, next_power_of_2(head_dim))
@@ -248,9 +248,9 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> 
     columns = _COLUMNS if padded_dim <= 256 else _COLUMNS // 2
     tile_bytes = columns * halves * padded_dim * query.element_size()
     stages = 3 if tile_bytes <= _TILE_BYTES else 2 if tile_bytes <= 2 * _TILE_BYTES else 1
-    any_tensor = edges.rows  # for arguments that a variant does not read
+    any_tensor = edges.q_edges  # for arguments that a variant does not read
     _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(groups, heads))](
-        query, means, any_tensor if mask is None else mask, edges.rows, edges.keys,
+        query, means, any_tensor if mask is None else mask, edges.q_edges, edges.kv_edges,
         *(tensors.get(name, any_tensor) for name in ("squares", "number", "keep", "held")),
         *query.stride(), *edges.strides, num_kv_heads, q_len, kv_len, num_q_blocks, num_kv_blocks,
         kv_len if window is None else min(window, kv_len), inputs.scale, 1.0 if softcap is None else softcap,

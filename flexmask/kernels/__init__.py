@@ -6,11 +6,11 @@ Locals of kernels, those of the methods too, have the prefixes of flash-linear-a
 blocks, ``o_kv`` key blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p_`` pointers, ``b_`` values of a tile. Numbers of
 a program have none: ``head``, ``batch``, ``start``, and ``end``, one past the last.
 
-Arguments that kernels share: ``rows`` and ``keys`` are `PackedEdges`, or ``rows`` a plane of its `last_rows`; maps of blocks
-(``codes``, ``keep``, ``values``, ``chosen``) are (batch, num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are
-(2, batch, num_heads, num_kv_blocks), key blocks and then block diagonals; ``active`` is (batch, num_heads) bool; ``gamma``,
-``share`` and ``thresholds`` are float64. ``.._stride`` is between planes, ``.._stride_batch`` between batch rows, 0 where all
-agree.
+Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `PackedEdges`, ``last_rows`` is a plane of its
+`last_rows`; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch, num_heads, num_q_blocks, num_kv_blocks);
+``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then block diagonals; ``active`` is
+(batch, num_heads) bool; ``gamma``, ``share`` and ``thresholds`` are float64. ``.._stride`` is between planes,
+``.._stride_batch`` between batch rows, 0 where all agree.
 """
 
 from flexmask.kernels.block_lists import Blocks as Blocks

@@ -31,20 +31,20 @@ def _lists_kernel(
     kept,  # int8
     active,  # read if HAS_ACTIVE
     codes,  # int8, read in active heads if HAS_CODES
-    rows,
-    keys,
+    q_edges,
+    kv_edges,
     last_rows,  # representative, read if HAS_LAST_ROWS
     partial_count,  # (batch, num_heads, num_q_blocks) int32
     partial_indices,  # map, int32
     full_count,
     full_indices,
     keep,  # bool, written if WRITE_KEEP
-    rows_stride,
-    keys_stride,
-    rows_stride_batch,
-    keys_stride_batch,
+    q_edges_stride,
+    kv_edges_stride,
+    q_edges_stride_batch,
+    kv_edges_stride_batch,
     kept_stride,
-    last_rows_stride,
+    last_rows_stride_batch,
     nearest,  # key blocks that each query block keeps
     nearest_of_last,  # those with last rows
     num_heads,
@@ -68,12 +68,12 @@ def _lists_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
     last_row, first_row, first_valid_row, own_first, own_last, last_whole_key = row_edges(
-        rows + batch * rows_stride_batch, rows_stride, row, True
+        q_edges + batch * q_edges_stride_batch, q_edges_stride, row, True
     )
     first_row_block = first_row // BLOCK_SIZE
     last_row_block = last_row // BLOCK_SIZE
     end = tl.minimum(last_row_block + 1, num_kv_blocks)
-    p_keys = keys + batch * keys_stride_batch
+    p_kv_edges = kv_edges + batch * kv_edges_stride_batch
     p_vertical = kept + head * num_kv_blocks
     p_slash = p_vertical + kept_stride
     adds_blocks = row >= 0
@@ -83,7 +83,7 @@ def _lists_kernel(
     has_last_rows = row < 0
     if HAS_LAST_ROWS:
         near_start = tl.minimum(first_row_block - nearest + 1, end)
-        p_last_rows = last_rows + batch * last_rows_stride + 1
+        p_last_rows = last_rows + batch * last_rows_stride_batch + 1
         # rows ascend
         if (row + 1) * BLOCK_SIZE > tl.load(p_last_rows):
             o_slot = tl.arange(0, PADDED_SIZE)
@@ -99,7 +99,7 @@ def _lists_kernel(
     for start in range(0, end, TILE):
         o_kv = start + o_lane
         m_kv = o_kv < end
-        b_last_valid_key = tl.load(p_keys + o_kv, mask=m_kv, other=0)
+        b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
         b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
         m_visible = sees(o_kv, own_first, own_last, first_valid_row, b_last_valid_key, b_last_key, max_distance) & m_kv
         first_visible = tl.minimum(first_visible, tl.min(tl.where(m_visible, o_kv, num_kv_blocks), 0))
@@ -115,7 +115,7 @@ def _lists_kernel(
             m_keep = m_keep | (o_kv >= near_start)
         m_keep = m_keep | (o_kv == first_visible) | (o_kv == first_row_block) | (o_kv == last_row_block)
         m_keep = m_keep & m_visible
-        m_whole = (tl.load(p_keys + keys_stride + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
+        m_whole = (tl.load(p_kv_edges + kv_edges_stride + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
         if HAS_WINDOW:
             m_whole = m_whole & (last_row - o_kv * BLOCK_SIZE < window)
         # both counts in one number: one running sum places both
@@ -153,7 +153,7 @@ def kept_blocks(
     inputs, edges, block_size, with_keep = problem.inputs, problem.edges, problem.block_size, problem.with_map
     kept, kv_len, window = lines.kept, inputs.key.shape[2], inputs.window
     batch, num_heads, num_kv_blocks = kept.shape[1:]
-    num_q_blocks = edges.rows.shape[2]
+    num_q_blocks = edges.q_edges.shape[2]
     shape = (batch, num_heads, num_q_blocks)
     partial_count, full_count = (kept.new_empty(shape, dtype=torch.int32) for _ in range(2))
     partial_indices, full_indices = (kept.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
@@ -161,8 +161,8 @@ def kept_blocks(
     codes, active = (None, None) if blocks is None else (blocks.codes, blocks.active)
     last_rows = None if last is None else last.rows
     _lists_kernel[(num_q_blocks, batch * num_heads)](
-        kept, kept if active is None else active, kept if codes is None else codes, edges.rows, edges.keys,
-        edges.rows if last_rows is None else last_rows, partial_count, partial_indices, full_count, full_indices,
+        kept, kept if active is None else active, kept if codes is None else codes, edges.q_edges, edges.kv_edges,
+        edges.q_edges if last_rows is None else last_rows, partial_count, partial_indices, full_count, full_indices,
         full_count if keep is None else keep, *edges.strides, batch * num_heads * num_kv_blocks,
         0 if last_rows is None or last_rows.shape[0] == 1 else 1 + block_size, *(min(number, MOST_BLOCKS) for number in nearest),
         num_heads, num_q_blocks, num_kv_blocks, kv_len, kv_len if window is None else min(window, kv_len),

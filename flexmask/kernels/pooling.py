@@ -18,15 +18,15 @@ _FIRST_DIGITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 def _means_kernel(
     tokens,  # (batch, heads, length, head_dim)
     mask,  # (batch, kv_len) bool, read if PADDED
-    rows,
+    q_edges,
     wanted,  # (batch, heads) bool, read if HAS_WANTED
     means,  # (batch, heads, num_blocks, head_dim) float32; if SPLIT as `split_key_means` returns them
     stride_batch,
     stride_head,
     stride_token,
     stride_dim,
-    rows_stride,
-    rows_stride_batch,
+    q_edges_stride,
+    q_edges_stride_batch,
     heads,
     length,
     q_len,
@@ -53,7 +53,7 @@ def _means_kernel(
         p_tokens = tokens + (head // heads) * stride_batch + (head % heads) * stride_head
         batch = head // heads
         p_mask = mask + batch * kv_len
-        offset = tl.load(rows + rows_stride + batch * rows_stride_batch)
+        offset = tl.load(q_edges + q_edges_stride + batch * q_edges_stride_batch)
         end = tl.minimum(length, offset + q_len)
         first = 0
         if OF_ROWS:
@@ -119,10 +119,10 @@ def _launch(problem: BlockProblem, x: Tensor, means: Tensor, wanted: Tensor | No
     inputs, edges, block_size = problem.inputs, problem.edges, problem.block_size
     batch, heads, length, head_dim = x.shape
     blocks, mask = means.shape[2], inputs.attention_mask
-    rows_stride, _, rows_stride_batch, _ = edges.strides
+    q_edges_stride, _, q_edges_stride_batch, _ = edges.strides
     _means_kernel[(blocks, batch * heads)](
-        x, edges.rows if mask is None else mask, edges.rows, means if wanted is None else wanted, means, *x.stride(),
-        rows_stride, rows_stride_batch, heads, length, inputs.query.shape[2], inputs.key.shape[2], blocks,
+        x, edges.q_edges if mask is None else mask, edges.q_edges, means if wanted is None else wanted, means, *x.stride(),
+        q_edges_stride, q_edges_stride_batch, heads, length, inputs.query.shape[2], inputs.key.shape[2], blocks,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TILE=min(32, block_size & -block_size), PADDED=mask is not None, OF_ROWS=x is inputs.query, HAS_WANTED=wanted is not None,
         SPLIT=means.dtype != torch.float32, FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1), num_warps=1,

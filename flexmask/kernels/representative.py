@@ -36,11 +36,11 @@ class BlockSums(NamedTuple):
 def _block_sums_kernel(
     query,
     key,
-    rows,
+    last_rows,
     mask,  # (batch, kv_len) bool, read if PADDED
     sums,  # BlockSums
     chunks,
-    rows_stride,
+    last_rows_stride_batch,
     query_stride_batch,
     query_stride_head,
     query_stride_token,
@@ -83,9 +83,9 @@ def _block_sums_kernel(
 
     o_slot = row_tile * TILE + tl.arange(0, TILE)
     o_dim = tl.arange(0, PADDED_DIM)
-    o_row = tl.load(rows + batch * rows_stride + 1 + o_slot)
+    o_row = tl.load(last_rows + batch * last_rows_stride_batch + 1 + o_slot)
     m_row = o_row >= 0
-    first_position = tl.load(rows + batch * rows_stride)
+    first_position = tl.load(last_rows + batch * last_rows_stride_batch)
     b_position = first_position + o_row
     filled_end = first_position + q_len
     b_row_phase = (b_position % BLOCK_SIZE).to(tl.float32)
@@ -178,8 +178,8 @@ def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int)
     return 3 if 2 * block_size * row <= buffered else 2 if block_size * row <= buffered else 1
 
 
-def block_sums(inputs: AttentionInputs, rows: Tensor, block_size: int) -> BlockSums:
-    """Peaks and sums of the attention of `rows`, a plane of `PackedEdges.last_rows`."""
+def block_sums(inputs: AttentionInputs, last_rows: Tensor, block_size: int) -> BlockSums:
+    """Peaks and sums of the attention of `last_rows`, a plane of `PackedEdges.last_rows`."""
     query, key, mask, softcap, window = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap, inputs.window
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
@@ -194,8 +194,8 @@ def block_sums(inputs: AttentionInputs, rows: Tensor, block_size: int) -> BlockS
     padded_dim = max(16, next_power_of_2(head_dim))
     grid = (groups * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
-        query, key, rows, rows if mask is None else mask, sums, chunks,
-        1 + block_size if rows.shape[0] > 1 else 0, *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
+        query, key, last_rows, last_rows if mask is None else mask, sums, chunks,
+        1 + block_size if last_rows.shape[0] > 1 else 0, *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
         inputs.scale, 1.0 if softcap is None else softcap, kv_len if window is None else window,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=min(64, tile), GROUPS=groups,
         BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,

@@ -55,16 +55,16 @@ def row_norms(sums: BlockSums) -> RowNorms:
 
 
 @triton.jit
-def load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
+def load_rows(base, factor, last_rows, head, batch, last_rows_stride_batch, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
     """The rows' base, factor and key blocks, (1, PADDED_SIZE), and their number."""
     o_slot = tl.arange(0, PADDED_SIZE)
     m_slot = o_slot < BLOCK_SIZE
     b_base = tl.load(base + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
     b_factor = tl.load(factor + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
-    b_row = tl.load(rows + batch * rows_stride + 1 + o_slot, mask=m_slot, other=-1)
+    b_row = tl.load(last_rows + batch * last_rows_stride_batch + 1 + o_slot, mask=m_slot, other=-1)
     num_rows = tl.maximum(tl.sum((b_row >= 0).to(tl.int32), 0), 1).to(tl.float32)
     # rows not taken sum to 0
-    b_own = ((tl.load(rows + batch * rows_stride) + tl.maximum(b_row, 0)) // BLOCK_SIZE)[None, :]
+    b_own = ((tl.load(last_rows + batch * last_rows_stride_batch) + tl.maximum(b_row, 0)) // BLOCK_SIZE)[None, :]
     return b_base, b_factor, b_own, num_rows
 
 
@@ -127,12 +127,12 @@ def _lines_kernel(
     sums,
     base,
     factor,
-    rows,
-    keys,
+    last_rows,
+    kv_edges,
     lines,  # float32
-    rows_stride,
-    keys_stride,
-    keys_stride_batch,
+    last_rows_stride_batch,
+    kv_edges_stride,
+    kv_edges_stride_batch,
     num_heads,
     num_kv_blocks,
     lines_stride,
@@ -143,17 +143,19 @@ def _lines_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    b_base, b_factor, b_own, num_rows = load_rows(base, factor, rows, head, batch, rows_stride, BLOCK_SIZE, PADDED_SIZE)
+    b_base, b_factor, b_own, num_rows = load_rows(
+        base, factor, last_rows, head, batch, last_rows_stride_batch, BLOCK_SIZE, PADDED_SIZE
+    )
     b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     b_vertical = tl.sum(b_shares, 1) / num_rows
     b_slash = diagonal_sums(
-        sums, keys, b_base, b_factor, b_own, head, o_line[:, None], 0, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
+        sums, kv_edges, b_base, b_factor, b_own, head, o_line[:, None], 0, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
         LEAVES_OUT=False,
     )  # fmt: skip
     m_line = o_line < num_kv_blocks
-    p_candidates = keys + 3 * keys_stride + batch * keys_stride_batch + o_line
+    p_candidates = kv_edges + 3 * kv_edges_stride + batch * kv_edges_stride_batch + o_line
     m_vertical = tl.load(p_candidates, mask=m_line, other=0) != 0
-    m_slash = tl.load(p_candidates + keys_stride, mask=m_line, other=0) != 0
+    m_slash = tl.load(p_candidates + kv_edges_stride, mask=m_line, other=0) != 0
     p_lines = lines + head * num_kv_blocks + o_line
     tl.store(p_lines, tl.where(m_vertical, b_vertical, -1.0), mask=m_line)
     tl.store(p_lines + lines_stride, tl.where(m_slash, b_slash / num_rows, -1.0), mask=m_line)
@@ -172,22 +174,22 @@ def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
 
     Lines that are no candidates get -1.
     """
-    sums, norms, rows = mass.sums, mass.norms, mass.rows
+    sums, norms, last_rows = mass.sums, mass.norms, mass.rows
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
-    _, keys_stride, _, keys_stride_batch = edges.strides
+    _, kv_edges_stride, _, kv_edges_stride_batch = edges.strides
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
     _lines_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        sums.blocks, norms.base, norms.factor, rows, edges.keys, lines, 1 + block_size if rows.shape[0] > 1 else 0,
-        keys_stride, keys_stride_batch, num_heads, blocks, batch * num_heads * blocks,
+        sums.blocks, norms.base, norms.factor, last_rows, edges.kv_edges, lines, 1 + block_size if last_rows.shape[0] > 1 else 0,
+        kv_edges_stride, kv_edges_stride_batch, num_heads, blocks, batch * num_heads * blocks,
         BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
     )  # fmt: skip
     return lines
 
 
 def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    rows = problem.edges.last_rows[WHICH.index(which)]
-    sums = block_sums(problem.inputs, rows, problem.block_size)
-    return RepresentativeMass(rows, sums, row_norms(sums))
+    last_rows = problem.edges.last_rows[WHICH.index(which)]
+    sums = block_sums(problem.inputs, last_rows, problem.block_size)
+    return RepresentativeMass(last_rows, sums, row_norms(sums))
 
 
 def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> Tensor:

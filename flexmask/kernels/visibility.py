@@ -22,27 +22,27 @@ WHICH = ("last", "middle")
 class PackedEdges(NamedTuple):
     """The geometry as kernels read it, int32; the size after the planes is batch, or 1 where all rows agree.
 
-    `rows` has the planes of `row_edges`, then the number of key blocks that a query block sees. `keys` has the last valid key
-    (-kv_len without any), whether all keys are valid, the number of valid keys, and the candidates: key blocks, then block
-    diagonals, that hold a visible block. `last_rows` has the offset and then the representative rows, -1 where there is none,
-    by `WHICH`.
+    Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen. Of key blocks `kv_edges` has the
+    last valid key (-kv_len without any), whether all keys are valid, the number of valid keys, and the candidates: key blocks,
+    then block diagonals, that hold a visible block. `last_rows` has the offset and then the representative rows, -1 where there
+    is none, by `WHICH`.
     """
 
-    rows: Tensor  # (7, batch or 1, num_q_blocks)
-    keys: Tensor  # (5, batch or 1, num_kv_blocks)
+    q_edges: Tensor  # (7, batch or 1, num_q_blocks)
+    kv_edges: Tensor  # (5, batch or 1, num_kv_blocks)
     last_rows: Tensor  # (2, batch or 1, 1 + block_size)
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
-        """Of rows and keys between planes, then between batch rows: 0 where all agree."""
-        shared = self.rows.shape[1] == 1
-        batch = (0, 0) if shared else (self.rows.shape[2], self.keys.shape[2])
-        return self.rows.stride(0), self.keys.stride(0), *batch
+        """Of `q_edges` and `kv_edges` between planes, then between batch rows: 0 where all agree."""
+        shared = self.q_edges.shape[1] == 1
+        batch = (0, 0) if shared else (self.q_edges.shape[2], self.kv_edges.shape[2])
+        return self.q_edges.stride(0), self.kv_edges.stride(0), *batch
 
     @property
     def seen(self) -> Tensor:
         """Key blocks that each query block sees, (batch or 1, num_q_blocks)."""
-        return self.rows[6]
+        return self.q_edges[6]
 
 
 def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
@@ -51,7 +51,7 @@ def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
     batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
     q_blocks, kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
     batch = 1 if mask is None and offset is None else batch
-    rows, keys, last_rows = (
+    q_edges, kv_edges, last_rows = (
         query.new_empty(shape, dtype=torch.int32)
         for shape in ((7, batch, q_blocks), (5, batch, kv_blocks), (2, batch, 1 + block_size))
     )
@@ -59,24 +59,24 @@ def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
     most = max(q_blocks, kv_blocks)
     padded_size = next_power_of_2(block_size)
     _edges_kernel[(cdiv(most, _BLOCKS) + 1, batch)](
-        rows if mask is None else mask, rows if offset is None else offset, rows, keys, last_rows, q_len, kv_len, q_blocks,
-        kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None, BLOCK_SIZE=block_size, PADDED_SIZE=padded_size,
-        BLOCKS=_BLOCKS, ROWS=_ROWS,
+        q_edges if mask is None else mask, q_edges if offset is None else offset, q_edges, kv_edges, last_rows, q_len, kv_len,
+        q_blocks, kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None, BLOCK_SIZE=block_size,
+        PADDED_SIZE=padded_size, BLOCKS=_BLOCKS, ROWS=_ROWS,
     )  # fmt: skip
     if mask is not None or window is not None:
         _visible_kernel[(most, batch)](
-            rows, keys, kv_len, q_blocks, kv_blocks, kv_len if window is None else min(window, kv_len),
+            q_edges, kv_edges, kv_len, q_blocks, kv_blocks, kv_len if window is None else min(window, kv_len),
             BLOCK_SIZE=block_size, LINES=_LINES,
         )  # fmt: skip
-    return PackedEdges(rows, keys, last_rows)
+    return PackedEdges(q_edges, kv_edges, last_rows)
 
 
 @kernel
 def _edges_kernel(
     mask,  # (batch, kv_len) bool, read if PADDED
     offsets,  # (batch,) int32, read if HAS_OFFSET; else row 0 stands at position 0
-    rows,
-    keys,
+    q_edges,
+    kv_edges,
     last_rows,
     q_len,
     kv_len,
@@ -132,7 +132,7 @@ def _edges_kernel(
     else:
         o_block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
         o_first = o_block * BLOCK_SIZE
-        # keys
+        # key blocks
         m_kv = o_block < num_kv_blocks
         b_number = tl.maximum(tl.minimum(o_first + BLOCK_SIZE, filled_end) - o_first, 0)
         b_last_valid = tl.where(b_number > 0, o_first + b_number - 1, -kv_len)
@@ -143,16 +143,16 @@ def _edges_kernel(
             b_number = tl.sum(m_key.to(tl.int32), 1)
             b_last_valid = tl.max(tl.where(m_key, o_key, -kv_len), 1)
         b_whole = b_number == tl.minimum(o_first + BLOCK_SIZE, kv_len) - o_first
-        keys_stride = tl.num_programs(1) * num_kv_blocks
-        p_keys = keys + batch * num_kv_blocks + o_block
-        tl.store(p_keys, b_last_valid, mask=m_kv)
-        tl.store(p_keys + keys_stride, b_whole.to(tl.int32), mask=m_kv)
-        tl.store(p_keys + 2 * keys_stride, b_number, mask=m_kv)
+        kv_edges_stride = tl.num_programs(1) * num_kv_blocks
+        p_kv_edges = kv_edges + batch * num_kv_blocks + o_block
+        tl.store(p_kv_edges, b_last_valid, mask=m_kv)
+        tl.store(p_kv_edges + kv_edges_stride, b_whole.to(tl.int32), mask=m_kv)
+        tl.store(p_kv_edges + 2 * kv_edges_stride, b_number, mask=m_kv)
         # without padding and window the last row sees every filled key; else `_visible_kernel` overwrites these
         b_candidate = (o_first < filled_end).to(tl.int32)
-        tl.store(p_keys + 3 * keys_stride, b_candidate, mask=m_kv)
-        tl.store(p_keys + 4 * keys_stride, b_candidate, mask=m_kv)
-        # rows
+        tl.store(p_kv_edges + 3 * kv_edges_stride, b_candidate, mask=m_kv)
+        tl.store(p_kv_edges + 4 * kv_edges_stride, b_candidate, mask=m_kv)
+        # query blocks
         m_q = o_block < num_q_blocks
         b_first_row = offset + o_first
         b_last_row = offset + tl.minimum(o_first + BLOCK_SIZE, q_len) - 1
@@ -171,21 +171,21 @@ def _edges_kernel(
             b_of_row = tl.where(m_row, b_position // BLOCK_SIZE, -1)
             b_own_first = tl.max(tl.where(b_of_row == b_own_first[:, None], b_of_row, -1), 1)
             b_own_last = tl.max(tl.where(b_of_row == b_own_last[:, None], b_of_row, -1), 1)
-        rows_stride = tl.num_programs(1) * num_q_blocks
-        p_rows = rows + batch * num_q_blocks + o_block
-        tl.store(p_rows, b_last_row, mask=m_q)
-        tl.store(p_rows + rows_stride, b_first_row, mask=m_q)
-        tl.store(p_rows + 2 * rows_stride, b_first_valid, mask=m_q)
-        tl.store(p_rows + 3 * rows_stride, b_own_first, mask=m_q)
-        tl.store(p_rows + 4 * rows_stride, b_own_last, mask=m_q)
-        tl.store(p_rows + 5 * rows_stride, b_last_whole_key, mask=m_q)
-        tl.store(p_rows + 6 * rows_stride, b_seen, mask=m_q)
+        q_edges_stride = tl.num_programs(1) * num_q_blocks
+        p_q_edges = q_edges + batch * num_q_blocks + o_block
+        tl.store(p_q_edges, b_last_row, mask=m_q)
+        tl.store(p_q_edges + q_edges_stride, b_first_row, mask=m_q)
+        tl.store(p_q_edges + 2 * q_edges_stride, b_first_valid, mask=m_q)
+        tl.store(p_q_edges + 3 * q_edges_stride, b_own_first, mask=m_q)
+        tl.store(p_q_edges + 4 * q_edges_stride, b_own_last, mask=m_q)
+        tl.store(p_q_edges + 5 * q_edges_stride, b_last_whole_key, mask=m_q)
+        tl.store(p_q_edges + 6 * q_edges_stride, b_seen, mask=m_q)
 
 
 @kernel
 def _visible_kernel(
-    rows,
-    keys,
+    q_edges,
+    kv_edges,
     kv_len,
     num_q_blocks,
     num_kv_blocks,
@@ -196,57 +196,59 @@ def _visible_kernel(
     """Under padding or a window: what each query block sees, and the lines that hold a visible block."""
     index = tl.program_id(0)
     batch = tl.program_id(1)
-    rows_stride = tl.num_programs(1) * num_q_blocks
-    keys_stride = tl.num_programs(1) * num_kv_blocks
-    p_rows = rows + batch * num_q_blocks
-    p_keys = keys + batch * num_kv_blocks
+    q_edges_stride = tl.num_programs(1) * num_q_blocks
+    kv_edges_stride = tl.num_programs(1) * num_kv_blocks
+    p_q_edges = q_edges + batch * num_q_blocks
+    p_kv_edges = kv_edges + batch * num_kv_blocks
     if index < num_q_blocks:
-        _, _, first_valid_row, own_first, own_last, _ = row_edges(p_rows, rows_stride, index, True)
+        _, _, first_valid_row, own_first, own_last, _ = row_edges(p_q_edges, q_edges_stride, index, True)
         b_seen = tl.zeros([LINES], tl.int32)
         for start in range(0, num_kv_blocks, LINES):
             o_kv = start + tl.arange(0, LINES)
             m_kv = o_kv < num_kv_blocks
-            b_last_valid_key = tl.load(p_keys + o_kv, mask=m_kv, other=0)
+            b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
             b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
             m_sees = sees(o_kv, own_first, own_last, first_valid_row, b_last_valid_key, b_last_key, max_distance)
             b_seen += (m_sees & m_kv).to(tl.int32)
-        tl.store(p_rows + 6 * rows_stride + index, tl.sum(b_seen, 0))
+        tl.store(p_q_edges + 6 * q_edges_stride + index, tl.sum(b_seen, 0))
     if index < num_kv_blocks:
-        last_valid_key = tl.load(p_keys + index)
+        last_valid_key = tl.load(p_kv_edges + index)
         last_key = tl.minimum(index * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
         b_vertical = tl.zeros([LINES], tl.int32)
         b_slash = tl.zeros([LINES], tl.int32)
         for start in range(0, num_q_blocks, LINES):
             o_q = start + tl.arange(0, LINES)
             m_q = o_q < num_q_blocks
-            b_last_row, b_first_row, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(p_rows, rows_stride, o_q, m_q)
+            b_last_row, b_first_row, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(
+                p_q_edges, q_edges_stride, o_q, m_q
+            )
             m_sees = sees(index, b_own_first, b_own_last, b_first_valid_row, last_valid_key, last_key, max_distance)
             b_vertical += (m_sees & m_q).to(tl.int32)
             for of_last in tl.static_range(2):
                 o_kv = (b_last_row if of_last else b_first_row) // BLOCK_SIZE - index
                 m_kv = m_q & (o_kv >= 0)
-                b_last_valid_key = tl.load(p_keys + o_kv, mask=m_kv, other=0)
+                b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
                 b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
                 m_sees = sees(o_kv, b_own_first, b_own_last, b_first_valid_row, b_last_valid_key, b_last_key, max_distance)
                 b_slash += (m_sees & m_kv).to(tl.int32)
-        tl.store(p_keys + 3 * keys_stride + index, (tl.sum(b_vertical, 0) > 0).to(tl.int32))
-        tl.store(p_keys + 4 * keys_stride + index, (tl.sum(b_slash, 0) > 0).to(tl.int32))
+        tl.store(p_kv_edges + 3 * kv_edges_stride + index, (tl.sum(b_vertical, 0) > 0).to(tl.int32))
+        tl.store(p_kv_edges + 4 * kv_edges_stride + index, (tl.sum(b_slash, 0) > 0).to(tl.int32))
 
 
 @triton.jit
-def row_edges(rows, stride, o_q, m_q):
+def row_edges(q_edges, stride, o_q, m_q):
     """last_row, first_row, first_valid_row, own_first, own_last and last_whole_key of query blocks, -1 outside `m_q`.
 
     A query block without a valid row has the first valid row 2 * kv_len; its own key blocks are -1 where no valid row stands in
     them, and the last key up to which its key blocks are full is -1 if none is.
     """
-    p_rows = rows + o_q
-    last_row = tl.load(p_rows, mask=m_q, other=-1)
-    first_row = tl.load(p_rows + stride, mask=m_q, other=-1)
-    first_valid_row = tl.load(p_rows + 2 * stride, mask=m_q, other=-1)
-    own_first = tl.load(p_rows + 3 * stride, mask=m_q, other=-1)
-    own_last = tl.load(p_rows + 4 * stride, mask=m_q, other=-1)
-    last_whole_key = tl.load(p_rows + 5 * stride, mask=m_q, other=-1)
+    p_q_edges = q_edges + o_q
+    last_row = tl.load(p_q_edges, mask=m_q, other=-1)
+    first_row = tl.load(p_q_edges + stride, mask=m_q, other=-1)
+    first_valid_row = tl.load(p_q_edges + 2 * stride, mask=m_q, other=-1)
+    own_first = tl.load(p_q_edges + 3 * stride, mask=m_q, other=-1)
+    own_last = tl.load(p_q_edges + 4 * stride, mask=m_q, other=-1)
+    last_whole_key = tl.load(p_q_edges + 5 * stride, mask=m_q, other=-1)
     return last_row, first_row, first_valid_row, own_first, own_last, last_whole_key
 
 
