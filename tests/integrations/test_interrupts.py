@@ -54,6 +54,14 @@ def as_inspect_and_tune_do(model, kept, ids):
 CALLS = [entered, kept_by_the_program, twice, in_a_stack, as_a_decorator, with_an_error, as_inspect_and_tune_do]
 
 
+@pytest.fixture
+def _fast_collections():
+    """Collections look at what the test makes, and not at torch's many objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def next_block(model):
     with torch.no_grad(), flexmask_hf.sparse_prefill(model, gamma=0.7):
         pass
@@ -64,6 +72,7 @@ def next_prompt(model, ids, expected):
         assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.usefixtures("_fast_collections")
 @pytest.mark.parametrize(
     ("call", "then"),
     [
