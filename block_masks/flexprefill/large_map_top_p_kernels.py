@@ -120,14 +120,14 @@ def _ties_kernel(
             tl.store(choice + head * 2, low)
             tl.store(choice + head * 2 + 1, tl.maximum(missing_entries(low, goal - above), 1))
         p_last_row = q_edges + (head // num_heads) * q_edges_stride_batch
-        for row in range(chunk, num_q_blocks, CHUNKS):
-            end = tl.load(p_last_row + row) // BLOCK_SIZE + 1
+        for q_block in range(chunk, num_q_blocks, CHUNKS):
+            end = tl.load(p_last_row + q_block) // BLOCK_SIZE + 1
             b_tied = tl.zeros([TILE], tl.int32)
             for start in range(0, end, TILE):
                 o_kv = start + tl.arange(0, TILE)
-                b_value = tl.load(values + (head * num_q_blocks + row) * num_kv_blocks + o_kv, mask=o_kv < end, other=-1.0)
+                b_value = tl.load(values + (head * num_q_blocks + q_block) * num_kv_blocks + o_kv, mask=o_kv < end, other=-1.0)
                 b_tied += (b_value.to(tl.int32, bitcast=True) == low).to(tl.int32)
-            tl.store(ties + head * num_q_blocks + row, tl.sum(b_tied, 0))
+            tl.store(ties + head * num_q_blocks + q_block, tl.sum(b_tied, 0))
 
 
 @kernel
@@ -145,18 +145,18 @@ def _chosen_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    q_block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     if tl.load(active + head) != 0:
         low = tl.load(choice + head * 2)
         missing = tl.load(choice + head * 2 + 1)
         o_lane = tl.arange(0, TILE)
         b_earlier = tl.zeros([TILE], tl.int32)
-        for start in range(0, row, TILE):
-            b_earlier += tl.load(ties + head * num_q_blocks + start + o_lane, mask=start + o_lane < row, other=0)
+        for start in range(0, q_block, TILE):
+            b_earlier += tl.load(ties + head * num_q_blocks + start + o_lane, mask=start + o_lane < q_block, other=0)
         tied_before = tl.sum(b_earlier, 0)
-        end = tl.load(q_edges + (head // num_heads) * q_edges_stride_batch + row) // BLOCK_SIZE + 1
-        o_map_row = (head * num_q_blocks + row) * num_kv_blocks
+        end = tl.load(q_edges + (head // num_heads) * q_edges_stride_batch + q_block) // BLOCK_SIZE + 1
+        o_map_row = (head * num_q_blocks + q_block) * num_kv_blocks
         for start in range(0, end, TILE):
             o_kv = start + o_lane
             b_value = tl.load(values + o_map_row + o_kv, mask=o_kv < end, other=-1.0)

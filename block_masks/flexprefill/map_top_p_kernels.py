@@ -127,11 +127,11 @@ def _rows_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    q_block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     if tl.load(active + head) != 0:
-        end = tl.load(q_edges + (head // num_heads) * q_edges_stride_batch + row) // BLOCK_SIZE + 1
-        o_map_row = (head * num_q_blocks + row) * num_kv_blocks
+        end = tl.load(q_edges + (head // num_heads) * q_edges_stride_batch + q_block) // BLOCK_SIZE + 1
+        o_map_row = (head * num_q_blocks + q_block) * num_kv_blocks
         keep_top_p(values + o_map_row, chosen + o_map_row, end, tl.load(share + head % num_heads), cap, 0, TILE=TILE)
 
 

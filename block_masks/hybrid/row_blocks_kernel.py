@@ -45,17 +45,17 @@ def _row_blocks_kernel(
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch_head = tl.program_id(1).to(tl.int64)
     batch = batch_head // num_heads
-    line = batch_head * num_q_blocks + q_block
+    map_row = batch_head * num_q_blocks + q_block
     p_q_edges = q_edges + batch * q_edges_stride_batch + q_block
     end = tl.load(p_q_edges) // BLOCK_SIZE + 1
     begin = tl.maximum(tl.load(p_q_edges + q_edges_stride) - max_distance, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.maximum(end - begin, 0), COLUMNS)
-    p_squares = squares + line * num_kv_blocks
-    p_codes = codes + line * num_kv_blocks
+    p_squares = squares + map_row * num_kv_blocks
+    p_codes = codes + map_row * num_kv_blocks
     o_column = begin + tl.arange(0, COLUMNS)
 
     # thresholds of the sum of squares
-    squared_rows = tl.maximum(tl.load(number + line), 1).to(tl.float64)
+    squared_rows = tl.maximum(tl.load(number + map_row), 1).to(tl.float64)
     o_threshold = batch * thresholds_stride_batch + (batch_head % num_heads) * num_q_blocks + q_block
     least = tl.load(thresholds + o_threshold).to(tl.float64)
     least_of_rows = (squared_rows * least * least).to(tl.float32)

@@ -110,7 +110,7 @@ def _evidence_kernel(
     softcap = tl.cast(softcap, tl.float32)
     to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
     PARTS: tl.constexpr = (GROUPS + HEADS - 1) // HEADS
-    LINES: tl.constexpr = Q_BLOCKS * HEADS
+    MAP_ROWS: tl.constexpr = Q_BLOCKS * HEADS
     # long rows first
     first_q_block = (tl.num_programs(0) - 1 - tl.program_id(0)) * Q_BLOCKS
     key_head = (tl.program_id(1) // PARTS).to(tl.int64)
@@ -121,7 +121,7 @@ def _evidence_kernel(
     p_means = means + key_head * num_kv_blocks * HALVES * HEAD_DIM
 
     # rows: query blocks, heads, sampled rows
-    o_lane = tl.arange(0, LINES * ROWS)
+    o_lane = tl.arange(0, MAP_ROWS * ROWS)
     o_dim = tl.arange(0, PADDED_DIM)
     o_q_of_row = first_q_block + o_lane // (ROWS * HEADS)
     o_head_of_row = first_group_head + (o_lane // ROWS) % HEADS
@@ -136,13 +136,13 @@ def _evidence_kernel(
     p_query += o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
     b_q = tl.load(p_query, mask=m_row[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
 
-    # lines: query blocks, heads
-    o_line = tl.arange(0, LINES)
-    o_q = first_q_block + o_line // HEADS
-    o_head = first_group_head + o_line % HEADS
-    m_line = (o_q < num_q_blocks) & (o_head < GROUPS)
-    b_number = tl.sum(tl.reshape(m_row.to(tl.int32), (LINES, ROWS)), 1)
-    b_end = tl.where(m_line, tl.load(p_q_edges + o_q, mask=m_line, other=0) // BLOCK_SIZE + 1, 0)
+    # map rows: query blocks, heads
+    o_map_row = tl.arange(0, MAP_ROWS)
+    o_q = first_q_block + o_map_row // HEADS
+    o_head = first_group_head + o_map_row % HEADS
+    m_map_row = (o_q < num_q_blocks) & (o_head < GROUPS)
+    b_number = tl.sum(tl.reshape(m_row.to(tl.int32), (MAP_ROWS, ROWS)), 1)
+    b_end = tl.where(m_map_row, tl.load(p_q_edges + o_q, mask=m_map_row, other=0) // BLOCK_SIZE + 1, 0)
     o_held = (key_head * GROUPS + o_head) * num_q_blocks + o_q
     first_row = tl.load(p_q_edges + q_edges_stride + first_q_block)
     last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
@@ -156,8 +156,8 @@ def _evidence_kernel(
     first_inner = tl.minimum(tl.cdiv(tl.maximum(whole_begin - begin, 0), COLUMNS), tiles)
     inner_tiles = tl.maximum(whole_end - begin - first_inner * COLUMNS, 0) // COLUMNS
 
-    b_highest = tl.full([LINES * ROWS], float("-inf"), tl.float32)
-    b_total = tl.zeros([LINES * ROWS], tl.float32)
+    b_highest = tl.full([MAP_ROWS * ROWS], float("-inf"), tl.float32)
+    b_total = tl.zeros([MAP_ROWS * ROWS], tl.float32)
     for is_edge in tl.static_range(2):
         for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
             index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
@@ -174,7 +174,7 @@ def _evidence_kernel(
     b_log_total = b_base + tl.log2(tl.where(b_total == 0, 1.0, b_total))
 
     # computing the products again is cheaper than storing the scores
-    b_in_kept = tl.zeros([LINES], tl.float32)
+    b_in_kept = tl.zeros([MAP_ROWS], tl.float32)
     # squares, or the shares themselves
     POWER: tl.constexpr = 1 if MEASURE else 2
     for is_edge in tl.static_range(2):
@@ -186,18 +186,18 @@ def _evidence_kernel(
                 PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])
-            b_by_line = tl.sum(tl.reshape(b_p, (LINES, ROWS, COLUMNS)), 1)
-            m_kv = (o_kv[None, :] < b_end[:, None]) & m_line[:, None]
+            b_by_map_row = tl.sum(tl.reshape(b_p, (MAP_ROWS, ROWS, COLUMNS)), 1)
+            m_kv = (o_kv[None, :] < b_end[:, None]) & m_map_row[:, None]
             o_map = o_held[:, None] * num_kv_blocks + o_kv[None, :]
             if MEASURE:
-                b_in_kept += tl.sum(tl.where(tl.load(keep + o_map, mask=m_kv, other=0) != 0, b_by_line, 0.0), 1)
+                b_in_kept += tl.sum(tl.where(tl.load(keep + o_map, mask=m_kv, other=0) != 0, b_by_map_row, 0.0), 1)
             else:
-                tl.store(squares + o_map, b_by_line, mask=m_kv)
+                tl.store(squares + o_map, b_by_map_row, mask=m_kv)
     if MEASURE:
         b_mean = tl.where(b_number > 0, b_in_kept / tl.maximum(b_number, 1).to(tl.float32), -1.0)
-        tl.store(held + o_held, b_mean, mask=m_line)
+        tl.store(held + o_held, b_mean, mask=m_map_row)
     else:
-        tl.store(number + o_held, b_number, mask=m_line)
+        tl.store(number + o_held, b_number, mask=m_map_row)
 
 
 class RowEvidence(NamedTuple):

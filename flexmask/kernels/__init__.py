@@ -4,7 +4,8 @@ No sort, and no intermediate larger than the map of blocks.
 
 Locals of kernels, those of the methods too, have the prefixes of flash-linear-attention: ``o_`` offsets of a tile (``o_q`` query
 blocks, ``o_kv`` key blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p_`` pointers, ``b_`` values of a tile. Numbers of
-a program have none: ``head``, ``batch``, ``start``, and ``end``, one past the last.
+a program have none: ``head``, ``batch``, ``start``, and ``end``, one past the last. A row of a map, ``map_row``, is a query block
+of one head.
 
 Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `PackedEdges`, ``last_rows`` is a plane of its
 `last_rows`; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch, num_heads, num_q_blocks, num_kv_blocks);

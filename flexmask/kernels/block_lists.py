@@ -64,11 +64,11 @@ def _lists_kernel(
     TILE: tl.constexpr,
 ):
     # long rows first
-    row = num_q_blocks - 1 - tl.program_id(0)
+    q_block = num_q_blocks - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
     last_row, first_row, first_valid_row, own_first, own_last, last_whole_key = row_edges(
-        q_edges + batch * q_edges_stride_batch, q_edges_stride, row, True
+        q_edges + batch * q_edges_stride_batch, q_edges_stride, q_block, True
     )
     first_row_block = first_row // BLOCK_SIZE
     last_row_block = last_row // BLOCK_SIZE
@@ -76,22 +76,22 @@ def _lists_kernel(
     p_kv_edges = kv_edges + batch * kv_edges_stride_batch
     p_vertical = kept + head * num_kv_blocks
     p_slash = p_vertical + kept_stride
-    adds_blocks = row >= 0
+    adds_blocks = q_block >= 0
     if HAS_ACTIVE:
         adds_blocks = tl.load(active + head) != 0
     near_start = end
-    has_last_rows = row < 0
+    has_last_rows = q_block < 0
     if HAS_LAST_ROWS:
         near_start = tl.minimum(first_row_block - nearest + 1, end)
         p_last_rows = last_rows + batch * last_rows_stride_batch + 1
         # rows ascend
-        if (row + 1) * BLOCK_SIZE > tl.load(p_last_rows):
+        if (q_block + 1) * BLOCK_SIZE > tl.load(p_last_rows):
             o_slot = tl.arange(0, PADDED_SIZE)
-            b_slot = tl.load(p_last_rows + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) - row * BLOCK_SIZE
+            b_slot = tl.load(p_last_rows + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) - q_block * BLOCK_SIZE
             has_last_rows = tl.sum(((b_slot >= 0) & (b_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
             near_start = tl.where(has_last_rows, tl.minimum(first_row_block - nearest_of_last + 1, end), near_start)
 
-    o_map_row = (head * num_q_blocks + row) * num_kv_blocks
+    o_map_row = (head * num_q_blocks + q_block) * num_kv_blocks
     o_lane = tl.arange(0, TILE)
     num_partial = 0
     num_full = 0
@@ -138,8 +138,8 @@ def _lists_kernel(
         for start in range(end // TILE * TILE, num_kv_blocks, TILE):
             o_kv = start + o_lane
             tl.store(keep + o_map_row + o_kv, o_kv < 0, mask=(o_kv >= end) & (o_kv < num_kv_blocks))
-    tl.store(full_count + head * num_q_blocks + row, num_full)
-    tl.store(partial_count + head * num_q_blocks + row, num_partial)
+    tl.store(full_count + head * num_q_blocks + q_block, num_full)
+    tl.store(partial_count + head * num_q_blocks + q_block, num_partial)
 
 
 def kept_blocks(

@@ -14,7 +14,7 @@ from flexmask.base.visibility import num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 
 _BLOCKS = 16  # of a program
-_LINES = 128  # at a time
+_TILE = 128  # at a time
 _ROWS = 1024
 WHICH = ("last", "middle")
 
@@ -66,7 +66,7 @@ def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
     if mask is not None or window is not None:
         _visible_kernel[(most, batch)](
             q_edges, kv_edges, kv_len, q_blocks, kv_blocks, kv_len if window is None else min(window, kv_len),
-            BLOCK_SIZE=block_size, LINES=_LINES,
+            BLOCK_SIZE=block_size, TILE=_TILE,
         )  # fmt: skip
     return PackedEdges(q_edges, kv_edges, last_rows)
 
@@ -191,7 +191,7 @@ def _visible_kernel(
     num_kv_blocks,
     max_distance,
     BLOCK_SIZE: tl.constexpr,
-    LINES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Under padding or a window: what each query block sees, and the lines that hold a visible block."""
     index = tl.program_id(0)
@@ -202,9 +202,9 @@ def _visible_kernel(
     p_kv_edges = kv_edges + batch * num_kv_blocks
     if index < num_q_blocks:
         _, _, first_valid_row, own_first, own_last, _ = row_edges(p_q_edges, q_edges_stride, index, True)
-        b_seen = tl.zeros([LINES], tl.int32)
-        for start in range(0, num_kv_blocks, LINES):
-            o_kv = start + tl.arange(0, LINES)
+        b_seen = tl.zeros([TILE], tl.int32)
+        for start in range(0, num_kv_blocks, TILE):
+            o_kv = start + tl.arange(0, TILE)
             m_kv = o_kv < num_kv_blocks
             b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
             b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
@@ -214,10 +214,10 @@ def _visible_kernel(
     if index < num_kv_blocks:
         last_valid_key = tl.load(p_kv_edges + index)
         last_key = tl.minimum(index * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
-        b_vertical = tl.zeros([LINES], tl.int32)
-        b_slash = tl.zeros([LINES], tl.int32)
-        for start in range(0, num_q_blocks, LINES):
-            o_q = start + tl.arange(0, LINES)
+        b_vertical = tl.zeros([TILE], tl.int32)
+        b_slash = tl.zeros([TILE], tl.int32)
+        for start in range(0, num_q_blocks, TILE):
+            o_q = start + tl.arange(0, TILE)
             m_q = o_q < num_q_blocks
             b_last_row, b_first_row, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(
                 p_q_edges, q_edges_stride, o_q, m_q
