@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flexmask.attend import CallOptions
 from flexmask.attend import attend as attend_blocks
-from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.base.options import pairs_by_head
 from flexmask.dense_policy import by_head_dim
@@ -20,8 +19,6 @@ from flexmask.stats import SelectionStats
 
 # rows and tokens of a chunk that every method must serve
 _CHUNK = (400, 1000)
-# the widest heads that ran sparse in an engine
-_MOST_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,12 +69,6 @@ class SparseLayer(LayerShape):
         return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
 
 
-def _by_head_dim(head_dim: int, v_head_dim: int) -> str | None:
-    widest = max(head_dim, v_head_dim)
-    tried = widest <= _MOST_HEAD_DIM or widest not in HEAD_DIMS
-    return by_head_dim(head_dim, v_head_dim) if tried else f"head_dim {widest} over {_MOST_HEAD_DIM}, untried in engines"
-
-
 def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> SparseLayer | str:
     """The role of layer `number` on one rank: sparse with its options, or the reason for the engine's own kernel.
 
@@ -85,7 +76,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     options of another number of heads, and for a method that cannot serve the layer.
     """
     call_options = settings.call_options
-    reason = _by_head_dim(shape.head_dim, shape.v_head_dim) or call_options.policy.by_layer(number, shape.window)
+    reason = by_head_dim(shape.head_dim, shape.v_head_dim) or call_options.policy.by_layer(number, shape.window)
     if reason is not None:
         return reason
     # only single heads run dense; the plan decides about lengths

@@ -121,7 +121,7 @@ class Asked:
         options = {"tokens": 6, "detokenize": False}
         chunks = self.generate([tokens[:1700], tokens[:700], tokens[5:45]], prompt_logprobs=0, **options)
         longer = self.generate([tokens], **options)
-        faults = {"pages_swapped": self.with_swapped_pages([tokens[:1700]], prompt_logprobs=0, **options)}
+        faults = {"second_page_twice": self.with_second_page_twice([tokens[:1700]], prompt_logprobs=0, **options)}
         pages = {
             layer.kv_cache.shape[2]
             for layer in self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
@@ -129,14 +129,14 @@ class Asked:
         }
         return {"chunks": chunks, "longer": longer, "faults": faults, "page_sizes": sorted(pages)}
 
-    def with_swapped_pages(self, *arguments, **options):
-        """A fault: later chunks read the first two pages in the other order."""
+    def with_second_page_twice(self, *arguments, **options):
+        """A fault: later chunks read the second page in the place of the first too."""
         import torch
 
         from flexmask.integrations.vllm import builder
 
         right = builder.PageTable
-        builder.PageTable = lambda table, tokens: right(torch.cat([table[[1, 0]], table[2:]]), tokens)
+        builder.PageTable = lambda table, tokens: right(torch.cat([table[1:2], table[1:]]), tokens)
         try:
             return self.generate(*arguments, **options)
         finally:

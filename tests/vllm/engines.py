@@ -54,10 +54,12 @@ def _latent(options, **others):
     return Engine(options, "of_latent_model", random_models.deepseek, arguments=_NATIVE_ROPE, **others)
 
 
-# Mamba 2 on CPUs keeps no states between those of a prompt's ends, which cached prefixes need; delta nets take bfloat16 only
+# models whose layers are of several kinds. On CPUs Mamba 2 keeps no states inside a prompt, which cached prefixes need, and gated
+# delta nets take bfloat16 only
 MIXTURES: dict[str, tuple[Callable[[Path], str], dict[str, Any]]] = {
     "nemotron": (random_models.nemotron_h, {"enable_prefix_caching": False}),
     "granite": (random_models.granite, {"enable_prefix_caching": False}),
+    "gemma4": (random_models.gemma4, {"enable_prefix_caching": False}),
     "qwen3_next": (random_models.qwen3_next, {"enable_prefix_caching": True, "dtype": "bfloat16"}),
 }
 

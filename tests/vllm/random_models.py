@@ -25,6 +25,20 @@ def gemma(folder):
     return str(folder)
 
 
+def gemma4(folder):
+    """Every other layer has a window, the others wide heads, whose pages differ."""
+    import torch
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    heads = {**_HEADS, "head_dim": 64, "global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": _WINDOW, "intermediate_size": 96}
+    without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(**_SHAPE, **heads, **kinds, **without, initializer_range=0.1)
+    Gemma4ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
 def gpt_oss(folder):
     """Sinks take much of the attention; every other layer has a window."""
     import torch

@@ -76,7 +76,7 @@ def test_latent_attention_is_served_as_the_plain_attention_that_it_becomes():
         ({"attn_type": Kind.ENCODER}, "attention of type"),
         ({"kv_sharing_target_layer_name": "model.layers.0"}, "another layer's cache"),
         ({"sliding_window": 4096}, "sliding window 4096 < dense_below 16384"),
-        ({"head_size": 512}, "head_dim 512"),
+        ({"head_size": 640}, "head_dim 640"),
         ({"chunk_lookback": 2}, "chunk_lookback, which flexmask does not know"),
         ({"something_new": torch.zeros(1)}, "something_new"),
         ({"number": None}, "no layer number"),
