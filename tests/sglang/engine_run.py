@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,6 +126,11 @@ class Asked:
         logprobs = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 8}
         return [answer(each) for each in self.engine.generate(input_ids=prompts, sampling_params=given, **logprobs)]
 
+    def empty_cache(self):
+        """SGLang refuses until its last step has ended, which may be after the answers."""
+        while not self.engine.flush_cache().success:
+            time.sleep(0.1)
+
     def odd_chunks(self):
         return self.generate([prompt(3000, seed=3)])
 
@@ -138,7 +144,7 @@ class Asked:
 
     def prefix_hits(self):
         """The same prompt again, and one with the same beginning; before that the cache is emptied."""
-        self.engine.flush_cache()
+        self.empty_cache()
         long, other = prompt(3000, seed=5), prompt(3300, seed=6)
         given = (long, long, long[:2000] + other[2000:])
         return [each for tokens in given for each in self.generate([tokens], start=-1)]
@@ -153,7 +159,7 @@ class Asked:
 
     def behind_one_prefix(self):
         """Options of two kinds, and none, all twice; prefixes are shared where options are equal."""
-        self.engine.flush_cache()
+        self.empty_cache()
         options = [{"flexmask_gamma": 0.5}, {"flexmask_dense": True}, None] * 2
         return [self.generate([prompt(2500, seed=5)], start=-1, chosen=[each])[0] for each in options]
 
