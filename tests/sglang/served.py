@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -41,8 +40,6 @@ class Served:
             dtype=torch.float32,
             model=self.model,
             token_to_kv_pool=self.pool,
-            kv_cache_dtype=cache,
-            server_args=SimpleNamespace(speculative_attention_mode="prefill"),
             req_to_token_pool=self.requests,
         )
         self.backend = stock(self.runner)
@@ -101,14 +98,12 @@ class Served:
 
 
 class ServedMixture(Served):
-    """The attention layer of a model whose other layers keep a state, by SGLang's own wrappers; `linear` is theirs."""
+    """The attention layer of a model whose other layers keep a state, by SGLang's own wrapper; `linear` is theirs."""
 
     def __init__(self, settings=None, **others):
         super().__init__(settings, number=3, **others)
-        decoding = TorchNativeAttnBackend(self.runner)
         self.linear = LinearBackend()
-        split = HybridAttnBackend(self.runner, prefill_backend=self.backend, decode_backend=decoding)
-        self.backend = HybridLinearAttnBackend(split, self.linear, [3])
+        self.backend = HybridLinearAttnBackend(self.backend, self.linear, [3])
 
     def make_pool(self, cache):
         return HybridLinearKVPool(SLOTS, cache, 1, KV_HEADS, DIM, [1, 3], "cpu", mamba_pool=None)

@@ -32,7 +32,7 @@ def test_gamma_one_gives_the_stock_backend_s_outputs_and_cache():
     assert counters.density == pytest.approx(1)
 
 
-def test_the_attention_layers_of_a_mixture_are_served_through_sglang_s_wrappers():
+def test_the_attention_layers_of_a_mixture_are_served_through_sglang_s_wrapper():
     """As in Qwen3.5 and Nemotron-H: their pool counts attention layers, the model all."""
     stock, ours, sparse = ServedMixture(), ServedMixture(KEEP_ALL), ServedMixture(SPARSE)
     wanted = outputs(stock)
@@ -43,7 +43,7 @@ def test_the_attention_layers_of_a_mixture_are_served_through_sglang_s_wrappers(
         assert not torch.count_nonzero(getattr(ours.pool, read)(1))
     assert ours.prefill.counters.sparse_tokens == 200 + 207 + 164 + 150
     assert ours.linear.steps == stock.linear.steps == len(STEPS)
-    # as without the wrappers
+    # as without the wrapper
     found = outputs(sparse)
     for out, each in zip(found, outputs(Served(SPARSE)), strict=True):
         torch.testing.assert_close(out, each)
