@@ -124,11 +124,16 @@ def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
     return reports
 
 
+def flash_can_run(device: torch.device | str) -> bool:
+    """True if FLASH is installed and has a kernel for `device`."""
+    return flash_available() and flash_runs_on(torch.zeros((), device=device).device)  # with its index
+
+
 def flash_features(device: torch.device | str) -> list[FlashReport]:
     """Features that FLASH serves on `device`, by its numeric check, which compiles; empty where it cannot run at all."""
-    device = torch.zeros((), device=device).device  # with its index
+    device = torch.zeros((), device=device).device
     reports = []
-    for feature, changes in FLASH_FEATURES.items() if flash_available() and flash_runs_on(device) else ():
+    for feature, changes in FLASH_FEATURES.items() if flash_can_run(device) else ():
         call = FlashCall(torch.bfloat16, 128, 128)._replace(**changes)
         verdict = flash_verdict(call, device)
         assert verdict is not None

@@ -134,17 +134,18 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
 
 
 def _flash_checked(output: Output, device: str) -> list[FlashReport]:
-    from flexmask.environment import flash_features
+    from flexmask.environment import flash_can_run, flash_features
 
+    if not flash_can_run(device):
+        return []
     with output.progress("FLASH: compiling and checking"):
         features = flash_features(device)
-    if features:
-        rows = []
-        for feature in features:
-            lse = "" if feature.lse_factor is None else f"times {feature.lse_factor:.4g}"
-            rows.append([feature.feature, feature.served, lse, f"{feature.seconds:.0f} s", feature.reason])
-        output.line()
-        output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
+    rows = []
+    for feature in features:
+        lse = "" if feature.lse_factor is None else f"times {feature.lse_factor:.4g}"
+        rows.append([feature.feature, feature.served, lse, f"{feature.seconds:.0f} s", feature.reason])
+    output.line()
+    output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
     return features
 
 

@@ -117,8 +117,10 @@ def test_what_flash_serves_is_listed(flexmask, monkeypatch):
     assert "against float64" not in flexmask("doctor", "--device", "cpu", "--skip-self-test").stdout
 
 
-def test_flash_is_listed_only_where_it_can_run():
+def test_flash_is_listed_only_where_it_can_run(flexmask, monkeypatch):
     assert environment.flash_features("cpu") == []
+    monkeypatch.setattr(self_test, "self_test", lambda device: iter(()))
+    assert "FLASH" not in flexmask("doctor", "--device", "cpu").stderr
 
 
 def test_layers_are_planned_from_the_config(flexmask, folder, tmp_path):
