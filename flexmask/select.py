@@ -73,7 +73,16 @@ def run_kernels(
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
     # Triton launches on the current device
     with torch.cuda.device(inputs.query.device) if inputs.query.is_cuda else contextlib.nullcontext():
-        chosen = _chosen(inputs, selector.block_size, selector.method.choose, fixed, tensors, wants_map, statistics, True, None)
+        chosen = _chosen(
+            inputs,
+            selector.block_size,
+            selector.method.choose,
+            fixed,
+            tensors,
+            with_map=wants_map,
+            statistics=statistics,
+            by_kernels=True,
+        )
     return _selection(selector, chosen, with_map, statistics)
 
 
@@ -139,7 +148,7 @@ def _chosen(
     with_map: bool,
     statistics: tuple[str, ...],
     by_kernels: bool,
-    end: Tensor | None,
+    end: Tensor | None = None,
 ) -> Chosen:
     """Lists, map, statistics and mask_mod of a method's choice."""
     problem = cut_into_blocks(inputs, block_size, _KERNELS if by_kernels else _PLAIN, with_map, end)
@@ -150,12 +159,12 @@ def _chosen(
     return tuple(choice.lists), choice.keep, stats, choice.mask_mod
 
 
-def from_map(blocks: BlockProblem, kept: Tensor | None) -> Choice:
+def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
     """The choice of a map of kept blocks; None: every visible block."""
     # written to memory: both lists must come from the same floats
-    limited = blocks.visible if kept is None else computed_once((kept | blocks.own) & blocks.visible)
-    limited = limited.expand(blocks.inputs.query.shape[0], -1, -1, -1)
-    return Choice(block_lists(limited, blocks.seen.full), None if kept is None else limited)
+    limited = problem.visible if kept is None else computed_once((kept | problem.own) & problem.visible)
+    limited = limited.expand(problem.inputs.query.shape[0], -1, -1, -1)
+    return Choice(block_lists(limited, problem.seen.full), None if kept is None else limited)
 
 
 def option_tensors(selector: CallSelector, query: Tensor, heads: slice | None) -> dict[str, Tensor]:

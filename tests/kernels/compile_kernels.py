@@ -113,7 +113,8 @@ def launched(problem: Problem) -> dict[str, Variant]:
         fixed = {name: value for name, value in config.options.items() if name not in numbers}
         tensors = {name: value for name, value in numbers.items() if name in config.options}
         inputs, choose = AttentionInputs(query, key, None, *scores).with_offset(), config.selector.method.choose
-        _chosen(inputs, block_size, choose, fixed, tensors, rich, ("row_coverage",) if rich else (), True, None)
+        statistics = ("row_coverage",) if rich else ()
+        _chosen(inputs, block_size, choose, fixed, tensors, with_map=rich, statistics=statistics, by_kernels=True)
     return found
 
 
