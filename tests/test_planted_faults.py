@@ -1,6 +1,7 @@
 """The comparisons of other tests can fail: each catches a wrong block that is planted."""
 
 import functools
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -162,6 +163,17 @@ def other_step(name, change):
     return steps, name, lambda *arguments: change(right, *arguments)
 
 
+def with_argument(name, change):
+    """A fault for `other_step`: the step runs with another value of one argument, wherever it stands."""
+
+    def changed(right, *arguments):
+        given = inspect.signature(right).bind(*arguments)
+        given.arguments[name] = change(given.arguments[name])
+        return right(*given.args)
+
+    return changed
+
+
 def other_thresholds(change):
     return other_step("thresholds", lambda right, *arguments: change(right(*arguments)))
 
@@ -185,15 +197,15 @@ RULE_FAULTS = {
     "MOST_LONGER": other_constant("MOST_LONGER", 0.5),
     "NEAREST": other_constant("NEAREST", 2),
     "mean instead of the most": other_step("last_rows_lines", mean_of_rows),
-    "no residual": other_step("last_rows_lines", lambda right, *rest: right(*rest[:-1], 10**6)),
-    "residual of the nearest too": other_step("last_rows_lines", lambda right, *rest: right(*rest[:-1], 0)),
+    "no residual": other_step("last_rows_lines", with_argument("near", lambda _: 10**6)),
+    "residual of the nearest too": other_step("last_rows_lines", with_argument("near", lambda _: 0)),
     "no gate": other_step("row_blocks", lambda right, *rest: Blocks(right(*rest).chosen)),
-    "no floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], 0)),
-    "a lower floor": other_step("row_blocks", lambda right, *rest: right(*rest[:-1], rest[-1] * 0.8)),
+    "no floor": other_step("row_blocks", with_argument("min_coverage", lambda _: 0)),
+    "a lower floor": other_step("row_blocks", with_argument("min_coverage", lambda share: share * 0.8)),
     "a floor of whole halvings": (hybrid.plain, "SLACK", -1e6),
     "no halvings": (hybrid.plain, "HALVINGS", 0),
     "gate of the last rows too": other_step("kept_blocks", gate_everywhere),
-    "nearest of all alike": other_step("kept_blocks", lambda right, *rest: right(*rest[:-1], (rest[-1][1], rest[-1][1]))),
+    "nearest of all alike": other_step("kept_blocks", with_argument("nearest", lambda nearest: (nearest[1], nearest[1]))),
     "N for n": other_thresholds(lambda least: least._replace(rows=least.rows[..., -1:].expand_as(least.rows))),
     "n for N": other_thresholds(lambda least: least._replace(rows=least.rows * least.rows / least.rows[..., -1:])),
 }
