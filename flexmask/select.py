@@ -29,9 +29,9 @@ from flexmask.stats import FROM_LISTS, computed, empty
 if HAS_TRITON:
     from flexmask import kernels
 
-    _KERNELS: Steps = kernels
+    _KERNELS: Steps[kernels.RepresentativeMass, kernels.Blocks] = kernels
 
-_PLAIN: Steps = plain
+_PLAIN: Steps[plain.RepresentativeMass, plain.Blocks] = plain
 # float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Blocks, Lines, Mass
+from flexmask.base.blocks import Lines
 from flexmask.base.checks import check_word
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
@@ -18,8 +18,12 @@ from flexmask.block_masks.flexprefill import plain
 from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.method import BlockProblem, ByHead, method
 
+# what steps hand on, under these names in `plain` and in `kernels`
+Mass = TypeVar("Mass", contravariant=True)  # `RepresentativeMass`
+Blocks = TypeVar("Blocks", covariant=True)
 
-class FlexPrefillSteps(Protocol):
+
+class FlexPrefillSteps(Protocol[Mass, Blocks]):
     """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
 
     def pattern_and_lines(
@@ -30,11 +34,11 @@ class FlexPrefillSteps(Protocol):
     ) -> Blocks: ...
 
 
-_PLAIN: FlexPrefillSteps = plain
+_PLAIN: FlexPrefillSteps[plain.RepresentativeMass, plain.Blocks] = plain
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels
 
-    _KERNELS: FlexPrefillSteps = kernels
+    _KERNELS: FlexPrefillSteps[kernels.RepresentativeMass, kernels.Blocks] = kernels
 
 QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
@@ -169,7 +173,7 @@ def flexprefill_mask(
     (1, 4, 512, 512)
     """
     shared, gamma = problem.steps, problem.as_tensor(gamma)
-    steps: FlexPrefillSteps = _KERNELS if problem.by_kernels else _PLAIN
+    steps: FlexPrefillSteps[Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
     floor, cap = blocks_of(min_budget, problem.block_size) or 0, blocks_of(max_budget, problem.block_size)
 
     # step 1: attention of the representative rows, and its mass by key block and by block diagonal

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Blocks, Lines, Mass
+from flexmask.base.blocks import Lines
 from flexmask.base.checks import check_int
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
@@ -18,10 +18,13 @@ from flexmask.block_masks.hybrid import plain
 from flexmask.block_masks.hybrid.plain import ThresholdRule, Thresholds
 from flexmask.method import BlockProblem, ByHead, method
 
-Evidence = Any  # attention of all rows to key means, as `Mass`
+# what steps hand on, under these names in `plain` and in `kernels`
+Mass = TypeVar("Mass", contravariant=True)  # `RepresentativeMass`
+Evidence = TypeVar("Evidence")  # `RowEvidence`
+Blocks = TypeVar("Blocks", covariant=True)
 
 
-class HybridSteps(Protocol):
+class HybridSteps(Protocol[Mass, Evidence, Blocks]):
     """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
 
     def thresholds(self, problem: BlockProblem, gamma: Tensor, rule: ThresholdRule, /) -> Thresholds: ...
@@ -33,11 +36,11 @@ class HybridSteps(Protocol):
     def row_coverage(self, problem: BlockProblem, evidence: Evidence, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
-_PLAIN: HybridSteps = plain
+_PLAIN: HybridSteps[plain.RepresentativeMass, plain.RowEvidence, plain.Blocks] = plain
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
 
-    _KERNELS: HybridSteps = kernels
+    _KERNELS: HybridSteps[kernels.RepresentativeMass, kernels.RowEvidence, kernels.Blocks] = kernels
 
 # docs/design.md, "Why these constants", has how they were chosen.
 # prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
@@ -150,7 +153,7 @@ def hybrid_mask(
     (1, 4, 512, 512)
     """
     shared, nearest = problem.steps, blocks_of(min_budget, problem.block_size) or 0
-    steps: HybridSteps = _KERNELS if problem.by_kernels else _PLAIN
+    steps: HybridSteps[Any, Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
     rule = ThresholdRule(
         LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
     )

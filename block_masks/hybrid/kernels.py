@@ -10,17 +10,14 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem, Lines
 from flexmask.block_masks.hybrid.plain import ThresholdRule, Thresholds
 from flexmask.block_masks.hybrid.row_blocks_kernel import row_blocks as row_blocks
+from flexmask.block_masks.hybrid.row_evidence_kernel import RowEvidence as RowEvidence
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
 from flexmask.kernels.block_lists import MOST_BLOCKS
+from flexmask.kernels.block_lists import Blocks as Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
-from flexmask.kernels.vertical_slash import (
-    LINES_PER_PROGRAM,
-    RepresentativeMass,
-    diagonal_sums,
-    key_block_shares,
-    load_rows,
-)
+from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, diagonal_sums, key_block_shares, load_rows
+from flexmask.kernels.vertical_slash import RepresentativeMass as RepresentativeMass
 
 _Q_BLOCKS = 128
 

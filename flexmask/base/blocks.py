@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +33,12 @@ class Lines(NamedTuple):
         return self.kept.sum(-1)
 
 
-# what steps hand on, and only steps of the same kind read
-Mass = Any  # attention of the representative rows
-Blocks = Any  # blocks that rows choose
+# what steps hand on, and only steps of the same kind read: types of `flexmask.plain` or of `flexmask.kernels`
+Mass = TypeVar("Mass")  # `RepresentativeMass`: attention of the representative rows
+Blocks = TypeVar("Blocks", contravariant=True)  # `Blocks`: those that rows choose
 
 
-class Steps(Protocol):
+class Steps(Protocol[Mass, Blocks]):
     """The steps that methods share: the module `flexmask.plain` or `flexmask.kernels`. A method's own stand in its folder.
 
     A map of kept blocks is None where `BlockProblem.with_map` is False; then no statistic that reads it is computed.
@@ -81,7 +81,7 @@ class BlockProblem:
 
     inputs: SparseInputs
     block_size: int
-    steps: Steps
+    steps: Steps[Any, Any]
     with_map: bool = True
     edges: Any = None
     cut: tuple[Tokens, BlockVisibility] | None = None
@@ -192,7 +192,7 @@ class BlockProblem:
 
 
 def cut_into_blocks(
-    inputs: SparseInputs, block_size: int, steps: Steps, with_map: bool = True, end: Tensor | None = None
+    inputs: SparseInputs, block_size: int, steps: Steps[Any, Any], with_map: bool = True, end: Tensor | None = None
 ) -> BlockProblem:
     """Cut a call into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
     edges = steps.edges_of(inputs, block_size)
