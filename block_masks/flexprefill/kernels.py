@@ -74,7 +74,7 @@ def _estimate_kernel(
 
 def estimated_scores(problem: BlockProblem, key_means: Tensor, last_rows: Tensor) -> Tensor:
     """Unscaled scores of the mean representative row with `key_means`, (batch, num_heads, num_kv_blocks); -inf if unseen."""
-    inputs, block_size, edges = problem.inputs, problem.block_size, problem.edges
+    inputs, block_size, edges = problem.inputs, problem.block_size, problem.packed_edges
     query, kv_len, window = inputs.query, inputs.key.shape[2], inputs.window
     batch, num_heads, _, head_dim = query.shape
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
@@ -183,7 +183,7 @@ def pattern_and_lines(
     problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, means: Tensor, shares: Shares, budget: Budget
 ) -> tuple[Tensor, Tensor, Lines]:
     """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""
-    (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
+    (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.packed_edges, problem.inputs
     block_size, last_rows = problem.block_size, pattern.rows
     lines = line_mass(index, edges)
     # the first half: V

@@ -173,7 +173,7 @@ def large_map_top_p(
 ) -> None:
     """Write `top_p_map`'s result into `chosen`, in passes of `digit_bits` bits over `chunks` chunks of rows."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads, q_edges, block_size = batch * num_heads, problem.edges.q_edges, problem.block_size
+    heads, q_edges, block_size = batch * num_heads, problem.packed_edges.q_edges, problem.block_size
     sizes = (num_q_blocks if q_edges.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
     passes, digits = BITS // digit_bits, 1 << digit_bits
     sums = gamma  # not read by the first pass

@@ -98,7 +98,7 @@ def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tens
     `values` are from `pooled_map`. Returns int8 of their shape, written where they are.
     """
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads, q_edges = batch * num_heads, problem.edges.q_edges
+    heads, q_edges = batch * num_heads, problem.packed_edges.q_edges
     sizes = (num_q_blocks if q_edges.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
     chosen = values.new_empty(values.shape, dtype=torch.int8)
     if num_q_blocks * num_kv_blocks <= SMALL_MAP:
@@ -138,7 +138,7 @@ def _rows_kernel(
 def top_p_rows(problem: BlockProblem, values: Tensor, active: Tensor, share: Tensor, max_blocks: int | None) -> Tensor:
     """`top_p_map` of each row, up to `share`, (num_heads,), of its sum, at most `max_blocks`."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    chosen, q_edges = values.new_empty(values.shape, dtype=torch.int8), problem.edges.q_edges
+    chosen, q_edges = values.new_empty(values.shape, dtype=torch.int8), problem.packed_edges.q_edges
     _rows_kernel[(num_q_blocks, batch * num_heads)](
         values, active, q_edges, share, chosen, num_q_blocks if q_edges.shape[1] > 1 else 0, num_heads, num_q_blocks,
         num_kv_blocks, num_kv_blocks + 1 if max_blocks is None else max_blocks,

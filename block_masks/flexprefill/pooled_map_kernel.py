@@ -131,7 +131,7 @@ def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tens
     Returns float32, -1 where nothing is visible, NaN replaced by 0; unwritten in inactive heads, and in each row past the key
     block of the query block's last row.
     """
-    inputs, edges, means = problem.inputs, problem.edges, query_means(problem, active)
+    inputs, edges, means = problem.inputs, problem.packed_edges, query_means(problem, active)
     kv_len, scale, softcap, window = inputs.key.shape[2], inputs.scale, inputs.softcap, inputs.window
     batch, num_heads, num_q_blocks, head_dim = means.shape
     num_kv_heads, num_kv_blocks = key_means.shape[1], key_means.shape[2]

@@ -89,7 +89,7 @@ def _thresholds_kernel(
 
 def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thresholds:
     """As `flexmask.block_masks.hybrid.plain.thresholds`."""
-    edges, num_heads = problem.edges, gamma.shape[0]
+    edges, num_heads = problem.packed_edges, gamma.shape[0]
     _, batch, num_q_blocks = edges.q_edges.shape
     q_edges_stride, _, q_edges_stride_batch, _ = edges.strides
     lines, rows = gamma.new_empty((2, batch, num_heads)), gamma.new_empty((batch, num_heads, num_q_blocks))
@@ -157,7 +157,7 @@ def _line_kernel(
 def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
     """As `flexmask.block_masks.hybrid.plain.last_rows_lines`."""
     batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
-    edges, shared = problem.edges, thresholds.shape[1] == 1
+    edges, shared = problem.packed_edges, thresholds.shape[1] == 1
     _, kv_edges_stride, _, kv_edges_stride_batch = edges.strides
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family in range(2):

@@ -118,7 +118,7 @@ def row_blocks(
     problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
 ) -> Blocks:
     """As `flexmask.block_masks.hybrid.plain.row_blocks`; codes without visible pairs may be unwritten."""
-    inputs, edges = problem.inputs, problem.edges
+    inputs, edges = problem.inputs, problem.packed_edges
     squares, number = squares_of_shares(problem, evidence)
     codes = torch.empty_like(squares, dtype=torch.int8)
     batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape

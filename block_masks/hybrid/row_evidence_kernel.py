@@ -217,7 +217,7 @@ def squares_of_shares(problem: BlockProblem, evidence: RowEvidence) -> tuple[Ten
     Blocks beyond them are unwritten.
     """
     batch, num_heads, _, _ = problem.inputs.query.shape
-    number = evidence.means.new_empty((batch, num_heads, problem.edges.q_edges.shape[2]), dtype=torch.int32)
+    number = evidence.means.new_empty((batch, num_heads, problem.packed_edges.q_edges.shape[2]), dtype=torch.int32)
     squares = evidence.means.new_empty((*number.shape, evidence.means.shape[2]), dtype=torch.float32)
     _launch(problem, evidence, squares=squares, number=number)
     return squares, number
@@ -231,7 +231,7 @@ def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> 
 
 
 def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> None:
-    inputs, edges, means, block_size = problem.inputs, problem.edges, evidence.means, problem.block_size
+    inputs, edges, means, block_size = problem.inputs, problem.packed_edges, evidence.means, problem.block_size
     query, mask, window, softcap = inputs.query, inputs.attention_mask, inputs.window, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, num_kv_blocks = means.shape[1:3]

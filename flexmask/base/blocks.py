@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from flexmask.base.visibility import (
     token_validity,
     valid_keys,
 )
+
+if TYPE_CHECKING:
+    from flexmask.kernels.visibility import PackedEdges
 
 
 class Lines(NamedTuple):
@@ -44,7 +47,7 @@ class Steps(Protocol[Mass, Blocks]):
     A map of kept blocks is None where `BlockProblem.with_map` is False; then no statistic that reads it is computed.
     """
 
-    def edges_of(self, inputs: SparseInputs, block_size: int, /) -> Any: ...
+    def edges_of(self, inputs: SparseInputs, block_size: int, /) -> PackedEdges | None: ...
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
     def representative_mass(self, problem: BlockProblem, which: str, /) -> Mass: ...
     def kept_blocks(
@@ -83,12 +86,18 @@ class BlockProblem:
     block_size: int
     steps: Steps[Any, Any]
     with_map: bool = True
-    edges: Any = None
+    edges: PackedEdges | None = None
     cut: tuple[Tokens, BlockVisibility] | None = None
 
     @property
     def by_kernels(self) -> bool:
         return self.edges is not None
+
+    @property
+    def packed_edges(self) -> PackedEdges:
+        """`edges`, for kernels."""
+        assert self.edges is not None
+        return self.edges
 
     @property
     def tokens(self) -> Tokens:
@@ -124,8 +133,8 @@ class BlockProblem:
 
     def blocks_seen(self) -> tuple[Tensor, Tensor]:
         """How many key blocks each query block sees, (batch or 1, num_q_blocks) int, and the most of them, (batch or 1, 1)."""
-        if self.by_kernels:
-            number: Tensor = self.edges.seen
+        if self.edges is not None:
+            number = self.edges.seen
             return number, number.amax(-1, keepdim=True)
         if self.tokens.padded or self.inputs.window is not None:
             number = self.seen.visible.sum(-1)

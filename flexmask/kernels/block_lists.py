@@ -150,7 +150,7 @@ def kept_blocks(
     nearest: tuple[int, int] = (0, 0),
 ) -> tuple[BlockLists, Tensor | None]:
     """Steps 4 and 5, as `flexmask.plain.vertical_slash.kept_blocks`; the map only if `problem.with_map`."""
-    inputs, edges, block_size, with_keep = problem.inputs, problem.edges, problem.block_size, problem.with_map
+    inputs, edges, block_size, with_keep = problem.inputs, problem.packed_edges, problem.block_size, problem.with_map
     kept, kv_len, window = lines.kept, inputs.key.shape[2], inputs.window
     batch, num_heads, num_kv_blocks = kept.shape[1:]
     num_q_blocks = edges.q_edges.shape[2]

@@ -116,7 +116,7 @@ def split_key_means(problem: BlockProblem) -> Tensor:
 
 
 def _launch(problem: BlockProblem, x: Tensor, means: Tensor, wanted: Tensor | None = None) -> None:
-    inputs, edges, block_size = problem.inputs, problem.edges, problem.block_size
+    inputs, edges, block_size = problem.inputs, problem.packed_edges, problem.block_size
     batch, heads, length, head_dim = x.shape
     blocks, mask = means.shape[2], inputs.attention_mask
     q_edges_stride, _, q_edges_stride_batch, _ = edges.strides

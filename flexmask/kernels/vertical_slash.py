@@ -187,7 +187,7 @@ def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
 
 
 def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    last_rows = problem.edges.last_rows[WHICH.index(which)]
+    last_rows = problem.packed_edges.last_rows[WHICH.index(which)]
     sums = block_sums(problem.inputs, last_rows, problem.block_size)
     return RepresentativeMass(last_rows, sums, row_norms(sums))
 
