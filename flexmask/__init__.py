@@ -13,19 +13,31 @@ if TYPE_CHECKING:
     from flexmask.warming import warmup as warmup
 
 __version__ = "0.1.0"
-# loaded on first use: torch takes seconds to load, and the program writes its first line before
+# loaded on first use: torch takes seconds to load, and the program writes its first line before. A mask comes from the package
+# above its module: threads that import a package and a module of it at once wait for each other
 _MODULES = {
     "METHODS": "block_masks",
     "SelectionStats": "stats",
-    "flexprefill_mask": "block_masks.flexprefill",
-    "hybrid_mask": "block_masks.hybrid",
+    "flexprefill_mask": "block_masks",
+    "hybrid_mask": "block_masks",
     "sparse_attention": "attention",
     "sparse_attention_varlen": "varlen",
     "sparse_prefill": "integrations.huggingface",
     "tune": "integrations.huggingface",
     "warmup": "warming",
 }
-__all__ = list(_MODULES)
+# written out: type checkers read it
+__all__ = [
+    "METHODS",
+    "SelectionStats",
+    "flexprefill_mask",
+    "hybrid_mask",
+    "sparse_attention",
+    "sparse_attention_varlen",
+    "sparse_prefill",
+    "tune",
+    "warmup",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -68,7 +68,7 @@ class FlashProblem(NamedTuple):
 def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
     """Inputs of a kind of call: eight blocks of keys and a part of one."""
     size, with_gradients = call.block_size, call.gradients
-    kv_len = 8 * size + 76
+    kv_len = 8 * size + 44
     offset, window = (3 * size + 20, 4 * size + 30) if call.captures else (0, None)
     batch, q_len = 2 if call.padded else 1, kv_len - offset
     token = torch.ones(batch, kv_len, dtype=torch.bool, device=device)

@@ -54,7 +54,8 @@ def test_wide_heads_run_where_the_kernel_takes_64_keys(cuda, device):
     kind = PLAIN._replace(head_dim=256, v_head_dim=256, captures=True)
     found = flash_verdict(kind, device)
     assert found is not None and auto_checks(kind)
-    it = call(900, 2400, head_dims=(256, 256), dtype=torch.bfloat16, block_size=128, gamma=0.3, scores={"window": 800})
+    # the last block of keys has one tile
+    it = call(900, 2340, head_dims=(256, 256), dtype=torch.bfloat16, block_size=128, gamma=0.3, scores={"window": 800})
     if found.reason:
         assert "80" in found.reason
         with pytest.raises(ValueError, match="80"):
