@@ -52,6 +52,14 @@ def test_gammas_of_a_tensor_are_clamped_and_nan_keeps_everything():
     assert wild.isnan().any()
 
 
+@pytest.mark.parametrize("rule", ["flatten", "per_query"])
+def test_gamma_one_keeps_blocks_that_no_row_attends_to(rule):
+    query, key = torch.zeros(1, 1, 96, 16), torch.zeros(1, 1, 96, 16)
+    query[..., 0], key[:, :, :16, 0] = 100, 100  # all attention to the first block, the others' underflows
+    kept = flexprefill_mask(query, key, torch.ones(1), **OPTIONS, **RULES[rule]).to_dense()
+    assert torch.equal(kept[0, 0].bool(), torch.ones(6, 6).tril().bool())
+
+
 def test_gammas_are_traced_and_compiled_once():
     def mask(query, key, gamma):
         return flexprefill_mask(query, key, gamma, 0.1, block_size=32, min_budget=0)
