@@ -7,7 +7,7 @@ import json
 from typing import Any, NamedTuple
 
 from flexmask import block_masks as block_masks  # fills the table of methods
-from flexmask.selector import Selector, selector_of
+from flexmask.selector import METHODS, Selector, selector_of
 
 Options = dict[str, Any]
 
@@ -35,7 +35,7 @@ def by(option: str, *values: Any, **shared: Any) -> list[Options]:
 
 # for comparisons of lengths: densities overlap
 FEW: dict[str, list[Options]] = {
-    "hybrid": by("gamma", 0.85, 0.9, 0.95),
+    "hybrid": by("gamma", 0.85, 0.9, 0.95, min_coverage=0.0),
     "flexprefill": by("gamma", 0.8, 0.9, 0.95),
     "published": by("gamma", 0.9, 0.95, 0.98),
     "xattention": by("threshold", 0.7, 0.8, 0.9),
@@ -44,7 +44,7 @@ FEW: dict[str, list[Options]] = {
 }
 # whole curves
 ALL: dict[str, list[Options]] = {
-    "hybrid": by("gamma", 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98),
+    "hybrid": by("gamma", 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, min_coverage=0.0),
     "flexprefill": by("gamma", 0.6, 0.7, 0.8, 0.9, 0.95, 0.98),
     "published": by("gamma", 0.8, 0.9, 0.95, 0.98, 0.99),
     "xattention": by("threshold", 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97),
@@ -78,7 +78,9 @@ def chosen(arguments: argparse.Namespace) -> list[Setting]:
     if arguments.options is not None:
         if len(methods) != 1:
             raise SystemExit(f"--options need one method in --methods; got {','.join(methods)}")
-        found = [Setting(methods[0], arguments.options)]
+        # rows say with which floor they were measured
+        floor = {"min_coverage": METHODS["hybrid"].defaults["min_coverage"]} if methods == ["hybrid"] else {}
+        found = [Setting(methods[0], {**floor, **arguments.options})]
     else:
         unknown = [method for method in methods if method not in ALL]
         if unknown:

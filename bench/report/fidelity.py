@@ -15,7 +15,14 @@ from bench.tables import markdown_table, thousands
 from flexmask.plot.style import LINES
 
 LENGTHS = (8192, 16384, 32768, 65536)
-DEFAULT = '{"gamma": 0.9}'  # of hybrid
+
+
+def at_gamma(gamma: float) -> str:
+    """Options of hybrid's rows without a floor."""
+    return f'{{"gamma": {gamma}, "min_coverage": 0.0}}'
+
+
+DEFAULT = at_gamma(0.9)
 GAMMAS = (0.8, 0.85, 0.9, 0.95, 0.98)
 OTHERS = ("flexprefill", "xattention")  # the next best
 
@@ -52,7 +59,7 @@ def _against_others(label: str, named: dict[str, tuple[int, str]], folder: Path)
 
 def settings(folder: Path = FOLDER) -> list[str]:
     """Hybrid by gamma at 16k tokens."""
-    return _against_others("gamma", {str(gamma): (16384, f'{{"gamma": {gamma}}}') for gamma in GAMMAS}, folder)
+    return _against_others("gamma", {str(gamma): (16384, at_gamma(gamma)) for gamma in GAMMAS}, folder)
 
 
 def by_length(folder: Path = FOLDER) -> list[str]:
@@ -65,7 +72,7 @@ def gammas(folder: Path = FOLDER) -> list[str]:
     cells = []
     for length in LENGTHS:
         rows = language_model(length, folder)
-        means = [hybrid_at(rows, f'{{"gamma": {gamma}}}')[["density", "abs_d"]].mean() for gamma in GAMMAS[1:]]
+        means = [hybrid_at(rows, at_gamma(gamma))[["density", "abs_d"]].mean() for gamma in GAMMAS[1:]]
         change = f"{hybrid_at(rows)['d_loss'].mean():+.3f}"
         cells.append([thousands(length), *(f"{percent(each['density'])}, {each['abs_d']:.3f}" for each in means), change])
     return markdown_table(["tokens", *(f"gamma {gamma}" for gamma in GAMMAS[1:]), "change of the loss at 0.9"], cells)

@@ -21,11 +21,17 @@ ERROR = r"\|Δ log p\|"  # escaped: a table's cell
 
 
 def read(kind: str, folder: Path = FOLDER) -> pd.DataFrame:
-    """Rows of all files ``<kind>-*.csv``."""
+    """Rows of all files ``<kind>-*.csv``; hybrid's say that they had no floor if they are older than it."""
     found = pd.concat(
         [pd.read_csv(file, dtype={"each": str}) for file in sorted(folder.glob(f"{kind}-*.csv"))], ignore_index=True
     )
-    return found.assign(options=found["options"].fillna("{}"))
+    options = found["options"].fillna("{}")
+    before_floor = (found["method"] == "hybrid") & ~options.str.contains("min_coverage")
+    return found.assign(options=options.mask(before_floor, options.map(_without_floor)))
+
+
+def _without_floor(options: str) -> str:
+    return json.dumps({**json.loads(options), "min_coverage": 0.0}, sort_keys=True)
 
 
 def usual(rows: pd.DataFrame) -> pd.DataFrame:
