@@ -1,4 +1,4 @@
-"""Which settings hold: those that a caller names, those in a model's config, or the defaults."""
+"""Find the settings that hold: those that a caller names, those in a model's config, or the defaults."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _GAINS = (16384, 32768, 65536, 131072)  # prompt tokens
 
 
 def _gains(figures: pd.DataFrame, page: str) -> list[str]:
-    """How many times as fast at each of `_GAINS`, each a link."""
+    """Ratios to dense at each of `_GAINS`, each a link."""
     ratios = figures["ratio"]
     return [f"[{times(ratios[tokens], 2)}]({page})" if tokens in ratios else "-" for tokens in _GAINS]
 

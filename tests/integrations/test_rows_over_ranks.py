@@ -38,7 +38,7 @@ def model():
 
 @pytest.fixture
 def two(tmp_path, model, tokens, code):
-    """What both processes found, by gamma."""
+    """Results of both processes, by gamma."""
     bounds = [0, BOUND, tokens.shape[1]]
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "page.py").write_text(code.prefill, encoding="utf-8")

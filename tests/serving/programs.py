@@ -43,7 +43,7 @@ def written_by(folder: Path, environment: Mapping[str, str]) -> Callable[..., di
 
 
 def refusals(generate: Callable[..., Any], prompt: list[int], error: type[Exception]) -> list[Any]:
-    """What each of `WRONG_OPTIONS` is told, and an answer after them."""
+    """Replies to each of `WRONG_OPTIONS`, and an answer after them."""
     told: list[Any] = []
     for options in WRONG_OPTIONS:
         try:

@@ -30,7 +30,7 @@ def config_of(options=None, layers=3, **parallel):
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch):
-    """Where this process stands among vLLM's."""
+    """Place of this process among vLLM's."""
     place = SimpleNamespace(rank=0, ranks=1, is_first_stage=True)
     distributed = SimpleNamespace(
         get_tensor_model_parallel_rank=lambda: place.rank,
