@@ -50,8 +50,10 @@ def select_blocks(
     `heads` are those of the call that `inputs` hold (default: all).
     """
     with torch.no_grad(), without_autocast(inputs.query.device):
-        query, tensors = inputs.query, option_tensors(selector, inputs.query, heads)
-        if selector.runs_kernels(query):
+        query, by_kernels = inputs.query, selector.runs_kernels(inputs.query)
+        # a launch takes numbers as they are
+        tensors = option_tensors(selector, query, heads, keep_numbers=by_kernels and not is_traced())
+        if by_kernels:
             run = _as_one_operator if is_traced() else run_kernels
             return run(selector, inputs, tensors, with_map, statistics)
         if query.is_cuda and not is_traced():
@@ -167,20 +169,21 @@ def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
     return Choice(block_lists(limited, problem.seen.full), None if kept is None else limited)
 
 
-def option_tensors(selector: CallSelector, query: Tensor, heads: slice | None) -> dict[str, Tensor]:
+def option_tensors(selector: CallSelector, query: Tensor, heads: slice | None, keep_numbers: bool = False) -> dict[str, Tensor]:
     """The options that are numbers, in `widest_float`: floats except 0 are 0-d, shares (num_heads,), pairs (.., 2).
 
-    Those by head are for `heads` of the call.
+    Those by head are for `heads` of the call. `keep_numbers`: only those by head.
     """
     method, options = selector.method, selector.options
     if heads is not None:
         options = {**options, **{name: _of_heads(options[name], heads) for name in (*method.shares, *method.pairs)}}
-    floats = [name for name in method.floats if options[name] is not None and options[name] != 0]
+    floats = [] if keep_numbers else [name for name in method.floats if options[name] is not None and options[name] != 0]
     # torch 2.5 cannot trace |=
     tensors = {name: _written(query.device, options[name]) for name in (*floats, *method.pairs)}
     for name in method.shares:
         share = options[name]
-        tensors[name] = share if isinstance(share, Tensor) else _written(query.device, share, (query.shape[1],))
+        if not (keep_numbers and isinstance(share, float)):
+            tensors[name] = share if isinstance(share, Tensor) else _written(query.device, share, (query.shape[1],))
     return tensors
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -172,7 +172,10 @@ def flexprefill_mask(
     >>> mask.shape
     (1, 4, 512, 512)
     """
-    shared, gamma = problem.steps, problem.as_tensor(gamma)
+    shared, gamma = problem.steps, problem.as_tensor(gamma, (problem.inputs.query.shape[1],))
+    largest = cast("float | Tensor", tau)
+    if isinstance(largest, Tensor) or largest > 0:  # 0 stays a number
+        largest = problem.as_tensor(largest)
     steps: FlexPrefillSteps[Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
     floor, cap = blocks_of(min_budget, problem.block_size) or 0, blocks_of(max_budget, problem.block_size)
 
@@ -182,11 +185,11 @@ def flexprefill_mask(
 
     # step 2: does attention follow block means?  step 3a: the lines of either kind of head
     key_means = problem.key_means()
-    is_query_aware, distance, lines = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, tau), (floor, cap))
+    is_query_aware, distance, lines = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, largest), (floor, cap))
 
     # step 3b: blocks of the pooled map
     blocks = None
-    if isinstance(tau, Tensor):  # 0 stays a number
+    if isinstance(largest, Tensor):
         blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, query_aware, cap)
 
     # step 4: blocks kept always; step 5: lists

@@ -27,7 +27,7 @@ Blocks = TypeVar("Blocks", covariant=True)
 class HybridSteps(Protocol[Mass, Evidence, Blocks]):
     """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
 
-    def thresholds(self, problem: BlockProblem, gamma: Tensor, rule: ThresholdRule, /) -> Thresholds: ...
+    def thresholds(self, problem: BlockProblem, gamma: Any, rule: ThresholdRule, /) -> Thresholds: ...
     def last_rows_lines(self, problem: BlockProblem, last: Mass, thresholds: Tensor, near: int, /) -> Lines: ...
     def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Evidence: ...
     def row_blocks(
@@ -157,7 +157,7 @@ def hybrid_mask(
     rule = ThresholdRule(
         LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
     )
-    least = steps.thresholds(problem, problem.as_tensor(gamma), rule)
+    least = steps.thresholds(problem, gamma, rule)
 
     # the last rows: true attention, and the lines kept of it
     last = shared.representative_mass(problem, "last")

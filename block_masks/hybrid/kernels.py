@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +31,8 @@ def _power(base, exponent):
 
 @kernel
 def _thresholds_kernel(
-    gamma,
+    gamma,  # read if BY_HEAD
+    gamma_bits,  # of the float64
     q_edges,
     of_lines,  # (2, batch or 1, num_heads) float64
     of_rows,  # (batch or 1, num_heads, num_q_blocks) float64
@@ -46,6 +49,7 @@ def _thresholds_kernel(
     ROWS: tl.constexpr,
     EARLIER_ROWS: tl.constexpr,
     FIRST_ROWS: tl.constexpr,
+    BY_HEAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
     head = tl.program_id(1)
@@ -63,7 +67,8 @@ def _thresholds_kernel(
     most = tl.max(b_most, 0).to(tl.float64)
     at_least_one = tl.maximum(most, one)
 
-    left = one - tl.load(gamma + head)
+    # Triton takes a number of Python as float32
+    left = one - (tl.load(gamma + head) if BY_HEAD else gamma_bits.to(tl.int64).to(tl.float64, bitcast=True))
     longer = tl.full([], LONGER, tl.float64) * tl.log2(tl.maximum(most / reference, one))
     longer = tl.minimum(longer, tl.full([], MOST_LONGER, tl.float64))
     base = tl.minimum(tl.maximum(left, tl.full([], 1e-6, tl.float64)) / of_default, one)
@@ -87,14 +92,17 @@ def _thresholds_kernel(
         tl.store(p_lines + tl.num_programs(2) * num_heads, tl.full([], DIAGONAL, tl.float64) * share)
 
 
-def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thresholds:
-    """As `flexmask.block_masks.hybrid.plain.thresholds`."""
-    edges, num_heads = problem.packed_edges, gamma.shape[0]
+def thresholds(problem: BlockProblem, gamma: float | Tensor, rule: ThresholdRule) -> Thresholds:
+    """As `flexmask.block_masks.hybrid.plain.thresholds`; a number holds for all heads."""
+    edges, num_heads, by_head = problem.packed_edges, problem.inputs.query.shape[1], isinstance(gamma, Tensor)
     _, batch, num_q_blocks = edges.q_edges.shape
     q_edges_stride, _, q_edges_stride_batch, _ = edges.strides
-    lines, rows = gamma.new_empty((2, batch, num_heads)), gamma.new_empty((batch, num_heads, num_q_blocks))
+    lines, rows = (
+        edges.q_edges.new_empty(shape, dtype=torch.float64) for shape in ((2, batch, num_heads), (batch, num_heads, num_q_blocks))
+    )
     _thresholds_kernel[(cdiv(num_q_blocks, _Q_BLOCKS), num_heads, batch)](
-        gamma, edges.q_edges, lines, rows, q_edges_stride, q_edges_stride_batch, num_heads, num_q_blocks, *rule,
+        gamma if by_head else edges.q_edges, 0 if by_head else struct.unpack("q", struct.pack("d", gamma))[0],
+        edges.q_edges, lines, rows, q_edges_stride, q_edges_stride_batch, num_heads, num_q_blocks, *rule, BY_HEAD=by_head,
         TILE=_Q_BLOCKS, num_warps=2,
     )  # fmt: skip
     return Thresholds(lines, rows)

@@ -26,7 +26,7 @@ def _row_blocks_kernel(
     q_edges,
     thresholds,  # (batch or 1, num_heads, num_q_blocks)
     codes,  # int8
-    min_coverage,  # float64, read if HAS_FLOOR
+    min_coverage,  # float64, read if FLOOR_IS_READ
     q_edges_stride,
     q_edges_stride_batch,
     thresholds_stride_batch,
@@ -34,10 +34,12 @@ def _row_blocks_kernel(
     num_q_blocks,
     num_kv_blocks,
     max_distance,
+    floor,  # min_coverage as a number
     of_lines,  # share of its threshold at which a query block takes lines
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
+    FLOOR_IS_READ: tl.constexpr,
     HALVINGS: tl.constexpr,
     SLACK: tl.constexpr,
 ):
@@ -76,7 +78,7 @@ def _row_blocks_kernel(
             b_evidence += b_share
             b_held += tl.where(m_chosen, b_share, 0.0)
     if HAS_FLOOR:
-        needed = tl.load(min_coverage).to(tl.float32) * tl.sum(b_evidence, 0)
+        needed = (tl.load(min_coverage).to(tl.float32) if FLOOR_IS_READ else floor) * tl.sum(b_evidence, 0)
         held = tl.sum(b_held, 0)
         if held < needed:
             # Triton carries no variable over a loop that sets it to the value of another from before
@@ -123,12 +125,12 @@ def row_blocks(
     codes = torch.empty_like(squares, dtype=torch.int8)
     batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape
     kv_len = inputs.key.shape[2]
-    has_floor = isinstance(min_coverage, Tensor)
+    is_read = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
-        squares, number, edges.q_edges, thresholds, codes, min_coverage if has_floor else number, *edges.strides[::2],
+        squares, number, edges.q_edges, thresholds, codes, min_coverage if is_read else number, *edges.strides[::2],
         num_heads * num_q_blocks if thresholds.shape[0] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks,
-        kv_len if inputs.window is None else min(inputs.window, kv_len), of_lines,
-        BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=has_floor, HALVINGS=HALVINGS, SLACK=SLACK,
-        num_warps=4,
+        kv_len if inputs.window is None else min(inputs.window, kv_len), 0.0 if is_read else float(min_coverage), of_lines,
+        BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=is_read or min_coverage > 0, FLOOR_IS_READ=is_read,
+        HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,
     )  # fmt: skip
     return Blocks(codes, gated=True)

@@ -255,8 +255,8 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> 
         *query.stride(), *edges.strides, num_kv_heads, q_len, kv_len, num_q_blocks, num_kv_blocks,
         kv_len if window is None else min(window, kv_len), inputs.scale, 1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=evidence.row_stride, GROUPS=groups,
-        HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages, HALVES=halves,
-        HAS_SOFTCAP=softcap is not None,
+        HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages,
+        HAS_SOFTCAP=softcap is not None, HALVES=halves,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="held" in tensors,
         num_warps=8 if heads * q_blocks * rows >= _ROWS else 4, num_stages=stages,

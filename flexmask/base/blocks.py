@@ -124,12 +124,12 @@ class BlockProblem:
     def kv_block(self) -> Tensor:
         return torch.arange(self.seen.visible.shape[-1], device=self.seen.visible.device)
 
-    def as_tensor(self, option: object) -> Tensor:
-        """A float or per-head option as a tensor."""
+    def as_tensor(self, option: Any, shape: tuple[int, ...] = ()) -> Tensor:
+        """A float or per-head option as a tensor; a number fills `shape`."""
         if isinstance(option, Tensor):
             return option
-        assert option == 0
-        return torch.zeros((), dtype=widest_float(self.inputs.query.device), device=self.inputs.query.device)
+        device = self.inputs.query.device
+        return torch.full(shape, option, dtype=widest_float(device), device=device)
 
     def blocks_seen(self) -> tuple[Tensor, Tensor]:
         """How many key blocks each query block sees, (batch or 1, num_q_blocks) int, and the most of them, (batch or 1, 1)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 # numbers that follow the lengths; strides of query and key are compiled in by their divisibility, which wide loads need
 _NUMBERS = (
     "q_len", "kv_len", "num_heads", "num_kv_heads", "heads", "num_q_blocks", "num_kv_blocks", "blocks", "length", "num_chunks",
-    "max_distance", "window", "near", "nearest", "nearest_of_last", "cap", "floor", "digit_pass", "q_edges_stride",
+    "max_distance", "gamma_bits", "window", "near", "nearest", "nearest_of_last", "cap", "floor", "digit_pass", "q_edges_stride",
     "q_edges_stride_batch", "kv_edges_stride", "kv_edges_stride_batch", "last_rows_stride_batch", "thresholds_stride",
     "thresholds_stride_batch", "kept_stride", "lines_stride",
 )  # fmt: skip
@@ -25,10 +27,11 @@ _COMPILED_TAKE_ALL = tuple(int(part) for part in triton.__version__.split(".")[:
 
 
 class Kernel:
-    """A Triton kernel, launched as ``kernel[grid](*arguments, **constants)`` with every argument given.
+    """A Triton kernel, launched as ``kernel[grid](*arguments, **constants)``: every argument, constants by name.
 
     Triton analyses the arguments of each launch (23 us of 39 us on an H100's host, 3.6). Here a launch is known by what Triton
-    specializes on: dtypes and alignments of tensors, constants, and of other numbers whether 16 divides them, 1 and size.
+    specializes on: dtypes and alignments of tensors, constants, and of other numbers whether 16 divides them, 1 and size. What
+    is known goes to the compiled launcher with addresses for tensors; profilers' hooks take Triton's way.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -39,34 +42,41 @@ class Kernel:
             self._constant = tuple(parameter.is_constexpr for parameter in self.jit.params)
             self._specialized = tuple(not parameter.do_not_specialize for parameter in self.jit.params)
         self._positions: tuple[list[int], ...] | None = None
-        self._compiled: dict[Hashable, Any] = {}
+        self._compiled: dict[Hashable, tuple[Any, ...]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        if not (self.launched_directly and arguments[0].is_cuda):
+        if not (self.launched_directly and arguments[0].is_cuda) or _is_watched():
             self.jit[grid](*arguments, **constants)
             return
-        kind = self._kind(arguments, constants)
-        compiled = self._compiled.get(kind)
-        if compiled is None:
-            self._compiled[kind] = self.jit[grid](*arguments, **constants)
-            return
-        rest = [constants[name] for name in self._names[len(arguments) :]]
-        compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
-
-    def _kind(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Hashable:
         tensors, specialized, numbers, constant = self._positions or self._sort(arguments)
-        return (
-            arguments[0].get_device(),
+        device, given = arguments[0].get_device(), list(arguments)
+        for i in tensors:
+            given[i] = arguments[i].data_ptr()
+        values = tuple(constants.values())
+        kind = (
+            device,
             *[arguments[i].dtype for i in tensors],
-            *[arguments[i].data_ptr() % 16 == 0 for i in tensors],
-            *[(arguments[i] < 2**31, arguments[i] % 16 == 0, arguments[i] == 1) for i in specialized],
-            *[arguments[i] < 2**31 for i in numbers],
-            *[arguments[i] for i in constant],
-            *constants.values(),
+            _alignment([given[i] for i in tensors]),
+            _kinds([given[i] for i in specialized]),
+            *[given[i] < 2**31 for i in numbers],
+            *[given[i] for i in constant],
+            values,
         )
+        compiled = self._compiled.get(kind)
+        rest = len(self._names) - len(given)
+        if compiled is None:
+            if tuple(constants)[:rest] != self._names[len(given) :]:
+                raise TypeError(f"{self.jit.__name__} takes its constants in the order {self._names[len(given) :]}")
+            kernel = self.jit[grid](*arguments, **constants)
+            self._compiled[kind] = kernel.run, kernel.function, kernel.packed_metadata
+            return
+        run, function, metadata = compiled
+        stream = driver.active.get_current_stream(device)
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, stream, function, metadata, None, None, None, *given, *values[:rest])
 
     def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:
         """Positions of tensors, of integers (specialized on or not) and of constants, the same in all launches."""
@@ -82,6 +92,22 @@ class Kernel:
         tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
         self._positions = tensors, specialized, numbers, constant
         return self._positions
+
+
+def _alignment(addresses: list[int]) -> Hashable:
+    """What Triton specializes addresses on: whether 16 divides them; True where it divides all."""
+    return functools.reduce(operator.or_, addresses) % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
+
+
+def _kinds(numbers: list[int]) -> Hashable:
+    """What Triton specializes integers on; True where 16 divides all, and all take 32 bits."""
+    bits = functools.reduce(operator.or_, numbers, 0)
+    return (bits % 16 == 0 and bits < 2**31) or tuple([(n < 2**31, n % 16 == 0, n == 1) for n in numbers])
+
+
+def _is_watched() -> bool:
+    hooks = triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
