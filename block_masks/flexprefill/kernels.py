@@ -18,6 +18,7 @@ from flexmask.kernels.block_lists import Blocks as Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.vertical_slash import RepresentativeMass as RepresentativeMass
 from flexmask.kernels.vertical_slash import line_mass
+from flexmask.kernels.visibility import kv_edges_of
 
 
 @kernel
@@ -27,8 +28,6 @@ def _estimate_kernel(
     last_rows,
     kv_edges,
     estimate,  # (batch, num_heads, num_kv_blocks) float32
-    last_rows_stride_batch,
-    kv_edges_stride_batch,
     query_stride_batch,
     query_stride_head,
     query_stride_token,
@@ -48,13 +47,13 @@ def _estimate_kernel(
     o_dim = tl.arange(0, PADDED_DIM)
     p_query = query + batch * query_stride_batch + (head % num_heads) * query_stride_head
     o_kv = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    b_last_key = tl.load(kv_edges + batch * kv_edges_stride_batch + o_kv, mask=o_kv < num_kv_blocks, other=0)[:, None]
-    first_position = tl.load(last_rows + batch * last_rows_stride_batch)
+    b_last_key = tl.load(kv_edges_of(kv_edges, batch, num_kv_blocks) + o_kv, mask=o_kv < num_kv_blocks, other=0)[:, None]
+    first_position = tl.load(last_rows + batch * (1 + BLOCK_SIZE))
     b_total = tl.zeros([PADDED_DIM], tl.float32)
     b_seen = tl.zeros([TILE], tl.int32)
     num_rows = 0
     for start in tl.static_range(0, BLOCK_SIZE, ROWS):
-        o_row = tl.load(last_rows + batch * last_rows_stride_batch + 1 + start + tl.arange(0, ROWS))
+        o_row = tl.load(last_rows + batch * (1 + BLOCK_SIZE) + 1 + start + tl.arange(0, ROWS))
         p_q = p_query + o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
         b_q = tl.load(p_q, mask=(o_row >= 0)[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
         b_total += tl.sum(b_q.to(tl.float32), 0)
@@ -74,15 +73,14 @@ def _estimate_kernel(
 
 def estimated_scores(problem: BlockProblem, key_means: Tensor, last_rows: Tensor) -> Tensor:
     """Unscaled scores of the mean representative row with `key_means`, (batch, num_heads, num_kv_blocks); -inf if unseen."""
-    inputs, block_size, edges = problem.inputs, problem.block_size, problem.packed_edges
-    query, kv_len, window = inputs.query, inputs.key.shape[2], inputs.window
+    inputs, block_size = problem.inputs, problem.block_size
+    query = inputs.query
     batch, num_heads, _, head_dim = query.shape
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
     estimate = key_means.new_empty((batch, num_heads, blocks))
     _estimate_kernel[(cdiv(blocks, 32), batch * num_heads)](
-        query, key_means, last_rows, edges.kv_edges, estimate, 1 + block_size if last_rows.shape[0] > 1 else 0, edges.strides[3],
-        *query.stride(), num_heads, blocks,
-        kv_len if window is None else min(window, kv_len),
+        query, key_means, last_rows, problem.packed_edges.kv_edges, estimate, *query.stride(), num_heads, blocks,
+        inputs.max_distance,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         ROWS=min(64, block_size & -block_size), GROUPS=num_heads // num_kv_heads, TILE=32,
     )  # fmt: skip
@@ -119,10 +117,6 @@ def _pattern_kernel(
     is_query_aware,
     distance,
     kept,
-    last_rows_stride_batch,
-    kv_edges_stride,
-    kv_edges_stride_batch,
-    heads,  # batch * num_heads
     num_heads,
     num_kv_blocks,
     cap,
@@ -141,11 +135,11 @@ def _pattern_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
     o_slot = tl.arange(0, PADDED_SIZE)
-    b_row = tl.load(last_rows + batch * last_rows_stride_batch + 1 + o_slot, mask=o_slot < BLOCK_SIZE, other=-1)
+    b_row = tl.load(last_rows + batch * (1 + BLOCK_SIZE) + 1 + o_slot, mask=o_slot < BLOCK_SIZE, other=-1)
     num_rows = tl.sum((b_row >= 0).to(tl.int32), 0)
 
     p_scores = estimate + head * num_kv_blocks
-    p_count = kv_edges + 2 * kv_edges_stride + batch * kv_edges_stride_batch
+    p_count = kv_edges_of(kv_edges, batch, num_kv_blocks) + 2 * num_kv_blocks
     o_lane = tl.arange(0, TILE)
     highest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -175,7 +169,7 @@ def _pattern_kernel(
         tl.store(distance + head, d)
 
     share = tl.where(query_aware, -1.0, tl.load(gamma + head % num_heads))
-    o_lines = (family * heads + head) * num_kv_blocks
+    o_lines = (family * tl.num_programs(1) + head) * num_kv_blocks
     keep_top_p(lines + o_lines, kept + o_lines, num_kv_blocks, share, cap, floor, TILE=TILE)
 
 
@@ -188,18 +182,16 @@ def pattern_and_lines(
     lines = line_mass(index, edges)
     # the first half: V
     vertical = lines if pattern is index else line_mass(pattern, edges)
-    _, kv_edges_stride, _, kv_edges_stride_batch = edges.strides
     estimate = estimated_scores(problem, means, last_rows)
     _, batch, num_heads, blocks = lines.shape
-    heads = batch * num_heads
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)
     distance = lines.new_empty((batch, num_heads))
     kept = lines.new_empty(lines.shape, dtype=torch.int8)
-    _pattern_kernel[(2, heads)](
+    _pattern_kernel[(2, batch * num_heads)](
         estimate, vertical, last_rows, edges.kv_edges, lines, gamma,
         tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]), is_query_aware, distance, kept,
-        1 + block_size if last_rows.shape[0] > 1 else 0, kv_edges_stride, kv_edges_stride_batch, heads, num_heads, blocks,
-        blocks + 1 if cap is None else cap, floor, inputs.scale, 1.0 if inputs.softcap is None else inputs.softcap,
+        num_heads, blocks, blocks + 1 if cap is None else cap, floor, inputs.scale,
+        1.0 if inputs.softcap is None else inputs.softcap,
         HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=64,
         num_warps=8,
     )  # fmt: skip

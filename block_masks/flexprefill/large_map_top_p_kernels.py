@@ -14,6 +14,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.flexprefill.top_p_kernel import BITS, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.launch import kernel
+from flexmask.kernels.visibility import q_edges_of
 
 TILE = 256
 
@@ -45,7 +46,6 @@ def _digit_pass_kernel(
     sums,
     new_sums,
     digit_pass,  # no constant: all passes share one compilation
-    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -72,7 +72,7 @@ def _digit_pass_kernel(
                 tl.store(p_state + 2, above)
         o_digit = tl.arange(0, DIGITS)
         b_thresholds = low + o_digit * step
-        p_last_row = q_edges + (head // num_heads) * q_edges_stride_batch
+        p_last_row = q_edges_of(q_edges, head // num_heads, num_q_blocks)
         b_totals = tl.zeros([DIGITS], tl.float64)
         for deal in range(0, tl.cdiv(tl.cdiv(num_q_blocks, ROWS), CHUNKS)):
             # groups of rows are dealt to and fro: all chunks have long and short ones
@@ -102,7 +102,6 @@ def _ties_kernel(
     gamma,
     choice,  # (heads, 2) int32: the threshold, and the number of kept entries equal to it
     ties,  # (heads, num_q_blocks) int32: entries equal to it
-    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -119,7 +118,7 @@ def _ties_kernel(
         if chunk == 0:
             tl.store(choice + head * 2, low)
             tl.store(choice + head * 2 + 1, tl.maximum(missing_entries(low, goal - above), 1))
-        p_last_row = q_edges + (head // num_heads) * q_edges_stride_batch
+        p_last_row = q_edges_of(q_edges, head // num_heads, num_q_blocks)
         for q_block in range(chunk, num_q_blocks, CHUNKS):
             end = tl.load(p_last_row + q_block) // BLOCK_SIZE + 1
             b_tied = tl.zeros([TILE], tl.int32)
@@ -138,7 +137,6 @@ def _chosen_kernel(
     choice,
     ties,
     chosen,  # int8
-    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -155,7 +153,7 @@ def _chosen_kernel(
         for start in range(0, q_block, TILE):
             b_earlier += tl.load(ties + head * num_q_blocks + start + o_lane, mask=start + o_lane < q_block, other=0)
         tied_before = tl.sum(b_earlier, 0)
-        end = tl.load(q_edges + (head // num_heads) * q_edges_stride_batch + q_block) // BLOCK_SIZE + 1
+        end = tl.load(q_edges_of(q_edges, head // num_heads, num_q_blocks) + q_block) // BLOCK_SIZE + 1
         o_map_row = (head * num_q_blocks + q_block) * num_kv_blocks
         for start in range(0, end, TILE):
             o_kv = start + o_lane
@@ -174,7 +172,7 @@ def large_map_top_p(
     """Write `top_p_map`'s result into `chosen`, in passes of `digit_bits` bits over `chunks` chunks of rows."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     heads, q_edges, block_size = batch * num_heads, problem.packed_edges.q_edges, problem.block_size
-    sizes = (num_q_blocks if q_edges.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
+    sizes = (num_heads, num_q_blocks, num_kv_blocks)
     passes, digits = BITS // digit_bits, 1 << digit_bits
     sums = gamma  # not read by the first pass
     for digit_pass in range(passes):

@@ -14,6 +14,7 @@ from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.flexprefill.large_map_top_p_kernels import TILE, large_map_top_p
 from flexmask.block_masks.flexprefill.top_p_kernel import BITS, keep_top_p, missing_entries, refined_threshold, share_of_sum
 from flexmask.kernels.launch import kernel
+from flexmask.kernels.visibility import q_edges_of
 
 # entries that fit one program: 16k tokens in blocks of 128
 SMALL_MAP = 128 * 128
@@ -64,7 +65,6 @@ def _small_map_kernel(
     q_edges,
     gamma,
     chosen,  # int8
-    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -75,7 +75,7 @@ def _small_map_kernel(
 ):
     head = tl.program_id(0).to(tl.int64)
     if tl.load(active + head) != 0:
-        p_last_row = q_edges + (head // num_heads) * q_edges_stride_batch
+        p_last_row = q_edges_of(q_edges, head // num_heads, num_q_blocks)
         size = num_q_blocks * num_kv_blocks
         share = tl.load(gamma + head % num_heads)
         p_values = values + head * size
@@ -99,7 +99,7 @@ def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tens
     """
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     heads, q_edges = batch * num_heads, problem.packed_edges.q_edges
-    sizes = (num_q_blocks if q_edges.shape[1] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks)
+    sizes = (num_heads, num_q_blocks, num_kv_blocks)
     chosen = values.new_empty(values.shape, dtype=torch.int8)
     if num_q_blocks * num_kv_blocks <= SMALL_MAP:
         _small_map_kernel[(heads,)](
@@ -119,7 +119,6 @@ def _rows_kernel(
     q_edges,
     share,
     chosen,
-    q_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -130,7 +129,7 @@ def _rows_kernel(
     q_block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     if tl.load(active + head) != 0:
-        end = tl.load(q_edges + (head // num_heads) * q_edges_stride_batch + q_block) // BLOCK_SIZE + 1
+        end = tl.load(q_edges_of(q_edges, head // num_heads, num_q_blocks) + q_block) // BLOCK_SIZE + 1
         o_map_row = (head * num_q_blocks + q_block) * num_kv_blocks
         keep_top_p(values + o_map_row, chosen + o_map_row, end, tl.load(share + head % num_heads), cap, 0, TILE=TILE)
 
@@ -140,8 +139,8 @@ def top_p_rows(problem: BlockProblem, values: Tensor, active: Tensor, share: Ten
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     chosen, q_edges = values.new_empty(values.shape, dtype=torch.int8), problem.packed_edges.q_edges
     _rows_kernel[(num_q_blocks, batch * num_heads)](
-        values, active, q_edges, share, chosen, num_q_blocks if q_edges.shape[1] > 1 else 0, num_heads, num_q_blocks,
-        num_kv_blocks, num_kv_blocks + 1 if max_blocks is None else max_blocks,
+        values, active, q_edges, share, chosen, num_heads, num_q_blocks, num_kv_blocks,
+        num_kv_blocks + 1 if max_blocks is None else max_blocks,
         BLOCK_SIZE=problem.block_size, TILE=TILE,
     )  # fmt: skip
     return chosen

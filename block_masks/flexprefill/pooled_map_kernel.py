@@ -12,7 +12,7 @@ from flexmask.block_masks.flexprefill.map_top_p_kernels import top_p_map, top_p_
 from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import query_means
-from flexmask.kernels.visibility import row_edges, sees
+from flexmask.kernels.visibility import kv_edges_of, row_edges, sees
 
 _ROWS = 16
 _COLUMNS = 64
@@ -20,7 +20,7 @@ _COLUMNS = 64
 
 @triton.jit
 def _scores(
-    b_q, k_means, o_kv, kv_edges, kv_edges_stride, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks, kv_len,
+    b_q, k_means, o_kv, kv_edges, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks, kv_len,
     max_distance, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def _scores(
     if HAS_SOFTCAP:
         b_score = soft_capped(b_score, softcap)
     b_last_valid_key = tl.load(kv_edges + o_kv, mask=m_kv, other=0)[None, :]
-    b_count = tl.load(kv_edges + 2 * kv_edges_stride + o_kv, mask=m_kv, other=0)
+    b_count = tl.load(kv_edges + 2 * num_kv_blocks + o_kv, mask=m_kv, other=0)
     b_score = b_score * 1.4426950408889634 + tl.log2(tl.maximum(b_count, 1).to(tl.float32))[None, :]
     b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len)[None, :] - 1
     m_visible = sees(o_kv[None, :], b_own_first, b_own_last, b_first_valid_row, b_last_valid_key, b_last_key, max_distance)
@@ -48,10 +48,6 @@ def _pooled_map_kernel(
     q_edges,
     kv_edges,
     values,  # float32
-    q_edges_stride,
-    kv_edges_stride,
-    q_edges_stride_batch,
-    kv_edges_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -78,14 +74,12 @@ def _pooled_map_kernel(
         # long rows first
         o_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
         m_q = o_q < num_q_blocks
-        b_last_row, _, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(
-            q_edges + batch * q_edges_stride_batch, q_edges_stride, o_q, m_q
-        )
+        b_last_row, _, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(q_edges, batch, num_q_blocks, o_q, m_q)
         b_first_valid_row, b_own_first, b_own_last = b_first_valid_row[:, None], b_own_first[:, None], b_own_last[:, None]
         b_end = b_last_row // BLOCK_SIZE + 1
         b_end = tl.where(m_q, b_end, 0)
         end = tl.max(b_end, 0)
-        p_kv_edges = kv_edges + batch * kv_edges_stride_batch
+        p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
         key_head = batch * (num_heads // GROUPS) + (head % num_heads) // GROUPS
         p_k_means = k_means + key_head * num_kv_blocks * HEAD_DIM
         b_q = tl.load(
@@ -98,7 +92,7 @@ def _pooled_map_kernel(
         for start in range(0, end, COLUMNS):
             o_kv = start + tl.arange(0, COLUMNS)
             b_score = _scores(
-                b_q, p_k_means, o_kv, p_kv_edges, kv_edges_stride, b_own_first, b_own_last, b_first_valid_row, o_dim,
+                b_q, p_k_means, o_kv, p_kv_edges, b_own_first, b_own_last, b_first_valid_row, o_dim,
                 num_kv_blocks, kv_len, max_distance, scale, softcap,
                 HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
@@ -112,7 +106,7 @@ def _pooled_map_kernel(
         for start in range(0, end, COLUMNS):
             o_kv = start + tl.arange(0, COLUMNS)
             b_score = _scores(
-                b_q, p_k_means, o_kv, p_kv_edges, kv_edges_stride, b_own_first, b_own_last, b_first_valid_row, o_dim,
+                b_q, p_k_means, o_kv, p_kv_edges, b_own_first, b_own_last, b_first_valid_row, o_dim,
                 num_kv_blocks, kv_len, max_distance, scale, softcap,
                 HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
@@ -132,16 +126,15 @@ def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tens
     block of the query block's last row.
     """
     inputs, edges, means = problem.inputs, problem.packed_edges, query_means(problem, active)
-    kv_len, scale, softcap, window = inputs.key.shape[2], inputs.scale, inputs.softcap, inputs.window
     batch, num_heads, num_q_blocks, head_dim = means.shape
     num_kv_heads, num_kv_blocks = key_means.shape[1], key_means.shape[2]
     values = means.new_empty((batch, num_heads, num_q_blocks, num_kv_blocks))
     padded_dim = max(16, next_power_of_2(head_dim))
     _pooled_map_kernel[(cdiv(num_q_blocks, _ROWS), batch * num_heads)](
-        means, key_means, active, edges.q_edges, edges.kv_edges, values, *edges.strides, num_heads, num_q_blocks, num_kv_blocks,
-        kv_len, kv_len if window is None else min(window, kv_len), scale, 1.0 if softcap is None else softcap,
+        means, key_means, active, edges.q_edges, edges.kv_edges, values, num_heads, num_q_blocks, num_kv_blocks,
+        inputs.key.shape[2], inputs.max_distance, inputs.scale, 1.0 if inputs.softcap is None else inputs.softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=problem.block_size, GROUPS=num_heads // num_kv_heads, ROWS=_ROWS,
-        COLUMNS=_COLUMNS if padded_dim <= 256 else _COLUMNS // 4, HAS_SOFTCAP=softcap is not None,
+        COLUMNS=_COLUMNS if padded_dim <= 256 else _COLUMNS // 4, HAS_SOFTCAP=inputs.softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None, num_warps=4,
         # shared memory of consumer GPUs

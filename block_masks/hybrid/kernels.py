@@ -20,6 +20,7 @@ from flexmask.kernels.block_lists import Blocks as Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, diagonal_sums, key_block_shares, load_rows
 from flexmask.kernels.vertical_slash import RepresentativeMass as RepresentativeMass
+from flexmask.kernels.visibility import kv_edges_of, q_edges_of
 
 _Q_BLOCKS = 128
 
@@ -34,10 +35,8 @@ def _thresholds_kernel(
     gamma,  # read if BY_HEAD
     gamma_bits,  # of the float64
     q_edges,
-    of_lines,  # (2, batch or 1, num_heads) float64
-    of_rows,  # (batch or 1, num_heads, num_q_blocks) float64
-    q_edges_stride,
-    q_edges_stride_batch,
+    of_lines,  # (2, batch, num_heads) float64
+    of_rows,  # (batch, num_heads, num_q_blocks) float64
     num_heads,
     num_q_blocks,
     REFERENCE: tl.constexpr,
@@ -59,7 +58,7 @@ def _thresholds_kernel(
     one = tl.full([], 1.0, tl.float64)
     reference = tl.full([], REFERENCE, tl.float64)
     of_default = one - tl.full([], GAMMA, tl.float64)
-    p_seen = q_edges + 6 * q_edges_stride + batch * q_edges_stride_batch
+    p_seen = q_edges_of(q_edges, batch, num_q_blocks) + 6 * num_q_blocks
     b_most = tl.zeros([TILE], tl.int32)
     for start in range(0, num_q_blocks, TILE):
         o_q = start + tl.arange(0, TILE)
@@ -94,15 +93,14 @@ def _thresholds_kernel(
 
 def thresholds(problem: BlockProblem, gamma: float | Tensor, rule: ThresholdRule) -> Thresholds:
     """As `flexmask.block_masks.hybrid.plain.thresholds`; a number holds for all heads."""
-    edges, num_heads, by_head = problem.packed_edges, problem.inputs.query.shape[1], isinstance(gamma, Tensor)
-    _, batch, num_q_blocks = edges.q_edges.shape
-    q_edges_stride, _, q_edges_stride_batch, _ = edges.strides
+    q_edges, num_heads, by_head = problem.packed_edges.q_edges, problem.inputs.query.shape[1], isinstance(gamma, Tensor)
+    batch, _, num_q_blocks = q_edges.shape
     lines, rows = (
-        edges.q_edges.new_empty(shape, dtype=torch.float64) for shape in ((2, batch, num_heads), (batch, num_heads, num_q_blocks))
+        q_edges.new_empty(shape, dtype=torch.float64) for shape in ((2, batch, num_heads), (batch, num_heads, num_q_blocks))
     )
     _thresholds_kernel[(cdiv(num_q_blocks, _Q_BLOCKS), num_heads, batch)](
-        gamma if by_head else edges.q_edges, 0 if by_head else struct.unpack("q", struct.pack("d", gamma))[0],
-        edges.q_edges, lines, rows, q_edges_stride, q_edges_stride_batch, num_heads, num_q_blocks, *rule, BY_HEAD=by_head,
+        gamma if by_head else q_edges, 0 if by_head else struct.unpack("q", struct.pack("d", gamma))[0],
+        q_edges, lines, rows, num_heads, num_q_blocks, *rule, BY_HEAD=by_head,
         TILE=_Q_BLOCKS, num_warps=2,
     )  # fmt: skip
     return Thresholds(lines, rows)
@@ -115,14 +113,8 @@ def _line_kernel(
     factor,
     last_rows,
     kv_edges,
-    thresholds,  # (2, batch or 1, num_heads)
+    thresholds,  # (2, batch, num_heads)
     kept,  # int8; the key blocks are read where OF_DIAGONALS
-    last_rows_stride_batch,
-    kv_edges_stride,
-    kv_edges_stride_batch,
-    thresholds_stride,
-    thresholds_stride_batch,
-    kept_stride,
     num_heads,
     num_kv_blocks,
     near,
@@ -134,15 +126,13 @@ def _line_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    p_threshold = thresholds + batch * thresholds_stride_batch + head % num_heads
-    p_candidates = kv_edges + 3 * kv_edges_stride + batch * kv_edges_stride_batch + o_line
+    p_threshold = thresholds + head
+    p_candidates = kv_edges_of(kv_edges, batch, num_kv_blocks) + 3 * num_kv_blocks + o_line
     if OF_DIAGONALS:
-        p_threshold += thresholds_stride
-        p_candidates += kv_edges_stride
+        p_threshold += tl.num_programs(1)
+        p_candidates += num_kv_blocks
     threshold = tl.load(p_threshold).to(tl.float32)
-    b_base, b_factor, b_own, num_rows = load_rows(
-        base, factor, last_rows, head, batch, last_rows_stride_batch, BLOCK_SIZE, PADDED_SIZE
-    )
+    b_base, b_factor, b_own, num_rows = load_rows(base, factor, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
     if OF_DIAGONALS:
         b_total = diagonal_sums(
             sums, kept, b_base, b_factor, b_own, head, o_line[:, None], near, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
@@ -157,7 +147,7 @@ def _line_kernel(
     m_candidate = tl.load(p_candidates, mask=m_line, other=0) != 0
     p_kept = kept + head * num_kv_blocks + o_line
     if OF_DIAGONALS:
-        p_kept += kept_stride
+        p_kept += tl.num_programs(1) * num_kv_blocks
     # NaN drops nothing
     tl.store(p_kept, (((b_share < threshold) == 0) & m_candidate).to(tl.int8), mask=m_line)
 
@@ -165,16 +155,11 @@ def _line_kernel(
 def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
     """As `flexmask.block_masks.hybrid.plain.last_rows_lines`."""
     batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
-    edges, shared = problem.packed_edges, thresholds.shape[1] == 1
-    _, kv_edges_stride, _, kv_edges_stride_batch = edges.strides
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family in range(2):
         _line_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-            last.sums.blocks, last.norms.base, last.norms.factor, last.rows, edges.kv_edges, thresholds, kept,
-            1 + block_size if last.rows.shape[0] > 1 else 0, kv_edges_stride, kv_edges_stride_batch,
-            thresholds.shape[1] * num_heads, 0 if shared else num_heads, batch * num_heads * blocks, num_heads, blocks,
-            min(near, MOST_BLOCKS),
-            OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size),
-            TILE=LINES_PER_PROGRAM,
+            last.sums.blocks, last.norms.base, last.norms.factor, last.rows, problem.packed_edges.kv_edges, thresholds, kept,
+            num_heads, blocks, min(near, MOST_BLOCKS),
+            OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
         )  # fmt: skip
     return Lines(kept)

@@ -14,6 +14,7 @@ from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK
 from flexmask.block_masks.hybrid.row_evidence_kernel import RowEvidence, squares_of_shares
 from flexmask.kernels.block_lists import Blocks
 from flexmask.kernels.launch import kernel
+from flexmask.kernels.visibility import q_edges_of
 
 # key blocks at a time
 _COLUMNS = 512
@@ -24,12 +25,9 @@ def _row_blocks_kernel(
     squares,  # from squares_of_shares
     number,
     q_edges,
-    thresholds,  # (batch or 1, num_heads, num_q_blocks)
+    thresholds,  # (batch, num_heads, num_q_blocks)
     codes,  # int8
     min_coverage,  # float64, read if FLOOR_IS_READ
-    q_edges_stride,
-    q_edges_stride_batch,
-    thresholds_stride_batch,
     num_heads,
     num_q_blocks,
     num_kv_blocks,
@@ -48,9 +46,9 @@ def _row_blocks_kernel(
     batch_head = tl.program_id(1).to(tl.int64)
     batch = batch_head // num_heads
     map_row = batch_head * num_q_blocks + q_block
-    p_q_edges = q_edges + batch * q_edges_stride_batch + q_block
+    p_q_edges = q_edges_of(q_edges, batch, num_q_blocks) + q_block
     end = tl.load(p_q_edges) // BLOCK_SIZE + 1
-    begin = tl.maximum(tl.load(p_q_edges + q_edges_stride) - max_distance, 0) // BLOCK_SIZE
+    begin = tl.maximum(tl.load(p_q_edges + num_q_blocks) - max_distance, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.maximum(end - begin, 0), COLUMNS)
     p_squares = squares + map_row * num_kv_blocks
     p_codes = codes + map_row * num_kv_blocks
@@ -58,8 +56,7 @@ def _row_blocks_kernel(
 
     # thresholds of the sum of squares
     squared_rows = tl.maximum(tl.load(number + map_row), 1).to(tl.float64)
-    o_threshold = batch * thresholds_stride_batch + (batch_head % num_heads) * num_q_blocks + q_block
-    least = tl.load(thresholds + o_threshold).to(tl.float64)
+    least = tl.load(thresholds + map_row).to(tl.float64)
     least_of_rows = (squared_rows * least * least).to(tl.float32)
     least *= tl.cast(of_lines, tl.float64)
     least_of_lines = (squared_rows * least * least).to(tl.float32)
@@ -120,16 +117,13 @@ def row_blocks(
     problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
 ) -> Blocks:
     """As `flexmask.block_masks.hybrid.plain.row_blocks`; codes without visible pairs may be unwritten."""
-    inputs, edges = problem.inputs, problem.packed_edges
     squares, number = squares_of_shares(problem, evidence)
     codes = torch.empty_like(squares, dtype=torch.int8)
     batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape
-    kv_len = inputs.key.shape[2]
     is_read = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
-        squares, number, edges.q_edges, thresholds, codes, min_coverage if is_read else number, *edges.strides[::2],
-        num_heads * num_q_blocks if thresholds.shape[0] > 1 else 0, num_heads, num_q_blocks, num_kv_blocks,
-        kv_len if inputs.window is None else min(inputs.window, kv_len), 0.0 if is_read else float(min_coverage), of_lines,
+        squares, number, problem.packed_edges.q_edges, thresholds, codes, min_coverage if is_read else number, num_heads,
+        num_q_blocks, num_kv_blocks, problem.inputs.max_distance, 0.0 if is_read else float(min_coverage), of_lines,
         BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=is_read or min_coverage > 0, FLOOR_IS_READ=is_read,
         HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,
     )  # fmt: skip

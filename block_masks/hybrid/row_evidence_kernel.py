@@ -17,6 +17,7 @@ from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.hybrid.plain import mean_and_least
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import split_key_means
+from flexmask.kernels.visibility import kv_edges_of, q_edges_of
 
 # query rows of a program and their bytes, and bytes of a tile of key means that three stages hold: shared memory of consumer GPUs
 _ROWS = 128
@@ -77,10 +78,6 @@ def _evidence_kernel(
     query_stride_head,
     query_stride_token,
     query_stride_dim,
-    q_edges_stride,
-    kv_edges_stride,
-    q_edges_stride_batch,
-    kv_edges_stride_batch,
     num_kv_heads,
     q_len,
     kv_len,
@@ -116,8 +113,8 @@ def _evidence_kernel(
     key_head = (tl.program_id(1) // PARTS).to(tl.int64)
     first_group_head = (tl.program_id(1) % PARTS) * HEADS
     batch = key_head // num_kv_heads
-    p_q_edges = q_edges + batch * q_edges_stride_batch
-    p_kv_edges = kv_edges + batch * kv_edges_stride_batch
+    p_q_edges = q_edges_of(q_edges, batch, num_q_blocks)
+    p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
     p_means = means + key_head * num_kv_blocks * HALVES * HEAD_DIM
 
     # rows: query blocks, heads, sampled rows
@@ -128,7 +125,7 @@ def _evidence_kernel(
     o_slot = (o_lane % ROWS) * ROW_STRIDE
     o_row = o_q_of_row * BLOCK_SIZE + o_slot
     m_row = (o_slot < BLOCK_SIZE) & (o_row < q_len) & (o_head_of_row < GROUPS)
-    b_position = tl.load(p_q_edges + q_edges_stride + o_q_of_row, mask=m_row, other=0) + o_slot
+    b_position = tl.load(p_q_edges + num_q_blocks + o_q_of_row, mask=m_row, other=0) + o_slot
     if PADDED:
         m_row = m_row & (tl.load(mask + batch * kv_len + b_position, mask=m_row, other=0) != 0)
     p_query = query + batch * query_stride_batch
@@ -144,7 +141,7 @@ def _evidence_kernel(
     b_number = tl.sum(tl.reshape(m_row.to(tl.int32), (MAP_ROWS, ROWS)), 1)
     b_end = tl.where(m_map_row, tl.load(p_q_edges + o_q, mask=m_map_row, other=0) // BLOCK_SIZE + 1, 0)
     o_held = (key_head * GROUPS + o_head) * num_q_blocks + o_q
-    first_row = tl.load(p_q_edges + q_edges_stride + first_q_block)
+    first_row = tl.load(p_q_edges + num_q_blocks + first_q_block)
     last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
     begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.max(b_end, 0) - begin, COLUMNS)
@@ -162,7 +159,7 @@ def _evidence_kernel(
         for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
             index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
             b_score, o_kv = _scores(
-                b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * kv_edges_stride, b_position, m_row, o_dim,
+                b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * num_kv_blocks, b_position, m_row, o_dim,
                 num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
                 PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
             )  # fmt: skip
@@ -181,7 +178,7 @@ def _evidence_kernel(
         for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
             index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
             b_score, o_kv = _scores(
-                b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * kv_edges_stride, b_position, m_row, o_dim,
+                b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * num_kv_blocks, b_position, m_row, o_dim,
                 num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
                 PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
             )  # fmt: skip
@@ -232,11 +229,10 @@ def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> 
 
 def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> None:
     inputs, edges, means, block_size = problem.inputs, problem.packed_edges, evidence.means, problem.block_size
-    query, mask, window, softcap = inputs.query, inputs.attention_mask, inputs.window, inputs.softcap
+    query, mask, softcap = inputs.query, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, num_kv_blocks = means.shape[1:3]
     num_q_blocks, groups = edges.q_edges.shape[2], num_heads // num_kv_heads
-    kv_len = inputs.key.shape[2]
     samples = next_power_of_2(block_size // evidence.row_stride)
     padded_dim = max(16, next_power_of_2(head_dim))
     # as many rows as fit into shared memory
@@ -252,8 +248,8 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> 
     _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(groups, heads))](
         query, means, any_tensor if mask is None else mask, edges.q_edges, edges.kv_edges,
         *(tensors.get(name, any_tensor) for name in ("squares", "number", "keep", "held")),
-        *query.stride(), *edges.strides, num_kv_heads, q_len, kv_len, num_q_blocks, num_kv_blocks,
-        kv_len if window is None else min(window, kv_len), inputs.scale, 1.0 if softcap is None else softcap,
+        *query.stride(), num_kv_heads, q_len, inputs.key.shape[2], num_q_blocks, num_kv_blocks, inputs.max_distance,
+        inputs.scale, 1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=evidence.row_stride, GROUPS=groups,
         HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages,
         HAS_SOFTCAP=softcap is not None, HALVES=halves,

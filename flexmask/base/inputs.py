@@ -49,6 +49,12 @@ class AttentionInputs(NamedTuple):
     sinks: Tensor | None = None  # (num_heads,) floating
     needs_grad: bool = False
 
+    @property
+    def max_distance(self) -> int:
+        """Tokens between a row and a key that no visible pair reaches: the window, at most kv_len."""
+        kv_len = self.key.shape[2]
+        return kv_len if self.window is None else min(self.window, kv_len)
+
     def of_heads(self: _Inputs, group: HeadGroup) -> _Inputs:
         sizes = (group.batch.stop - group.batch.start, group.query.stop - group.query.start)
         if sizes == (self.query.shape[0], self.query.shape[1]):

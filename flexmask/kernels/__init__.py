@@ -10,8 +10,7 @@ of one head.
 Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `PackedEdges`, ``last_rows`` is a plane of its
 `last_rows`; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch, num_heads, num_q_blocks, num_kv_blocks);
 ``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then block diagonals; ``active`` is
-(batch, num_heads) bool; ``gamma``, ``share`` and ``thresholds`` are float64. ``.._stride`` is between planes,
-``.._stride_batch`` between batch rows, 0 where all agree.
+(batch, num_heads) bool; ``gamma``, ``share`` and ``thresholds`` are float64.
 """
 
 from flexmask.kernels.block_lists import Blocks as Blocks

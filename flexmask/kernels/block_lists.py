@@ -12,7 +12,7 @@ from flexmask.base.blocks import BlockProblem, Lines
 from flexmask.base.selection import BlockLists
 from flexmask.kernels.launch import kernel, next_power_of_2
 from flexmask.kernels.vertical_slash import RepresentativeMass
-from flexmask.kernels.visibility import row_edges, sees
+from flexmask.kernels.visibility import kv_edges_of, row_edges, sees
 
 _TILE = 128
 MOST_BLOCKS = 2**30  # a floor of any size stays within int32
@@ -39,12 +39,6 @@ def _lists_kernel(
     full_count,
     full_indices,
     keep,  # bool, written if WRITE_KEEP
-    q_edges_stride,
-    kv_edges_stride,
-    q_edges_stride_batch,
-    kv_edges_stride_batch,
-    kept_stride,
-    last_rows_stride_batch,
     nearest,  # key blocks that each query block keeps
     nearest_of_last,  # those with last rows
     num_heads,
@@ -52,9 +46,7 @@ def _lists_kernel(
     num_kv_blocks,
     kv_len,
     max_distance,
-    window,
     BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     HAS_CODES: tl.constexpr,
     GATED: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
@@ -68,14 +60,14 @@ def _lists_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
     last_row, first_row, first_valid_row, own_first, own_last, last_whole_key = row_edges(
-        q_edges + batch * q_edges_stride_batch, q_edges_stride, q_block, True
+        q_edges, batch, num_q_blocks, q_block, True
     )
     first_row_block = first_row // BLOCK_SIZE
     last_row_block = last_row // BLOCK_SIZE
     end = tl.minimum(last_row_block + 1, num_kv_blocks)
-    p_kv_edges = kv_edges + batch * kv_edges_stride_batch
+    p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
     p_vertical = kept + head * num_kv_blocks
-    p_slash = p_vertical + kept_stride
+    p_slash = p_vertical + tl.num_programs(1) * num_kv_blocks
     adds_blocks = q_block >= 0
     if HAS_ACTIVE:
         adds_blocks = tl.load(active + head) != 0
@@ -83,7 +75,7 @@ def _lists_kernel(
     has_last_rows = q_block < 0
     if HAS_LAST_ROWS:
         near_start = tl.minimum(first_row_block - nearest + 1, end)
-        p_last_rows = last_rows + batch * last_rows_stride_batch + 1
+        p_last_rows = last_rows + batch * (1 + BLOCK_SIZE) + 1
         # rows ascend
         if (q_block + 1) * BLOCK_SIZE > tl.load(p_last_rows):
             o_slot = tl.arange(0, PADDED_SIZE)
@@ -115,9 +107,8 @@ def _lists_kernel(
             m_keep = m_keep | (o_kv >= near_start)
         m_keep = m_keep | (o_kv == first_visible) | (o_kv == first_row_block) | (o_kv == last_row_block)
         m_keep = m_keep & m_visible
-        m_whole = (tl.load(p_kv_edges + kv_edges_stride + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
-        if HAS_WINDOW:
-            m_whole = m_whole & (last_row - o_kv * BLOCK_SIZE < window)
+        m_whole = (tl.load(p_kv_edges + num_kv_blocks + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
+        m_whole = m_whole & (last_row - o_kv * BLOCK_SIZE < max_distance)
         # both counts in one number: one running sum places both
         b_counts = tl.where(m_keep, tl.where(m_whole, 65536, 1), 0)
         b_rank = tl.cumsum(b_counts, 0) - b_counts
@@ -150,8 +141,7 @@ def kept_blocks(
     nearest: tuple[int, int] = (0, 0),
 ) -> tuple[BlockLists, Tensor | None]:
     """Steps 4 and 5, as `flexmask.plain.vertical_slash.kept_blocks`; the map only if `problem.with_map`."""
-    inputs, edges, block_size, with_keep = problem.inputs, problem.packed_edges, problem.block_size, problem.with_map
-    kept, kv_len, window = lines.kept, inputs.key.shape[2], inputs.window
+    inputs, edges, kept, with_keep = problem.inputs, problem.packed_edges, lines.kept, problem.with_map
     batch, num_heads, num_kv_blocks = kept.shape[1:]
     num_q_blocks = edges.q_edges.shape[2]
     shape = (batch, num_heads, num_q_blocks)
@@ -163,12 +153,10 @@ def kept_blocks(
     _lists_kernel[(num_q_blocks, batch * num_heads)](
         kept, kept if active is None else active, kept if codes is None else codes, edges.q_edges, edges.kv_edges,
         edges.q_edges if last_rows is None else last_rows, partial_count, partial_indices, full_count, full_indices,
-        full_count if keep is None else keep, *edges.strides, batch * num_heads * num_kv_blocks,
-        0 if last_rows is None or last_rows.shape[0] == 1 else 1 + block_size, *(min(number, MOST_BLOCKS) for number in nearest),
-        num_heads, num_q_blocks, num_kv_blocks, kv_len, kv_len if window is None else min(window, kv_len),
-        kv_len if window is None else window,
-        BLOCK_SIZE=block_size, HAS_WINDOW=window is not None, HAS_CODES=codes is not None,
-        GATED=blocks is not None and blocks.gated, HAS_ACTIVE=active is not None, HAS_LAST_ROWS=last_rows is not None,
-        PADDED_SIZE=next_power_of_2(block_size), WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,
+        full_count if keep is None else keep, *(min(number, MOST_BLOCKS) for number in nearest), num_heads, num_q_blocks,
+        num_kv_blocks, inputs.key.shape[2], inputs.max_distance,
+        BLOCK_SIZE=problem.block_size, HAS_CODES=codes is not None, GATED=blocks is not None and blocks.gated,
+        HAS_ACTIVE=active is not None, HAS_LAST_ROWS=last_rows is not None, PADDED_SIZE=next_power_of_2(problem.block_size),
+        WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,
     )  # fmt: skip
     return BlockLists(partial_count, partial_indices, full_count, full_indices), keep

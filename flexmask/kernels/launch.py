@@ -16,10 +16,8 @@ from triton.runtime.jit import JITFunction
 
 # numbers that follow the lengths; strides of query and key are compiled in by their divisibility, which wide loads need
 _NUMBERS = (
-    "q_len", "kv_len", "num_heads", "num_kv_heads", "heads", "num_q_blocks", "num_kv_blocks", "blocks", "length", "num_chunks",
-    "max_distance", "gamma_bits", "window", "near", "nearest", "nearest_of_last", "cap", "floor", "digit_pass", "q_edges_stride",
-    "q_edges_stride_batch", "kv_edges_stride", "kv_edges_stride_batch", "last_rows_stride_batch", "thresholds_stride",
-    "thresholds_stride_batch", "kept_stride", "lines_stride",
+    "q_len", "kv_len", "num_heads", "num_kv_heads", "heads", "num_q_blocks", "num_kv_blocks", "blocks", "length", "max_distance",
+    "gamma_bits", "near", "nearest", "nearest_of_last", "cap", "floor", "digit_pass",
 )  # fmt: skip
 # Triton's compiled kernels take every argument, constants too, from some release on: 3.1 does not, 3.6 was run, 3.7 and 3.9 read.
 # On AMD they are specialized on sizes of tensors too.

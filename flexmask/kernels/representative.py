@@ -40,7 +40,6 @@ def _block_sums_kernel(
     mask,  # (batch, kv_len) bool, read if PADDED
     sums,  # BlockSums
     chunks,
-    last_rows_stride_batch,
     query_stride_batch,
     query_stride_head,
     query_stride_token,
@@ -55,7 +54,7 @@ def _block_sums_kernel(
     num_kv_blocks,
     scale,
     softcap,
-    window,
+    max_distance,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -83,9 +82,9 @@ def _block_sums_kernel(
 
     o_slot = row_tile * TILE + tl.arange(0, TILE)
     o_dim = tl.arange(0, PADDED_DIM)
-    o_row = tl.load(last_rows + batch * last_rows_stride_batch + 1 + o_slot)
+    o_row = tl.load(last_rows + batch * (1 + BLOCK_SIZE) + 1 + o_slot)
     m_row = o_row >= 0
-    first_position = tl.load(last_rows + batch * last_rows_stride_batch)
+    first_position = tl.load(last_rows + batch * (1 + BLOCK_SIZE))
     b_position = first_position + o_row
     filled_end = first_position + q_len
     b_row_phase = (b_position % BLOCK_SIZE).to(tl.float32)
@@ -124,7 +123,7 @@ def _block_sums_kernel(
                 b_distance = b_position[:, None] - o_key[None, :]
                 m_visible = (b_distance >= 0) & (o_key < filled_end)[None, :] & m_row[:, None]
                 if HAS_WINDOW:
-                    m_visible = m_visible & (b_distance < window)
+                    m_visible = m_visible & (b_distance < max_distance)
                 if PADDED:
                     m_valid = tl.load(mask + batch.to(tl.int64) * kv_len + o_key, mask=o_key < kv_len, other=0) != 0
                     m_visible = m_visible & m_valid[None, :]
@@ -180,7 +179,7 @@ def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int)
 
 def block_sums(inputs: AttentionInputs, last_rows: Tensor, block_size: int) -> BlockSums:
     """Peaks and sums of the attention of `last_rows`, a plane of `PackedEdges.last_rows`."""
-    query, key, mask, softcap, window = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap, inputs.window
+    query, key, mask, softcap = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
     blocks = num_blocks(kv_len, block_size)
@@ -195,10 +194,10 @@ def block_sums(inputs: AttentionInputs, last_rows: Tensor, block_size: int) -> B
     grid = (groups * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
         query, key, last_rows, last_rows if mask is None else mask, sums, chunks,
-        1 + block_size if last_rows.shape[0] > 1 else 0, *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
-        inputs.scale, 1.0 if softcap is None else softcap, kv_len if window is None else window,
+        *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
+        inputs.scale, 1.0 if softcap is None else softcap, inputs.max_distance,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=min(64, tile), GROUPS=groups,
-        BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
+        BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None,
         PADDED=mask is not None,
         # on RDNA GPUs Triton cannot convert layouts of products to that of joined values
         ONE_STORE=torch.version.hip is None, num_warps=8 if tile == 128 else 4,

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.representative import BLOCKS_PER_PROGRAM, BlockSums, block_sums
-from flexmask.kernels.visibility import WHICH, PackedEdges
+from flexmask.kernels.visibility import WHICH, PackedEdges, kv_edges_of
 
 LINES_PER_PROGRAM = 8
 
@@ -55,16 +55,16 @@ def row_norms(sums: BlockSums) -> RowNorms:
 
 
 @triton.jit
-def load_rows(base, factor, last_rows, head, batch, last_rows_stride_batch, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
+def load_rows(base, factor, last_rows, head, batch, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
     """The rows' base, factor and key blocks, (1, PADDED_SIZE), and their number."""
     o_slot = tl.arange(0, PADDED_SIZE)
     m_slot = o_slot < BLOCK_SIZE
     b_base = tl.load(base + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
     b_factor = tl.load(factor + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
-    b_row = tl.load(last_rows + batch * last_rows_stride_batch + 1 + o_slot, mask=m_slot, other=-1)
+    b_row = tl.load(last_rows + batch * (1 + BLOCK_SIZE) + 1 + o_slot, mask=m_slot, other=-1)
     num_rows = tl.maximum(tl.sum((b_row >= 0).to(tl.int32), 0), 1).to(tl.float32)
     # rows not taken sum to 0
-    b_own = ((tl.load(last_rows + batch * last_rows_stride_batch) + tl.maximum(b_row, 0)) // BLOCK_SIZE)[None, :]
+    b_own = ((tl.load(last_rows + batch * (1 + BLOCK_SIZE)) + tl.maximum(b_row, 0)) // BLOCK_SIZE)[None, :]
     return b_base, b_factor, b_own, num_rows
 
 
@@ -130,12 +130,8 @@ def _lines_kernel(
     last_rows,
     kv_edges,
     lines,  # float32
-    last_rows_stride_batch,
-    kv_edges_stride,
-    kv_edges_stride_batch,
     num_heads,
     num_kv_blocks,
-    lines_stride,
     BLOCK_SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -143,9 +139,7 @@ def _lines_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    b_base, b_factor, b_own, num_rows = load_rows(
-        base, factor, last_rows, head, batch, last_rows_stride_batch, BLOCK_SIZE, PADDED_SIZE
-    )
+    b_base, b_factor, b_own, num_rows = load_rows(base, factor, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
     b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     b_vertical = tl.sum(b_shares, 1) / num_rows
     b_slash = diagonal_sums(
@@ -153,18 +147,18 @@ def _lines_kernel(
         LEAVES_OUT=False,
     )  # fmt: skip
     m_line = o_line < num_kv_blocks
-    p_candidates = kv_edges + 3 * kv_edges_stride + batch * kv_edges_stride_batch + o_line
+    p_candidates = kv_edges_of(kv_edges, batch, num_kv_blocks) + 3 * num_kv_blocks + o_line
     m_vertical = tl.load(p_candidates, mask=m_line, other=0) != 0
-    m_slash = tl.load(p_candidates + kv_edges_stride, mask=m_line, other=0) != 0
+    m_slash = tl.load(p_candidates + num_kv_blocks, mask=m_line, other=0) != 0
     p_lines = lines + head * num_kv_blocks + o_line
     tl.store(p_lines, tl.where(m_vertical, b_vertical, -1.0), mask=m_line)
-    tl.store(p_lines + lines_stride, tl.where(m_slash, b_slash / num_rows, -1.0), mask=m_line)
+    tl.store(p_lines + tl.num_programs(1) * num_kv_blocks, tl.where(m_slash, b_slash / num_rows, -1.0), mask=m_line)
 
 
 class RepresentativeMass(NamedTuple):
     """The attention of the representative rows, and its sums."""
 
-    rows: Tensor  # (batch or 1, 1 + block_size) int32: a plane of `PackedEdges.last_rows`
+    rows: Tensor  # (batch, 1 + block_size) int32: a plane of `PackedEdges.last_rows`
     sums: BlockSums
     norms: RowNorms
 
@@ -176,11 +170,9 @@ def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
     """
     sums, norms, last_rows = mass.sums, mass.norms, mass.rows
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
-    _, kv_edges_stride, _, kv_edges_stride_batch = edges.strides
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
     _lines_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        sums.blocks, norms.base, norms.factor, last_rows, edges.kv_edges, lines, 1 + block_size if last_rows.shape[0] > 1 else 0,
-        kv_edges_stride, kv_edges_stride_batch, num_heads, blocks, batch * num_heads * blocks,
+        sums.blocks, norms.base, norms.factor, last_rows, edges.kv_edges, lines, num_heads, blocks,
         BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
     )  # fmt: skip
     return lines

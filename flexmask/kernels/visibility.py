@@ -20,7 +20,7 @@ WHICH = ("last", "middle")
 
 
 class PackedEdges(NamedTuple):
-    """The geometry as kernels read it, int32; the size after the planes is batch, or 1 where all rows agree.
+    """The geometry as kernels read it, int32.
 
     Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen. Of key blocks `kv_edges` has the
     last valid key (-kv_len without any), whether all keys are valid, the number of valid keys, and the candidates: key blocks,
@@ -28,32 +28,24 @@ class PackedEdges(NamedTuple):
     is none, by `WHICH`.
     """
 
-    q_edges: Tensor  # (7, batch or 1, num_q_blocks)
-    kv_edges: Tensor  # (5, batch or 1, num_kv_blocks)
-    last_rows: Tensor  # (2, batch or 1, 1 + block_size)
-
-    @property
-    def strides(self) -> tuple[int, int, int, int]:
-        """Of `q_edges` and `kv_edges` between planes, then between batch rows: 0 where all agree."""
-        shared = self.q_edges.shape[1] == 1
-        batch = (0, 0) if shared else (self.q_edges.shape[2], self.kv_edges.shape[2])
-        return self.q_edges.stride(0), self.kv_edges.stride(0), *batch
+    q_edges: Tensor  # (batch, 7, num_q_blocks)
+    kv_edges: Tensor  # (batch, 5, num_kv_blocks)
+    last_rows: Tensor  # (2, batch, 1 + block_size)
 
     @property
     def seen(self) -> Tensor:
-        """Key blocks that each query block sees, (batch or 1, num_q_blocks)."""
-        return self.q_edges[6]
+        """Key blocks that each query block sees, (batch, num_q_blocks)."""
+        return self.q_edges[:, 6]
 
 
 def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
     """The edges of all blocks, and the representative rows."""
-    query, mask, offset, window = inputs.query, inputs.attention_mask, inputs.offset, inputs.window
+    query, mask, offset = inputs.query, inputs.attention_mask, inputs.offset
     batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
     q_blocks, kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
-    batch = 1 if mask is None and offset is None else batch
     q_edges, kv_edges, last_rows = (
         query.new_empty(shape, dtype=torch.int32)
-        for shape in ((7, batch, q_blocks), (5, batch, kv_blocks), (2, batch, 1 + block_size))
+        for shape in ((batch, 7, q_blocks), (batch, 5, kv_blocks), (2, batch, 1 + block_size))
     )
     mask = None if mask is None else mask.contiguous()
     most = max(q_blocks, kv_blocks)
@@ -63,10 +55,9 @@ def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
         q_blocks, kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None, BLOCK_SIZE=block_size,
         PADDED_SIZE=padded_size, BLOCKS=_BLOCKS, ROWS=_ROWS,
     )  # fmt: skip
-    if mask is not None or window is not None:
+    if mask is not None or inputs.window is not None:
         _visible_kernel[(most, batch)](
-            q_edges, kv_edges, kv_len, q_blocks, kv_blocks, kv_len if window is None else min(window, kv_len),
-            BLOCK_SIZE=block_size, TILE=_TILE,
+            q_edges, kv_edges, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
         )  # fmt: skip
     return PackedEdges(q_edges, kv_edges, last_rows)
 
@@ -143,15 +134,14 @@ def _edges_kernel(
             b_number = tl.sum(m_key.to(tl.int32), 1)
             b_last_valid = tl.max(tl.where(m_key, o_key, -kv_len), 1)
         b_whole = b_number == tl.minimum(o_first + BLOCK_SIZE, kv_len) - o_first
-        kv_edges_stride = tl.num_programs(1) * num_kv_blocks
-        p_kv_edges = kv_edges + batch * num_kv_blocks + o_block
+        p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks) + o_block
         tl.store(p_kv_edges, b_last_valid, mask=m_kv)
-        tl.store(p_kv_edges + kv_edges_stride, b_whole.to(tl.int32), mask=m_kv)
-        tl.store(p_kv_edges + 2 * kv_edges_stride, b_number, mask=m_kv)
+        tl.store(p_kv_edges + num_kv_blocks, b_whole.to(tl.int32), mask=m_kv)
+        tl.store(p_kv_edges + 2 * num_kv_blocks, b_number, mask=m_kv)
         # without padding and window the last row sees every filled key; else `_visible_kernel` overwrites these
         b_candidate = (o_first < filled_end).to(tl.int32)
-        tl.store(p_kv_edges + 3 * kv_edges_stride, b_candidate, mask=m_kv)
-        tl.store(p_kv_edges + 4 * kv_edges_stride, b_candidate, mask=m_kv)
+        tl.store(p_kv_edges + 3 * num_kv_blocks, b_candidate, mask=m_kv)
+        tl.store(p_kv_edges + 4 * num_kv_blocks, b_candidate, mask=m_kv)
         # query blocks
         m_q = o_block < num_q_blocks
         b_first_row = offset + o_first
@@ -171,15 +161,14 @@ def _edges_kernel(
             b_of_row = tl.where(m_row, b_position // BLOCK_SIZE, -1)
             b_own_first = tl.max(tl.where(b_of_row == b_own_first[:, None], b_of_row, -1), 1)
             b_own_last = tl.max(tl.where(b_of_row == b_own_last[:, None], b_of_row, -1), 1)
-        q_edges_stride = tl.num_programs(1) * num_q_blocks
-        p_q_edges = q_edges + batch * num_q_blocks + o_block
+        p_q_edges = q_edges_of(q_edges, batch, num_q_blocks) + o_block
         tl.store(p_q_edges, b_last_row, mask=m_q)
-        tl.store(p_q_edges + q_edges_stride, b_first_row, mask=m_q)
-        tl.store(p_q_edges + 2 * q_edges_stride, b_first_valid, mask=m_q)
-        tl.store(p_q_edges + 3 * q_edges_stride, b_own_first, mask=m_q)
-        tl.store(p_q_edges + 4 * q_edges_stride, b_own_last, mask=m_q)
-        tl.store(p_q_edges + 5 * q_edges_stride, b_last_whole_key, mask=m_q)
-        tl.store(p_q_edges + 6 * q_edges_stride, b_seen, mask=m_q)
+        tl.store(p_q_edges + num_q_blocks, b_first_row, mask=m_q)
+        tl.store(p_q_edges + 2 * num_q_blocks, b_first_valid, mask=m_q)
+        tl.store(p_q_edges + 3 * num_q_blocks, b_own_first, mask=m_q)
+        tl.store(p_q_edges + 4 * num_q_blocks, b_own_last, mask=m_q)
+        tl.store(p_q_edges + 5 * num_q_blocks, b_last_whole_key, mask=m_q)
+        tl.store(p_q_edges + 6 * num_q_blocks, b_seen, mask=m_q)
 
 
 @kernel
@@ -196,12 +185,10 @@ def _visible_kernel(
     """Under padding or a window: what each query block sees, and the lines that hold a visible block."""
     index = tl.program_id(0)
     batch = tl.program_id(1)
-    q_edges_stride = tl.num_programs(1) * num_q_blocks
-    kv_edges_stride = tl.num_programs(1) * num_kv_blocks
-    p_q_edges = q_edges + batch * num_q_blocks
-    p_kv_edges = kv_edges + batch * num_kv_blocks
+    p_q_edges = q_edges_of(q_edges, batch, num_q_blocks)
+    p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
     if index < num_q_blocks:
-        _, _, first_valid_row, own_first, own_last, _ = row_edges(p_q_edges, q_edges_stride, index, True)
+        _, _, first_valid_row, own_first, own_last, _ = row_edges(q_edges, batch, num_q_blocks, index, True)
         b_seen = tl.zeros([TILE], tl.int32)
         for start in range(0, num_kv_blocks, TILE):
             o_kv = start + tl.arange(0, TILE)
@@ -210,7 +197,7 @@ def _visible_kernel(
             b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
             m_sees = sees(o_kv, own_first, own_last, first_valid_row, b_last_valid_key, b_last_key, max_distance)
             b_seen += (m_sees & m_kv).to(tl.int32)
-        tl.store(p_q_edges + 6 * q_edges_stride + index, tl.sum(b_seen, 0))
+        tl.store(p_q_edges + 6 * num_q_blocks + index, tl.sum(b_seen, 0))
     if index < num_kv_blocks:
         last_valid_key = tl.load(p_kv_edges + index)
         last_key = tl.minimum(index * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
@@ -220,7 +207,7 @@ def _visible_kernel(
             o_q = start + tl.arange(0, TILE)
             m_q = o_q < num_q_blocks
             b_last_row, b_first_row, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(
-                p_q_edges, q_edges_stride, o_q, m_q
+                q_edges, batch, num_q_blocks, o_q, m_q
             )
             m_sees = sees(index, b_own_first, b_own_last, b_first_valid_row, last_valid_key, last_key, max_distance)
             b_vertical += (m_sees & m_q).to(tl.int32)
@@ -231,24 +218,36 @@ def _visible_kernel(
                 b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
                 m_sees = sees(o_kv, b_own_first, b_own_last, b_first_valid_row, b_last_valid_key, b_last_key, max_distance)
                 b_slash += (m_sees & m_kv).to(tl.int32)
-        tl.store(p_kv_edges + 3 * kv_edges_stride + index, (tl.sum(b_vertical, 0) > 0).to(tl.int32))
-        tl.store(p_kv_edges + 4 * kv_edges_stride + index, (tl.sum(b_slash, 0) > 0).to(tl.int32))
+        tl.store(p_kv_edges + 3 * num_kv_blocks + index, (tl.sum(b_vertical, 0) > 0).to(tl.int32))
+        tl.store(p_kv_edges + 4 * num_kv_blocks + index, (tl.sum(b_slash, 0) > 0).to(tl.int32))
 
 
 @triton.jit
-def row_edges(q_edges, stride, o_q, m_q):
+def q_edges_of(q_edges, batch, num_q_blocks):
+    """The planes of a batch row, each of `num_q_blocks`."""
+    return q_edges + batch * 7 * num_q_blocks
+
+
+@triton.jit
+def kv_edges_of(kv_edges, batch, num_kv_blocks):
+    """The planes of a batch row, each of `num_kv_blocks`."""
+    return kv_edges + batch * 5 * num_kv_blocks
+
+
+@triton.jit
+def row_edges(q_edges, batch, num_q_blocks, o_q, m_q):
     """last_row, first_row, first_valid_row, own_first, own_last and last_whole_key of query blocks, -1 outside `m_q`.
 
     A query block without a valid row has the first valid row 2 * kv_len; its own key blocks are -1 where no valid row stands in
     them, and the last key up to which its key blocks are full is -1 if none is.
     """
-    p_q_edges = q_edges + o_q
+    p_q_edges = q_edges_of(q_edges, batch, num_q_blocks) + o_q
     last_row = tl.load(p_q_edges, mask=m_q, other=-1)
-    first_row = tl.load(p_q_edges + stride, mask=m_q, other=-1)
-    first_valid_row = tl.load(p_q_edges + 2 * stride, mask=m_q, other=-1)
-    own_first = tl.load(p_q_edges + 3 * stride, mask=m_q, other=-1)
-    own_last = tl.load(p_q_edges + 4 * stride, mask=m_q, other=-1)
-    last_whole_key = tl.load(p_q_edges + 5 * stride, mask=m_q, other=-1)
+    first_row = tl.load(p_q_edges + num_q_blocks, mask=m_q, other=-1)
+    first_valid_row = tl.load(p_q_edges + 2 * num_q_blocks, mask=m_q, other=-1)
+    own_first = tl.load(p_q_edges + 3 * num_q_blocks, mask=m_q, other=-1)
+    own_last = tl.load(p_q_edges + 4 * num_q_blocks, mask=m_q, other=-1)
+    last_whole_key = tl.load(p_q_edges + 5 * num_q_blocks, mask=m_q, other=-1)
     return last_row, first_row, first_valid_row, own_first, own_last, last_whole_key
 
 
