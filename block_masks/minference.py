@@ -77,7 +77,7 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
         near = problem.kv_block < -(-NEAR_OFFSETS // size)
         vertical = mass.vertical.masked_fill(problem.sinks_of_tokens(SINK_TOKENS)[:, 0], float("inf"))
         values = torch.stack([vertical, mass.slash.masked_fill(near, float("inf"))])
-        candidates = candidate_lines(tokens, size, inputs.window).unsqueeze(2)
+        candidates = candidate_lines(problem.seen).unsqueeze(2)
         kept = ranks(values, candidates) < (count / size).ceil()
         return extended_lines(kept[0], kept[1], problem.seen)
     columns, offsets = _sums(attention, rows)

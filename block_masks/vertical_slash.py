@@ -52,7 +52,7 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
             [1, 0, 0, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
     size, mass = problem.block_size, representative_mass(problem, "last").mass
-    candidates = candidate_lines(problem.tokens, size, problem.inputs.window).unsqueeze(2)
+    candidates = candidate_lines(problem.seen).unsqueeze(2)
     first, main = problem.sinks(1)[:, 0], problem.kv_block == 0
     lines = torch.stack([mass.vertical.masked_fill(first, float("inf")), mass.slash.masked_fill(main, float("inf"))])
     rank = ranks(lines, candidates)

@@ -60,7 +60,7 @@ def pattern_and_lines(
     estimated = estimated_attention(problem, pattern.rows, means, problem.key_counts())
     distance = jensen_shannon_distance(estimated, pattern.mass.vertical)
     is_query_aware = (distance.to(gamma.dtype) < tau) & problem.tokens.row_valid.any(-1, keepdim=True)
-    candidates = candidate_lines(problem.tokens, problem.block_size, problem.inputs.window)
+    candidates = candidate_lines(problem.seen)
     return is_query_aware, distance, kept_lines(index.mass, candidates, is_query_aware, gamma, budget)
 
 

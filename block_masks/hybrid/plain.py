@@ -68,7 +68,7 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
     without attention to kept key blocks beyond a row's `near` nearest. `thresholds` is (2, batch or 1, num_heads), of key blocks
     and of diagonals; NaN reaches them.
     """
-    in_vertical, in_slash = candidate_lines(problem.tokens, problem.block_size, problem.inputs.window).unsqueeze(2).unbind(0)
+    in_vertical, in_slash = candidate_lines(problem.seen).unsqueeze(2).unbind(0)
     rows, (of_key_block, of_diagonal) = last.rows, thresholds.unbind(0)
     most = torch.where(rows.taken[:, None, :, None], last.mass.by_row, 0.0).amax(2)
     vertical = ~(most < of_key_block.float().unsqueeze(-1)) & in_vertical

@@ -42,10 +42,7 @@ Blocks = TypeVar("Blocks", contravariant=True)  # `Blocks`: those that rows choo
 
 
 class Steps(Protocol[Mass, Blocks]):
-    """The steps that methods share: the module `flexmask.plain` or `flexmask.kernels`. A method's own stand in its folder.
-
-    A map of kept blocks is None where `BlockProblem.with_map` is False; then no statistic that reads it is computed.
-    """
+    """The steps that methods share: the module `flexmask.plain` or `flexmask.kernels`. Kernels make a map only `with_map`."""
 
     def edges_of(self, inputs: SparseInputs, block_size: int, /) -> PackedEdges | None: ...
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
@@ -64,30 +61,14 @@ class Steps(Protocol[Mass, Blocks]):
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """One attention problem cut into blocks.
+    """One attention problem cut into blocks."""
 
-    Attributes
-    ----------
-    inputs
-        Checked query and key with scale, soft cap, window, padding and offset; of a method with `row_numbers` a slice of rows.
-    block_size
-        Tokens per block.
-    steps
-        The shared steps, plain or kernels.
-    with_map
-        True if the map of kept blocks is needed.
-    edges
-        The geometry as kernels read it; None for plain steps.
-    cut
-        `tokens` and `seen` of plain steps; kernels have no use for them, so None computes them where they are read.
-    """
-
-    inputs: SparseInputs
-    block_size: int
-    steps: Steps[Any, Any]
-    with_map: bool = True
-    edges: PackedEdges | None = None
-    cut: tuple[Tokens, BlockVisibility] | None = None
+    inputs: SparseInputs  # checked; of a method with `row_numbers` a slice of rows
+    block_size: int  # tokens
+    steps: Steps[Any, Any]  # the shared ones, plain or kernels
+    with_map: bool = True  # the map of kept blocks is needed
+    edges: PackedEdges | None = None  # the geometry as kernels read it; None for plain steps
+    cut: tuple[Tokens, BlockVisibility] | None = None  # `tokens` and `seen`; None: computed where they are read
 
     @property
     def by_kernels(self) -> bool:
@@ -133,14 +114,8 @@ class BlockProblem:
 
     def blocks_seen(self) -> tuple[Tensor, Tensor]:
         """How many key blocks each query block sees, (batch or 1, num_q_blocks) int, and the most of them, (batch or 1, 1)."""
-        if self.edges is not None:
-            number = self.edges.seen
-            return number, number.amax(-1, keepdim=True)
-        if self.tokens.padded or self.inputs.window is not None:
-            number = self.seen.visible.sum(-1)
-            return number, number.amax(-1, keepdim=True)
-        number = self.seen.last_row_block + 1
-        return number, number[:, -1:]
+        number = self.seen.visible.sum(-1) if self.edges is None else self.edges.seen
+        return number, number.amax(-1, keepdim=True)
 
     def key_counts(self) -> Tensor:
         """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""

@@ -79,7 +79,7 @@ def test_mask_of_a_chunk_is_the_rows_of_the_whole(name):
         assert torch.equal(chunk, whole[:, :, start // SIZE : stop // SIZE])
 
 
-@pytest.mark.parametrize("case", ["offsets, window and left padding", "right padding"])
+@pytest.mark.parametrize("case", ["whole", "offsets, window and left padding", "right padding"])
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if METHODS[name].row_numbers])
 def test_slices_of_rows_change_nothing(name, case, monkeypatch):
     query, key, shared = inputs_of(case)
