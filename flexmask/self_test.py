@@ -14,14 +14,13 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import flexprefill_mask
 from flexmask.block_masks.hybrid import hybrid_mask
 from flexmask.flex.backend import chosen_backend
+from flexmask.flex.flash_problem import exact_attention
 
 # of outputs around 1, from attention in float64
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # with a gamma at which few tokens lose blocks
 METHODS = {"hybrid": (hybrid_mask, 0.6), "flexprefill": (flexprefill_mask, 0.3)}
-_NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 4, 2, 64
-_TOKENS = 1100  # no multiple of a block
-_BLOCK_SIZE = 128
+_TOKENS, _HEAD_DIM, _BLOCK_SIZE = 1100, 64, 128
 
 
 class SelfTest(NamedTuple):
@@ -52,15 +51,7 @@ class SelfTest(NamedTuple):
 
 
 def self_test(device: torch.device | str) -> Iterator[SelfTest]:
-    """Run both methods on each backend of `device`, and yield the outcomes; raises nothing. The first case compiles.
-
-    Examples
-    --------
-    >>> for each in self_test("cpu"):  # doctest: +SKIP
-    ...     print(each.method, each.backend, each.passed)
-    hybrid auto True
-    flexprefill auto True
-    """
+    """Run both methods on each backend of `device`, and yield the outcomes; raises nothing. The first case compiles."""
     device = torch.device(device)
     cases = [("auto", torch.float32)] if device.type == "cpu" else [("triton", torch.float32), ("triton", torch.bfloat16)]
     x = torch.zeros(1, device=device, dtype=torch.bfloat16).expand(1, 1, _TOKENS, _HEAD_DIM)
@@ -85,31 +76,19 @@ def _differences(device: torch.device, backend: str, dtype: torch.dtype, method:
     query, key, value = (x.to(device, dtype) for x in _inputs())
     make_mask, gamma = METHODS[method]
     options: dict[str, Any] = {"gamma": gamma, "min_budget": 0, "block_size": _BLOCK_SIZE}
-    mask = make_mask(query, key, **options)
-    out = sparse_attention(query, key, value, method, backend=backend, dense_below=0, **options)
-    blocks = mask.to_dense().bool().cpu()
-    causal = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
+    mask, stats = make_mask(query, key, return_stats=True, **options)
+    out = sparse_attention(query, key, value, method, backend=backend, dense_below=0, **options).cpu().double()
+    blocks, causal = mask.to_dense().bool().cpu(), torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
     pairs = blocks.repeat_interleave(_BLOCK_SIZE, 2).repeat_interleave(_BLOCK_SIZE, 3)[..., :_TOKENS, :_TOKENS] & causal
-    visible = torch.ones(blocks.shape[-2:]).tril().sum()
-    density = float(blocks.tril().sum() / (visible * _NUM_HEADS))
-    off = [float((out.cpu().double() - _dense(query, key, value, shown)).abs().max()) for shown in (pairs, causal)]
-    return density, off[0], off[1]
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor) -> Tensor:
-    """Attention in float64 on the CPU."""
-    query, key, value = (x.cpu().double() for x in (query, key, value))
-    key, value = (x.repeat_interleave(_NUM_HEADS // _NUM_KV_HEADS, 1) for x in (key, value))
-    scores = (query @ key.mT / _HEAD_DIM**0.5).masked_fill(~pairs, -torch.inf)
-    return scores.softmax(-1) @ value
+    inputs = AttentionInputs(query.cpu(), key.cpu(), value.cpu(), _HEAD_DIM**-0.5)
+    off = [float((out - exact_attention(inputs, shown)[0]).abs().max()) for shown in (pairs, causal)]
+    return float(stats.density.mean()), off[0], off[1]
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value with a few directions that carry the attention."""
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, _NUM_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
-    key = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
-    value = torch.randn(1, _NUM_KV_HEADS, _TOKENS, _HEAD_DIM, generator=generator)
+    query, key, value = (torch.randn(1, heads, _TOKENS, _HEAD_DIM, generator=generator) for heads in (4, 2, 2))
     # runs of a twelfth of the tokens share a topic
     topics = 2 * torch.randn(3, _HEAD_DIM, generator=generator).repeat(4, 1).repeat_interleave(-(-_TOKENS // 12), 0)[:_TOKENS]
     return query + topics, key + topics, value

@@ -1,8 +1,10 @@
-"""The numeric check of FlexAttention's FLASH kernel, of one kind of call."""
+"""The numeric check of FlexAttention's FLASH kernel, and its verdicts: one per kind of call and device."""
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask._torch import any_thread_exports, in_dispatch_mode, in_transform, is_traced
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.flash_problem import FlashCall, exact_attention, flash_problem, normal_numbers
 from flexmask.flex.run import run_flex_attention
 
+_log = logging.getLogger("flexmask")
 # absolute and relative, of outputs around 1; a wrong block changes them by about 1
 _TOLERANCE = 2e-2
 _LSE_TOLERANCE = 1e-3
@@ -39,23 +43,18 @@ class Verdict(NamedTuple):
 
 
 def check_flash(call: FlashCall, device: torch.device, attend: Attend | None = None) -> Verdict:
-    """Compare the kernel with float64 attention under the mask expanded to pairs; waits for the device.
-
-    A kernel that raises has its own words as the reason; only running out of memory is passed on. `attend` stands for the kernel.
-    """
+    """Compare the kernel, or what stands for it, with float64 attention to the mask's pairs; an error is a reason, too."""
     start = time.perf_counter()
     try:
         with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.gradients):
-            verdict = _compared(call, device, _by_flash if attend is None else attend)
+            verdict = _compared(
+                call, device, attend or (lambda inputs, mask, lse: run_flex_attention(inputs, mask, "flash", lse))
+            )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         verdict = Verdict(reason=f"its check here raised {_in_words(error)}")
     return verdict._replace(seconds=time.perf_counter() - start)
-
-
-def _by_flash(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    return run_flex_attention(inputs, mask, "flash", return_lse)
 
 
 def _in_words(error: BaseException) -> str:
@@ -106,3 +105,64 @@ def _agree(out: Tensor, expected: Tensor) -> bool:
     """False with NaN, and with anything but 0 in rows that see nothing."""
     close = (out.double() - expected).abs() <= _TOLERANCE * (1 + expected.abs())
     return bool((close & ((expected != 0) | (out == 0))).all())
+
+
+_Key = tuple[str, int | None, FlashCall]
+_found: dict[_Key, Verdict] = {}
+_missed: set[_Key] = set()
+_lock = threading.Lock()
+
+
+def flash_verdict(
+    call: FlashCall, device: torch.device, check: Callable[[FlashCall, torch.device], Verdict] = check_flash
+) -> Verdict | None:
+    """The verdict on calls of this kind, which the first one checks; None where none is known and no check can run."""
+    if is_traced():
+        # numbers, where a compilation has symbols
+        written = _recall(
+            device.type, device.index, call.dtype, len(range(call.head_dim)), len(range(call.v_head_dim)), *call[3:]
+        )
+        if not written:
+            return None
+        reason, lse_reason, factor = written.split("\n")
+        return Verdict(reason, lse_reason, float(factor))
+    key = (device.type, device.index, call)
+    verdict = _found.get(key)
+    if verdict is not None:
+        return verdict
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if captured or in_dispatch_mode() or in_transform() or any_thread_exports():
+        _say_missed(key)
+        return None
+    with _lock:
+        if key not in _found:
+            verdict = check(call, device)
+            _found[key] = verdict
+            level = logging.WARNING if verdict.reason else logging.INFO
+            outcome = verdict.reason or verdict.lse_reason or "right"
+            _log.log(level, "flexmask: FLASH was checked on %s (%s) in %.1f s: %s", device, call, verdict.seconds, outcome)
+        return _found[key]
+
+
+def _known(kind: str, index: int | None, *call: object) -> str:
+    """A verdict as text, which is a constant to torch.compile; empty if there is none."""
+    key = (kind, index, FlashCall(*call))  # type: ignore[arg-type]  # the fields, one by one
+    verdict = _found.get(key)
+    if verdict is None:
+        _say_missed(key)
+        return ""
+    return f"{verdict.reason}\n{verdict.lse_reason}\n{verdict.lse_factor!r}"
+
+
+_recall = torch.compiler.assume_constant_result(_known)
+
+
+def _say_missed(key: _Key) -> None:
+    """Log, once, that nothing was checked; `backend` then takes Triton or raises."""
+    if key not in _missed:
+        _missed.add(key)
+        _log.warning(
+            "flexmask: FLASH was not checked before such calls (%s) were compiled or captured, where no check can run, and does "
+            "not serve them: make one before, or flexmask.warmup",
+            key[2],
+        )

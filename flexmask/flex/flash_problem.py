@@ -80,10 +80,12 @@ def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
     query = 3 * normal_numbers((batch, _HEADS, q_len, call.head_dim), 0, dtype, device)
     key = normal_numbers((batch, _KV_HEADS, kv_len, call.head_dim), 1, dtype, device)
     value = normal_numbers((batch, _KV_HEADS, kv_len, call.v_head_dim), 2, dtype, device)
+    for tensor in (query, key, value):
+        tensor.requires_grad_(with_gradients)
     inputs = AttentionInputs(
-        query.requires_grad_(with_gradients),
-        key.requires_grad_(with_gradients),
-        value.requires_grad_(with_gradients),
+        query,
+        key,
+        value,
         scale=call.head_dim**-0.5,
         softcap=_SOFTCAP if call.softcap else None,
         window=window,
@@ -105,7 +107,7 @@ def exact_attention(inputs: AttentionInputs, pairs: Tensor) -> tuple[Tensor, Ten
     """Attention to `pairs` in float64 and its log-sum-exp; rows that see nothing give 0 and -inf."""
     assert inputs.value is not None
     query = inputs.query.double()
-    key, value = (x.double().repeat_interleave(_HEADS // _KV_HEADS, 1) for x in (inputs.key, inputs.value))
+    key, value = (x.double().repeat_interleave(query.shape[1] // inputs.key.shape[1], 1) for x in (inputs.key, inputs.value))
     scores = capped(query @ key.mT * inputs.scale, inputs.softcap).masked_fill(~pairs, -math.inf)
     lse = scores.logsumexp(-1)
     sees = pairs.any(-1, keepdim=True)
@@ -119,10 +121,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device
 
 
 def _kept(shape: torch.Size, heads: int, first: int, device: torch.device) -> Tensor:
-    """Kept blocks, (batch, heads, num_q_blocks, num_kv_blocks); `first` is the key block of the first row.
-
-    Half of the blocks, and the one before the row's own, so that every row sees something; every other diagonal block is dropped.
-    """
+    """Half of the blocks, the one before each row's own, and every other diagonal one; `first` is the first row's key block."""
     batch, rows, columns = shape
     sizes = (torch.arange(n, device=device) for n in (batch, heads, rows, columns))
     b, h, i, j = torch.meshgrid(*sizes, indexing="ij")
