@@ -11,20 +11,8 @@ import typer
 from flexmask.commands import PROBLEM
 from flexmask.commands.errors import option_errors
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config
-from flexmask.commands.options import (
-    DenseBelow,
-    Device,
-    DType,
-    Gamma,
-    Method,
-    MinBudget,
-    Model,
-    Option,
-    Settings,
-    model_named,
-    settings_from,
-)
-from flexmask.commands.output import Json, Output
+from flexmask.commands.options import Common, Model, model_named, with_common
+from flexmask.commands.output import Output
 
 if TYPE_CHECKING:
     from flexmask.environment import FlashReport, Problem
@@ -33,7 +21,9 @@ if TYPE_CHECKING:
     from flexmask.settings import PrefillSettings
 
 
+@with_common()
 def doctor(
+    common: Common,
     named: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help="Also show the plan of each layer of this model.", show_default=False),
@@ -43,15 +33,6 @@ def doctor(
     skip_self_test: Annotated[
         bool, typer.Option("--skip-self-test", help="Run neither the self-test nor the check of FLASH's features.")
     ] = False,
-    device: Device = None,
-    dtype: DType = None,
-    method: Method = None,
-    gamma: Gamma = None,
-    min_budget: MinBudget = None,
-    dense_below: DenseBelow = None,
-    settings: Settings = None,
-    option: Option = None,
-    as_json: Json = False,
 ) -> None:
     """Check this machine, and a model without its weights.
 
@@ -61,14 +42,14 @@ def doctor(
 
     Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
     """
-    output = Output(as_json)
+    output = Output(common.as_json)
     model = None if named is None and model is None else model_named(named, model)
     with output.progress("loading torch"):
         from flexmask.environment import backends, device_name, problems, versions
     # of a model over several devices: the first
-    where = chosen_device(None if device == "auto" else device)
-    kind = chosen_dtype(dtype, where)
-    chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
+    where = chosen_device(None if common.device == "auto" else common.device)
+    kind = chosen_dtype(common.dtype, where)
+    chosen = common.prefill_settings()
     config = None if model is None else load_config(model)
     installed = versions()
     known = [*problems(where), *_of_the_adapter(installed["transformers"], needed=model is not None)]

@@ -12,21 +12,8 @@ import typer
 
 from flexmask.commands.errors import usage_error
 from flexmask.commands.loading import chosen_device, chosen_dtype, read_text
-from flexmask.commands.options import (
-    DenseBelow,
-    Device,
-    DType,
-    Gamma,
-    Method,
-    MinBudget,
-    Model,
-    Named,
-    Option,
-    Settings,
-    model_named,
-    settings_from,
-)
-from flexmask.commands.output import Json, Output
+from flexmask.commands.options import Common, Model, Named, model_named, with_common
+from flexmask.commands.output import Output
 
 Number = TypeVar("Number", int, float)
 # ratio of times to first token that counts as a gain
@@ -35,7 +22,9 @@ LEAST_GAIN = 1.05
 _LENGTHS, _LENGTHS_ON_CPUS = "32768,131072", "16384,32768"
 
 
+@with_common()
 def gain(
+    common: Common,
     named: Named = None,
     model: Model = None,
     prompt: Annotated[
@@ -45,15 +34,6 @@ def gain(
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     tokens: Annotated[str | None, typer.Option(help=f"Prompt lengths. Default: {_LENGTHS}; on a CPU {_LENGTHS_ON_CPUS}.")] = None,
     density: Annotated[str, typer.Option(help="Without a prompt: densities, the shares of the blocks to keep.")] = "0.1,0.2,0.4",
-    device: Device = None,
-    dtype: DType = None,
-    method: Method = None,
-    gamma: Gamma = None,
-    min_budget: MinBudget = None,
-    dense_below: DenseBelow = None,
-    settings: Settings = None,
-    option: Option = None,
-    as_json: Json = False,
 ) -> None:
     """Measure what sparse prefill gains on this machine.
 
@@ -61,7 +41,7 @@ def gain(
     With --prompt it loads the weights. It measures density, error and times on the model's own queries and keys, and with
     --new-tokens shows both answers.
     """
-    output, name = Output(as_json), model_named(named, model)
+    output, name = Output(common.as_json), model_named(named, model)
     if prompt is not None and tokens is not None:
         usage_error("give one of --prompt and --tokens", "--tokens")
     if prompt is None and (new_tokens or chat):
@@ -70,11 +50,11 @@ def gain(
 
     from flexmask.commands.gain_document import of_config, of_prompt
 
-    where = chosen_device(device)
+    where = chosen_device(common.device)
     if where == "auto":
         usage_error("times are of one device; got 'auto'", "--device")
-    kind = chosen_dtype(dtype, where)
-    chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
+    kind = chosen_dtype(common.dtype, where)
+    chosen = common.prefill_settings()
     on = torch.device(where)
     if prompt is None:
         tokens = tokens or (_LENGTHS_ON_CPUS if on.type == "cpu" else _LENGTHS)
@@ -88,7 +68,7 @@ def gain(
     _show(output, document)
     if document["gains"]:
         output.line()
-        output.line(to_use(document["settings"], settings, chosen is None))
+        output.line(to_use(document["settings"], common.settings, chosen is None))
     output.result(document)
 
 

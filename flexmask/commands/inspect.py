@@ -9,26 +9,14 @@ import typer
 
 from flexmask.commands.errors import needs, option_errors, usage_error
 from flexmask.commands.loading import load_model, read_text, remark_if_short, token_ids
-from flexmask.commands.options import (
-    DenseBelow,
-    Device,
-    DType,
-    Gamma,
-    Method,
-    MinBudget,
-    Model,
-    Named,
-    Option,
-    Prompt,
-    Settings,
-    model_named,
-    settings_from,
-)
-from flexmask.commands.output import Json, Output
+from flexmask.commands.options import Common, Model, Named, model_named, with_common
+from flexmask.commands.output import Output
 
 
+@with_common()
 def inspect(
-    prompt: Prompt,
+    common: Common,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for report.html and inspection.json.")],
     named: Named = None,
     model: Model = None,
@@ -37,34 +25,25 @@ def inspect(
     ] = None,
     heads: Annotated[str | None, typer.Option(help="Heads to show in each of --layers, as in 0,3. Default: a few.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Cut the prompt to this many tokens.")] = None,
-    device: Device = None,
-    dtype: DType = None,
-    method: Method = None,
-    gamma: Gamma = None,
-    min_budget: MinBudget = None,
-    dense_below: DenseBelow = None,
-    settings: Settings = None,
-    option: Option = None,
-    as_json: Json = False,
 ) -> None:
     """Write a report on one prompt.
 
     The report is one HTML page that loads nothing from elsewhere. It shows the density of every head and the attention that the
     masks hold by position. For a few heads it draws the mask over the true attention. 'flexmask gain --prompt' measures times.
     """
-    output, name = Output(as_json), model_named(named, model)
+    output, name = Output(common.as_json), model_named(named, model)
     try:
         import matplotlib  # noqa: F401  # only to see that it is there
     except ImportError as error:
         raise needs("matplotlib", "plot") from error
-    chosen = settings_from(settings, option, method=method, gamma=gamma, min_budget=min_budget, dense_below=dense_below)
+    chosen = common.prefill_settings()
     shown = {"layers": _numbers(layers, "--layers"), "heads": _numbers(heads, "--heads")}
     if shown["heads"] is not None and shown["layers"] is None:
         usage_error("must come with --layers", "--heads")
     text = read_text(prompt)
     if out.exists() and not out.is_dir():
         usage_error(f"{out} is not a folder", "--out")
-    loaded, tokenizer = load_model(name, output, device, dtype)
+    loaded, tokenizer = load_model(name, output, common.device, common.dtype)
     ids = token_ids(tokenizer, text, tokens)
     remark_if_short(output, loaded, chosen, ids.shape[1])
 

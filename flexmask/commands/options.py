@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -16,26 +19,96 @@ if TYPE_CHECKING:
 _MODEL = "Folder of a transformers model, or its name on the hub."
 Named = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
 Model = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same, as an option.")]
-Device = Annotated[str | None, typer.Option(help="A torch device, or 'auto' for device_map='auto'. Default: cuda, else cpu.")]
-DType = Annotated[str | None, typer.Option(help="float32, bfloat16, float16. Default: float32 on a CPU, else bfloat16.")]
-Prompt = Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")]
+_FLAGS = ("method", "gamma", "min_budget", "dense_below")
 
-Method = Annotated[
-    str | None, typer.Option(help="How blocks are selected: hybrid (default), flexprefill (the paper's) or another method.")
-]
-Gamma = Annotated[float | None, typer.Option(help="In (0, 1]: higher keeps more blocks and loses less. Default of hybrid: 0.9.")]
-MinBudget = Annotated[
-    int | None,
-    typer.Option("--min-budget", help="Tokens' worth of blocks to keep at least. Default of hybrid: 256 per query block."),
-]
-Option = Annotated[
-    list[str] | None,
-    typer.Option("--option", metavar="NAME=VALUE", help="Any other option or setting, as in --option block_size=64. Repeatable."),
-]
-DenseBelow = Annotated[int | None, typer.Option(help="Prompts of fewer tokens run dense. Default: 16384. 0: no prompt does.")]
-Settings = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Settings as JSON, as 'flexmask tune' writes them; options override them.")
-]
+
+class Common(NamedTuple):
+    """The last options of every command; None where a command leaves one out or it was not given."""
+
+    device: Annotated[
+        str | None, typer.Option(help="A torch device, or 'auto' for device_map='auto'. Default: cuda, else cpu.")
+    ] = None
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16. Default: float32 on a CPU, else bfloat16.")] = (
+        None
+    )
+    method: Annotated[
+        str | None, typer.Option(help="How blocks are selected: hybrid (default), flexprefill (the paper's) or another method.")
+    ] = None
+    gamma: Annotated[
+        float | None, typer.Option(help="In (0, 1]: higher keeps more blocks and loses less. Default of hybrid: 0.9.")
+    ] = None
+    min_budget: Annotated[
+        int | None, typer.Option(help="Tokens' worth of blocks to keep at least. Default of hybrid: 256 per query block.")
+    ] = None
+    dense_below: Annotated[
+        int | None, typer.Option(help="Prompts of fewer tokens run dense. Default: 16384. 0: no prompt does.")
+    ] = None
+    settings: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Settings as JSON, as 'flexmask tune' writes them; options override them.")
+    ] = None
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Any other option or setting, as in --option block_size=64. Repeatable."),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")] = False
+
+    def given(self) -> dict[str, Any]:
+        """Settings by name: the flags that were given, and NAME=VALUE pairs, whose values are JSON or words."""
+        by_name = {name: getattr(self, name) for name in _FLAGS if getattr(self, name) is not None}
+        for pair in self.option or ():
+            name, given, value = (part.strip() for part in pair.partition("="))
+            if not given or not name:
+                usage_error(f"must be NAME=VALUE; got {pair!r}", "--option")
+            if name in by_name:
+                usage_error(f"{name} is given twice", "--option")
+            by_name[name] = _parsed(value)
+        return by_name
+
+    def prefill_settings(self) -> PrefillSettings | None:
+        """The settings of the file and the options that override it; None if neither was given: the model's own hold."""
+        chosen = self.given()
+        if self.settings is None and not chosen:
+            return None
+        from flexmask.settings import PrefillSettings
+
+        saved: dict[str, Any] = {}
+        if self.settings is not None:
+            with option_errors(otherwise="--settings"):
+                saved = PrefillSettings.load(self.settings).to_dict()
+            for layer, of_layer in saved.get("layers", {}).items():
+                again = next((name for name in chosen if name in of_layer), None)
+                if again is not None:
+                    usage_error(f"{self.settings} sets {again} of layer {layer}, which one {again} cannot override", f"--{again}")
+        # a flag that was not given is not to blame
+        flags = (f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(self, name) is not None)
+        with option_errors(*flags, otherwise="--option" if self.option else "--settings"):
+            try:
+                return PrefillSettings.from_dict({**saved, **chosen})
+            except ValueError as error:
+                # without the message's source: the option replaces it
+                raise error.__cause__ or error from None
+
+
+def with_common(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The decorator of a command whose first parameter is a `Common`: typer sees its fields as options, after the command's."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(Common, include_extras=True)
+        names = [name for name in Common._fields if name not in left_out]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            command(Common(**{name: given.pop(name) for name in names}), **given)
+
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        shared = (
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=Common._field_defaults[name], annotation=hints[name])
+            for name in names
+        )
+        run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def model_named(named: str | None, model: str | None) -> str:
@@ -46,47 +119,6 @@ def model_named(named: str | None, model: str | None) -> str:
     if chosen is None:
         usage_error("give a model: its folder, or its name on the hub", "MODEL")
     return chosen
-
-
-def settings_from(settings: Path | None = None, others: list[str] | None = None, **options: Any) -> PrefillSettings | None:
-    """The settings that a command's options name; None if they name none: then the model's own hold.
-
-    Options override those of the file `settings`. `options` that are None were not given; `others` are NAME=VALUE.
-    """
-    chosen = given_options(others, **options)
-    if settings is None and not chosen:
-        return None
-    from flexmask.settings import PrefillSettings
-
-    saved: dict[str, Any] = {}
-    if settings is not None:
-        with option_errors(otherwise="--settings"):
-            saved = PrefillSettings.load(settings).to_dict()
-        for layer, of_layer in saved.get("layers", {}).items():
-            again = next((name for name in chosen if name in of_layer), None)
-            if again is not None:
-                usage_error(f"{settings} sets {again} of layer {layer}, which one {again} cannot override", f"--{again}")
-    # a flag that was not given is not to blame
-    flags = (f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None)
-    with option_errors(*flags, otherwise="--option" if others else "--settings"):
-        try:
-            return PrefillSettings.from_dict({**saved, **chosen})
-        except ValueError as error:
-            # without the message's source: the option replaces it
-            raise error.__cause__ or error from None
-
-
-def given_options(others: list[str] | None = None, **options: Any) -> dict[str, Any]:
-    """The options that are not None, and NAME=VALUE pairs, whose values are JSON or words."""
-    given_by_name = {name: value for name, value in options.items() if value is not None}
-    for pair in others or ():
-        name, given, value = (part.strip() for part in pair.partition("="))
-        if not given or not name:
-            usage_error(f"must be NAME=VALUE; got {pair!r}", "--option")
-        if name in given_by_name:
-            usage_error(f"{name} is given twice", "--option")
-        given_by_name[name] = _parsed(value)
-    return given_by_name
 
 
 def _parsed(value: str) -> Any:

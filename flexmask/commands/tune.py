@@ -9,25 +9,16 @@ import typer
 
 from flexmask.commands.errors import option_errors, usage_error
 from flexmask.commands.loading import load_model, read_text, token_ids
-from flexmask.commands.options import (
-    DenseBelow,
-    Device,
-    DType,
-    Method,
-    MinBudget,
-    Model,
-    Named,
-    Option,
-    given_options,
-    model_named,
-)
-from flexmask.commands.output import Json, Output
+from flexmask.commands.options import Common, Model, Named, model_named, with_common
+from flexmask.commands.output import Output
 
 if TYPE_CHECKING:
     from flexmask.integrations.huggingface import TuneResult
 
 
+@with_common("gamma", "settings")
 def tune(
+    common: Common,
     text: Annotated[
         list[str], typer.Option("--text", "-t", metavar="FILE", help="A prompt to tune on; '-' is stdin. Repeatable.")
     ],
@@ -45,13 +36,6 @@ def tune(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue from the measurements next to --out, or start over.")
     ] = True,
-    device: Device = None,
-    dtype: DType = None,
-    method: Method = None,
-    min_budget: MinBudget = None,
-    dense_below: DenseBelow = None,
-    option: Option = None,
-    as_json: Json = False,
 ) -> None:
     """Find a gamma per head on your own text.
 
@@ -59,14 +43,14 @@ def tune(
     one. Measurements are saved to OUT.measured after each layer. An interrupted run continues from there. Another target on the
     same texts needs no new measurement.
     """
-    output, name = Output(as_json), model_named(named, model)
+    output, name = Output(common.as_json), model_named(named, model)
     if (density is None) == (error is None):
         usage_error("give one of --density and --error", "--density")
     if out.is_dir() or not out.parent.is_dir():
         usage_error(f"{out} is a folder" if out.is_dir() else f"no folder {out.parent}", "--out")
-    options = given_options(option, method=method, min_budget=min_budget, dense_below=dense_below)
+    options = common.given()
     texts = [read_text(path, "--text") for path in text]
-    loaded, tokenizer = load_model(name, output, device, dtype)
+    loaded, tokenizer = load_model(name, output, common.device, common.dtype)
     from flexmask.integrations.huggingface import tune as run
 
     prompts = [token_ids(tokenizer, content, tokens) for content in texts]
@@ -80,7 +64,7 @@ def tune(
     try:
         with (
             output.progress("measuring one text" if len(prompts) == 1 else f"measuring {len(prompts)} texts") as advance,
-            option_errors(*flags, otherwise="--option" if option else None, input_ids="--text"),
+            option_errors(*flags, otherwise="--option" if common.option else None, input_ids="--text"),
         ):
             how: dict[str, Any] = {"density": density, "error": error, "gradient": gradient, **options}
             result = run(loaded, prompts, **how, resume=measured, progress=advance)
