@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from flexmask.commands.errors import usage_error
-from flexmask.commands.loading import chosen_device, chosen_dtype, read_text
+from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, load_model, read_text, token_ids
 from flexmask.commands.options import Common, Model, Named, model_named, with_common
 from flexmask.commands.output import Output
 
@@ -46,23 +46,27 @@ def gain(
         usage_error("give one of --prompt and --tokens", "--tokens")
     if prompt is None and (new_tokens or chat):
         usage_error("needs --prompt", "--new-tokens" if new_tokens else "--chat")
-    import torch
-
-    from flexmask.commands.gain_document import of_config, of_prompt
-
     where = chosen_device(common.device)
     if where == "auto":
         usage_error("times are of one device; got 'auto'", "--device")
-    kind = chosen_dtype(common.dtype, where)
-    chosen = common.prefill_settings()
-    on = torch.device(where)
+    dtype, chosen = chosen_dtype(common.dtype, where), common.prefill_settings()
     if prompt is None:
-        tokens = tokens or (_LENGTHS_ON_CPUS if on.type == "cpu" else _LENGTHS)
+        tokens = tokens or (_LENGTHS_ON_CPUS if where.startswith("cpu") else _LENGTHS)
         lengths = _numbers(tokens, int, "--tokens", "lengths of at least 2 tokens", 2)
         shares = _numbers(density, float, "--density", "shares in (0, 1]", 1e-9, 1.0)
-        document = of_config(output, name, chosen, lengths, shares, on, kind)
+        config = load_config(name, "MODEL")
+        import torch
+
+        from flexmask.commands.gain_model import of_config
+
+        measured = of_config(config, chosen, lengths, shares, torch.zeros((), device=where, dtype=dtype), output)
     else:
-        document = of_prompt(output, name, chosen, read_text(prompt), on, kind, new_tokens, chat)
+        text = read_text(prompt)
+        loaded, tokenizer = load_model(name, output, where, common.dtype, "MODEL")
+        from flexmask.commands.gain_model import of_prompt
+
+        measured = of_prompt(loaded, tokenizer, token_ids(tokenizer, text, chat=chat), chosen, new_tokens, output)
+    document = {"model": name, **measured}
     document["gains"] = any(_gaining(row) for row in document["lengths"])
     document["verdict"] = [verdict(row) for row in document["lengths"]]
     _show(output, document)

@@ -1,10 +1,11 @@
-"""Measures a model for ``flexmask gain``: the work without attention, and one prompt."""
+"""Measures a model for ``flexmask gain``: by its config over random blocks, or on one prompt with its weights."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -14,11 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flexmask.commands.gain_times import ROUNDS, dense_calls, fastest_dense, seconds_in_turns, select_all, wait
+from flexmask.commands.errors import option_errors
+from flexmask.commands.gain_times import (
+    ROUNDS,
+    Times,
+    dense_calls,
+    fastest_dense,
+    matmul_speed,
+    model_times,
+    seconds_in_turns,
+    select_all,
+    wait,
+)
+from flexmask.commands.loading import remark_if_short
+from flexmask.commands.output import Advance, Output
+from flexmask.environment import device_name
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
 from flexmask.integrations.huggingface.call import PrefillCall
+from flexmask.integrations.huggingface.layer_plan import layer_plan
+from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.record import RunSummary
 from flexmask.integrations.tune.loss_gradient import logits_of, scored_tokens
 from flexmask.settings import PrefillSettings
 
@@ -27,6 +43,72 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_ex
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # log-probabilities at a time in float32
 _AT_ONCE = 256
+
+
+def of_config(
+    config: Any,
+    chosen: PrefillSettings | None,
+    lengths: Sequence[int],
+    densities: Sequence[float],
+    zero: Tensor,
+    output: Output,
+) -> dict[str, Any]:
+    """Expected times of each length over random blocks of each density, on the device and in the dtype of `zero`, 0-d."""
+    text, rows = config.get_text_config(), []
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and max(lengths) > longest:
+        output.remark(f"{max(lengths):,} tokens exceed the model's max_position_embeddings, {longest:,}")
+    with output.progress("timing one length" if len(lengths) == 1 else f"timing {len(lengths)} lengths") as advance:
+        advance(0, len(lengths))
+        settings = _settings_of(config, chosen)
+        speed, weights = matmul_speed(max(lengths), text.hidden_size, zero), weights_per_token(config)
+        for length in lengths:
+            plan = layer_plan(config, settings=settings, tokens=length, device=zero.device, dtype=zero.dtype)
+            row = _row(length, (layer.plan for layer in plan), (layer.reason for layer in plan))
+            if row["layers"].get("sparse"):
+                times = model_times(plan, length, densities, settings, speed, zero)
+                row |= {**times.document(2 * weights * length / speed), "timed_share_of_heads": times.share}
+            rows.append(row)
+            advance(len(rows), len(lengths))
+    measured = {"source": "random blocks", "matmul_flops_per_second": speed, "weights_per_token": weights, "lengths": rows}
+    return {**_about(config, settings, zero.device, zero.dtype), **measured}
+
+
+def of_prompt(
+    model: PreTrainedModel, tokenizer: Any, ids: Tensor, chosen: PrefillSettings | None, new_tokens: int, output: Output
+) -> dict[str, Any]:
+    """Density, error and times of one prompt, and with `new_tokens` both answers."""
+    settings = _settings_of(model.config, chosen)
+    remark_if_short(output, model, settings, ids.shape[1])
+    ids = ids.to(model.device)
+    with output.progress(f"three prefills of {ids.shape[1]:,} tokens") as advance:
+        measured = _prompt_gain(model, ids, settings, advance)
+    continued = {}
+    if new_tokens:
+        with output.progress(f"two answers of {new_tokens:,} tokens"):
+            continued = _answers(model, ids, settings, new_tokens)
+    answers = {name: {"tokens": new, "text": tokenizer.decode(new, skip_special_tokens=True)} for name, new in continued.items()}
+    return {**_about(model.config, settings, model.device, model.dtype), "source": "prompt", **measured, "answers": answers}
+
+
+def _settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings:
+    """The chosen settings, else those in the config, else the defaults; checked for the model."""
+    with option_errors(otherwise="--option"):
+        settings = settings_for(config.get_text_config(), chosen)
+        settings.check_model(config.get_text_config())
+    return settings
+
+
+def _row(tokens: int, plans: Iterable[str], reasons: Iterable[str]) -> dict[str, Any]:
+    """A length: its layers by plan, and by reason for not running sparse; `Times.document` adds the times."""
+    counts = {"layers": dict(Counter(plans)), "reasons": dict(Counter(filter(None, reasons)))}
+    return {"tokens": tokens, **counts, "rest_seconds": 0.0, "dense": None, "sparse": []}
+
+
+def _about(config: Any, settings: PrefillSettings, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    versions = {"dtype": str(dtype).removeprefix("torch."), "torch": torch.__version__}
+    used = {"method": settings.method, **settings.to_dict()}
+    return {"type": type(config).__name__, "device": device_name(device), **versions, "settings": used}
 
 
 def weights_per_token(config: Any) -> int:
@@ -45,21 +127,18 @@ def weights_per_token(config: Any) -> int:
 
 
 @torch.no_grad()
-def prompt_gain(
-    model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, progress: Callable[[int, int], None]
-) -> tuple[RunSummary, dict[str, Any], dict[str, float] | None]:
-    """The summary of one prompt, times of all attention layers by round, and the error; neither if every layer runs dense.
-
-    Three prefills: sparse, dense, and one that times each layer both ways.
-    """
-    ids = ids.to(model.device)
+def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, progress: Advance) -> dict[str, Any]:
+    """Three prefills: sparse, dense, and one that times each layer both ways; one if every layer runs dense."""
     with sparse_prefill(model, settings=settings) as run:
-        sparse = log_probs(model, ids)
+        sparse = _log_probs(model, ids)
     progress(1, 3)
     summary = run.summary()
-    if all(layer.ran == "dense" for layer in summary.layers):
-        return summary, {}, None
-    dense = log_probs(model, ids)
+    plans = ("dense" if layer.ran == "dense" else "sparse" for layer in summary.layers)
+    row = _row(ids.shape[1], plans, (reason for layer in summary.layers for reason in sorted(layer.reasons)))
+    measured = {"lengths": [row], "low_heads": summary.warning, "error": None}
+    if not row["layers"].get("sparse"):
+        return measured
+    dense = _log_probs(model, ids)
     progress(2, 3)
     timed = _Timed(model.device)
     start = time.perf_counter()
@@ -69,34 +148,29 @@ def prompt_gain(
     wait(model.device)
     rest = max(0.0, time.perf_counter() - start - timed.spent)
     progress(3, 3)
-    error = {
-        "tokens": len(dense),
-        "log_prob_change": float((sparse - dense).abs().mean()),
-        "loss_dense": -float(dense.mean()),
-        "loss_sparse": -float(sparse.mean()),
-    }
-    return summary, {"rest_seconds": rest, **timed.times(summary.density)}, error
+    timed.times.density[:] = summary.density
+    row |= timed.times.document(rest)
+    losses = {"loss_dense": -float(dense.mean()), "loss_sparse": -float(sparse.mean())}
+    return {**measured, "error": {"tokens": len(dense), "log_prob_change": float((sparse - dense).abs().mean()), **losses}}
 
 
 @torch.no_grad()
-def answers(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, new_tokens: int) -> dict[str, list[int]]:
+def _answers(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, new_tokens: int) -> dict[str, list[int]]:
     """Greedy new tokens after a prompt, dense and sparse."""
-    ids, generate = ids.to(model.device), cast(Any, model).generate
+    generate = cast(Any, model).generate
     asked = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new_tokens}
     dense = generate(ids, **asked)
     with sparse_prefill(model, settings=settings, collect_stats=False):
         sparse = generate(ids, **asked)
-    return {name: ids_out[0, ids.shape[1] :].tolist() for name, ids_out in (("dense", dense), ("sparse", sparse))}
+    return {name: tokens[0, ids.shape[1] :].tolist() for name, tokens in (("dense", dense), ("sparse", sparse))}
 
 
 class _Timed:
     """Serves a prefill, and times flexmask's call and the fastest dense kernel in every attention call."""
 
     def __init__(self, device: torch.device) -> None:
-        self._dense, self._attention, self._selection = np.zeros((3, ROUNDS))
-        self.spent = 0.0
+        self.times, self.spent, self._device = Times(1), 0.0, device
         self._kernels: dict[Any, str] = {}
-        self._device = device
 
     def __call__(self, call: PrefillCall) -> Tensor:
         wait(self._device)
@@ -109,24 +183,17 @@ class _Timed:
             shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window)
             first = shape not in self._kernels
             kernel = self._kernels.setdefault(shape, fastest_dense(inputs)) if first else self._kernels[shape]
+            self.times.kernels.add(kernel)
             select = partial(select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
             calls: list[Callable[[], Any]] = [call.attention, dense_calls(inputs)[kernel], select]
             whole, dense, selection = seconds_in_turns(calls, self._device, warm_up=first)
-        self._dense += dense
-        self._selection += selection
-        self._attention += np.maximum(0.0, whole - selection)
+        self.times.add(dense, selection, np.maximum(0.0, whole - selection))
         wait(self._device)
         self.spent += time.perf_counter() - start
         return out
 
-    def times(self, density: float | None) -> dict[str, Any]:
-        """As `flexmask.commands.gain_times.model_times`."""
-        sparse = {"density": density, "selection_seconds": self._selection, "attention_seconds": self._attention}
-        kernel = ", ".join(sorted({*self._kernels.values()}))
-        return {"dense": {"kernel": kernel, "attention_seconds": self._dense}, "sparse": [sparse]}
 
-
-def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Log-probabilities of up to `MOST_SCORED` evenly spaced tokens of a prompt, float32 on the CPU."""
     scored = scored_tokens(ids[0])
     logits = logits_of(model, ids[0], scored)

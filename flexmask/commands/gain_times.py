@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,14 +44,42 @@ _SDPA = {
 _MATMUL_ROWS = 4096
 
 
-class Times(NamedTuple):
-    """Seconds of one layer's attention, of all heads; arrays hold the rounds."""
+class Times:
+    """Seconds of attention layers, summed by round: dense, and by density the selection and attention over its blocks."""
 
-    kernel: str  # the fastest dense one
-    dense: np.ndarray
-    selection: np.ndarray
-    sparse: list[tuple[float, np.ndarray]]  # density, and attention over random blocks
-    share: float  # of the heads, that was timed
+    def __init__(self, densities: int) -> None:
+        self.dense, self.selection, self.attention = np.zeros(ROUNDS), np.zeros(ROUNDS), np.zeros((densities, ROUNDS))
+        self.density = np.zeros(densities)
+        self.kernels: set[str] = set()  # the fastest dense ones
+        self.share = 1.0  # of the heads, that was timed
+
+    def add(self, dense: np.ndarray, selection: np.ndarray, attention: np.ndarray) -> None:
+        self.dense += dense
+        self.selection += selection
+        self.attention += attention
+
+    def document(self, rest: float) -> dict[str, Any]:
+        """Medians of the rounds, and the expected time to first token: attention, selection, and `rest` seconds of the model.
+
+        `first_token_ratios` are the smallest and largest ratio of one round.
+        """
+        dense, selection, sparse = float(np.median(self.dense)), float(np.median(self.selection)), []
+        for density, by_round in zip(self.density, self.attention, strict=True):
+            attention, ratios = float(np.median(by_round)), (rest + self.dense) / (rest + self.selection + by_round)
+            sparse.append(
+                {
+                    "density": float(density),
+                    "selection_seconds": selection,
+                    "attention_seconds": attention,
+                    "first_token_seconds": rest + selection + attention,
+                    "attention_ratio": dense / (selection + attention),
+                    "first_token_ratio": (rest + dense) / (rest + selection + attention),
+                    "first_token_ratios": [float(ratios.min()), float(ratios.max())],
+                }
+            )
+        kernel = ", ".join(sorted(self.kernels))
+        of_dense = {"kernel": kernel, "attention_seconds": dense, "first_token_seconds": rest + dense}
+        return {"rest_seconds": rest, "dense": of_dense, "sparse": sparse}
 
 
 def wait(device: torch.device) -> None:
@@ -75,100 +103,78 @@ def seconds_in_turns(calls: Sequence[Callable[[], Any]], device: torch.device, w
 
 
 @torch.no_grad()
-def matmul_speed(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> float:
+def matmul_speed(rows: int, width: int, zero: Tensor) -> float:
     """FLOPs per second of a product of (rows, width) by (width, 4 width)."""
     rows = min(rows, _MATMUL_ROWS)
-    left, right = (torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, width), (width, 4 * width)))
-    return float(8 * rows * width * width / np.median(seconds_in_turns([lambda: left @ right], device)))
+    left, right = (torch.randn(shape, device=zero.device, dtype=zero.dtype) for shape in ((rows, width), (width, 4 * width)))
+    return float(8 * rows * width * width / np.median(seconds_in_turns([lambda: left @ right], zero.device)))
 
 
 @torch.no_grad()
 def model_times(
-    plan: Sequence[PlannedLayer],
-    tokens: int,
-    densities: Sequence[float],
-    settings: PrefillSettings,
-    speed: float,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """Seconds of all attention layers of a `layer_plan` on random tensors, by round: dense, and sparse at each density.
+    plan: Sequence[PlannedLayer], tokens: int, densities: Sequence[float], settings: PrefillSettings, speed: float, zero: Tensor
+) -> Times:
+    """Times of all attention layers of a `layer_plan` on random tensors of the device and dtype of `zero`, 0-d.
 
     Layers that stay dense count in both, scaled by the pairs that their window shows.
     """
-    times: dict[tuple[int | None, ...], Times] = {}
-    dense, selection, sparse = np.zeros(ROUNDS), np.zeros(ROUNDS), np.zeros((len(densities), ROUNDS))
-    kept = np.zeros(len(densities))
+    by_shape: dict[tuple[int | None, ...], Times] = {}
+    whole = Times(len(densities))
     # sparse layers first: their times serve dense ones of the same shape
     for layer in sorted(plan, key=lambda layer: layer.plan != "sparse"):
         if layer.plan not in ("sparse", "dense"):
             continue
         is_sparse = layer.plan == "sparse"
         shape = (layer.heads, layer.kv_heads, layer.head_dim, layer.window if is_sparse else None)
-        if shape not in times:
-            times[shape] = random_times(shape, tokens, densities if is_sparse else (), settings, speed, device, dtype)
-        timed_layer, window = times[shape], tokens if layer.window is None else min(layer.window, tokens)
-        seconds = timed_layer.dense * (1.0 if is_sparse else window * (2 * tokens - window) / tokens**2)
-        dense += seconds
+        if shape not in by_shape:
+            by_shape[shape] = random_times(shape, tokens, densities if is_sparse else (), settings, speed, zero)
+        times = by_shape[shape]
         if is_sparse:
-            selection += timed_layer.selection
-            sparse += [attention for _, attention in timed_layer.sparse]
-            kept += [share for share, _ in timed_layer.sparse]
+            whole.add(times.dense, times.selection, times.attention)
+            whole.density += times.density / sum(layer.plan == "sparse" for layer in plan)
         else:
-            sparse += seconds
-    kept /= max(1, sum(layer.plan == "sparse" for layer in plan))
-    return {
-        "dense": {"kernel": ", ".join(sorted({timed.kernel for timed in times.values()})), "attention_seconds": dense},
-        "sparse": [
-            {"density": float(share), "selection_seconds": selection, "attention_seconds": attention}
-            for share, attention in zip(kept, sparse, strict=True)
-        ],
-        "timed_share_of_heads": min(timed.share for timed in times.values()),
-    }
+            window = tokens if layer.window is None else min(layer.window, tokens)
+            dense = times.dense * (window * (2 * tokens - window) / tokens**2)
+            whole.add(dense, np.zeros(ROUNDS), dense)
+        whole.kernels |= times.kernels
+        whole.share = min(whole.share, times.share)
+    return whole
 
 
 @torch.no_grad()
 def random_times(
-    shape: tuple[Any, ...],
-    tokens: int,
-    densities: Sequence[float],
-    settings: PrefillSettings,
-    speed: float,
-    device: torch.device,
-    dtype: torch.dtype,
+    shape: tuple[Any, ...], tokens: int, densities: Sequence[float], settings: PrefillSettings, speed: float, zero: Tensor
 ) -> Times:
-    """Times on random tensors of heads, key heads, head_dim and window: dense, selection, and random blocks at each density.
+    """Times of one layer on random tensors of heads, key heads, head_dim and window; without `densities` only dense ones.
 
-    Times as many heads as share a mask, and take no longer than `_LONGEST` at `speed` FLOPs per second.
+    Times as many heads as share a mask and take no longer than `_LONGEST` at `speed` FLOPs per second, scaled up to all.
     """
     heads, kv_heads, head_dim, window = shape
     call_options = settings.call_options
-    nothing = torch.zeros((), device=device, dtype=dtype)
-    whole = attention_inputs(*(nothing.expand(1, n, tokens, head_dim) for n in (heads, kv_heads, kv_heads)), window=window)
+    whole = attention_inputs(*(zero.expand(1, n, tokens, head_dim) for n in (heads, kv_heads, kv_heads)), window=window)
     selector = settings.selector().for_inputs(whole)
     key_heads = int(_LONGEST * kv_heads * speed / (2 * tokens * tokens * head_dim * heads))
     at_once = min(call_options.max_mask_bytes // selector.head_bytes, max(1, key_heads) * (heads // kv_heads))
     group = head_groups(whole.query, whole.key, max(at_once, heads // kv_heads))[0]
-    generator = torch.Generator(device=device).manual_seed(0)
+    generator = torch.Generator(zero.device).manual_seed(0)
     query, key, value = (
-        torch.randn(1, part.stop - part.start, tokens, head_dim, generator=generator, device=device, dtype=dtype)
+        torch.randn(1, part.stop - part.start, tokens, head_dim, generator=generator, device=zero.device, dtype=zero.dtype)
         for part in (group.query, group.key, group.key)
     )
     inputs = attention_inputs(query, key, value, window=window).prepared()
-    kernel, share = fastest_dense(inputs), query.shape[1] / heads
+    times, kernel = Times(len(densities)), fastest_dense(inputs)
+    times.kernels, times.share = {kernel}, query.shape[1] / heads
     calls: list[Callable[[], Any]] = [dense_calls(inputs)[kernel]]
-    sparse = []
     if densities:
         calls.append(lambda: block_mask(inputs, select_blocks(selector, inputs, group.query)))
         backend = chosen_backend(call_options.backend, inputs, selector.block_size)
         plan = call_options.policy.plan(whole, selector)
-        for density in densities:
-            selected, kept = _random_blocks(inputs, selector.block_size, density)
-            calls.append(partial(attend_heads, inputs, selected, [False] * key.shape[1], plan.most_kept, backend))
-            sparse.append(kept)
-    dense, *others = (seconds / share for seconds in seconds_in_turns(calls, device))
-    selection, *attention = others or [np.zeros(ROUNDS)]
-    return Times(kernel, dense, selection, list(zip(sparse, attention, strict=True)), share)
+    for number, density in enumerate(densities):
+        blocks, times.density[number] = _random_blocks(inputs, selector.block_size, density)
+        calls.append(partial(attend_heads, inputs, blocks, [False] * key.shape[1], plan.most_kept, backend))
+    seconds = np.stack(seconds_in_turns(calls, zero.device)) / times.share
+    times.add(seconds[0], seconds[1] if densities else np.zeros(ROUNDS), seconds[2:])
+    return times
 
 
 def _random_blocks(inputs: SparseInputs, block_size: int, density: float) -> tuple[Selection, float]:
