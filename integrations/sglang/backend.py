@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.versions import check_release
+from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, backends_of, resolved, serving_options
-from flexmask.integrations.sglang.prefill import SGLangPrefill, refuse_model, refuse_server
 from flexmask.integrations.sglang.requests import tell_requests
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import RUN, interface_faults
@@ -53,15 +53,15 @@ def make_backend(runner: Any) -> Any:
     if options.kernel not in KERNELS_RUN:
         _log.warning("flexmask was run with %s for everything else, not with %s", ", ".join(KERNELS_RUN), options.kernel)
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    prefill = SGLangPrefill(runner, options, rank, ranks)
-    prefill.prepare(largest_call(runner), torch.device(runner.device), runner.dtype)
-    if not prefill.sparse_layers:
+    engine = SGLangEngine(runner, options, rank, ranks)
+    engine.prepare(largest_call(runner), torch.device(runner.device), runner.dtype)
+    if not engine.sparse_layers:
         return others
-    tell_requests(prefill.chosen)
+    tell_requests(engine.chosen)
     # every stage of pipeline parallelism sees every token
     if rank == 0 and get_pp_group().is_first_rank and server.enable_metrics:
-        prefill.counters.export()
-    return sparse(others, runner, prefill)
+        engine.counters.export()
+    return sparse(others, runner, engine)
 
 
 def stock_kernel(server_args: Any, device: str) -> str:
@@ -79,17 +79,17 @@ def largest_call(runner: Any) -> tuple[int, int]:
     return (min(chunk, longest) if chunk and chunk > 0 else longest), longest
 
 
-def sparse(others: Any, runner: Any, prefill: SGLangPrefill) -> Any:
+def sparse(others: Any, runner: Any, engine: SGLangEngine) -> Any:
     """A backend like `others` that runs long prompts sparse; `others` serves the rest of such steps."""
     base = type(others)
-    return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, prefill, others)
+    return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, engine, others)
 
 
 class SparsePrefill:
     """Mixin before a stock backend's class."""
 
-    def __init__(self, runner: Any, prefill: SGLangPrefill, others: Any) -> None:
-        self.flexmask, self.flexmask_others = prefill, others
+    def __init__(self, runner: Any, engine: SGLangEngine, others: Any) -> None:
+        self.flexmask, self.flexmask_others = engine, others
         self.flexmask_step: Step | None = None
         stock: Any = super()
         stock.__init__(runner)
@@ -146,7 +146,7 @@ def _stock_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mappi
 
 
 def attend_by_plan(
-    prefill: SGLangPrefill,
+    engine: SGLangEngine,
     others: Any,
     step: Step,
     role: SparseLayer,
@@ -171,7 +171,7 @@ def attend_by_plan(
         rows = step.stock_rows
         stock_out = others.forward_extend(q[rows], k[rows], v[rows], layer, step.stock_batch, save_kv_cache)
         by_head[rows] = stock_out.view(-1, *query.shape[1:])
-    pool, scales = prefill.pool, prefill.scales(layer)
+    pool, scales = engine.pool, engine.scales(layer)
     for request, slots in zip(step.plan.sparse, step.slots, strict=True):
         chunk = slice(request.start, request.stop)
         if save_kv_cache:
@@ -180,7 +180,7 @@ def attend_by_plan(
             pool.set_kv_buffer(layer, forward_batch.out_cache_loc[chunk], *written, *(scales or ()))
         reads = (pool.get_key_buffer, pool.get_value_buffer)
         keys, values = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
-        own, is_counted = (query[chunk], key[chunk], value[chunk]), prefill.planned is not None
-        by_head[chunk] = prefill.attend(role, request, *own, (keys, values), scales or (None, None), is_counted=is_counted)
+        own, is_counted = (query[chunk], key[chunk], value[chunk]), engine.planned is not None
+        by_head[chunk] = engine.attend(role, request, *own, (keys, values), scales or (None, None), is_counted=is_counted)
     by_head[step.rows :] = 0  # padding
     return out

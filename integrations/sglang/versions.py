@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_arguments
-from flexmask.integrations.sglang.prefill import MUST_BE_ONE, REFUSED
+from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED
 
 RUN: dict[tuple[int, ...], str] = {
     (0, 5, 16): "one H200 and CPUs",

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, read_options
-from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.vllm.layers import layer_number, role_of
 
 # vLLM shows only loggers below its own
@@ -27,7 +27,7 @@ KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
 """vLLM's backends for everything that is not sparse; the first is the default."""
 
 
-class Engine(Prefill):
+class VLLMEngine(Engine):
     """One engine in this process; TypeError or ValueError for wrong or unsupported options."""
 
     def __init__(self, vllm_config: Any) -> None:
@@ -148,10 +148,10 @@ def is_first_stage() -> bool:
 
 
 # per process: layers and builders share nothing but vLLM's configuration, which a draft model copies
-_LATEST: list[Engine] = []
+_LATEST: list[VLLMEngine] = []
 
 
-def engine_of(vllm_config: Any) -> Engine:
+def engine_of(vllm_config: Any) -> VLLMEngine:
     """The engine of a configuration, made at the first call.
 
     A draft model copies the configuration but shares the registry of layers, which identifies an engine.
@@ -159,12 +159,12 @@ def engine_of(vllm_config: Any) -> Engine:
     with _LOCK:
         engine = made_engine(vllm_config)
         if engine is None:
-            engine = Engine(vllm_config)
+            engine = VLLMEngine(vllm_config)
             _LATEST[:] = [engine]
         return engine
 
 
-def made_engine(vllm_config: Any) -> Engine | None:
+def made_engine(vllm_config: Any) -> VLLMEngine | None:
     """The engine of a configuration, if it was made: one without our backend has none."""
     layers = vllm_config.compilation_config.static_forward_context
     return _LATEST[0] if _LATEST and _LATEST[0].layers is layers else None

@@ -60,7 +60,7 @@ def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
 
 
 def tell_requests(vllm_config: Any) -> None:
-    """Make vLLM's model runner set `Engine.chosen` before each step; ImportError if it has other functions than these."""
+    """Make vLLM's model runner set `VLLMEngine.chosen` before each step; ImportError if it has other functions than these."""
     if vllm_config.use_v2_model_runner:
         from vllm.v1.worker.gpu import model_runner
 

@@ -71,7 +71,7 @@ FAULT = "FLEXMASK_TESTS_FAULT"
 def plant(fault: str) -> None:
     """Make the plug-in wrong in this process: cached keys are read one slot off, or queries are those of the row before."""
     backend: Any = importlib.import_module("flexmask.integrations.sglang.backend")
-    shared: Any = importlib.import_module("flexmask.integrations.serving.prefill")
+    shared: Any = importlib.import_module("flexmask.integrations.serving.engine")
     gathered, attend = backend.gathered, shared.attend
     if fault == "slots":
         backend.gathered = lambda buffer, slots: gathered(buffer, torch.cat([slots[:1], slots[:-1]]))

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.sglang.backend import sparse
-from flexmask.integrations.sglang.prefill import SGLangPrefill
+from flexmask.integrations.sglang.engine import SGLangEngine
 from flexmask.settings import PrefillSettings
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 32, 4096
@@ -44,8 +44,8 @@ class Served:
         )
         self.backend = stock(self.runner)
         if settings is not None:
-            self.prefill = SGLangPrefill(self.runner, ServingOptions(settings, kernel))
-            self.backend = sparse(self.backend, self.runner, self.prefill)
+            self.engine = SGLangEngine(self.runner, ServingOptions(settings, kernel))
+            self.backend = sparse(self.backend, self.runner, self.engine)
         # slots of requests are mixed in the cache
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
         self.requests.req_to_token[:8, :512] = order.view(8, 512).int()

@@ -11,7 +11,7 @@ pytest.importorskip("sglang", reason="`make test-sglang` has it in an environmen
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from flexmask.integrations.serving import prefill as prefill_module
+from flexmask.integrations.serving import engine as engine_module
 from flexmask.integrations.serving.plan import plan_step
 from flexmask.integrations.sglang import step as step_module
 from flexmask.integrations.sglang.step import slots_of
@@ -27,7 +27,7 @@ def test_gamma_one_gives_the_stock_backend_s_outputs_and_cache():
         torch.testing.assert_close(out, wanted)
     for read in ("get_key_buffer", "get_value_buffer"):
         assert torch.equal(getattr(ours.pool, read)(0), getattr(stock.pool, read)(0))
-    counters = ours.prefill.counters
+    counters = ours.engine.counters
     assert (counters.sparse_tokens, counters.dense_tokens) == (200 + 207 + 164 + 150, 20 + 15)
     assert counters.density == pytest.approx(1)
 
@@ -41,7 +41,7 @@ def test_the_attention_layers_of_a_mixture_are_served_through_sglang_s_wrapper()
     for read in ("get_key_buffer", "get_value_buffer"):
         assert torch.equal(getattr(ours.pool, read)(3), getattr(stock.pool, read)(3))
         assert not torch.count_nonzero(getattr(ours.pool, read)(1))
-    assert ours.prefill.counters.sparse_tokens == 200 + 207 + 164 + 150
+    assert ours.engine.counters.sparse_tokens == 200 + 207 + 164 + 150
     assert ours.linear.steps == stock.linear.steps == len(STEPS)
     # as without the wrapper
     found = outputs(sparse)
@@ -55,7 +55,7 @@ def test_a_cache_that_another_kernel_wrote_is_only_read():
     stock, ours = Served(), Served(KEEP_ALL)
     for out, right in zip(outputs(ours, writer="another kernel"), outputs(stock), strict=True):
         torch.testing.assert_close(out, right)
-    assert ours.prefill.counters.sparse_tokens == 200 + 207 + 164 + 150
+    assert ours.engine.counters.sparse_tokens == 200 + 207 + 164 + 150
     unwritten = Served(KEEP_ALL)
     torch.testing.assert_close(unwritten.step([(0, 0, 200)], writer="nobody"), stock.step([(0, 0, 200)]))
     assert not unwritten.pool.get_key_buffer(0).any()
@@ -64,7 +64,7 @@ def test_a_cache_that_another_kernel_wrote_is_only_read():
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_an_fp8_cache_rounds_only_what_was_there_before_the_chunk(cache):
     stock, ours = Served(cache=cache), Served(KEEP_ALL, cache=cache)
-    assert ours.prefill.sparse_layers
+    assert ours.engine.sparse_layers
     for number, (chunks, out, rounded) in enumerate(zip(STEPS, *map(outputs, (ours, stock)), strict=True)):
         start = 0
         for request, before, rows in chunks:
@@ -143,7 +143,7 @@ def plan_one_token_off(starts, lengths, *rest):
 
 @pytest.mark.parametrize(
     "fault",
-    [(step_module, "slots_of", slots_with_one_of_another_request), (prefill_module, "plan_step", plan_one_token_off)],
+    [(step_module, "slots_of", slots_with_one_of_another_request), (engine_module, "plan_step", plan_one_token_off)],
     ids=lambda fault: fault[1],
 )
 def test_a_planted_fault_is_caught(fault, monkeypatch):

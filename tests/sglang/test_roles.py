@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from flexmask.integrations.sglang.prefill import SGLangPrefill
+from flexmask.integrations.sglang.engine import SGLangEngine
 from tests.sglang.served import KEEP_ALL, SPARSE, Served, ServedMixture, outputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
     ],
 )
 def test_layers_that_are_not_served_have_a_reason(layer, reason):
-    assert list(Served(KEEP_ALL, **layer).prefill.roles.values()) == [reason]
+    assert list(Served(KEEP_ALL, **layer).engine.roles.values()) == [reason]
 
 
 @pytest.mark.parametrize(
@@ -48,19 +48,19 @@ def test_caches_that_are_not_served_have_a_reason(changes, reason):
     served = Served()
     for name, value in changes.items():
         setattr(served.pool, name, value)
-    made = SGLangPrefill(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
+    made = SGLangEngine(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
     assert list(made.roles.values()) == [reason]
 
 
 def test_the_attention_s_pool_of_a_mixture_decides():
     served = ServedMixture()
     served.pool.full_kv_pool.use_hnd = True
-    made = SGLangPrefill(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
+    made = SGLangEngine(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
     assert list(made.roles.values()) == ["a cache with heads before tokens"]
 
 
 def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():
-    assert not isinstance(next(iter(Served(KEEP_ALL, logit_cap=30.0).prefill.roles.values())), str)
+    assert not isinstance(next(iter(Served(KEEP_ALL, logit_cap=30.0).engine.roles.values())), str)
     stock, ours = Served(sliding_window_size=63), Served(KEEP_ALL, sliding_window_size=63)
     for out, wanted in zip(outputs(ours), outputs(stock), strict=True):
         assert torch.equal(out, wanted)
@@ -79,7 +79,7 @@ class Noting(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang is not the
 
 def test_what_runs_stock_is_logged_once(caplog):
     ours = Served(SPARSE, stock=Noting)
-    ours.prefill.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
+    ours.engine.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
     for _ in range(2):
         ours.step([(0, 0, 200)])
     assert ours.backend.calls == []
@@ -102,7 +102,7 @@ def test_what_runs_stock_is_logged_once(caplog):
         )
     ]
     # four calls of one step that was planned sparse, and the last two steps
-    assert (ours.prefill.counters.steps, ours.prefill.counters.dense_tokens) == (2, 4 * 200 + 400)
+    assert (ours.engine.counters.steps, ours.engine.counters.dense_tokens) == (2, 4 * 200 + 400)
 
 
 def test_a_step_that_its_layers_run_stock_counts_as_dense():
@@ -110,7 +110,7 @@ def test_a_step_that_its_layers_run_stock_counts_as_dense():
     for _ in range(2):
         ours.step([(0, 0, 200), (1, 0, 20)], options={"sinks": torch.ones(4)})
     assert len(ours.backend.calls) == 2
-    counters = ours.prefill.counters
+    counters = ours.engine.counters
     assert (counters.steps, counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, 440, None)
 
 
@@ -120,27 +120,27 @@ def test_layers_that_the_model_hides_are_logged_and_not_served(caplog):
     served = Served()
     served.runner.model = torch.nn.Module()
     served.runner.model.attention_instances = {0: served.model.attn}
-    prefill = SGLangPrefill(served.runner, ServingOptions(SPARSE, "torch_native"))
-    prefill.prepare((512, 512), torch.device("cpu"), torch.float32)
-    assert not prefill.sparse_layers
+    engine = SGLangEngine(served.runner, ServingOptions(SPARSE, "torch_native"))
+    engine.prepare((512, 512), torch.device("cpu"), torch.float32)
+    assert not engine.sparse_layers
     assert "flexmask runs dense: no attention layers found in this model; torch_native serves it." in caplog.text
 
 
 def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_memory():
     ours = Served(SPARSE)
-    counters = ours.prefill.counters
+    counters = ours.engine.counters
     # memory that graphs must not take, until they are captured
-    ours.prefill._held = torch.empty(1)
+    ours.engine._held = torch.empty(1)
     ours.step([(0, 0, 200)], rids=None)
-    assert ours.prefill._held is not None
+    assert ours.engine._held is not None
     assert (counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, None)
     ours.step([(0, 0, 200), (1, 0, 20)])
-    assert ours.prefill._held is None
+    assert ours.engine._held is None
     ours.step([(0, 200, 1)], ForwardMode.DECODE)
     assert (counters.steps, counters.sparse_tokens, counters.dense_tokens) == (1, 200, 20)
     assert counters.density is not None
     # planned, and then replayed in a graph
     ours.step([(0, 0, 200)])
-    assert ours.prefill.planned is not None
+    assert ours.engine.planned is not None
     ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
-    assert ours.prefill.planned is None
+    assert ours.engine.planned is None

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.integrations.serving.prefill import Prefill
-from flexmask.integrations.sglang.prefill import SGLangPrefill
+from flexmask.integrations.sglang.engine import SGLangEngine
 from flexmask.integrations.sglang.step import STOCK_FIELDS, stock_reason
 from flexmask.settings import PrefillSettings
 
@@ -44,11 +44,11 @@ def batch_of(rows=ROWS, before=BEFORE, mode="MIXED", **others):
     )
 
 
-class Model(SGLangPrefill):
+class Model(SGLangEngine):
     """A model without layers."""
 
     def __init__(self):
-        Prefill.__init__(self, ServingOptions(SETTINGS, least_rows=32), logging.getLogger("tests"))
+        Engine.__init__(self, ServingOptions(SETTINGS, least_rows=32), logging.getLogger("tests"))
         self.chosen, self.req_to_token = {}, torch.zeros(8, 1024, dtype=torch.int32)
         self._translator = self._held = None
 

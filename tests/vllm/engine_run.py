@@ -90,12 +90,12 @@ class Asked:
 
     def with_rounded_rows(self):
         """`with_scales`, but a chunk's own keys and values come from the cache too, as in the stock backend."""
+        from flexmask.integrations.serving.engine import Engine
         from flexmask.integrations.serving.plan import SparseRequest
-        from flexmask.integrations.serving.prefill import Prefill
 
-        attend = Prefill.attend
+        attend = Engine.attend
         SparseRequest.cached_len = property(lambda request: request.seq_len)
-        Prefill.attend = lambda model, role, request, query, key, value, *rest: attend(
+        Engine.attend = lambda model, role, request, query, key, value, *rest: attend(
             model, role, request, query, key[:0], value[:0], *rest
         )
         return self.with_scales()
@@ -291,19 +291,19 @@ class Asked:
 
     def with_offset_off_by_one(self):
         """A fault: a later chunk misses the last cached token."""
-        from flexmask.integrations.serving import prefill
+        from flexmask.integrations.serving import engine
 
-        right = prefill.plan_step
+        right = engine.plan_step
 
         def wrong(starts, lengths, *rest):
             chunks = zip(starts, starts[1:], lengths, strict=False)
             return right(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
 
-        prefill.plan_step = wrong
+        engine.plan_step = wrong
         try:
             return self.odd_chunks()
         finally:
-            prefill.plan_step = right
+            engine.plan_step = right
 
 
 def latent_chunk(device):

@@ -10,7 +10,7 @@ import torch
 from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.plan import StepPlan
-from flexmask.integrations.vllm.engine import Engine, engine_of
+from flexmask.integrations.vllm.engine import VLLMEngine, engine_of
 
 GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "kv_cache_dtype": "auto"}
 
@@ -52,12 +52,12 @@ def place(monkeypatch):
 )
 def test_what_cannot_be_served_is_refused_by_name(options, parallel, error, message):
     with pytest.raises(error, match=message):
-        Engine(config_of(options, **parallel))
+        VLLMEngine(config_of(options, **parallel))
 
 
 def test_gammas_by_head_are_of_all_ranks_heads(place):
     place.rank, place.ranks = 1, 2
-    engine = Engine(config_of({"gamma": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}))
+    engine = VLLMEngine(config_of({"gamma": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}))
     role = engine.role_of("model.layers.0.attn", "a", GIVEN, {})
     assert isinstance(role, SparseLayer)
     assert role.selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
@@ -67,7 +67,7 @@ def test_gammas_by_head_are_of_all_ranks_heads(place):
 
 
 def test_roles_of_other_layers_are_reasons():
-    engine = Engine(config_of({"dense_layers": [1]}))
+    engine = VLLMEngine(config_of({"dense_layers": [1]}))
     assert engine.role_of("model.layers.1.attn", "a", GIVEN, {}) == "in dense_layers"
     assert engine.role_of("draft.layers.3.attn", "a", GIVEN, {}) == "a draft model's"
     assert engine.role_of("draft.layers.2.attn", "b", GIVEN, {}) == "a draft model's"
@@ -103,7 +103,7 @@ class NotedCounters(Counters):
         self.exported += 1
 
 
-class NotedEngine(Engine):
+class NotedEngine(VLLMEngine):
     """Notes what it starts with, and compiles nothing."""
 
     def __init__(self, config):

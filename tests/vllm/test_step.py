@@ -12,8 +12,8 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
-from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.vllm import builder as builder_module
 from flexmask.integrations.vllm import impl as impl_module
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
@@ -82,7 +82,7 @@ def written_out(query, keys, values, scale, sinks=None):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :tokens], values)
 
 
-class OneLayer(Prefill):
+class OneLayer(Engine):
     """An engine whose layer has the role of its implementation's arguments; notes the keys of its sparse requests."""
 
     chosen: Sequence[RequestOptions | None] = ()

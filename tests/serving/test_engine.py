@@ -6,16 +6,16 @@ from itertools import accumulate
 import pytest
 import torch
 
+from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
-from flexmask.integrations.serving.prefill import Prefill
 from flexmask.settings import PrefillSettings
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
 CPU = torch.device("cpu")
 
 
-class Plain(Prefill):
+class Plain(Engine):
     """An engine with one layer of grouped-query attention."""
 
     def __init__(self, layers=1, **options):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexmask.integrations.sglang.backend import largest_call, make_backend, stock_kernel
-from flexmask.integrations.sglang.prefill import MUST_BE_ONE, REFUSED, refuse_model, refuse_server
+from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED, refuse_model, refuse_server
 
 
 def server(prefill="flexmask", decode="fa3", **others):

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import StepPlan
-from flexmask.integrations.serving.prefill import Prefill
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.layers import FP8, role_of_layer
 from flexmask.integrations.sglang.options import NAME, backends_of
@@ -56,7 +56,7 @@ def refuse_model(model: Any, is_multimodal: bool) -> None:
         )
 
 
-class SGLangPrefill(Prefill):
+class SGLangEngine(Engine):
     """One model of an SGLang process.
 
     Parameters

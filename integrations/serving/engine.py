@@ -19,7 +19,7 @@ from flexmask.integrations.serving.startup import reserve, roles_line, served_ro
 Scale = Tensor | float | None
 
 
-class Prefill:
+class Engine:
     """The options, roles and counts of a model's attention layers.
 
     An engine fills `roles` (`role_of_shape`), calls `start` before the first request, `plan` in each step, `count` in each layer
