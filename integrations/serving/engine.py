@@ -49,18 +49,8 @@ class Engine:
     ) -> None:
         """Log the roles and compile, in the grad mode of requests.
 
-        Parameters
-        ----------
-        largest
-            Rows and tokens of the last chunk of the longest prompt.
-        kernel
-            The engine's name of its own.
-        policy
-            Decides which chunks run dense. Default: that of the options.
-        is_first
-            True on the rank that logs.
-        measure
-            Called with the largest call, to make it while memory is measured.
+        `largest` is the last chunk of the longest prompt, its rows and tokens; `kernel` the engine's name of its own; `is_first`
+        the rank that logs. `measure` is called with the largest call, to make it while memory is measured.
         """
         policy = policy or self.options.policy
         self.roles = served_roles(self.roles, policy, largest)
@@ -93,7 +83,7 @@ class Engine:
 
     def count(self, role: SparseLayer, plan: StepPlan, is_sparse: bool) -> None:
         """Count the tokens of a step, as planned or all of them dense; the first sparse layer counts for all."""
-        if role is next((each for each in self.roles.values() if isinstance(each, SparseLayer)), None):
+        if role is next((layer for layer in self.roles.values() if isinstance(layer, SparseLayer)), None):
             sparse = plan.sparse_tokens if is_sparse else 0
             self.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
 
@@ -115,7 +105,7 @@ class Engine:
         `query`, `key` and `value` are the chunk's, (rows, heads, dim); `cached` are keys and values of the tokens before it, as
         `after_cached` takes them with `scales` and `skipped`.
         """
-        keys, values = (after_cached(*each, skipped) for each in zip(cached, (key, value), scales, strict=True))
+        keys, values = (after_cached(*parts, skipped) for parts in zip(cached, (key, value), scales, strict=True))
         return self.attend_to(role, request, query, keys, values, sinks, is_counted)
 
     def attend_to(

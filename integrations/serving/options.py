@@ -11,40 +11,26 @@ from flexmask.dense_policy import DensePolicy
 from flexmask.found_settings import found_settings
 from flexmask.settings import PrefillSettings
 
-_OWN = ("kernel", "file", "least_rows", "count_density", "log_every")
+_FIELDS = ("kernel", "file", "least_rows", "count_density", "log_every")
 # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/serving.md)
 LEAST_ROWS = 1024
 # of a request's options
-PREFIX = "flexmask_"
+_PREFIX = "flexmask_"
 GAMMA, DENSE = "flexmask_gamma", "flexmask_dense"
+# what an engine's front end has read of them, among the parameters that it hands on; a request that sends this name is refused
+_READ = "flexmask_read"
 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """Options of one engine.
-
-    Attributes
-    ----------
-    kernel
-        The engine's name of its backend for everything that is not sparse. vLLM's CPU build ignores it.
-    least_rows
-        Chunks of fewer rows run dense; at least block_size. Default None: `LEAST_ROWS`; with ``dense_below=0``
-        block_size.
-    count_density
-        Sum the density of sparse calls on the device, for the log. Default True.
-    log_every
-        Seconds, > 0, default 60: least time between logs of the counters, which wait for the device, in steps that prefill. One
-        more log comes at shutdown if the engine leaves time.
-    source
-        Origin of the settings, for the log.
-    """
+    """Options of one engine."""
 
     settings: PrefillSettings
-    kernel: str = ""
-    least_rows: int | None = None
-    count_density: bool = True
-    log_every: float = 60.0
-    source: str = "defaults"
+    kernel: str = ""  # the engine's name of its backend for everything that is not sparse; vLLM's CPU build ignores it
+    least_rows: int | None = None  # chunks of fewer run dense; None: `LEAST_ROWS`, with dense_below=0 block_size
+    count_density: bool = True  # of sparse calls, summed on the device, for the log
+    log_every: float = 60.0  # seconds at least between logs of the counters, which wait for the device, in steps that prefill
+    source: str = "defaults"  # of the settings, for the log
 
     @property
     def policy(self) -> DensePolicy:
@@ -69,30 +55,30 @@ def read_options(
     given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict of options; got {type(given).__name__}")
-    own = {"kernel": kernel, **{each: given[each] for each in _OWN if each in given}}
-    chosen = {each: value for each, value in given.items() if each not in _OWN}
-    path = own.pop("file", None)
-    check_word("kernel", own["kernel"], kernels)
-    if not isinstance(own.get("count_density", True), bool):
-        raise TypeError(f"count_density must be true or false; got {own['count_density']!r}")
-    if "least_rows" in own:
-        check_int("least_rows", own["least_rows"])
-        if own["least_rows"] < 0:
-            raise ValueError(f"least_rows must be >= 0; got {own['least_rows']}")
-    if "log_every" in own:
-        check_real("log_every", own["log_every"])
-        if own["log_every"] <= 0:
-            raise ValueError(f"log_every must be > 0 seconds; got {own['log_every']}")
+    fields = {"kernel": kernel, **{name: given[name] for name in _FIELDS if name in given}}
+    chosen = {name: value for name, value in given.items() if name not in _FIELDS}
+    path = fields.pop("file", None)
+    check_word("kernel", fields["kernel"], kernels)
+    if not isinstance(fields.get("count_density", True), bool):
+        raise TypeError(f"count_density must be true or false; got {fields['count_density']!r}")
+    if "least_rows" in fields:
+        check_int("least_rows", fields["least_rows"])
+        if fields["least_rows"] < 0:
+            raise ValueError(f"least_rows must be >= 0; got {fields['least_rows']}")
+    if "log_every" in fields:
+        check_real("log_every", fields["log_every"])
+        if fields["log_every"] <= 0:
+            raise ValueError(f"log_every must be > 0 seconds; got {fields['log_every']}")
     # a model of several parts keeps its language model's config inside
     text = getattr(model_config, "get_text_config", lambda: model_config)()
     settings, found = found_settings(_named(chosen, path, name), model_config, text)
     sources = {"named": path or source, "config": "the model's config.json"}
-    return ServingOptions(settings=settings, source=sources.get(found, found), **own)
+    return ServingOptions(settings=settings, source=sources.get(found, found), **fields)
 
 
 def _named(chosen: dict[str, Any], path: Any, name: str) -> PrefillSettings | None:
     if path is None:
-        return PrefillSettings.from_dict(chosen, name, _OWN) if chosen else None
+        return PrefillSettings.from_dict(chosen, name, _FIELDS) if chosen else None
     if not isinstance(path, str):
         raise TypeError(f"file must be a path; got {type(path).__name__}")
     if chosen:
@@ -111,17 +97,31 @@ class RequestOptions(NamedTuple):
         """Of the engine's keys for cached prefixes: keys and values depend on these options."""
         return "flexmask dense" if self.dense else f"flexmask gamma {self.gamma!r}"
 
+    def noted(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A request's parameters with these options as `noted_options` reads them."""
+        return {**given, _READ: list(self)}
+
+
+def noted_options(given: Mapping[str, Any] | None) -> RequestOptions | None:
+    """The options that an engine's front end has read of a request, among its parameters."""
+    read = (given or {}).get(_READ)
+    return None if read is None else RequestOptions(*read)
+
+
+def has_options(given: Mapping[str, Any] | None) -> bool:
+    return any(name.startswith(_PREFIX) for name in given or ())
+
 
 def request_options(given: Any, settings: PrefillSettings) -> RequestOptions | None:
     """Read a request's options among the names that it `given`; None if they are the server's.
 
     Raises ValueError, which engines answer the request with, for unknown names with our prefix and for values out of range.
     """
-    own = {name: value for name, value in given.items() if name.startswith(PREFIX)} if isinstance(given, Mapping) else {}
-    unknown = sorted(own.keys() - {GAMMA, DENSE})
+    given = given if isinstance(given, Mapping) else {}
+    unknown = sorted(name for name in given if name.startswith(_PREFIX) and name not in (GAMMA, DENSE))
     if unknown:
         raise ValueError(f"a request takes {GAMMA} and {DENSE}; got {unknown[0]!r}")
-    gamma, dense = own.get(GAMMA), own.get(DENSE, False)
+    gamma, dense = given.get(GAMMA), given.get(DENSE, False)
     if dense not in (False, True):  # JSON of some engines has no booleans: 0 and 1
         raise ValueError(f"{DENSE} must be true or false; got {dense!r}")
     if gamma is not None:
@@ -135,6 +135,6 @@ def request_options(given: Any, settings: PrefillSettings) -> RequestOptions | N
         try:
             selector.method.checked(selector.block_size, {**selector.options, "gamma": gamma})
         except ValueError as error:
-            raise ValueError(f"{PREFIX}{error}") from None
+            raise ValueError(f"{_PREFIX}{error}") from None
         return RequestOptions(gamma=float(gamma))
     return RequestOptions(dense=True) if dense else None

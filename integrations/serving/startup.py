@@ -1,8 +1,9 @@
-"""Work before the first request: the log line, compilation, the largest call."""
+"""Work before the first request: the log line, sizes of the calls that compile everything, the largest call."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
@@ -13,14 +14,19 @@ from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.counters import IN_EVERY_STEP, IN_SOME_STEPS
 from flexmask.integrations.serving.layers import SparseLayer, attend
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.integrations.serving.warm_sizes import warm_sizes
+from flexmask.warming import MANY_BLOCKS
 
 Name = TypeVar("Name")
+Size = tuple[int, int]
+# tokens, as in flexmask.warmup; the second length makes sizes dynamic
+_LENGTHS = (1100, 2300)
+# rows; FlexAttention compiles shorter calls separately
+_SHORT = 128
+# lengths tried for the number of heads per mask
+_STEPS = 64
 
 
-def served_roles(
-    roles: Mapping[Name, SparseLayer | str], policy: DensePolicy, largest: tuple[int, int]
-) -> dict[Name, SparseLayer | str]:
+def served_roles(roles: Mapping[Name, SparseLayer | str], policy: DensePolicy, largest: Size) -> dict[Name, SparseLayer | str]:
     """The roles; all dense if even the largest call (rows, tokens) would run dense."""
     reason = policy.by_size(*largest)
     if reason is None:
@@ -39,10 +45,7 @@ def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, ke
         line += f" ({_method(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least {rows} rows"
         line += f", on FlexAttention's backend {options.settings.backend!r}"
     line += f"; {kernel} serves all else. Settings: {options.source}."
-    reasons: dict[str, int] = {}
-    for role in roles:
-        if isinstance(role, str):
-            reasons[role] = reasons.get(role, 0) + 1
+    reasons = Counter(role for role in roles if isinstance(role, str))
     if reasons:
         line += f" Dense: {'; '.join(f'{number} layers ({reason})' for reason, number in reasons.items())}."
     return line
@@ -54,19 +57,17 @@ def _method(layers: Iterable[SparseLayer]) -> str:
     method = selectors[0].method
     parts = [method.name]
     for name, default in method.defaults.items():
-        found = [each.options[name] for each in selectors]
+        values = [selector.options[name] for selector in selectors]
         if name in method.shares:
-            values = [float(share) for value in found for share in (value if isinstance(value, tuple) else (value,))]
-            low, high = min(values), max(values)
+            shares = [float(share) for value in values for share in (value if isinstance(value, tuple) else (value,))]
+            low, high = min(shares), max(shares)
             parts.append(f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g} by layer or head")
-        elif any(value != default for value in found):
-            parts.append(f"{name} {found[0]}" if all(value == found[0] for value in found) else f"{name} by layer")
+        elif any(value != default for value in values):
+            parts.append(f"{name} {values[0]}" if all(value == values[0] for value in values) else f"{name} by layer")
     return ", ".join(parts)
 
 
-def warm_up(
-    layers: Iterable[SparseLayer], largest: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
-) -> float:
+def warm_up(layers: Iterable[SparseLayer], largest: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> float:
     """Compile once per variant of the layers; returns seconds."""
     start = time.perf_counter()
     for layer in _variants(layers):
@@ -78,9 +79,7 @@ def warm_up(
     return time.perf_counter() - start
 
 
-def reserve(
-    layers: Iterable[SparseLayer], size: tuple[int, int], device: torch.device, dtype: torch.dtype, count_density: bool
-) -> None:
+def reserve(layers: Iterable[SparseLayer], size: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> None:
     """Make the largest call while the gathered keys and values take memory, on CUDA."""
     for layer in _variants(layers):
         # an upper bound, since the gathered rows are freed before attention runs. The call's query stands for the one copy of a
@@ -100,7 +99,7 @@ def bytes_of(call: Callable[[], object], device: torch.device) -> int:
 
 
 def call_of_size(
-    layer: SparseLayer, size: tuple[int, int], device: torch.device, dtype: torch.dtype, statistics: tuple[str, ...] = ()
+    layer: SparseLayer, size: Size, device: torch.device, dtype: torch.dtype, statistics: tuple[str, ...] = ()
 ) -> Tensor:
     rows, tokens = size
     random = torch.Generator(device).manual_seed(0)
@@ -114,4 +113,50 @@ def call_of_size(
 
 
 def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:
-    return list({each.variant: each for each in layers}.values())
+    return list({layer.variant: layer for layer in layers}.values())
+
+
+def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
+    """Whole prompts and chunks of each kind; long ones do not exceed `largest`."""
+    sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)] + _short_sizes(layer)
+    if device.type == "cuda":
+        longest = [min(blocks * layer.selector.block_size, largest[1]) for blocks in MANY_BLOCKS]
+        sizes += [(min(rows, largest[0]), length) for length in longest for rows in (length, length // 2)]
+        sizes += grouped_sizes(layer, largest, device)
+    return list(dict.fromkeys(sizes))
+
+
+def _short_sizes(layer: SparseLayer) -> list[Size]:
+    """Chunks of one block, whose size torch compiles as a constant, and below `_SHORT`."""
+    block = layer.selector.block_size
+    lengths = [block] if block >= _SHORT else [block, _SHORT - 1]
+    whole = [(rows, rows) for rows in lengths if rows >= layer.dense_below]
+    return [(rows, _LENGTHS[0]) for rows in lengths] + whole
+
+
+def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
+    """Two calls per number of heads that `max_mask_bytes` gives long calls; the first compiles for its exact size."""
+    block, (most_rows, most_tokens) = layer.selector.block_size, largest
+    by_kind: dict[tuple[int, bool], list[Size]] = {}
+    step = max(most_tokens // _STEPS, 2 * block)
+    for tokens in range(most_tokens, 4 * block, -step):
+        whole = [(tokens, tokens)] if tokens <= most_rows else []
+        for size in (*whole, (min(most_rows, tokens - 2 * block), tokens)):
+            heads = heads_together(layer, size, device)
+            if heads < layer.num_heads:
+                by_kind.setdefault((heads, size[0] == tokens), []).append(size)
+    # the middle, where a shorter call is of the same kind
+    middle = [sizes[(len(sizes) - 1) // 2] for sizes in by_kind.values()]
+    return [call for rows, tokens in middle for call in ((rows, tokens), _shorter(rows, tokens, block))]
+
+
+def _shorter(rows: int, tokens: int, block: int) -> Size:
+    """A call of the same kind, shorter by different numbers of blocks."""
+    return (rows - block, tokens - block) if rows == tokens else (max(rows - 2 * block, rows // 2), tokens - block)
+
+
+def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:
+    """Query heads per mask."""
+    inputs = layer.inputs_of(*size, device)
+    group = layer.selector.for_inputs(inputs).groups(inputs, layer.call_options.max_mask_bytes)[0]
+    return group.query.stop - group.query.start

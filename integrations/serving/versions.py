@@ -21,7 +21,7 @@ def check_release(engine: str, version: str, run: Collection[tuple[int, ...]], f
     Returns a warning for a newer release, None for one in `run`.
     """
     release = release_of(version, len(max(run)))
-    releases = ", ".join(".".join(map(str, each)) for each in sorted(run))
+    releases = ", ".join(".".join(map(str, known)) for known in sorted(run))
     start = f"flexmask was run with {engine} {releases}; got {version}"
     if release not in run and release < max(run):
         raise ImportError(f"{start}, which it was not run with")
@@ -37,10 +37,19 @@ def check_release(engine: str, version: str, run: Collection[tuple[int, ...]], f
 
 def wrong_arguments(name: str, function: Any, wanted: tuple[str | None, ...]) -> list[str]:
     """One fault unless a function's first arguments have these names, None for any."""
-    found = [] if function is None else [each for each in inspect.signature(function).parameters if each != "self"]
-    if len(found) >= len(wanted) and all(each in (None, got) for each, got in zip(wanted, found, strict=False)):
+    names = [] if function is None else [argument for argument in inspect.signature(function).parameters if argument != "self"]
+    if len(names) >= len(wanted) and all(wish in (None, got) for wish, got in zip(wanted, names, strict=False)):
         return []
-    return [f"{name} must take {', '.join(each or '...' for each in wanted)}; got {', '.join(found) or 'none'}"]
+    return [f"{name} must take {', '.join(wish or '...' for wish in wanted)}; got {', '.join(names) or 'none'}"]
+
+
+def wrong_functions(holders: dict[str, Any], wanted: dict[str, tuple[str | None, ...]]) -> list[str]:
+    """`wrong_arguments` of functions by ``holder.name``, where `holders` has the modules and classes that hold them."""
+    faults = []
+    for name, arguments in wanted.items():
+        holder, _, attribute = name.rpartition(".")
+        faults += wrong_arguments(name, getattr(holders[holder], attribute, None), arguments)
+    return faults
 
 
 def absent_names(owner: str, wanted: set[str], names: Collection[str]) -> list[str]:
@@ -52,10 +61,10 @@ def absent_names(owner: str, wanted: set[str], names: Collection[str]) -> list[s
 def names_in(owner: Any, function: str) -> set[str]:
     """Attributes that a function of a module or class, or of the class's bases, reads or sets."""
     owners = owner.__mro__ if isinstance(owner, type) else (owner,)
-    found = [getattr(vars(each).get(function), "__code__", None) for each in owners]
-    return {name for code in found if code is not None for name in code.co_names}
+    codes = [getattr(vars(holder).get(function), "__code__", None) for holder in owners]
+    return {name for code in codes if code is not None for name in code.co_names}
 
 
 def fields_of(cls: Any) -> set[str]:
     """Of a dataclass, or of a struct of msgspec."""
-    return set(getattr(cls, "__struct_fields__", ())) or {each.name for each in dataclasses.fields(cls)}
+    return set(getattr(cls, "__struct_fields__", ())) or {field.name for field in dataclasses.fields(cls)}

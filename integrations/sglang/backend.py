@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.versions import check_release
-from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server
+from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, backends_of, resolved, serving_options
-from flexmask.integrations.sglang.requests import tell_requests
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import RUN, interface_faults
 
@@ -23,12 +22,8 @@ _log = logging.getLogger("sglang.flexmask")
 def make_backend(runner: Any) -> Any:
     """Make the backend of one of SGLang's ModelRunners; a draft model gets the stock backend.
 
-    Raises
-    ------
-    ImportError
-        For a release with other interfaces, or older than those that were run.
-    TypeError, ValueError
-        For wrong options, and for servers and models that are not served.
+    Raises ImportError for a release with other interfaces or older than those that were run, TypeError or ValueError for wrong
+    options, and for servers and models that are not served.
     """
     import sglang
     from sglang.srt.distributed.parallel_state import (
@@ -121,17 +116,57 @@ class SparsePrefill:
     ) -> Tensor:
         """Attention of the prompts of one step; see the stock backend."""
         stock: Any = super()
-        model, step = self.flexmask, self.flexmask_step
-        role = model.roles.get(layer)  # None: not the model's
+        engine, step = self.flexmask, self.flexmask_step
+        role = engine.roles.get(layer)  # None: not the model's
         if isinstance(role, SparseLayer) and forward_batch.forward_mode.name in PROMPTS:
             reason = None if step is None else _stock_reason(step, k, v, forward_batch, options)
             if reason is not None:
-                model.counters.warn_once(reason)
-            if model.planned is not None:
-                model.count(role, model.planned, is_sparse=step is not None and reason is None)
+                engine.counters.warn_once(reason)
+            if engine.planned is not None:
+                engine.count(role, engine.planned, is_sparse=step is not None and reason is None)
             if step is not None and k is not None and v is not None and reason is None:
-                return attend_by_plan(model, self.flexmask_others, step, role, (q, k, v), layer, forward_batch, save_kv_cache)
+                return self._attend_by_plan(step, role, (q, k, v), layer, forward_batch, save_kv_cache)
         out: Tensor = stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        return out
+
+    def _attend_by_plan(
+        self,
+        step: Step,
+        role: SparseLayer,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> Tensor:
+        """Attention of one layer in a step with sparse requests, in the shape of the queries.
+
+        Keys and values go to the cache unless another kernel wrote them, with ``save_kv_cache=False``.
+        """
+        (q, k, v), engine = qkv, self.flexmask
+        query = q.reshape(-1, role.num_heads, role.head_dim)
+        key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
+        # of SGLang's, where it calls layers between pieces of a graph
+        out = getattr(forward_batch, "_attn_output", None)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        by_head = out.view(query.shape)
+        if step.stock_rows is not None:
+            rows = step.stock_rows
+            stock_out = self.flexmask_others.forward_extend(q[rows], k[rows], v[rows], layer, step.stock_batch, save_kv_cache)
+            by_head[rows] = stock_out.view(-1, *query.shape[1:])
+        pool, scales = engine.pool, engine.scales(layer)
+        for request, slots in zip(step.plan.sparse, step.slots, strict=True):
+            rows_of_chunk = slice(request.start, request.stop)
+            chunk = (query[rows_of_chunk], key[rows_of_chunk], value[rows_of_chunk])
+            if save_kv_cache:
+                # the pool divides by scales in place
+                written = (x if scales is None else x.clone() for x in chunk[1:])
+                pool.set_kv_buffer(layer, forward_batch.out_cache_loc[rows_of_chunk], *written, *(scales or ()))
+            reads = (pool.get_key_buffer, pool.get_value_buffer)
+            keys, values = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
+            by_head[rows_of_chunk] = engine.attend(
+                role, request, *chunk, (keys, values), scales or (None, None), is_counted=engine.planned is not None
+            )
+        by_head[step.rows :] = 0  # padding
         return out
 
 
@@ -143,44 +178,3 @@ def _stock_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mappi
         return "layers get no keys and values"
     given = [name for name, value in options.items() if value is not None]
     return f"layers are called with {', '.join(given)}" if given else None
-
-
-def attend_by_plan(
-    engine: SGLangEngine,
-    others: Any,
-    step: Step,
-    role: SparseLayer,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool = True,
-) -> Tensor:
-    """Attention of one layer in a step with sparse requests.
-
-    `qkv` are the step's queries, keys and values as the layer got them; the output has the shape of the queries. Keys and values
-    go to the cache unless another kernel wrote them, with ``save_kv_cache=False``.
-    """
-    q, k, v = qkv
-    query = q.reshape(-1, role.num_heads, role.head_dim)
-    key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
-    # of SGLang's, where it calls layers between pieces of a graph
-    out = getattr(forward_batch, "_attn_output", None)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    by_head = out.view(query.shape)
-    if step.stock_rows is not None:
-        rows = step.stock_rows
-        stock_out = others.forward_extend(q[rows], k[rows], v[rows], layer, step.stock_batch, save_kv_cache)
-        by_head[rows] = stock_out.view(-1, *query.shape[1:])
-    pool, scales = engine.pool, engine.scales(layer)
-    for request, slots in zip(step.plan.sparse, step.slots, strict=True):
-        chunk = slice(request.start, request.stop)
-        if save_kv_cache:
-            # the pool divides by scales in place
-            written = (x[chunk] if scales is None else x[chunk].clone() for x in (key, value))
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc[chunk], *written, *(scales or ()))
-        reads = (pool.get_key_buffer, pool.get_value_buffer)
-        keys, values = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
-        own, is_counted = (query[chunk], key[chunk], value[chunk]), engine.planned is not None
-        by_head[chunk] = engine.attend(role, request, *own, (keys, values), scales or (None, None), is_counted=is_counted)
-    by_head[step.rows :] = 0  # padding
-    return out

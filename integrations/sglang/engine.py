@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.options import RequestOptions, ServingOptions
+from flexmask.integrations.serving.options import RequestOptions, ServingOptions, noted_options
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.layers import FP8, role_of_layer
@@ -59,19 +59,8 @@ def refuse_model(model: Any, is_multimodal: bool) -> None:
 class SGLangEngine(Engine):
     """One model of an SGLang process.
 
-    Parameters
-    ----------
-    runner
-        SGLang's ModelRunner, its model and its cache made.
-    options
-        Read and checked.
-    rank, ranks
-        Of the tensor-parallel group.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For options by head or by layer that do not fit the model.
+    `runner` is SGLang's ModelRunner, its model and its cache made; `rank` is of the tensor-parallel group. Raises TypeError or
+    ValueError for options by head or by layer that do not fit the model.
     """
 
     def __init__(self, runner: Any, options: ServingOptions, rank: int = 0, ranks: int = 1) -> None:
@@ -140,4 +129,19 @@ class SGLangEngine(Engine):
         if self.pool.dtype not in FP8 or self.options.kernel == "torch_native":
             return None
         scales = (layer.k_scale, layer.v_scale)
-        return None if any(each is None for each in scales) else scales
+        return None if any(scale is None for scale in scales) else scales
+
+
+def tell_requests(chosen: dict[str, RequestOptions]) -> None:
+    """Make SGLang fill `chosen`, by request id, with the options of the requests of each batch."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    def tell(made: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> None:
+        chosen.clear()
+        for request in batch.reqs or ():
+            options = noted_options(request.sampling_params.custom_params)
+            if options is not None:
+                chosen[request.rid] = options
+
+    HookRegistry.register("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", tell)
+    HookRegistry.apply_hooks()

@@ -1,4 +1,4 @@
-"""The role of one of SGLang's attention layers: sparse prefill with these options, or SGLang's own kernel for this reason."""
+"""The role of one of SGLang's attention layers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def role_of_layer(
     layer: Any, pool: Any, settings: PrefillSettings, dtype: torch.dtype, rank: int = 0, ranks: int = 1
 ) -> SparseLayer | str:
-    """The role of one ``RadixAttention`` of a rank, whose keys and values are in `pool`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `role_of_shape` does.
-    """
+    """The role of one ``RadixAttention`` of a rank, whose keys and values are in `pool`. Raises as `role_of_shape`."""
     reason = _reason(layer, pool, dtype)
     if reason is not None:
         return reason

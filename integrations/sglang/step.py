@@ -46,7 +46,7 @@ class Step(NamedTuple):
 def lengths_of(forward_batch: Any) -> tuple[list[int], list[int]] | None:
     """Rows and cached tokens of each request, if the host has them."""
     rows, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-    return None if rows is None or cached is None else ([int(each) for each in rows], [int(each) for each in cached])
+    return None if rows is None or cached is None else ([int(number) for number in rows], [int(number) for number in cached])
 
 
 def stock_reason(forward_batch: Any) -> str | None:
@@ -74,7 +74,7 @@ def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:
     lengths = lengths_of(forward_batch)
     assert lengths is not None
     indices = forward_batch.req_pool_indices
-    slots = tuple(slots_of(req_to_token, indices, each.batch_index, each.cached_len) for each in plan.sparse)
+    slots = tuple(slots_of(req_to_token, indices, x.batch_index, x.cached_len) for x in plan.sparse)
     if not plan.stock:
         return Step(plan, slots, None, None, lengths)
     requests = list(chain.from_iterable(range(run.first, run.last) for run in plan.stock))
@@ -118,7 +118,7 @@ def part_of(forward_batch: Any, requests: Sequence[int], rows: slice | Tensor) -
     for name in _LISTS:
         value = getattr(part, name, None)
         if value is not None:
-            setattr(part, name, [value[each] for each in requests])
+            setattr(part, name, [value[request] for request in requests])
     part.batch_size = len(requests)
     lengths = [a + b for a, b in zip(part.extend_prefix_lens_cpu, part.extend_seq_lens_cpu, strict=True)]
     part.seq_lens_sum = sum(lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_arguments
+from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_functions
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED
 
 RUN: dict[tuple[int, ...], str] = {
@@ -52,13 +52,8 @@ def interface_faults(stock: Any) -> list[str]:
 
     holders = {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager}
     holders |= {"pool": MHATokenToKVPool, "mixture": HybridLinearKVPool}
-    faults = []
-    for name, wanted in _FUNCTIONS.items():
-        owner, _, attribute = name.partition(".")
-        holder = holders[owner]
-        faults += wrong_arguments(name, getattr(holder, attribute, None), wanted)
-    fields = fields_of(ForwardBatch)
-    faults += absent_names("ForwardBatch", _FIELDS, fields)
+    faults = wrong_functions(holders, _FUNCTIONS)
+    faults += absent_names("ForwardBatch", _FIELDS, fields_of(ForwardBatch))
     faults += absent_names("ForwardMode", {"EXTEND", "MIXED"}, ForwardMode.__members__)
     faults += absent_names("ServerArgs", _SERVER_ARGS, fields_of(ServerArgs))
     arguments = set(inspect.signature(RadixAttention).parameters) - _MORE_LAYER_ARGUMENTS

@@ -11,7 +11,7 @@ from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.vllm.engine import engine_of
 from flexmask.integrations.vllm.pages import PageTable
-from flexmask.integrations.vllm.requests import tell_requests
+from flexmask.integrations.vllm.registration import tell_requests
 
 
 class SparseStep(NamedTuple):
@@ -80,9 +80,7 @@ class SparsePrefillBuilder:
             slices = [UBatchSlice(slice(run.first, run.last), slice(run.start, run.stop)) for run in plan.stock]
             parts = [self._part(stock.build, part) for part in split_attn_metadata(slices, common_attn_metadata)]
         pages = common_attn_metadata.block_table_tensor
-        page_tables = tuple(
-            PageTable(pages[each.batch_index], each.cached_len) if each.cached_len else None for each in plan.sparse
-        )
+        page_tables = tuple(PageTable(pages[x.batch_index], x.cached_len) if x.cached_len else None for x in plan.sparse)
         metadata.flexmask_step = SparseStep(plan, tuple(parts), page_tables)
         return metadata
 
@@ -91,12 +89,11 @@ class SparsePrefillBuilder:
         return build(0, common, True)
 
     def _plan(self, common: Any, metadata: Any) -> StepPlan:
-        num_reqs, reason = common.num_reqs, stock_reason(common)
+        num_reqs = common.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
-        seq_lens, is_prefilling = (
-            None if each is None else each[:num_reqs].tolist() for each in (common.seq_lens_cpu_upper_bound, common.is_prefilling)
-        )
-        return self._engine.plan(starts, seq_lens, reason, is_prefilling, self._engine.chosen, self._policy)
+        of_requests = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
+        seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in of_requests)
+        return self._engine.plan(starts, seq_lens, stock_reason(common), is_prefilling, self._engine.chosen, self._policy)
 
 
 def stock_reason(common: Any) -> str | None:

@@ -60,11 +60,9 @@ class VLLMEngine(Engine):
     def role_of(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
         """The role of a layer whose implementation got the arguments `given`; `model` is a path."""
         with _LOCK:
-            role = self.roles.get(name)
-            if role is None:
-                role = self._role(name, model, given, defaults)
-                self.roles[name] = role
-        return role
+            if name not in self.roles:
+                self.roles[name] = self._role(name, model, given, defaults)
+            return self.roles[name]
 
     def _role(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
         number, target = layer_number(name), self._vllm_config.model_config
@@ -101,7 +99,7 @@ class VLLMEngine(Engine):
         """Least rows of a sparse chunk: more than latent attention decodes."""
         served = [layer for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")]
         latent = {layer.attn_backend.get_builder_cls() for layer in served if layer.attn_backend.is_mla()}
-        return max([self.options.policy.least_rows, *(_decoded_rows(each, self._vllm_config) + 1 for each in latent)])
+        return max([self.options.policy.least_rows, *(_decoded_rows(builder, self._vllm_config) + 1 for builder in latent)])
 
     def _settle_all(self) -> str:
         """Returns the name of the stock kernel."""

@@ -32,10 +32,10 @@ class FindsItsRole:
         stock: Any = super()
         signature = inspect.signature(stock.__init__)
         bound = signature.bind(*arguments, **options).arguments
-        keywords = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), None)
+        keywords = next((name for name, x in signature.parameters.items() if x.kind is x.VAR_KEYWORD), None)
         rest = bound.pop(keywords, {}) if keywords else {}
         self._given = {**bound, **rest}
-        self._defaults = {name: each.default for name, each in signature.parameters.items()}
+        self._defaults = {name: x.default for name, x in signature.parameters.items()}
 
     def flexmask_role(self, name: str) -> SparseLayer | str:
         if self._role is None:
@@ -97,15 +97,17 @@ class SparsePrefillImpl(FindsItsRole):
             rows = slice(request.start, request.stop)
             # vLLM frees pages before the window of the first row
             skipped = 0 if role.window is None else max(0, request.cached_len - role.window + 1)
-            found = (None, None) if page_table is None else self.flexmask_gather(layer, kv_cache, page_table.since(skipped))
-            keys, values = (None if each is None else in_fp8(each, cache) for each in found)
+            cached: tuple[Tensor | None, Tensor | None] = (None, None)
+            if page_table is not None:
+                keys, values = self.flexmask_gather(layer, kv_cache, page_table.since(skipped))
+                cached = in_fp8(keys, cache), in_fp8(values, cache)
             queries = query[rows]
             if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)
                 by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.groups, 0)
                 queries = in_fp8(queries, cache).to(output.dtype).mul_(by_head)
-            own = (queries, key[rows], value[rows])
-            output[rows] = self._engine.attend(role, request, *own, (keys, values), cache_scales, skipped, sinks)
+            chunk = (queries, key[rows], value[rows])
+            output[rows] = self._engine.attend(role, request, *chunk, cached, cache_scales, skipped, sinks)
         return output
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:

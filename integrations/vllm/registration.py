@@ -1,12 +1,18 @@
-"""The entry point ``vllm.general_plugins: flexmask``: it registers names, and reads the options of requests."""
+"""The entry point ``vllm.general_plugins: flexmask``: it registers names, and reads the options of requests.
+
+vLLM's front end reads the options of single requests, and its model runner tells them to the engine.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from typing import Any
 
-from flexmask.integrations.vllm.engine import CPU_VARIABLE
-from flexmask.integrations.vllm.requests import read_requests
+from flexmask.integrations.serving.options import RequestOptions, has_options, noted_options, request_options
+from flexmask.integrations.serving.versions import wrong_arguments
+from flexmask.integrations.vllm.engine import CPU_VARIABLE, made_engine, serving_options
 
 _BACKENDS = "flexmask.integrations.vllm.backends"
 _log = logging.getLogger("vllm.flexmask")
@@ -32,3 +38,83 @@ def register() -> None:
         if "CPU_MLA" in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum.CPU_MLA, f"{_BACKENDS}.SparseCPULatentAttention")
     read_requests()
+
+
+def read_requests() -> None:
+    """Make vLLM's front end refuse wrong options of a request, and keep cached prefixes of different options apart."""
+    try:
+        from vllm.v1.engine.input_processor import InputProcessor
+    except ImportError:  # of a release that is refused where our backend is chosen
+        return
+
+    stock = InputProcessor.process_inputs
+    if hasattr(stock, "flexmask_stock"):
+        return
+
+    @functools.wraps(stock)
+    def process_inputs(self: Any, *arguments: Any, **options: Any) -> Any:
+        request = stock(self, *arguments, **options)
+        params = request.sampling_params  # a copy of the caller's
+        given = getattr(params, "extra_args", None) or {}
+        if has_options(given) and _is_selected(self.vllm_config):
+            chosen = _options_of(given, self.vllm_config)
+            if chosen is not None:
+                params.extra_args = chosen.noted(given)
+                request.cache_salt = f"{request.cache_salt or ''}{chosen.salt}"
+        return request
+
+    process_inputs.flexmask_stock = stock  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = process_inputs
+
+
+def _is_selected(vllm_config: Any) -> bool:
+    backend = vllm_config.attention_config.backend
+    return getattr(backend, "name", None) == "CUSTOM" or os.environ.get(CPU_VARIABLE) == "1"
+
+
+def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
+    from vllm.exceptions import VLLMValidationError
+
+    settings = serving_options(vllm_config.additional_config, vllm_config.model_config.hf_config).settings
+    try:
+        chosen = request_options(given, settings)
+    except ValueError as error:  # which servers answer with status 500
+        raise VLLMValidationError(str(error)) from None
+    if chosen is not None and vllm_config.parallel_config.use_ubatching:
+        raise VLLMValidationError("options of a request must be left out where vLLM overlaps batches (--enable-dbo)")
+    return chosen
+
+
+def tell_requests(vllm_config: Any) -> None:
+    """Make vLLM's model runner set `VLLMEngine.chosen` before each step; ImportError if it has other functions than these."""
+    if vllm_config.use_v2_model_runner:
+        from vllm.v1.worker.gpu import model_runner
+
+        name = "prepare_inputs"
+    else:
+        from vllm.v1.worker import gpu_model_runner as model_runner
+
+        name = "_update_states"
+    runner: Any = model_runner.GPUModelRunner
+    stock = getattr(runner, name, None)
+    faults = wrong_arguments(f"GPUModelRunner.{name}", stock, ("scheduler_output",))
+    if stock is None or faults:
+        raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
+    if hasattr(stock, "flexmask_stock"):
+        return
+
+    @functools.wraps(stock)
+    def prepare(self: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        made = stock(self, scheduler_output, *arguments, **options)
+        engine = made_engine(self.vllm_config)
+        if engine is not None:
+            requests = scheduler_output.scheduled_new_reqs
+            new = {x.req_id: noted_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
+            if name == "prepare_inputs":
+                engine.choose(new, made.req_ids, self.req_states.req_id_to_index)
+            else:
+                engine.choose(new, self.input_batch.req_ids, self.requests)
+        return made
+
+    prepare.flexmask_stock = stock  # type: ignore[attr-defined]
+    setattr(runner, name, prepare)

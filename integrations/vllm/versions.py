@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexmask.integrations.serving.versions import absent_names, fields_of, names_in, wrong_arguments
+from flexmask.integrations.serving.versions import absent_names, fields_of, names_in, wrong_arguments, wrong_functions
 
 RUN: dict[tuple[int, ...], str] = {
     (0, 26): "one and two H200s, latent attention on one, and CPUs",
@@ -53,8 +53,8 @@ _MODEL = {"use_mla", "get_total_num_hidden_layers", "hf_text_config"}
 
 def _arguments(impl: type) -> set[str]:
     """Including classes that get the rest of its keywords."""
-    made = [vars(each)["__init__"] for each in impl.__mro__ if "__init__" in vars(each) and each is not object]
-    passes = [any(each.kind is each.VAR_KEYWORD for each in inspect.signature(init).parameters.values()) for init in made]
+    made = [vars(base)["__init__"] for base in impl.__mro__ if "__init__" in vars(base) and base is not object]
+    passes = [any(x.kind is x.VAR_KEYWORD for x in inspect.signature(init).parameters.values()) for init in made]
     number = passes.index(False) + 1 if False in passes else len(made)
     return {name for init in made[:number] for name in inspect.signature(init).parameters}
 
@@ -83,13 +83,10 @@ def interface_faults(stock: Any) -> list[str]:
     from vllm.v1.worker import ubatch_utils
 
     builder, impl = stock.get_builder_cls(), stock.get_impl_cls()
-    faults = []
     is_latent = stock.is_mla()
     arguments = _ARGUMENTS | (_LATENT_ARGUMENTS if is_latent else {"sinks"})
-    for name, wanted in {**_FUNCTIONS, **(_LATENT_FUNCTIONS if is_latent else _PLAIN_FUNCTIONS)}.items():
-        owner, _, attribute = name.rpartition(".")
-        holder: Any = {"builder": builder, "impl": impl}.get(owner, ubatch_utils)
-        faults += wrong_arguments(name, getattr(holder, attribute, None), wanted)
+    holders = {"builder": builder, "impl": impl, "": ubatch_utils}
+    faults = wrong_functions(holders, {**_FUNCTIONS, **(_LATENT_FUNCTIONS if is_latent else _PLAIN_FUNCTIONS)})
     faults += absent_names("the implementation's arguments", arguments, _arguments(impl))
     faults += absent_names("the implementation", {"scale"}, names_in(impl, "__init__"))
     faults += absent_names("CommonAttentionMetadata", _FIELDS, fields_of(CommonAttentionMetadata))

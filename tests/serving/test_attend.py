@@ -8,8 +8,15 @@ import torch
 from flexmask import sparse_attention
 from flexmask.integrations.serving.counters import IN_SOME_STEPS
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend, role_of_shape
-from flexmask.integrations.serving.startup import bytes_of, call_of_size, reserve, warm_up
-from flexmask.integrations.serving.warm_sizes import grouped_sizes, heads_together, warm_sizes
+from flexmask.integrations.serving.startup import (
+    bytes_of,
+    call_of_size,
+    grouped_sizes,
+    heads_together,
+    reserve,
+    warm_sizes,
+    warm_up,
+)
 from flexmask.settings import PrefillSettings
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)

@@ -12,7 +12,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from flexmask.integrations.serving.options import RequestOptions
 from flexmask.integrations.vllm import engine as engine_module
-from flexmask.integrations.vllm.requests import read_requests, tell_requests
+from flexmask.integrations.vllm.registration import read_requests, tell_requests
 
 
 def config_of(backend="CUSTOM", use_ubatching=False, **others):
