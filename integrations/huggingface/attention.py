@@ -1,7 +1,7 @@
 """The attention function of transformers: sparse for prefills, dense for decoding.
 
 The way of a call: `attention_entry` (registration.py), which transformers calls -> `attention` -> `checked_call` (refusals.py) ->
-`serve` -> `prefill_call`, under the block that is open (session.py) or the config's settings ->
+`serve` -> `prefill_call`, under the scope that is open (session.py) or the config's settings ->
 `PrefillCall.attention` (call.py) -> `attend` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
 """
 
@@ -25,7 +25,7 @@ from flexmask.integrations.huggingface.mask import PrefillPass
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.refusals import checked_call
-from flexmask.integrations.huggingface.session import block_of
+from flexmask.integrations.huggingface.session import scope_of
 
 
 def attention(
@@ -76,22 +76,22 @@ def serve(
 
 
 def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
-    """A module's call under the settings of the block that serves it, else of the process or the config.
+    """A module's call under the settings of the scope that serves it, else of the process or the config.
 
     `tokens` and `prefill` are `PrefillMask.tokens` and `PrefillMask.prefill`.
     """
-    block, num_heads = block_of(module), inputs.query.shape[1]
+    scope, num_heads = scope_of(module), inputs.query.shape[1]
     if prefill is not None:
-        block = prefill.block(block)
-    if block is None:
+        scope = prefill.scope(scope)
+    if scope is None:
         settings, index = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
         layer = -1 if index is None else index
         return PrefillCall(inputs, tokens, prefill, layer, settings, of_local_heads(settings.selector(layer), module, num_heads))
-    layer, settings = block.session.layer_of(module), block.run.settings
-    selector = block.selectors.get((layer, num_heads))
+    layer, settings = scope.session.layer_of(module), scope.run.settings
+    selector = scope.selectors.get((layer, num_heads))
     if selector is None:
-        selector = block.selectors[layer, num_heads] = of_local_heads(settings.selector(layer), module, num_heads)
-    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, block.run, block.probe)
+        selector = scope.selectors[layer, num_heads] = of_local_heads(settings.selector(layer), module, num_heads)
+    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, scope.run, scope.probe)
 
 
 _outside_the_graph = torch.compiler.disable(serve)
@@ -130,7 +130,7 @@ def prefill_operator(
     tokens: int,
     module: int,
 ) -> Tensor:
-    """`serve` as an opaque operator: a model's open blocks change between calls of its compiled forward."""
+    """`serve` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
     inputs = AttentionInputs(query, key, value, scale, softcap, window, attention_mask, offset, sinks)
     return serve(_MODULES[module], inputs, tokens)
 

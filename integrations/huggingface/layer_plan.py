@@ -22,7 +22,7 @@ from flexmask.integrations.huggingface.compat import text_config
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.huggingface.session import block_of
+from flexmask.integrations.huggingface.session import scope_of
 from flexmask.integrations.record.run import PrefillRun
 from flexmask.settings import PrefillSettings
 
@@ -124,7 +124,7 @@ def _without_weights(config: Any) -> PreTrainedModel:
 
 
 class _Planner:
-    """Probe of a block that notes what every layer's call would do at full length."""
+    """Probe of a scope that notes what every layer's call would do at full length."""
 
     def __init__(self, tokens: int, stand_in: Tensor) -> None:
         self.tokens, self.stand_in = tokens, stand_in
@@ -144,9 +144,9 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, None]:
     """Run the adapter's attention on stand-ins; a refusal is noted, and the forward goes on."""
-    block = block_of(module)
-    assert block is not None and isinstance(block.probe, _Planner)
-    planner, mask = block.probe, attention_mask
+    scope = scope_of(module)
+    assert scope is not None and isinstance(scope.probe, _Planner)
+    planner, mask = scope.probe, attention_mask
     shapes: list[tuple[int, ...]] = [x.shape for x in (query, key, value)]
     if isinstance(mask, PrefillMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
         tokens = planner.tokens
@@ -158,7 +158,7 @@ def _attention(
     try:
         attention(module, given[0], given[1], given[2], mask, **arguments)
     except (NotImplementedError, ValueError) as error:
-        layer = block.session.layer_of(module)
+        layer = scope.session.layer_of(module)
         planner.layers[layer] = PlannedLayer(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
     return torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), device="meta", dtype=query.dtype), None
 
@@ -170,8 +170,8 @@ def _follow(model: PreTrainedModel, run: PrefillRun, planner: _Planner, argument
     AttentionMaskInterface.register(_NAME, _mask_without_padding)
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
     try:
-        with opened(model, run, planner) as block, torch.no_grad():
-            for config in block.configs:
+        with opened(model, run, planner) as scope, torch.no_grad():
+            for config in scope.configs:
                 config._attn_implementation_internal = _NAME
             try:
                 model(input_ids=ids, **arguments)

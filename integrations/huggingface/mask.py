@@ -16,13 +16,13 @@ from flexmask.integrations.huggingface.compat import rows_of_queries, window_of
 from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, Segments, segments_of_ids
 
 if TYPE_CHECKING:
-    from flexmask.integrations.huggingface.session import OpenBlock
+    from flexmask.integrations.huggingface.session import Scope
 
 _REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
 _COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
 
 
-BLOCK_ENDED = (
+SCOPE_ENDED = (
     "flexmask's mask of a prefill is used after its sparse_prefill block has ended; call backward inside the block, since it "
     "runs checkpointed layers again, and keep no mask beyond the block"
 )
@@ -33,28 +33,28 @@ class MaskNotServed(NotImplementedError, AttributeError):
 
 
 class PrefillPass:
-    """One mask-function call, shared by its masks, with the block that serves it."""
+    """One mask-function call, shared by its masks, with the scope that serves it."""
 
     def __init__(self) -> None:
         self._served = False
-        # weak: a run keeps its latest prefill, and a block its model
-        self._block: ReferenceType[OpenBlock] | None = None
+        # weak: a run keeps its latest prefill, and a scope its model
+        self._scope: ReferenceType[Scope] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PrefillPass, ()
 
-    def block(self, current: OpenBlock | None) -> OpenBlock | None:
-        """`current`, the model's open block or None; in a backward, which runs checkpointed layers again, that of the forward."""
+    def scope(self, current: Scope | None) -> Scope | None:
+        """`current`, the model's open scope or None; in a backward, which runs checkpointed layers again, that of the forward."""
         if not (self._served and is_in_backward()):
             if not self._served:
-                self._served, self._block = True, None if current is None else ref(current)
+                self._served, self._scope = True, None if current is None else ref(current)
             return current
-        if self._block is None:
+        if self._scope is None:
             return None
-        block = self._block()
-        if block is None or not block.is_open:
-            raise MaskNotServed(BLOCK_ENDED)
-        return block
+        scope = self._scope()
+        if scope is None or not scope.is_open:
+            raise MaskNotServed(SCOPE_ENDED)
+        return scope
 
 
 class PrefillMask(BlockMask):
@@ -171,7 +171,7 @@ class PrefillMask(BlockMask):
 
     def _not_served(self, what: str) -> NoReturn:
         if getattr(self._config, "_attn_implementation", None) != self._made_for:
-            raise MaskNotServed(BLOCK_ENDED)
+            raise MaskNotServed(SCOPE_ENDED)
         raise MaskNotServed(
             f"flexmask does not serve a model whose own code reads its mask's {what}, as one with a sparse attention of "
             'its own does; use attn_implementation="sdpa"'

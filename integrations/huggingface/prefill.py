@@ -19,7 +19,7 @@ from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.registration import register
-from flexmask.integrations.huggingface.session import OpenBlock, latest
+from flexmask.integrations.huggingface.session import Scope, latest
 from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
 from flexmask.selector import UnknownOption
 from flexmask.settings import PrefillSettings
@@ -28,14 +28,14 @@ _log = logging.getLogger("flexmask")
 
 
 class _Exit:
-    """``__exit__`` as one ``with`` statement or ExitStack looks it up, before it enters. A block is over when its exit is gone.
+    """``__exit__`` as one ``with`` statement or ExitStack looks it up, before it enters. A scope is over when its exit is gone.
 
     An interrupt before the first line of an ``__exit__`` shows in nothing else: the program may keep the `sparse_prefill`.
     """
 
     def __init__(self, context: sparse_prefill | None = None) -> None:
         self.context = context
-        self.block: OpenBlock | None = None
+        self.scope: Scope | None = None
 
     def __get__(self, context: sparse_prefill | None, kind: type | None = None) -> _Exit:
         looked_up = _Exit(context)
@@ -53,16 +53,16 @@ class _Exit:
         # looked up on the class, it gets the context
         context, _, error, _ = given if self.context is None else (self.context, *given)
         # entered by hand: the latest of this thread or task, or one handed over to it
-        block = self.block or latest(tuple(context._by_hand))
-        block.leave()
-        context._by_hand.pop(block, None)
-        summary = block.run.dense_summary()
+        scope = self.scope or latest(tuple(context._by_hand))
+        scope.leave()
+        context._by_hand.pop(scope, None)
+        summary = scope.run.dense_summary()
         if summary is not None:
             nothing_else, line = summary
             _log.log(logging.WARNING if nothing_else else logging.INFO, "flexmask: %s", line)
-        if error is None and block.run.unreached:
+        if error is None and scope.run.unreached:
             warnings.warn(
-                f"flexmask did not reach {type(block.model).__name__}: it ran, but none of its layers called the attention of "
+                f"flexmask did not reach {type(scope.model).__name__}: it ran, but none of its layers called the attention of "
                 "transformers' attention interface, so it ran as without the block",
                 UserWarning,
                 stacklevel=2,
@@ -150,8 +150,8 @@ class sparse_prefill(ContextDecorator):
         self._model = unwrapped(model)
         self._options = {"method": method, "settings": settings, **options}
         self._collects = (collect_stats, collect_masks, max_calls)
-        # blocks entered without an exit
-        self._by_hand: dict[OpenBlock, _Exit] = {}
+        # scopes entered without an exit
+        self._by_hand: dict[Scope, _Exit] = {}
         try:
             PrefillRun(model_settings(self._model, **self._options), *self._collects)
         except UnknownOption as error:
@@ -163,26 +163,26 @@ class sparse_prefill(ContextDecorator):
         register()
         run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
         try:
-            holder.block = block = OpenBlock.enter(self._model, run, holder)
+            holder.scope = scope = Scope.enter(self._model, run, holder)
             if looked_up is None:
-                self._by_hand[block] = holder
+                self._by_hand[scope] = holder
             return run
         except BaseException:
-            if holder.block is not None:
-                self._by_hand.pop(holder.block, None)
-                holder.block.leave()
+            if holder.scope is not None:
+                self._by_hand.pop(holder.scope, None)
+                holder.scope.leave()
             raise
 
     __exit__ = _Exit()
 
 
 @contextmanager
-def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> Iterator[OpenBlock]:
-    """A block that records in `run`; `probe` serves its prefill calls."""
+def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> Iterator[Scope]:
+    """A scope that records in `run`; `probe` serves its prefill calls."""
     register()
     holder = _Exit()
-    block = OpenBlock.enter(model, run, holder, probe)
+    scope = Scope.enter(model, run, holder, probe)
     try:
-        yield block
+        yield scope
     finally:
-        block.leave()
+        scope.leave()

@@ -1,7 +1,7 @@
-"""The blocks that a model has open, each with a run, and what they switch in its configs.
+"""The scopes that a model has open, each with a run, and what they switch in its configs.
 
-An interrupt may come between any two lines. So every block is listed before it changes anything, and dropped from the list after
-its last change is undone. `sweep` undoes what blocks switched that are over: closed, or without their `with` statement.
+An interrupt may come between any two lines. So every scope is listed before it changes anything, and dropped from the list after
+its last change is undone. `sweep` undoes what scopes switched that are over: closed, or without their `with` statement.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from flexmask.settings import CONFIG_KEY, PrefillSettings
 
 SESSION = "_flexmask_session"  # attribute of a model's modules
 _ABSENT = object()
-_LOCK = threading.RLock()  # held while blocks open and close
-# opened by the current thread or task; a task begins with its creator's blocks, a thread with none
-_OWN: ContextVar[tuple[OpenBlock, ...]] = ContextVar("flexmask_own_blocks", default=())
+_LOCK = threading.RLock()  # held while scopes open and close
+# opened by the current thread or task; a task begins with its creator's scopes, a thread with none
+_OWN: ContextVar[tuple[Scope, ...]] = ContextVar("flexmask_own_scopes", default=())
 
 
 class Session:
-    """The open blocks of one model in the order of opening, found from each of its modules. Copies of the model have none."""
+    """The open scopes of one model in the order of opening, found from each of its modules. Copies of the model have none."""
 
     def __init__(self) -> None:
-        self.blocks: tuple[OpenBlock, ...] = ()
+        self.scopes: tuple[Scope, ...] = ()
         self._unnumbered: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,10 +49,10 @@ class Session:
 
     @classmethod
     def of(cls, model: nn.Module) -> Session:
-        """The session of a model and its parts; ValueError if several parts have blocks open."""
+        """The session of a model and its parts; ValueError if several parts have scopes open."""
         known = {id(session): session for module in model.modules() if (session := cls.on(module)) is not None}
-        used = [session for session in known.values() if session.blocks] or list(known.values())
-        if len(used) > 1 and used[0].blocks:
+        used = [session for session in known.values() if session.scopes] or list(known.values())
+        if len(used) > 1 and used[0].scopes:
             raise ValueError("model must have no blocks open on several of its parts; close them first")
         session = used[0] if used else cls()
         # for good: compiled forwards guard on it
@@ -67,15 +67,17 @@ class Session:
 
 
 @dataclass(eq=False)
-class OpenBlock:
+class Scope:
+    """One open `sparse_prefill` block."""
+
     model: PreTrainedModel
     run: PrefillRun
     probe: Callable[[PrefillCall], Tensor] | None  # serves every prefill call
     session: Session
     configs: list[Any]
-    holder: ref[Any]  # what keeps the block open, as a `with` statement's exit
+    holder: ref[Any]  # what keeps the scope open, as a `with` statement's exit
     closed: bool = False
-    undo: list[Callable[[], None]] = field(default_factory=list)  # undoes other changes of a block's work; may run twice
+    undo: list[Callable[[], None]] = field(default_factory=list)  # undoes other changes of a scope's work; may run twice
     # by layer and number of its heads in this process, as `prefill_call` made them
     selectors: dict[tuple[int, int], Selector] = field(default_factory=dict)
 
@@ -86,32 +88,32 @@ class OpenBlock:
         run: PrefillRun,
         holder: object,
         probe: Callable[[PrefillCall], Tensor] | None = None,
-    ) -> OpenBlock:
+    ) -> Scope:
         """Switch `model` to ``"flexmask"``, which must be registered, and record its calls in `run` while `holder` lives."""
         check_servable(model)
         sweep()
-        block = _opened(model, run, holder, probe)
+        scope = _opened(model, run, holder, probe)
         try:
             # without those that another thread closed
-            _OWN.set((*(earlier for earlier in _OWN.get() if earlier.is_open), block))
-            return block
+            _OWN.set((*(earlier for earlier in _OWN.get() if earlier.is_open), scope))
+            return scope
         except BaseException:
-            block.leave()
+            scope.leave()
             raise
 
     @property
     def is_open(self) -> bool:
-        return self in self.session.blocks and not self.is_over
+        return self in self.session.scopes and not self.is_over
 
     @property
     def is_over(self) -> bool:
-        """True also after an interrupt that left nobody to close the block."""
+        """True also after an interrupt that left nobody to close the scope."""
         return self.closed or self.holder() is None
 
     def leave(self) -> None:
         self.closed = True
         sweep()
-        _OWN.set(tuple(block for block in _OWN.get() if block.is_open))
+        _OWN.set(tuple(scope for scope in _OWN.get() if scope.is_open))
 
     def switch(self) -> None:
         text = text_config(self.model)
@@ -119,18 +121,18 @@ class OpenBlock:
         if _note_forward not in self.model.base_model._forward_hooks.values():
             self.model.base_model.register_forward_hook(_note_forward, with_kwargs=True)
         for config in self.configs:
-            SwitchedConfig.of(config).blocks.append(self)
+            SwitchedConfig.of(config).scopes.append(self)
         self.model.set_attn_implementation(NAME if text is self.model.config else {"text_config": NAME})
         if text._attn_implementation != NAME:
             raise ValueError(
                 f"model must go through transformers' attention interface; got {type(self.model).__name__}, which does not"
             )
         SwitchedConfig.of(text).write_options()
-        self.session.blocks = (*self.session.blocks, self)
+        self.session.scopes = (*self.session.scopes, self)
 
     def give_back(self) -> None:
         """Undo `switch`, or the part of it that was done and is not undone yet."""
-        self.session.blocks = tuple(block for block in self.session.blocks if block is not self)
+        self.session.scopes = tuple(scope for scope in self.session.scopes if scope is not self)
         for undo in self.undo:
             undo()
         for config in self.configs:
@@ -139,42 +141,42 @@ class OpenBlock:
                 switched.close(self)
         # last: it sweeps
         base = self.model.base_model
-        if not any(block.model.base_model is base for block in _blocks if not block.is_over):
+        if not any(scope.model.base_model is base for scope in _scopes if not scope.is_over):
             remove_hook(base, _note_forward)
 
 
-# per process: blocks of which something may be switched
-_blocks: tuple[OpenBlock, ...] = ()
+# per process: scopes of which something may be switched
+_scopes: tuple[Scope, ...] = ()
 
 
 @locked(_LOCK)
-def _opened(model: PreTrainedModel, run: PrefillRun, holder: object, probe: Callable[[PrefillCall], Tensor] | None) -> OpenBlock:
-    global _blocks
+def _opened(model: PreTrainedModel, run: PrefillRun, holder: object, probe: Callable[[PrefillCall], Tensor] | None) -> Scope:
+    global _scopes
     configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
     configs[id(text_config(model))] = text_config(model)
-    block = OpenBlock(model, run, probe, Session.of(model), list(configs.values()), ref(holder))
+    scope = Scope(model, run, probe, Session.of(model), list(configs.values()), ref(holder))
     try:
-        _blocks = (*_blocks, block)
-        block.switch()
-        return block
+        _scopes = (*_scopes, scope)
+        scope.switch()
+        return scope
     except BaseException:
-        block.closed = True
+        scope.closed = True
         _give_back()
         raise
 
 
 def sweep() -> bool:
-    """Undo what blocks switched that are over; False if there are none."""
-    return any(block.is_over for block in _blocks) and _give_back()
+    """Undo what scopes switched that are over; False if there are none."""
+    return any(scope.is_over for scope in _scopes) and _give_back()
 
 
 @locked(_LOCK)
 def _give_back() -> bool:
-    global _blocks
-    over = [block for block in _blocks if block.is_over]
-    for block in over:
-        block.give_back()
-    _blocks = tuple(block for block in _blocks if block not in over)
+    global _scopes
+    over = [scope for scope in _scopes if scope.is_over]
+    for scope in over:
+        scope.give_back()
+    _scopes = tuple(scope for scope in _scopes if scope not in over)
     return bool(over)
 
 
@@ -185,17 +187,17 @@ def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
         del module._forward_hooks[number]
 
 
-def block_of(module: nn.Module) -> OpenBlock | None:
-    """The block that serves a call of a module, if one is open."""
+def scope_of(module: nn.Module) -> Scope | None:
+    """The scope that serves a call of a module, if one is open."""
     session = Session.on(module)
-    blocks = () if session is None else session.blocks
-    return latest(blocks) if blocks else None
+    scopes = () if session is None else session.scopes
+    return latest(scopes) if scopes else None
 
 
-def latest(blocks: Sequence[OpenBlock]) -> OpenBlock:
-    """The block that the current thread or task opened last, else the last."""
+def latest(scopes: Sequence[Scope]) -> Scope:
+    """The scope that the current thread or task opened last, else the last."""
     opened_here = _OWN.get()
-    return next((block for block in reversed(blocks) if block in opened_here), blocks[-1])
+    return next((scope for scope in reversed(scopes) if scope in opened_here), scopes[-1])
 
 
 def _note_forward(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
@@ -207,9 +209,9 @@ def _note_forward(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: 
     kwargs = kwargs_and_output[0] if len(kwargs_and_output) == 2 else {}
     if _is_decoding((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))):
         return
-    block = block_of(module)
-    if block is not None:
-        block.run.note_forward()
+    scope = scope_of(module)
+    if scope is not None:
+        scope.run.note_forward()
 
 
 def _is_decoding(inputs: Iterable[Any]) -> bool:
@@ -219,26 +221,26 @@ def _is_decoding(inputs: Iterable[Any]) -> bool:
 
 @dataclass(eq=False)
 class SwitchedConfig:
-    """A config that open blocks switched, and what it held before."""
+    """A config that open scopes switched, and what it held before."""
 
     config: Any
     name: str | None
-    blocks: list[OpenBlock] = field(default_factory=list)
+    scopes: list[Scope] = field(default_factory=list)
     options: Any = _ABSENT
-    written: tuple[Any, ...] = ()  # by blocks; two while one replaces the other
+    written: tuple[Any, ...] = ()  # by scopes; two while one replaces the other
 
     @classmethod
     def of(cls, config: Any) -> SwitchedConfig:
         return SWITCHED.setdefault(id(config), cls(config, config._attn_implementation))
 
     def write_options(self) -> None:
-        """Write the options of the block entered last into the config, else its own.
+        """Write the options of the scope entered last into the config, else its own.
 
-        Skips blocks whose method is a function. What others wrote inside a block, as `configure` does, becomes the config's own.
+        Skips scopes whose method is a function. What others wrote inside a scope, as `configure` does, becomes the config's own.
         """
         if not self.holds_written():
             self.options = getattr(self.config, CONFIG_KEY, _ABSENT)
-        runs = [block.run for block in self.blocks if text_config(block.model) is self.config]
+        runs = [scope.run for scope in self.scopes if text_config(scope.model) is self.config]
         options = next((run.settings.to_dict() for run in reversed(runs) if not callable(run.settings.method)), _ABSENT)
         wanted = self.options if options is _ABSENT else options
         # noted before it is written
@@ -250,17 +252,17 @@ class SwitchedConfig:
         self.written = (options,)
 
     def holds_written(self) -> bool:
-        """True if the config holds options that a block wrote."""
+        """True if the config holds options that a scope wrote."""
         now = getattr(self.config, CONFIG_KEY, _ABSENT)
         return now is not _ABSENT and any(now is options for options in self.written)
 
-    def close(self, block: OpenBlock) -> None:
-        """Remove a block; the last one restores the config."""
-        if block in self.blocks:
-            self.blocks.remove(block)
+    def close(self, scope: Scope) -> None:
+        """Remove a scope; the last one restores the config."""
+        if scope in self.scopes:
+            self.scopes.remove(scope)
         self.write_options()
-        if not self.blocks:
-            # the property would also set the name of all parts, where other blocks may be open
+        if not self.scopes:
+            # the property would also set the name of all parts, where other scopes may be open
             self.config._attn_implementation_internal = self.name
             del SWITCHED[id(self.config)]
 
@@ -271,7 +273,7 @@ SWITCHED: dict[int, SwitchedConfig] = {}
 
 @locked(_LOCK)
 def configured(config: Any) -> PrefillSettings | None:
-    """The config's own options, without those of open blocks."""
+    """The config's own options, without those of open scopes."""
     switched = SWITCHED.get(id(config))
     if switched is None or not switched.holds_written():
         return saved_settings(config)
@@ -279,7 +281,7 @@ def configured(config: Any) -> PrefillSettings | None:
 
 
 def own_name(config: Any) -> str | None:
-    """The attention implementation of a config without open blocks."""
+    """The attention implementation of a config without open scopes."""
     switched = SWITCHED.get(id(config))
     name: str | None = getattr(config, "_attn_implementation", None) if switched is None else switched.name
     return name

@@ -159,9 +159,9 @@ def _measure(
             if measured.complete[number]:
                 continue
             probe.begin(number)
-            with opened(model, run, probe) as block:
+            with opened(model, run, probe) as scope:
                 if gradient:
-                    backward_through_loss(block, prompt, probe.begin_backward)
+                    backward_through_loss(scope, prompt, probe.begin_backward)
                 else:
                     with torch.no_grad():
                         model.base_model(input_ids=prompt[None].to(model.device), use_cache=False)

@@ -11,23 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flexmask.integrations.huggingface.session import OpenBlock, remove_hook
+from flexmask.integrations.huggingface.session import Scope, remove_hook
 
 # tokens: their logits are the largest tensor of a long prompt
 MOST_SCORED = 4096
 
 
-def backward_through_loss(block: OpenBlock, prompt: Tensor, between: Callable[[], None]) -> None:
+def backward_through_loss(scope: Scope, prompt: Tensor, between: Callable[[], None]) -> None:
     """Backpropagate the next-token loss of a prompt, (length,) integer, to tensors with `retain_grad`.
 
-    Weights of the block's model get no gradient until it ends. The loss is summed over T `scored_tokens` and divided by the root
+    Weights of the scope's model get no gradient until it ends. The loss is summed over T `scored_tokens` and divided by the root
     of T: for a change d of activations, ``(gradient . d)^2`` is the squared change of the summed loss over T. `between` runs
     before the backward pass, in which checkpoints run parts of the model again.
     """
     # callers may be in inference mode, whose tensors have no gradients
     with torch.inference_mode(False), torch.enable_grad():
-        _through_activations(block)
-        _backward_through_loss(block.model, prompt.to(block.model.device).clone(), between)
+        _through_activations(scope)
+        _backward_through_loss(scope.model, prompt.to(scope.model.device).clone(), between)
 
 
 def _backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Callable[[], None]) -> None:
@@ -55,10 +55,10 @@ def logits_of(model: PreTrainedModel, prompt: Tensor, tokens: Tensor) -> Tensor:
     return every[tokens.to(every.device)]
 
 
-def _through_activations(block: OpenBlock) -> None:
+def _through_activations(scope: Scope) -> None:
     """Gradients from the embeddings on, none for weights."""
-    with_gradient = [parameter for parameter in block.model.parameters() if parameter.requires_grad]
-    embeddings = block.model.get_input_embeddings()
+    with_gradient = [parameter for parameter in scope.model.parameters() if parameter.requires_grad]
+    embeddings = scope.model.get_input_embeddings()
 
     def begin(module: nn.Module, given: Any, out: Tensor) -> None:
         out.requires_grad_()
@@ -69,7 +69,7 @@ def _through_activations(block: OpenBlock) -> None:
             parameter.requires_grad_()
 
     # noted before anything changes: an interrupt may come in between
-    block.undo.append(give_back)
+    scope.undo.append(give_back)
     for parameter in with_gradient:
         parameter.requires_grad_(False)
     embeddings.register_forward_hook(begin)

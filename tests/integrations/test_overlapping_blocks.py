@@ -46,7 +46,7 @@ def is_untouched(model):
     return (
         model.config._attn_implementation == "sdpa"
         and not hasattr(model.config, "flexmask_config")
-        and not Session.of(model).blocks
+        and not Session.of(model).scopes
         and not model.base_model._forward_hooks
         and not SWITCHED
     )

@@ -59,7 +59,7 @@ def test_model_is_refused_and_left_as_it_was(make):
         pytest.fail("entered")
     assert "text_config" not in str(caught.value)
     assert model.config._attn_implementation == former
-    assert not Session.of(model).blocks
+    assert not Session.of(model).scopes
     assert not SWITCHED
     assert not model.base_model._forward_hooks
 
