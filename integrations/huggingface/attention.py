@@ -1,8 +1,7 @@
 """The attention function of transformers: sparse for prefills, dense for decoding.
 
-The way of a call: `attention_entry` (registration.py), which transformers calls -> `attention` -> `checked_call` (refusals.py) ->
-`serve` -> `prefill_call`, under the scope that is open (session.py) or the config's settings ->
-`PrefillCall.attention` (call.py) -> `attend` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
+The way of a call: `attention` -> `checked_call` (refusals.py) -> `serve` -> `prefill_call` -> `PrefillCall.attention` (call.py)
+-> `attend` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
 """
 
 from __future__ import annotations

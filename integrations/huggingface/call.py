@@ -108,10 +108,7 @@ class PrefillCall(NamedTuple):
 
 
 def of_local_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
-    """`selector` with the options of this process's `num_heads` heads.
-
-    Under tensor parallelism transformers gives processes equal shares of the heads, in order.
-    """
+    """`selector` with the options of this process's heads: under tensor parallelism equal shares of all heads, in order."""
     local = {}
     for name in (*selector.method.shares, *selector.method.pairs):
         value = selector.options[name]

@@ -18,7 +18,6 @@ from transformers.masking_utils import (
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
 from flexmask._torch import is_fake, is_traced
-from flexmask.environment import check_release
 
 _Kind = TypeVar("_Kind")
 _AND, _OR = and_masks().__code__, or_masks().__code__
@@ -36,11 +35,6 @@ MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
 
 def refusal(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"flexmask does not serve {what}; use {instead}")
-
-
-def check_installed() -> None:
-    """Raise ImportError for an installed transformers that is not served."""
-    check_release(transformers.__version__)
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -107,9 +101,9 @@ def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
 def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None, Tensor | None]:
     """Return whether a mask is plain causality of single or packed prompts, its window, and the ids of packed sequences.
 
-    Compares the code of `mask_function` with what transformers builds; newer releases count positions from the start of each
-    sequence. Ids, (batch or 1, q_len), come without a cache and an attention_mask; before release 5 also for a single prompt, all
-    equal. A multimodal model's mask of a text is plain: outside of a compilation, the ids of its images are read.
+    Compares the code of `mask_function` with what transformers builds. Ids, (batch or 1, q_len), come without a cache and an
+    attention_mask; before release 5 also for a single prompt, all equal. Outside of a compilation the ids of images are read: a
+    multimodal model's mask of a text is plain.
     """
     if group_function is not None and not is_traced():
         mask_function = _without_groups(mask_function)
@@ -136,10 +130,8 @@ def _plain(mask_function: Callable[..., Any], local_size: int | None) -> list[tu
         return [(local_size, window_function(local_size))]
     # Gemma 3 and 4 build their own for images
     windows = _captures(mask_function, int)
-    return [
-        (None, causal_mask_function),
-        *((window, and_masks(causal_mask_function, sliding_window_overlay(window))) for window in windows),
-    ]
+    windowed = [(window, and_masks(causal_mask_function, sliding_window_overlay(window))) for window in windows]
+    return [(None, causal_mask_function), *windowed]
 
 
 def _without_groups(mask_function: Callable[..., Any]) -> Callable[..., Any]:

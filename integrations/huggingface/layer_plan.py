@@ -1,6 +1,6 @@
 """Predicts per layer whether a prompt would run sparse, from the model's config only.
 
-The forward reads a few tokens on the meta device; attention gets tensors of the full prompt length, expanded from one number.
+The forward reads a few tokens on the meta device; attention gets the full prompt length, expanded from one number.
 """
 
 from __future__ import annotations
@@ -33,15 +33,12 @@ _READ = 256
 
 
 class PlannedLayer(NamedTuple):
-    """The plan of one layer and, unless sparse, its reason.
-
-    Plans are ``"sparse"``, ``"dense"``, ``"refused"`` (the forward would raise) and ``"not reached"`` (the layer does not call
-    transformers' attention interface). `heads` to `window` are None without an attention call.
-    """
+    """The plan of one layer."""
 
     layer: int
-    plan: str
-    reason: str
+    plan: str  # "sparse", "dense", "refused" (the forward would raise) or "not reached" (it calls no attention of transformers')
+    reason: str  # for another plan than sparse
+    # None without an attention call
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -61,16 +58,9 @@ def layer_plan(
 ) -> list[PlannedLayer]:
     """Predict for every layer of a model whether a prompt would run sparse, dense or not at all, and why.
 
-    Parameters
-    ----------
-    config
-        As from ``AutoConfig.from_pretrained``.
-    method, settings, options
-        As in `sparse_prefill`. Default: those in the config, else the defaults.
-    tokens
-        Length of the prompt, >= 2. Default 32768; nothing of that size is computed.
-    device, dtype
-        Backends depend on them. Default: the CPU, and float32 there, else bfloat16.
+    `config` is as from ``AutoConfig.from_pretrained``; `method`, `settings` and `options` are as in `sparse_prefill`, by default
+    those in the config. `tokens` >= 2 is the prompt's length. Backends depend on `device` and `dtype`, by default float32 on the
+    CPU, bfloat16 elsewhere.
 
     Raises
     ------

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
 _COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
-
-
 SCOPE_ENDED = (
     "flexmask's mask of a prefill is used after its sparse_prefill block has ended; call backward inside the block, since it "
     "runs checkpointed layers again, and keep no mask beyond the block"
@@ -61,25 +59,9 @@ class PrefillMask(BlockMask):
     """The visibility of one prefill call; a BlockMask only to pass through transformers unchanged.
 
     Heads and contiguous rows can be sliced: ``mask[:, heads, rows, :]``. Other uses raise `MaskNotServed`, those of another
-    attention after the block too.
-
-    Attributes
-    ----------
-    shape
-        (batch, 1, q_len, kv_len).
-    offset
-        Position of the first row among the keys: int, or a 0-d integer tensor where only the device has it.
-    attention_mask
-        (batch, kv_len) bool, True = token; None without padding.
-    prefill
-        Shared by the masks of one mask-function call; None in compiled forwards.
-    segments
-        Packed sequences, in tokens of all batch rows concatenated, or None.
-    packed, bounds
-        Checks for packing that the mask function cannot see, and the caller's bounds; shared by all layers.
-    tokens
-        Tokens so far, including this call's, for `dense_below`. With a StaticCache, whose length is on the device: of the padding
-        mask, or without one of this call.
+    attention after the block too. `offset` is the position of the first row among the keys: an int, or a 0-d integer tensor where
+    only the device has it. `attention_mask` is (batch, kv_len) bool, True = token. `tokens` counts the tokens so far, including
+    this call's; with a StaticCache, whose length is on the device, those of the padding mask, or without one of this call.
     """
 
     _config: Any = None
@@ -97,13 +79,14 @@ class PrefillMask(BlockMask):
         config: Any = None,
     ) -> None:
         # without BlockMask.__init__, which needs lists
-        self._shape = shape
+        self._shape = shape  # (batch, 1, q_len, kv_len)
         self._config, self._made_for = config, getattr(config, "_attn_implementation", None)
         self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
-        self.segments = segments
-        # another object would recompile at every call
+        self.segments = segments  # packed sequences, in tokens of all batch rows concatenated
+        # of the mask function's call, with its other masks; another object would recompile at every call
         self.prefill = None if is_traced() else PrefillPass()
+        # shared by all layers
         self.packed, self.bounds = PackedCheck(), GivenBounds()
 
     @property
@@ -205,16 +188,9 @@ def prefill_mask(
     """
     q_len, first = rows_of_queries(arguments)
     if q_len == 1:
-        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
-            batch_size=batch_size,
-            kv_length=kv_length,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            config=config,
-            **arguments,
-        )
+        keys = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
+        named = {"batch_size": batch_size, "local_size": local_size, "config": config}
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**keys, **named, **arguments)
     # a first row on a device is not waited for
     known_first = int_if_known(first)
     if attention_mask is not None and isinstance(known_first, int) and not is_traced():

@@ -47,8 +47,8 @@ def configure(
 ) -> PrefillSettings:
     """Write options into a model's config, where ``save_pretrained`` keeps them: ``flexmask_config`` in ``config.json``.
 
-    They apply wherever the model runs with ``attn_implementation="flexmask"``, except inside a `sparse_prefill` block with its
-    own options. Without options the defaults replace what was there.
+    They apply where the model runs with ``attn_implementation="flexmask"``, except inside a `sparse_prefill` block with its own.
+    Without options the defaults replace what was there.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ _log = logging.getLogger("flexmask")
 class _Exit:
     """``__exit__`` as one ``with`` statement or ExitStack looks it up, before it enters. A scope is over when its exit is gone.
 
-    An interrupt before the first line of an ``__exit__`` shows in nothing else: the program may keep the `sparse_prefill`.
+    Nothing else shows an interrupt before the first line of an ``__exit__``: the program may keep the `sparse_prefill`.
     """
 
     def __init__(self, context: sparse_prefill | None = None) -> None:
@@ -79,9 +79,8 @@ class sparse_prefill(ContextDecorator):
     can be entered again, also while it is open; each time gives a new run.
 
     Blocks on one model may nest or overlap, across threads and asyncio tasks; the model gets its own attention back when the last
-    one closes. A call uses the block that its thread or task entered last, else the one entered last of all. While blocks are
-    open, the model's config holds the options of the one entered last (``flexmask_config``) for ``save_pretrained`` and copies,
-    unless `method` is a function.
+    one closes. A call uses the block that its thread or task entered last, else the one entered last of all. The model's config
+    holds the options of the block entered last (``flexmask_config``) for ``save_pretrained``, unless `method` is a function.
 
     Parameters
     ----------
@@ -121,8 +120,8 @@ class sparse_prefill(ContextDecorator):
         For a `model` that is not one or cannot change its attention, unknown options, values out of range, layers that the model
         lacks, and options per head of another number.
     NotImplementedError
-        On entering, for a model that its config or layers show to be unsupported; in the forward, for an unsupported call; in a
-        backward after the block, for checkpointed layers, which run again.
+        On entering, for an unsupported model; in the forward, for an unsupported call; in a backward after the block, for
+        checkpointed layers, which run again.
 
     Examples
     --------

@@ -83,10 +83,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None,
 
 
 def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None) -> None:
-    """Refuse attention that is not causal.
-
-    Ignores `is_causal` under a `PrefillMask`, which holds its own refusal: some modules (GPT-2) pass False with any mask.
-    """
+    """Refuse attention that is not causal, unless a `PrefillMask` holds its own refusal: GPT-2 passes False with it."""
     causal = getattr(module, "is_causal", True)
     if is_causal is not None and not isinstance(mask, PrefillMask):
         causal = is_causal
@@ -124,10 +121,7 @@ def _visibility(
 
 
 def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
-    """Packed sequences by position_ids that restart without a cache and an attention_mask, or by the caller's bounds.
-
-    Refuses other restarts if it gets 2-D positions.
-    """
+    """Packed sequences by position_ids that restart, or by the caller's bounds; refuses restarts over a cache or under a mask."""
     batch, _, q_len, _ = query.shape
     rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     positions = kwargs.get("position_ids")

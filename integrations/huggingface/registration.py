@@ -1,9 +1,7 @@
 """The functions behind the name "flexmask" in transformers: attention and masks, inside other libraries' wrappers.
 
-The way in: `register` gives transformers `mask_entry` and `attention_entry`. A forward calls `mask_entry` -> `prefill_mask`
-(mask.py) for its kinds of layers, then each layer calls `attention_entry` -> `attention` (attention.py). Libraries that wrap a
-model's own attention function would be left out; `_attention_within` puts their wrappers around `attention`. After a model's last
-block both give way to its own functions.
+A forward calls `mask_entry` -> `prefill_mask` (mask.py) for its kinds of layers, then each layer calls `attention_entry` ->
+`attention` (attention.py). After a model's last scope both give way to the model's own functions.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -25,9 +24,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flexmask._torch import CLASSES_ARE_CONSTANTS, MODULES_ARE_CONSTANTS, is_traced
 from flexmask.base.checks import check_word
+from flexmask.environment import check_release
 from flexmask.found_settings import named_settings
 from flexmask.integrations.huggingface.attention import attention
-from flexmask.integrations.huggingface.compat import NAME, check_installed
+from flexmask.integrations.huggingface.compat import NAME
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import process_settings
 from flexmask.integrations.huggingface.session import own_name, sweep
@@ -49,11 +49,10 @@ def register(
     Parameters
     ----------
     method, settings, options
-        As in `sparse_prefill`. They apply to every model of the process and override the models' configs, until the next call
-        that gives others. A `sparse_prefill` block with its own options overrides them. Default: none.
+        As in `sparse_prefill`, for every model of the process, until the next call that gives others. They override the models'
+        configs, and a `sparse_prefill` block with its own options overrides them. Default: none.
     name
-        ``"flex_attention"`` also replaces that implementation for every model of the process, for programs that accept only known
-        names. Default ``"flexmask"``.
+        ``"flex_attention"`` also replaces that implementation, for programs that accept only known names. Default ``"flexmask"``.
 
     Raises
     ------
@@ -66,7 +65,7 @@ def register(
     --------
     >>> register()
     """
-    check_installed()
+    check_release(transformers.__version__)
     check_word("name", name, (NAME, "flex_attention"))
     process = named_settings(method, settings, **options) or process_settings()
     for entry in {NAME, name}:
@@ -78,7 +77,7 @@ def register(
 
 
 def _register(name: str, settings: PrefillSettings | None) -> None:
-    """Register attention with the settings of the process, inside the wrappers that other libraries put around the name."""
+    """Register attention inside the wrappers that other libraries put around the name."""
     new: Any = functools.partial(attention_entry, process=settings)
     known: Any = AttentionInterface().get(name)
     ours = attention_in(known)
@@ -118,7 +117,7 @@ def attention_entry(
     if not is_traced() and not isinstance(attention_mask, PrefillMask) and _gives_back(config):
         function = _function_of(type(module), config._attn_implementation)
     elif MODULES_ARE_CONSTANTS or not is_traced():
-        function = _attention_within(module)
+        function = _WITHIN[_number_within(module)]
     else:
         if CLASSES_ARE_CONSTANTS and _number_within_sdpa(type(module)) != 0:
             # breaks the surrounding graph, where wrappers run
@@ -150,11 +149,6 @@ def _function_of(layer: type, name: str | None) -> Any:
     return functions.get(name, getattr(file, "eager_attention_forward", None))
 
 
-def _attention_within(module: nn.Module) -> Any:
-    """`attention` inside the wrappers of the function that a module would call outside of blocks."""
-    return _WITHIN[_number_within(module)]
-
-
 def _of_module(module: nn.Module) -> int:
     config = getattr(module, "config", None)
     return _number(type(module), own_name(config), getattr(config, "_attn_implementation", None))
@@ -167,7 +161,7 @@ def _of_sdpa(layer: type) -> int:
 def _number(layer: type, name: str | None, called_name: str | None) -> int:
     """Number in `_WITHIN` of `attention` inside the wrappers of the function of that name, else of SDPA's.
 
-    Leaves out wrappers that stand around the called function too. Warns of what cannot be put around another function.
+    Leaves out wrappers that the called function has too. Warns of what cannot be put around another function.
     """
     called, own, sdpa = (_function_of(layer, wanted) for wanted in (called_name, name, "sdpa"))
     key = (id(own), id(sdpa), id(called))

@@ -83,11 +83,7 @@ class Scope:
 
     @classmethod
     def enter(
-        cls,
-        model: PreTrainedModel,
-        run: PrefillRun,
-        holder: object,
-        probe: Callable[[PrefillCall], Tensor] | None = None,
+        cls, model: PreTrainedModel, run: PrefillRun, holder: object, probe: Callable[[PrefillCall], Tensor] | None = None
     ) -> Scope:
         """Switch `model` to ``"flexmask"``, which must be registered, and record its calls in `run` while `holder` lives."""
         check_servable(model)
@@ -234,10 +230,7 @@ class SwitchedConfig:
         return SWITCHED.setdefault(id(config), cls(config, config._attn_implementation))
 
     def write_options(self) -> None:
-        """Write the options of the scope entered last into the config, else its own.
-
-        Skips scopes whose method is a function. What others wrote inside a scope, as `configure` does, becomes the config's own.
-        """
+        """Write the options of the scope entered last, without functions, else the config's own: also what `configure` wrote."""
         if not self.holds_written():
             self.options = getattr(self.config, CONFIG_KEY, _ABSENT)
         runs = [scope.run for scope in self.scopes if text_config(scope.model) is self.config]
