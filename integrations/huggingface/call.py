@@ -15,8 +15,8 @@ from flexmask.dense_policy import DensePlan, by_head_dim, notice_dense, plan_of_
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.packed import in_one_row, in_rows
+from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
-from flexmask.integrations.record.run import PrefillRun
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings
 from flexmask.stats import STATISTICS, dense_stats

@@ -23,7 +23,7 @@ from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.huggingface.session import scope_of
-from flexmask.integrations.record.run import PrefillRun
+from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"

@@ -20,7 +20,7 @@ from flexmask.integrations.huggingface.compat import unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.registration import register
 from flexmask.integrations.huggingface.session import Scope, latest
-from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
+from flexmask.integrations.record import MAX_CALLS, PrefillRun
 from flexmask.selector import UnknownOption
 from flexmask.settings import PrefillSettings
 

@@ -20,7 +20,7 @@ from flexmask._torch import is_traced
 from flexmask.found_settings import saved_settings
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
-from flexmask.integrations.record.run import PrefillRun
+from flexmask.integrations.record import PrefillRun
 from flexmask.precision import locked
 from flexmask.selector import Selector
 from flexmask.settings import CONFIG_KEY, PrefillSettings

@@ -31,16 +31,11 @@ class SavedRun(NamedTuple):
 
 
 def save_run(path: Path, run: SavedRun) -> None:
-    saved = {
-        "format": _FORMAT,
-        "settings": run.settings.to_dict(),
-        "calls": {str(layer): [_call_to_save(call) for call in recorded] for layer, recorded in calls_on_host(run.calls).items()},
-        "dropped": {str(layer): _totals_to_save(total) for layer, total in run.dropped.items()},
-        "tokens": {str(layer): number for layer, number in run.tokens.items()},
-        "sequences": {str(layer): number for layer, number in run.sequences.items()},
-    }
+    calls = {layer: [_call_to_save(call) for call in recorded] for layer, recorded in calls_on_host(run.calls).items()}
+    dropped = {layer: _totals_to_save(total) for layer, total in run.dropped.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, saved)
+    by_layer = {"calls": calls, "dropped": dropped, "tokens": run.tokens, "sequences": run.sequences}
+    write_json(path, {"format": _FORMAT, "settings": run.settings.to_dict(), **by_layer})
 
 
 def write_json(path: Path, saved: Any) -> None:
@@ -70,54 +65,57 @@ def load_run(path: Path) -> SavedRun:
 
 
 def _call_to_save(call: RecordedCall) -> dict[str, Any]:
-    tensors = {name: _numbers(getattr(call.stats, name)) for name in DTYPES}
-    return {**tensors, "dense": call.stats.dense, "reason": call.reason, "prefill": call.prefill, "size": list(call.size)}
-
-
-def _totals_to_save(total: LayerTotals) -> dict[str, Any]:
-    sums = None if total.sums is None else HeadSums(*_numbers(total.sums[None])[0])._asdict()
-    return {**vars(total), "sums": sums, "held": None if total.held is None else _numbers(total.held[None])[0]}
-
-
-def _numbers(tensor: Tensor) -> Any:
-    return [[x if math.isfinite(x) else None for x in row] for row in tensor.tolist()]
+    tensors = {name: _numbers(getattr(call.stats, name).tolist()) for name in DTYPES}
+    return {**tensors, "dense": call.stats.dense, "reason": call.reason, "prefill": call.prefill, "size": call.size}
 
 
 def _call(saved: Mapping[str, Any]) -> RecordedCall:
-    tensors = {
-        name: torch.tensor([[math.nan if x is None else x for x in row] for row in saved[name]], dtype=dtype, device="cpu")
-        for name, dtype in DTYPES.items()
-    }
+    tensors = {name: _tensor(saved[name], dtype) for name, dtype in DTYPES.items()}
     shapes = {tensor.shape for tensor in tensors.values()}
     if len(shapes) > 1 or min(map(len, shapes)) < 2 or 0 in next(iter(shapes)):
         raise ValueError(f"shapes {sorted(shapes)}")
+    if saved["reason"] is not None and not isinstance(saved["reason"], str):
+        raise TypeError(type(saved["reason"]).__name__)
     stats = SelectionStats(**tensors, dense=bool(saved["dense"]))
-    return RecordedCall(stats, _reason(saved["reason"]), _count(saved["prefill"]), CallSize(*map(_count, saved["size"])))
+    return RecordedCall(stats, saved["reason"], _count(saved["prefill"]), CallSize(*map(_count, saved["size"])))
 
 
-def _reason(saved: Any) -> str | None:
-    if saved is not None and not isinstance(saved, str):
-        raise TypeError(type(saved).__name__)
-    return saved
+def _totals_to_save(total: LayerTotals) -> dict[str, Any]:
+    sums = None if total.sums is None else HeadSums(*_numbers(total.sums.tolist()))._asdict()
+    return {**vars(total), "sums": sums, "held": None if total.held is None else _numbers(total.held.tolist())}
+
+
+def _totals(saved: Mapping[str, Any]) -> LayerTotals:
+    sums, held = saved["sums"], saved["held"]
+    if sums is not None:
+        sums = _tensor([sums[name] for name in HeadSums._fields], widest_float(torch.device("cpu")))
+    if held is not None:
+        held = _tensor(held, torch.float32, math.inf)
+    calls, dense_calls, heads = (_count(saved[name]) for name in ("calls", "dense_calls", "heads"))
+    pairs, dense_pairs = float(saved["pairs"]), float(saved["dense_pairs"])
+    if not 0 <= dense_pairs <= pairs < math.inf:
+        raise ValueError(pairs)
+    reasons = {reason: _count(number) for reason, number in saved["reasons"].items()}
+    return LayerTotals(calls, dense_calls, heads, pairs, dense_pairs, reasons, sums, held)
+
+
+def _numbers(values: Any) -> Any:
+    """Numbers, or lists of them, as JSON has them: None for those that are not finite."""
+    if isinstance(values, list):
+        return [_numbers(value) for value in values]
+    return values if math.isfinite(values) else None
+
+
+def _tensor(saved: Any, dtype: torch.dtype, absent: float = math.nan) -> Tensor:
+    """The tensor of saved numbers; `absent` stands for None."""
+
+    def numbers(values: Any) -> Any:
+        return [numbers(value) for value in values] if isinstance(values, list) else absent if values is None else values
+
+    return torch.tensor(numbers(saved), dtype=dtype, device="cpu")
 
 
 def _count(saved: Any) -> int:
     if type(saved) is not int or not 0 <= saved < 2**53:
         raise ValueError(saved)
     return saved
-
-
-def _totals(saved: Mapping[str, Any]) -> LayerTotals:
-    sums = saved["sums"]
-    if sums is not None:
-        numbers = [math.nan if sums[name] is None else float(sums[name]) for name in HeadSums._fields]
-        sums = torch.tensor(numbers, dtype=widest_float(torch.device("cpu")), device="cpu")
-    calls, dense_calls, heads = (_count(saved[name]) for name in ("calls", "dense_calls", "heads"))
-    pairs, dense_pairs = float(saved["pairs"]), float(saved["dense_pairs"])
-    if not 0 <= dense_pairs <= pairs < math.inf:
-        raise ValueError(pairs)
-    reasons = {reason: _count(number) for reason, number in saved["reasons"].items()}
-    held = saved["held"]
-    if held is not None:
-        held = torch.tensor([math.inf if x is None else float(x) for x in held], device="cpu")
-    return LayerTotals(calls, dense_calls, heads, pairs, dense_pairs, reasons, sums, held)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
+from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
-from flexmask.integrations.record.run import PrefillRun
 from flexmask.settings import PrefillSettings
 from flexmask.stats import dense_stats as dense_stats_of
 

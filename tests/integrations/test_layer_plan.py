@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaFor
 
 from flexmask.integrations.huggingface.layer_plan import PlannedLayer, layer_plan
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.record.run import PrefillRun
+from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
 from tests.integrations.families import FAMILIES
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flexmask import SelectionStats
+from flexmask.integrations.record import MAX_CALLS, PrefillRun
 from flexmask.integrations.record.calls import MOST_REASONS, OTHER_REASONS, CallSize
-from flexmask.integrations.record.run import MAX_CALLS, PrefillRun
 from tests.integrations.recorded_calls import HEADS, dense_stats, recorded, stats_of, without_nan
 
 

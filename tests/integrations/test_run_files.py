@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize, LayerTotals
-from flexmask.integrations.record.run import PrefillRun
 from tests.integrations.recorded_calls import HEADS, recorded, stats_of, without_nan
 
 
