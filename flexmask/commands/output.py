@@ -46,7 +46,7 @@ class Output:
             right = bool(values) and all(isinstance(cell, (int, float)) or cell.endswith("%") for cell in values)
             table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(_cell(value)) for value in row))
+            table.add_row(*(Text("" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x)) for x in row))
         self._out.print(table, soft_wrap=False)
 
     def remark(self, text: str) -> None:
@@ -91,10 +91,6 @@ class _Lines:
         if tenths > self._tenths:
             self._tenths = tenths
             self._output.remark(f"{self._what}: {done} of {total}")
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _json_value(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +11,6 @@ from flexmask.commands.errors import option_errors, usage_error
 from flexmask.commands.loading import load_model, read_text, token_ids
 from flexmask.commands.options import Common, Model, Named, model_named, with_common
 from flexmask.commands.output import Output
-
-if TYPE_CHECKING:
-    from flexmask.integrations.huggingface import TuneResult
 
 
 @with_common("gamma", "settings")
@@ -72,19 +69,10 @@ def tune(
         output.remark(f"Measurements so far are in {measured}: the same command continues from there.")
         raise
     result.settings.save(out)
+    about = {"model": name, "texts": text, "prompt_tokens": [prompt.shape[1] for prompt in prompts], "out": str(out)}
     document: dict[str, Any] = {
-        "model": name,
-        "texts": text,
-        "prompt_tokens": [prompt.shape[1] for prompt in prompts],
-        "out": str(out),
-    }
-    document |= {"gradient": gradient, **_document(result)}
-    _show(output, document)
-    output.result(document)
-
-
-def _document(result: TuneResult) -> dict[str, Any]:
-    return {
+        **about,
+        "gradient": gradient,
         "settings": result.settings.to_dict(),
         "density": result.density,
         "error": result.error,
@@ -92,6 +80,8 @@ def _document(result: TuneResult) -> dict[str, Any]:
         "dense_layers": result.dense,
         "heads": result.rows(),
     }
+    _show(output, document)
+    output.result(document)
 
 
 def _show(output: Output, document: dict[str, Any]) -> None:

@@ -120,7 +120,9 @@ class PrefillMask(BlockMask):
         parts += [slice(None)] * (4 - len(parts))
         batch, _, q_len, kv_len = self._shape
         whole = {0: batch, 3: kv_len}
-        if len(parts) != 4 or any(not _is_whole(parts[dim], size) for dim, size in whole.items()):
+        if len(parts) != 4 or any(
+            not isinstance(parts[dim], slice) or parts[dim].indices(size) != (0, size, 1) for dim, size in whole.items()
+        ):
             self._not_served(f"[{index}] beyond heads and rows")
         if isinstance(parts[1], int) and not -1 <= parts[1] < 1:
             raise IndexError(f"head must be in [-1, 1); got {parts[1]}")
@@ -165,10 +167,6 @@ class PrefillMask(BlockMask):
         mask._made_for = self._made_for
         mask.prefill, mask.packed, mask.bounds = self.prefill, self.packed, self.bounds
         return mask
-
-
-def _is_whole(index: Any, size: int) -> bool:
-    return isinstance(index, slice) and index.indices(size) == (0, size, 1)
 
 
 def prefill_mask(

@@ -34,12 +34,11 @@ def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
 
 
 def in_one_row(inputs: AttentionInputs) -> AttentionInputs:
+    if inputs.query.shape[0] == 1:
+        return inputs
     tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
-    return inputs.with_fields(**{name: _in_one_row(x) for name, x in tensors.items() if x is not None})
-
-
-def _in_one_row(x: Tensor) -> Tensor:
-    return x if x.shape[0] == 1 else x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    rows = {name: x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for name, x in tensors.items() if x is not None}
+    return inputs.with_fields(**rows)
 
 
 def in_rows(out: Tensor, batch: int) -> Tensor:

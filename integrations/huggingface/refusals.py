@@ -61,7 +61,9 @@ def checked_call(
         mask = _visibility(module, is_causal, attention_mask, query, key)
         segments = _segments(mask, query, kwargs)
     elif attention_mask is not None:
-        visible = _row_of_keys(attention_mask, key.shape[2])
+        if attention_mask.dtype != torch.bool:
+            raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
+        visible = attention_mask[..., : key.shape[2]]
     return CheckedCall(_inputs(query, key, value, mask, scores), mask, segments, visible)
 
 
@@ -82,19 +84,15 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None,
     return checked.with_fields(query=query, key=key, value=value, scale=scale)
 
 
-def _check_causal(module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None) -> None:
-    """Refuse attention that is not causal, unless a `PrefillMask` holds its own refusal: GPT-2 passes False with it."""
+def _visibility(
+    module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
+) -> PrefillMask:
     causal = getattr(module, "is_causal", True)
+    # a `PrefillMask` holds its own refusal: some modules (GPT-2) pass False with any mask
     if is_causal is not None and not isinstance(mask, PrefillMask):
         causal = is_causal
     if not causal:
         raise refusal("bidirectional or cross attention", f"{SDPA} for the parts of the model that have it")
-
-
-def _visibility(
-    module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
-) -> PrefillMask:
-    _check_causal(module, is_causal, mask)
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     if mask is None and q_len == kv_len:
@@ -102,13 +100,11 @@ def _visibility(
     if mask is None:
         raise refusal("a prefill without a mask over a cache", f"a (batch, kv_len) attention_mask, or {SDPA}")
     if not isinstance(mask, PrefillMask):
-        what = "a 4-D attention_mask"
         if MODELS_MAKE_4D_MASKS:
-            what += (
-                ", which in this release of transformers some models (OPT, BART, GraniteMoe, Persimmon, FalconH1) make themselves"
-            )
+            models = "OPT, BART, GraniteMoe, Persimmon, FalconH1"
+            what = f"a 4-D attention_mask, which in this release of transformers some models ({models}) make themselves"
             raise refusal(what, f"a newer release, {SDPA}, or where the mask is yours a (batch, kv_len) one")
-        raise refusal(what, f"a (batch, kv_len) attention_mask, or {SDPA}")
+        raise refusal("a 4-D attention_mask", f"a (batch, kv_len) attention_mask, or {SDPA}")
     if mask.refusal is not None:
         raise refusal(mask.refusal, SDPA)
     if tuple(mask.shape[2:]) != (q_len, kv_len):
@@ -145,9 +141,3 @@ def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segme
     if mask.segments is not None and mask.segments != tuple(segment for segment in segments if segment.q_len):
         raise ValueError("cu_seq_lens_q must name the sequences that position_ids do, which start again elsewhere")
     return segments
-
-
-def _row_of_keys(mask: Tensor, kv_len: int) -> Tensor:
-    if mask.dtype != torch.bool:
-        raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
-    return mask[..., :kv_len]

@@ -7,7 +7,7 @@ its last change is undone. `sweep` undoes what scopes switched that are over: cl
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,16 +203,13 @@ def _note_forward(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: 
     sweep()
     # without kwargs after an interrupt while the hook was added or removed
     kwargs = kwargs_and_output[0] if len(kwargs_and_output) == 2 else {}
-    if _is_decoding((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))):
+    given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens = next((value for value in given if isinstance(value, Tensor)), None)
+    if tokens is not None and tokens.ndim > 1 and tokens.shape[1] <= 1:  # decoding
         return
     scope = scope_of(module)
     if scope is not None:
         scope.run.note_forward()
-
-
-def _is_decoding(inputs: Iterable[Any]) -> bool:
-    tokens = next((value for value in inputs if isinstance(value, Tensor)), None)
-    return tokens is not None and tokens.ndim > 1 and tokens.shape[1] <= 1
 
 
 @dataclass(eq=False)

@@ -127,13 +127,11 @@ def _shown(head: ShownHead) -> str:
         about += f" This head's mask was not used: {row['reason']}."
     where = f"layer {head.layer}, head {head.head}"
     captions = {"all": f"Attention of {where}.", "kept": "Through the mask.", "left out": "Left out by the mask."}
-    draw = partial(plot_attention, head.mass, head.block_size, head.kept, lengths=lengths)
-    figures = "".join(_figure((4.9, 4.2), partial(_part, draw, part), caption) for part, caption in captions.items())
+    figures = "".join(
+        _figure((4.9, 4.2), partial(plot_attention, head.mass, head.block_size, head.kept, part, lengths=lengths), caption)
+        for part, caption in captions.items()
+    )
     return f'<h3>{where.capitalize()}</h3>\n<p>{escape(about)}</p>\n<div class="figures">{figures}</div>\n'
-
-
-def _part(draw: Callable[..., object], part: str, axes: Axes) -> object:
-    return draw(part=part, axes=axes)
 
 
 def _settings(inspection: Inspection) -> str:

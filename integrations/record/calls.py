@@ -37,6 +37,11 @@ class CallSize(NamedTuple):
     kv_len: int = 0  # `PrefillMask.tokens`
     sequence: int = 0  # in a pack
 
+    @property
+    def pairs(self) -> int:
+        """Causal query-key pairs of a batch row; 1 for unknown lengths."""
+        return max(1, self.q_len * self.kv_len - self.q_len * (self.q_len - 1) // 2)
+
 
 class RecordedCall(NamedTuple):
     stats: SelectionStats
@@ -116,7 +121,7 @@ class LayerTotals:
         """Count `calls` of one layer without reading a tensor."""
         sparse, held = [], [] if self.held is None else [self.held]
         for call in calls:
-            pairs = float(call.stats.density.shape[0] * _pairs(call.size))
+            pairs = float(call.stats.density.shape[0] * call.size.pairs)
             self.calls += 1
             self.pairs += pairs
             if call.stats.dense:
@@ -138,11 +143,6 @@ class LayerTotals:
         both = replace(self, reasons=dict(self.reasons))
         both.add(calls)
         return both
-
-
-def _pairs(size: CallSize) -> int:
-    """1 for unknown lengths."""
-    return max(1, size.q_len * size.kv_len - size.q_len * (size.q_len - 1) // 2)
 
 
 def _sums(stats: SelectionStats, pairs: float) -> Tensor:

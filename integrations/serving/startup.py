@@ -118,20 +118,16 @@ def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:
 
 def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
     """Whole prompts and chunks of each kind; long ones do not exceed `largest`."""
-    sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)] + _short_sizes(layer)
+    block = layer.selector.block_size
+    sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)]
+    # chunks of one block, whose size torch compiles as a constant, and below `_SHORT`
+    short = [block] if block >= _SHORT else [block, _SHORT - 1]
+    sizes += [(rows, _LENGTHS[0]) for rows in short] + [(rows, rows) for rows in short if rows >= layer.dense_below]
     if device.type == "cuda":
-        longest = [min(blocks * layer.selector.block_size, largest[1]) for blocks in MANY_BLOCKS]
+        longest = [min(blocks * block, largest[1]) for blocks in MANY_BLOCKS]
         sizes += [(min(rows, largest[0]), length) for length in longest for rows in (length, length // 2)]
         sizes += grouped_sizes(layer, largest, device)
     return list(dict.fromkeys(sizes))
-
-
-def _short_sizes(layer: SparseLayer) -> list[Size]:
-    """Chunks of one block, whose size torch compiles as a constant, and below `_SHORT`."""
-    block = layer.selector.block_size
-    lengths = [block] if block >= _SHORT else [block, _SHORT - 1]
-    whole = [(rows, rows) for rows in lengths if rows >= layer.dense_below]
-    return [(rows, _LENGTHS[0]) for rows in lengths] + whole
 
 
 def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
@@ -145,14 +141,13 @@ def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> li
             heads = heads_together(layer, size, device)
             if heads < layer.num_heads:
                 by_kind.setdefault((heads, size[0] == tokens), []).append(size)
-    # the middle, where a shorter call is of the same kind
-    middle = [sizes[(len(sizes) - 1) // 2] for sizes in by_kind.values()]
-    return [call for rows, tokens in middle for call in ((rows, tokens), _shorter(rows, tokens, block))]
-
-
-def _shorter(rows: int, tokens: int, block: int) -> Size:
-    """A call of the same kind, shorter by different numbers of blocks."""
-    return (rows - block, tokens - block) if rows == tokens else (max(rows - 2 * block, rows // 2), tokens - block)
+    calls = []
+    for sizes in by_kind.values():
+        # the middle, where a call that is shorter by different numbers of blocks is of the same kind
+        rows, tokens = sizes[(len(sizes) - 1) // 2]
+        shorter = rows - block if rows == tokens else max(rows - 2 * block, rows // 2)
+        calls += [(rows, tokens), (shorter, tokens - block)]
+    return calls
 
 
 def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:

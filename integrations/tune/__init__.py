@@ -118,8 +118,11 @@ def tune(
     prompts = _prompts(input_ids, attention_mask, base.block_size)
     check_servable(inner)
     check_in_one_process(inner, "tune")
+    left_out = ("_name_or_path", "transformers_version", CONFIG_KEY)
+    config = {name: str(value) for name, value in inner.config.to_dict().items() if name not in left_out}
+    weights = {name: float(x.detach().flatten()[0]) for name, x in inner.named_parameters() if x.numel() and not x.is_meta}
     made_of = {
-        "model": f"{type(inner).__name__}, {inner.dtype}, config {digest(_config(inner))}, weights {_mark(inner)}",
+        "model": f"{type(inner).__name__}, {inner.dtype}, config {digest(config)}, weights {digest(weights)}",
         "prompts": digest(prompts),
         "gammas": str(chosen),
         "options": str(sorted(base.to_dict().items())),
@@ -209,16 +212,3 @@ def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tenso
     if not rows:
         raise ValueError("input_ids must hold a prompt; got none")
     return rows
-
-
-def _config(model: PreTrainedModel) -> dict[str, str]:
-    left_out = ("_name_or_path", "transformers_version", CONFIG_KEY)
-    return {name: str(value) for name, value in model.config.to_dict().items() if name not in left_out}
-
-
-def _mark(model: PreTrainedModel) -> str:
-    """Distinguishes models of one shape."""
-    numbers = {
-        name: float(x.detach().flatten()[0]) for name, x in model.named_parameters() if x.numel() and x.device.type != "meta"
-    }
-    return digest(numbers)

@@ -7,6 +7,7 @@ block_size * kv_len`` scores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from flexmask.base.scores import capped, widest_float
 from flexmask.base.visibility import block_visibility, token_validity, whole_blocks
 from flexmask.precision import without_tf32
 from flexmask.select import select_blocks
-from flexmask.selector import CallSelector, Selector, selector_of
+from flexmask.selector import CallSelector, Selector
 
 # largest score of a block that a row does not see; finite, for differences
 _UNSEEN = -1e30
@@ -49,7 +50,7 @@ def head_errors(
     num_heads, q_len = query.shape[1:3]
     with torch.no_grad(), without_autocast(query.device), without_tf32():
         whole = inputs.with_fields(needs_grad=False).prepared()
-        by_gamma = [_with_gamma(selector, gamma).for_inputs(whole) for gamma in gammas]
+        by_gamma = [replace(selector, options={**selector.options, "gamma": gamma}).for_inputs(whole) for gamma in gammas]
         out = query.new_empty((1, num_heads, q_len, value.shape[3]))
         tokens = token_validity(q_len, q_len, None, None, whole.key)
         visible = block_visibility(tokens, selector.block_size, inputs.window).visible
@@ -65,10 +66,6 @@ def head_errors(
                 weight = None if gradient is None else gradient[0, heads]
                 error[heads] = errors_of_key_head(part.of_heads(one), keep[one.query], selector.block_size, out[0, heads], weight)
     return out, HeadErrors(int(visible.sum()), density.tolist(), error.tolist())
-
-
-def _with_gamma(selector: Selector, gamma: float) -> Selector:
-    return selector_of(selector.method.name, selector.block_size, {**selector.options, "gamma": gamma})
 
 
 def _kept(selector: CallSelector, inputs: SparseInputs, heads: slice, visible: Tensor) -> Tensor:
@@ -96,7 +93,11 @@ def errors_of_key_head(
         start = block * block_size
         first = 0 if inputs.window is None else max(0, start - inputs.window + 1) // block_size
         seen = slice(first, block + 1)
-        hidden = _hidden(start, rows.shape[1], first * block_size, inputs.window, key)
+        row = torch.arange(start, start + rows.shape[1], device=key.device)[:, None]
+        column = torch.arange(first * block_size, start + block_size, device=key.device)
+        hidden = column > row
+        if inputs.window is not None:
+            hidden |= column <= row - inputs.window
         # the last choice is dense attention
         chosen = torch.cat([keep[:, :, block, seen], torch.ones_like(keep[:, :1, block, seen])], 1)
         outs = _outputs(inputs, rows, key[seen], value[seen], hidden, chosen)
@@ -113,14 +114,6 @@ def errors_of_key_head(
         return error
     # a head whose values are all zero has no error
     return error / norm.clamp(min=torch.finfo(norm.dtype).tiny)
-
-
-def _hidden(start: int, rows: int, first_key: int, window: int | None, key: Tensor) -> Tensor:
-    """Keys that rows do not see, (rows, keys) bool, from `first_key` to the end of their block."""
-    row = torch.arange(start, start + rows, device=key.device)[:, None]
-    column = torch.arange(first_key, start + key.shape[1], device=key.device)
-    hidden = column > row
-    return hidden if window is None else hidden | (column <= row - window)
 
 
 def _outputs(inputs: AttentionInputs, rows: Tensor, key: Tensor, value: Tensor, hidden: Tensor, chosen: Tensor) -> Tensor:

@@ -27,15 +27,12 @@ def backward_through_loss(scope: Scope, prompt: Tensor, between: Callable[[], No
     # callers may be in inference mode, whose tensors have no gradients
     with torch.inference_mode(False), torch.enable_grad():
         _through_activations(scope)
-        _backward_through_loss(scope.model, prompt.to(scope.model.device).clone(), between)
-
-
-def _backward_through_loss(model: PreTrainedModel, prompt: Tensor, between: Callable[[], None]) -> None:
-    scored = scored_tokens(prompt)
-    logits = logits_of(model, prompt, scored)
-    loss = F.cross_entropy(logits.float(), prompt[scored + 1].to(logits.device), reduction="sum")
-    between()
-    (loss / len(scored) ** 0.5).backward()
+        prompt = prompt.to(scope.model.device).clone()
+        scored = scored_tokens(prompt)
+        logits = logits_of(scope.model, prompt, scored)
+        loss = F.cross_entropy(logits.float(), prompt[scored + 1].to(logits.device), reduction="sum")
+        between()
+        (loss / len(scored) ** 0.5).backward()
 
 
 def scored_tokens(prompt: Tensor) -> Tensor:

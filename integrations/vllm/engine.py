@@ -79,27 +79,29 @@ class VLLMEngine(Engine):
             if self._prepared:
                 return
             self._prepared = True
-            kernel, policy = self._settle_all(), self.options.policy._replace(least_rows=self._least_rows())
+            kernel, policy, most = self._settle_all(), self.options.policy, self._vllm_config.model_config.max_model_len
+            policy = policy._replace(least_rows=max([policy.least_rows, *(rows + 1 for rows in self._decoded_rows())]))
+            largest = min(self._vllm_config.scheduler_config.max_num_batched_tokens, most), most
             is_first = _tensor_parallel_rank()[0] == 0  # of a group, logs and counts
             measure = (lambda call: call()) if in_profile and device.type != "cpu" else None
             with torch.inference_mode():
-                self.start(self._largest_call(), device, self.dtype, kernel, policy, is_first, measure)
+                self.start(largest, device, self.dtype, kernel, policy, is_first, measure)
             if is_first and self.sparse_layers:
                 if is_first_stage():
                     self.counters.export()
                 # processes of multiprocessing run no atexit
                 Finalize(None, self.counters.log, exitpriority=100)
 
-    def _largest_call(self) -> tuple[int, int]:
-        """Rows and tokens of the last chunk of the longest prompt."""
-        most = self._vllm_config.model_config.max_model_len
-        return min(self._vllm_config.scheduler_config.max_num_batched_tokens, most), most
-
-    def _least_rows(self) -> int:
-        """Least rows of a sparse chunk: more than latent attention decodes."""
-        served = [layer for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")]
-        latent = {layer.attn_backend.get_builder_cls() for layer in served if layer.attn_backend.is_mla()}
-        return max([self.options.policy.least_rows, *(_decoded_rows(builder, self._vllm_config) + 1 for builder in latent)])
+    def _decoded_rows(self) -> list[int]:
+        """Most rows that backends of latent attention decode. vLLM raises it for guesses, but no builder exists yet."""
+        served = [layer.attn_backend for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")]
+        rows = []
+        for builder in {backend.get_builder_cls() for backend in served if backend.is_mla()}:
+            made = builder.__new__(builder)
+            made.vllm_config = self._vllm_config
+            made._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
+            rows.append(int(made.reorder_batch_threshold))
+        return rows
 
     def _settle_all(self) -> str:
         """Returns the name of the stock kernel."""
@@ -122,14 +124,6 @@ class VLLMEngine(Engine):
         from vllm.model_executor.layers.attention import Attention, MLAAttention
 
         return Attention, MLAAttention
-
-
-def _decoded_rows(builder: Any, vllm_config: Any) -> int:
-    """Most rows that a backend of latent attention decodes. vLLM raises it for guesses, but no builder exists yet."""
-    made = builder.__new__(builder)
-    made.vllm_config = vllm_config
-    made._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
-    return int(made.reorder_batch_threshold)
 
 
 def _tensor_parallel_rank() -> tuple[int, int]:

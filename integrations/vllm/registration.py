@@ -56,7 +56,8 @@ def read_requests() -> None:
         request = stock(self, *arguments, **options)
         params = request.sampling_params  # a copy of the caller's
         given = getattr(params, "extra_args", None) or {}
-        if has_options(given) and _is_selected(self.vllm_config):
+        selected = getattr(self.vllm_config.attention_config.backend, "name", None) == "CUSTOM"
+        if has_options(given) and (selected or os.environ.get(CPU_VARIABLE) == "1"):
             chosen = _options_of(given, self.vllm_config)
             if chosen is not None:
                 params.extra_args = chosen.noted(given)
@@ -65,11 +66,6 @@ def read_requests() -> None:
 
     process_inputs.flexmask_stock = stock  # type: ignore[attr-defined]
     InputProcessor.process_inputs = process_inputs
-
-
-def _is_selected(vllm_config: Any) -> bool:
-    backend = vllm_config.attention_config.backend
-    return getattr(backend, "name", None) == "CUSTOM" or os.environ.get(CPU_VARIABLE) == "1"
 
 
 def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
